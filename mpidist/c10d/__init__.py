@@ -1,1 +1,1 @@
-"""The adapter to ``torch.distributed`` (c10d): the backend ``mpidist``, its process groups and works under torch's names."""
+"""Backend ``mpidist`` of ``torch.distributed`` (c10d): registration, process groups and works."""

@@ -1,12 +1,8 @@
-"""The adapter between ``torch.distributed`` and our process group: ``init_process_group("mpidist")`` on the stock wheel.
+"""Registration of the backend ``mpidist`` and of the ``mpi://`` rendezvous with torch.
 
-``autoload`` is called by ``import torch`` (entry point group ``torch.backends``). It registers the
-backend and the ``mpi://`` rendezvous, starts neither MPI nor CUDA, and never raises: a raising
-entry point would break ``import torch`` itself.
-
-torch calls the methods below by its own names (see
-``torch/csrc/distributed/c10d/PyProcessGroup.hpp``), from Python and from C++. Several have two
-names, because torch renamed them between 2.9 and 2.13.
+``import torch`` calls ``autoload`` (entry point group ``torch.backends``), which registers both and
+starts neither MPI nor CUDA. ``autoload`` never raises, because an error in an entry point would
+make ``import torch`` fail.
 """
 
 from __future__ import annotations
@@ -26,10 +22,7 @@ _SCHEME = "mpi"
 
 
 def autoload() -> None:
-    """Register with torch; called by ``import torch``.
-
-    Says why on stderr if it cannot, and never raises.
-    """
+    """Register with torch; called by ``import torch``. Warns on failure and never raises."""
     try:
         _register()
     except Exception as error:
@@ -37,22 +30,22 @@ def autoload() -> None:
 
 
 def _register() -> None:
-    # not above: whoever imports this module first would have torch look for autoload before it is
-    # there
+    # At module level, an import of this module before torch would let torch call autoload before
+    # autoload is defined.
     import torch
 
     if not torch.distributed.is_available():
         return
     import torch.distributed as dist
 
-    # the package has a function of this name
+    # torch.distributed.rendezvous is a function of the same name.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     if _NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     if _SCHEME not in rendezvous._rendezvous_handlers:
         rendezvous.register_rendezvous_handler(_SCHEME, _rendezvous)
-        # init_process_group("mpidist") alone means env://, which wants RANK, WORLD_SIZE,
+        # init_process_group("mpidist") without a URL uses env://, which needs RANK, WORLD_SIZE,
         # MASTER_ADDR and MASTER_PORT.
         for scheme in ("env", "tcp"):
             rendezvous._rendezvous_handlers[scheme] = _or_mpi(
@@ -84,9 +77,10 @@ def _rendezvous(url: str, **kwargs: Any) -> Iterator[Any]:
 def _or_mpi(
     torch_handler: Callable[..., Iterator[Any]], scheme: str
 ) -> Callable[..., Iterator[Any]]:
-    """Let ``env://`` without its variables mean ``mpi://``, for our backend alone: any other still gets torch's error.
+    """Return a handler that uses ``mpi://`` for mpidist if ``env://`` lacks its variables.
 
-    With MPIDIST_REPLACE ``env://`` and ``tcp://`` mean it always.
+    Other backends still get torch's error. With MPIDIST_REPLACE, ``env://`` and ``tcp://`` always
+    use ``mpi://``.
     """
 
     def handler(url: str, **kwargs: Any) -> Iterator[Any]:
@@ -103,7 +97,7 @@ def _or_mpi(
 
 
 def _with_advice(results: Iterator[Any]) -> Iterator[Any]:
-    """Say under an MPI launcher what spares a script, or a framework, the variables that torch's rendezvous wants."""
+    """Add advice to torch's error about missing variables if an MPI launcher started the ranks."""
     try:
         yield from results
     except ValueError as error:
@@ -123,13 +117,13 @@ def _with_advice(results: Iterator[Any]) -> Iterator[Any]:
 
 
 def _initialises_mpidist() -> bool:
-    # torch does not tell a rendezvous handler for which backend it is asked.
+    # torch passes no backend name to a rendezvous handler.
     named = str(_local_of("init_process_group", "backend")).lower().split(",")
     return any(part.split(":")[-1] == _NAME for part in named)
 
 
 def _local_of(function: str, name: str) -> Any:
-    """Return a local variable of the innermost caller of that name, or None."""
+    """Return a local variable of the innermost caller with a function's name, or None."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == function and name in frame.f_locals:
@@ -139,9 +133,9 @@ def _local_of(function: str, name: str) -> Any:
 
 
 def _require_alike(native: Any, listed: str) -> None:
-    """Compare the backends that ranks ask for, once a job.
+    """Compare the backends that the ranks requested, once per job.
 
-    Collective: over the group, which is closed where they differ.
+    Collective: over the group, which is closed on a difference.
     """
     from mpidist.comm.consistency import values_that_differ
 
@@ -157,7 +151,7 @@ def _native_of_default() -> Any:
     """Return the native group behind torch's default group.
 
     Raises:
-        RuntimeError: The default group is another backend's.
+        RuntimeError: The default group is on another backend.
     """
     import torch.distributed as dist
 
@@ -176,7 +170,7 @@ def _native_of_default() -> Any:
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:
-    """Make the process group that torch asks for; called on its members only."""
+    """Create a process group for torch, which calls this on the group's members only."""
     from mpidist.c10d.process_group import TorchProcessGroup
     from mpidist.comm import group
     from mpidist.comm.mpi import runtime
@@ -192,7 +186,7 @@ def _create(options: Any, backend_options: Any = None) -> Any:
     name, timeout = str(options.group_id), options.timeout
     if ranks:
         native = _native_of_default().new_group(ranks, name, timeout)
-        assert native is not None  # torch asks members only
+        assert native is not None
     else:
         if options.group_size != world.size:
             raise ValueError(
@@ -209,6 +203,6 @@ def _create(options: Any, backend_options: Any = None) -> Any:
     if is_shared:
         return other_backends.mixed_group(native, options, backends, device_id, backend_options)
     group_of_torch = TorchProcessGroup(native, options.store, name)
-    # torch has noted it on the group that ours replaces.
+    # torch has set it on the group object that this one replaces.
     group_of_torch.bound_device_id = device_id
     return group_of_torch

@@ -1,8 +1,8 @@
-"""``torch.distributed.batch_isend_irecv`` over a mixed group.
+"""Override of ``torch.distributed.batch_isend_irecv`` for mixed groups.
 
-Messages of NCCL between two ranks run one after the other on one stream, so those of a batch have
-to be started as one. torch does that for groups of its own class alone, and ``batch_isend_irecv``
-with a group of ours would wait for ever.
+NCCL messages between two ranks run one after the other on one stream, so the messages of a batch
+must be launched together. torch coalesces them only for groups of its own class;
+``batch_isend_irecv`` with a mixed group would never return.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpidist.c10d.overrides import native_of, override
 
 
 def install() -> None:
-    """Have ``batch_isend_irecv`` start batches of mixed groups as one; every other goes to torch's own function."""
+    """Let ``batch_isend_irecv`` launch the batches of mixed groups together."""
     override("batch_isend_irecv", _batching)
 
 

@@ -1,10 +1,10 @@
-"""torch's name ``DistributedDataParallel``, which with ``MPIDIST_REPLACE=ddp`` is ``mpidist.ddp.DistributedDataParallel``.
+"""Replacement of torch's name ``DistributedDataParallel`` under ``MPIDIST_REPLACE=ddp``.
 
-A framework constructs the class by that name and asks ``isinstance`` by it. torch's own module
-needs its own class under the same name, in its globals. So the two modules that have the name get a
-property, which a look-up from outside meets before their globals: ``from torch.nn.parallel import
-DistributedDataParallel`` included. It imports ours when it is first asked, because ``import torch``
-itself may have been begun by an import of ``mpidist.ddp``.
+A framework uses the name for construction and for ``isinstance``. torch's own module needs its own
+class under the same name in its globals. Therefore the two torch modules with the name get a
+property, which attribute access from outside finds before the globals, also in ``from
+torch.nn.parallel import DistributedDataParallel``. The property imports ``mpidist.ddp`` on first
+access, because an import of ``mpidist.ddp`` may itself have begun ``import torch``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 
 NAME = "DistributedDataParallel"
 _MODULES = ("torch.nn.parallel", "torch.nn.parallel.distributed")
-# Parts of torch that reach into torch's own reducer, or into what Dynamo notes on torch's own
-# class.
+# Modules of torch that use torch's own reducer, or attributes that Dynamo sets on torch's class.
 _OF_TORCHS_CLASS = (
     "torch._dynamo.",
     "torch.nn.parallel",
@@ -29,20 +28,20 @@ _OF_TORCHS_CLASS = (
 
 
 def install() -> None:
-    """Let the name mean our class for everybody but those parts of torch that are about torch's reducer."""
+    """Replace the name for all modules but those of torch that need torch's class."""
     for name in _MODULES:
         importlib.import_module(name).__class__ = _Replaced
 
 
 class _Replaced(ModuleType):
-    """A module of torch whose ``DistributedDataParallel`` is ours."""
+    """A torch module whose ``DistributedDataParallel`` is that of mpidist."""
 
     @property
     def DistributedDataParallel(self) -> Any:
-        """Our class, or what a caller has put in its place."""
+        """The class of mpidist, or the class that a caller has assigned."""
         original = self.__dict__[NAME]
         asking = sys._getframe(1).f_globals.get("__name__", "")
-        # What multiprocessing has started is no rank; its groups are torch's (``replacement``).
+        # A child process of multiprocessing is no rank; its groups are torch's (``replacement``).
         if asking.startswith(_OF_TORCHS_CLASS) or multiprocessing.parent_process() is not None:
             return original
         return (
@@ -52,6 +51,5 @@ class _Replaced(ModuleType):
 
     @DistributedDataParallel.setter
     def DistributedDataParallel(self, value: Any) -> None:
-        # Who has put a class of its own here puts back what lay in the module's dictionary:
-        # torch's.
+        # A caller that restores the name assigns the class from the module's dictionary: torch's.
         self.__dict__["_mpidist_put"] = None if value is self.__dict__[NAME] else value

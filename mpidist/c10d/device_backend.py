@@ -1,8 +1,8 @@
-"""The object that torch takes for the backend of one device of a group.
+"""Stand-in for torch's ``Backend`` object of one device of a group.
 
-torch keeps a C++ ``Backend`` for each device type and asks it what it can do: Inductor, FSDP2,
-``new_group(device_id=…)``. Python cannot derive from that class, so our group answers
-``_get_backend`` with this object.
+torch keeps a C++ ``Backend`` for each device type and queries its capabilities: Inductor, FSDP2,
+``new_group(device_id=…)``. Python cannot derive from that class, so ``_get_backend`` of a group of
+mpidist returns this object.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from mpidist.dynamo import untraced
 
 @untraced
 class DeviceBackend:
-    """Answers of a group to the questions that torch asks of a ``Backend``.
+    """Capabilities of a group, under the names of torch's ``Backend``.
 
     Attributes:
-        supports_coalescing: Whether ``batch_isend_irecv`` needs one launch for all calls; messages
-            of MPI need none.
-        supports_time_estimate: Whether it tells a collective's duration without running it, to
-            Inductor.
+        supports_coalescing: Whether ``batch_isend_irecv`` needs one launch for all calls; MPI
+            messages need none.
+        supports_time_estimate: Whether Inductor can get a collective's duration without running it.
         supports_shrinking: Whether ``shrink_group`` can leave ranks out; torch would put a C++
             ``Backend`` into the new group.
     """
@@ -38,10 +37,11 @@ class DeviceBackend:
 
     @property
     def supports_splitting(self) -> bool:
-        """Say whether ``dist.split_group`` may divide the group; torch asks for a ``device_id`` of the default group first.
+        """Whether ``dist.split_group`` may divide the group.
 
-        False where torch looks for a communicator that NCCL could split: with a default group of
-        ours that has a ``device_id``, ``new_group(backend="nccl")`` would hand this object to NCCL.
+        False where torch looks for a communicator that NCCL could split: if the default group is
+        mpidist's and has a ``device_id``, ``new_group(backend="nccl")`` would pass this object to
+        NCCL.
         """
         return sys._getframe(1).f_code.co_name != "_get_split_source"
 
@@ -73,11 +73,11 @@ class DeviceBackend:
     _set_default_timeout = set_timeout
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return False: MPI takes any memory, and there is no allocator to ask for."""
+        """Return False: MPI takes any memory and needs no special allocator."""
         return False
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
-        """Do nothing: MPI has connected the ranks."""
+        """Do nothing, because MPI has connected the ranks."""
 
     def _set_sequence_number_for_group(self) -> None:
         pass

@@ -1,16 +1,15 @@
-"""Collectives as the operators that ``TorchDispatchMode`` sees: ``CommDebugMode`` counts them, as it does Gloo's and NCCL's.
+"""Dispatch of collectives as ``torch.ops.c10d`` operators, visible to ``TorchDispatchMode``.
 
-torch calls a group written in Python directly. Groups of its own backends go through its
-dispatcher, as ``torch.ops.c10d`` (for example ``c10d.allreduce_``), and modes that are on
-(``CommDebugMode``, ``FakeTensorMode``, ``MemTracker``, ...) see that. So a call to our group while
-a mode is on is made as that operator: the modes see it one after the other, and a kernel of this
-module, behind them and before torch's, then calls the group's method with the tensors that the
-modes have let through.
+torch calls the methods of a Python group directly. Calls to torch's own backends go through the
+dispatcher as ``torch.ops.c10d`` operators (for example ``c10d.allreduce_``), which active modes
+intercept (``CommDebugMode``, ``FakeTensorMode``, ``MemTracker``, ...). While a mode is active, a
+call to a group of mpidist is made as this operator. The modes run one after the other; then a
+kernel of this module calls the group's method with the tensors that the modes have passed on.
 
-The kernel lies on the dispatch key ``BackendSelect``, the only one between the modes and the
-devices' kernels; what is not a call of ours (another backend's group, a fake tensor) it passes on.
-It is registered by the first call with a mode on, because it costs other backends' calls tens of
-microseconds from then on; without a mode a call costs one look at the number of modes.
+The kernel has the dispatch key ``BackendSelect``, the only key between the modes and the device
+kernels. It redispatches all other calls: those on a group of another backend or with fake tensors.
+The first call under a mode registers the kernel, because from then on the kernel adds tens of
+microseconds to calls of other backends. Without a mode, a call only reads the number of modes.
 
 Source: schemas in torch/csrc/distributed/c10d/Ops.cpp.
 """
@@ -27,26 +26,26 @@ from torch.distributed.distributed_c10d import Work
 
 Arguments = Callable[..., tuple[Any, ...]]
 
-# How many are on in this thread; each method asks in its first line, because a function around it
-# would take 0.2 us.
+# Number of active modes of this thread. Each method calls this in its first line, because a wrapper
+# around the method would take 0.2 us.
 modes = torch._C._len_torch_dispatch_stack
 
-_here = threading.local()  # the call that this thread makes as an operator
+_here = threading.local()  # .call: this thread's operator call
 
 
 class _Call:
-    """A call of a group's method that is under way as an operator.
+    """A running call of a group's method as an operator.
 
     Attributes:
-        work: What the method returned, once it has run. torch's handle of it alone would not keep
-            its Python half alive.
+        work: The method's work, once the method has run. torch's C++ handle alone would not keep
+            the Python object alive.
     """
 
     def __init__(self, group: Any, method: str, rest: tuple[Any, ...]) -> None:
         self.group = group
         self.work: Work | None = None
         self._method = method
-        self._rest = rest  # its arguments behind the tensors
+        self._rest = rest  # non-tensor arguments
 
     def run(self, tensors: tuple[Any, ...]) -> Work:
         self.work = getattr(self.group, self._method)(*tensors, *self._rest)
@@ -54,23 +53,24 @@ class _Call:
 
 
 def dispatched(method: str, group: Any, *args: Any) -> Work:
-    """Call a method of TorchProcessGroup as its operator, while a mode is on.
+    """Call a method of TorchProcessGroup as its operator, while a mode is active.
 
     Args:
-        method: Its name.
-        args: Its arguments.
+        method: Name of the method.
+        group: The group.
+        args: Arguments of the method.
 
     Returns:
-        What it returns, or torch's empty work if a mode answered in its place.
+        The method's work, or torch's empty work if a mode replaced the call.
     """
     name, tensors, arguments = _OPERATORS[method]
     operator = getattr(torch.ops.c10d, name).default
     _register()
     before = getattr(_here, "call", None)
     call = _here.call = _Call(group, method, args[tensors:])
-    # a kernel is found by a tensor
+    # The dispatcher needs a tensor argument to find the kernel.
     given = args[:tensors] if tensors else (torch.empty(1, dtype=torch.uint8, device="cpu"),)
-    # older ones end without asyncOp or the timeout
+    # Operators of older versions lack asyncOp or the timeout.
     takes = len(operator._schema.arguments) - len(given) - 1
     try:
         result = operator(*given, group.boxed(), *arguments(*args[tensors:])[:takes])
@@ -114,8 +114,8 @@ def _run(opts: Any) -> tuple[bool, int]:
 
 
 def _reduction() -> Any:
-    # The reduction itself is in the method's own argument; Python can neither read nor write
-    # torch's box of one.
+    # A placeholder: Python can neither read nor write torch's boxed ReduceOp, and the method's own
+    # argument holds the reduction.
     return torch.classes.c10d.ReduceOp()
 
 
@@ -163,8 +163,8 @@ def _tagged(tag: int = 0) -> tuple[Any, ...]:
     return (tag,)
 
 
-# Method: its operator, how many of its first arguments are tensors, and what the operator takes
-# behind them and the group.
+# By method: operator, number of leading tensor arguments, and the function that makes the
+# operator's arguments after the tensors and the group.
 _OPERATORS: dict[str, tuple[str, int, Arguments]] = {
     "allreduce": ("allreduce_", 1, _all_reducing),
     "allreduce_coalesced": ("allreduce_coalesced_", 1, _reducing),

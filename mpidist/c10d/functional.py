@@ -1,14 +1,14 @@
-"""The functional collectives that C++ does not carry to a group in Python.
+"""Kernels of functional collectives that torch's C++ does not forward to a Python group.
 
 Compiled code calls ``torch.ops._c10d_functional``, whose C++ kernels call the group. torch's
-``PyProcessGroup`` passes most of these calls on to Python. Two kernels ask for a C++ ``Backend``
-instead, which a group in Python has not: ``all_gather_into_tensor_out``, because
-``all_gather_single`` is not passed on (Inductor's passes that put several all-gathers into one emit
-it, ``bucket_all_gathers_fx``), and ``batch_p2p_ops``, which asks whether the backend coalesces.
+``PyProcessGroup`` forwards most of these calls to Python. Two kernels use a C++ ``Backend``
+instead, which a Python group lacks: ``all_gather_into_tensor_out`` (emitted by Inductor's
+``bucket_all_gathers_fx``), because ``all_gather_single`` is not forwarded, and ``batch_p2p_ops``,
+which queries whether the backend coalesces.
 
-The operators of ``torch.ops.c10d``, on a boxed group, have the same gap and keep it: a kernel
-before theirs would be in the way of every eager call of the other backends in the process.
-Functions of ``torch.distributed`` call the group, not these.
+The ``torch.ops.c10d`` operators on a boxed group have the same gap and keep it: a kernel before
+torch's would slow every eager call of the other backends in the process. Functions of
+``torch.distributed`` call the group, not these operators.
 
 Source: torch/csrc/distributed/c10d/PyProcessGroup.hpp and Functional.cpp.
 """
@@ -31,19 +31,20 @@ _DEVICES = ("CPU", "CUDA")
 
 @functools.cache
 def register() -> torch.library.Library:
-    """Put our kernels before torch's; once in a process. Groups of other backends go on to torch's.
+    """Register the kernels before torch's, once per process; other backends keep torch's kernels.
 
     Returns:
-        What keeps the kernels registered.
+        The library, whose lifetime is that of the registration.
     """
     library = torch.library.Library("_c10d_functional", "IMPL")
-    for name, ours in (
+    for name, kernel in (
         ("all_gather_into_tensor_out", _all_gather_into_tensor_out),
         ("batch_p2p_ops", _batch_p2p_ops),
     ):
-        if hasattr(torch.ops._c10d_functional, name):  # batch_p2p_ops came with torch 2.12
+        # torch has batch_p2p_ops since 2.12.
+        if hasattr(torch.ops._c10d_functional, name):
             for device in _DEVICES:
-                library.impl(name, ours, device)
+                library.impl(name, kernel, device)
     return library
 
 
@@ -66,7 +67,7 @@ def _batch_p2p_ops(
     group = _native_group(group_name)
     if group is None:
         return _fallback("batch_p2p_ops")(op_list, peer_list, tag_list, tensors, group_name)
-    # A mixed group's NCCL wants the messages of a batch started as one.
+    # In a mixed group, NCCL needs the messages of a batch launched together.
     device = tensors[0].device if tensors else None
     as_one = device is not None and group.coalesces(device)
     if as_one:
@@ -77,7 +78,7 @@ def _batch_p2p_ops(
     ]
     if as_one:
         works = [group._end_coalescing(device)] * len(works)
-    # A send has nothing to return: torch waits by an empty tensor, or by the one that is sent.
+    # A send has no result tensor. torch waits on an empty tensor or on the sent one.
     return [
         _register_work(tensor, work)
         if call == "irecv"
@@ -87,13 +88,16 @@ def _batch_p2p_ops(
 
 
 def _register_work(tensor: Tensor, work: Any) -> Tensor:
-    # wait_tensor finds the work by the tensor; until then this keeps its Python half alive.
+    # wait_tensor finds the work by the tensor. Until then the registry keeps the Python work alive.
     torch._C._distributed_c10d._register_work(tensor, work)
     return tensor
 
 
 def _native_group(named: Any) -> Any:
-    """Return the group of that name (since torch 2.13 also the group itself), or None if it is another backend's."""
+    """Return the torch group for a name or boxed group, or None if it is on another backend.
+
+    torch passes names; since 2.13 also the boxed group itself.
+    """
     if isinstance(named, str):
         group: Any = dist.distributed_c10d._resolve_process_group(named)  # type: ignore[arg-type]
     else:

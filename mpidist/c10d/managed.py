@@ -1,4 +1,4 @@
-"""Calls of torch that name, ask, divide and end a group, without communicating over it."""
+"""Management calls of a torch process group: names, timeouts, backends, splitting, shutdown."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from mpidist.dynamo import untraced
 
 @untraced
 class ManagedGroup(dist.ProcessGroup):
-    """A ``torch.distributed.ProcessGroup`` without its collectives.
+    """A ``torch.distributed.ProcessGroup`` on MPI without its collectives.
 
     Args:
-        native: The group that does the work.
-        store: The store that torch made the group with.
-        name: torch's name of it.
+        native: The native group.
+        store: The store that torch created the group with.
+        name: torch's name of the group.
 
     Attributes:
-        native: The group that does the work; its methods are there for what torch's API lacks.
+        native: The native group, whose methods torch's API partly lacks.
     """
 
     def __init__(self, native: ProcessGroup, store: Any, name: str) -> None:
@@ -44,29 +44,29 @@ class ManagedGroup(dist.ProcessGroup):
 
     @property
     def pg_name(self) -> str:
-        """Name that torch gave the group."""
+        """Name of the group in torch."""
         return self._name
 
     @property
     def group_name(self) -> str:
-        """Name that torch gave the group; kept here, because torch asks for it after its own tables have forgotten it."""
+        """Name of the group in torch; torch reads it after its own tables have dropped it."""
         return self._name
 
     def getGroupName(self) -> str:
-        """See ProcessGroup.group_name; C++ asks by this name."""
+        """See ProcessGroup.group_name; C++ uses this name."""
         return self._name
 
     def get_group_store(self) -> Any:
-        """Return the store that torch made the group with."""
+        """Return the store that torch created the group with."""
         return self._store
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The devices whose tensors it takes; ``dcp.async_save`` asks."""
+        """Supported devices; ``dcp.async_save`` reads them."""
         return [torch.device("cpu"), torch.device("cuda")]
 
     def _get_backend(self, device: torch.device) -> DeviceBackend:
-        # For a device of ours also where there is none: Inductor asks for CUDA's on any machine.
+        # Inductor requests CUDA's backend on machines without CUDA, too.
         if torch.device(device).type not in (held.type for held in self._device_types):
             raise RuntimeError(
                 f'group "{self._name}": mpidist carries tensors of the CPU and of CUDA; got device '
@@ -75,7 +75,7 @@ class ManagedGroup(dist.ProcessGroup):
         return DeviceBackend(self)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change after how long the watchdog reports."""
+        """Change the timeout after which the watchdog reports."""
         self.native.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
@@ -89,17 +89,17 @@ class ManagedGroup(dist.ProcessGroup):
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> Any:
-        """Make a group of some of this group's ranks; ``torch.distributed.split_group`` calls it on GPU machines.
+        """Create a group of some ranks; ``torch.distributed.split_group`` calls it with a GPU.
 
-        Collective: over ``ranks``; others get None.
+        Collective: over ``ranks``; other ranks get None.
 
         Args:
-            ranks: Ranks of this group; sorted in the new one.
-            timeout: This group's if None.
+            ranks: Ranks of this group; the new group has them in ascending order.
+            timeout: Timeout of the new group; None for this group's.
             opts: Not used.
-            group_name: Distinct from all others' names; made up if None.
-            group_desc: For messages.
-            device_types: Not used: the new group takes the same devices.
+            group_name: Unique name; None for a generated one.
+            group_desc: Description for messages.
+            device_types: Not used: the new group supports the same devices.
         """
         native = self.native.new_group(sorted(ranks), group_name, timeout)
         if native is None:
@@ -110,7 +110,7 @@ class ManagedGroup(dist.ProcessGroup):
         return child
 
     def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: the ranks of an MPI job are known from its start.
+        """Refuse, because the ranks of an MPI job are fixed at its start.
 
         Raises:
             NotImplementedError: Always.
@@ -125,11 +125,11 @@ class ManagedGroup(dist.ProcessGroup):
         self.native.close()
 
     def coalesces(self, device: torch.device) -> bool:
-        """Return whether messages on a device have to be started as one batch; MPI's need not."""
+        """Return whether the messages of a batch on a device must be launched together."""
         return False
 
     def abort(self) -> None:
-        """Make calls under way return with an error where MPI can, and refuse new ones."""
+        """Fail new calls; running calls return with an error if the MPI library has ULFM."""
         from mpidist.errors import GroupError
 
         self.native.fail(GroupError(self.native.where("abort") + " was called"))
@@ -138,7 +138,7 @@ class ManagedGroup(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """See the native call."""
+        """See ``ProcessGroup.monitored_barrier`` of ``comm/group``."""
         self.native.monitored_barrier(timeout, wait_all_ranks)
 
 

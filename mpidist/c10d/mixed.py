@@ -1,9 +1,9 @@
-"""A group whose tensors travel by device: some by MPI, the others by a backend of torch's own.
+"""Process group with one backend per device type: MPI for some, Gloo or NCCL for the others.
 
-torch gives a group of the list ``"cpu:mpidist,cuda:nccl"`` to the first plugin that returns a
-ProcessGroup, whole. So this group holds a ProcessGroup of torch's beside ours, with the other
-backends registered there, and each call goes to the one that has the device of its tensors. Calls
-without tensors are ours, unless they name a device.
+For a list such as ``"cpu:mpidist,cuda:nccl"`` torch uses the ProcessGroup of the first plugin that
+returns one for the whole list. Therefore this group owns a second ProcessGroup, of torch's class,
+with the other backends. Each call goes to the backend of its tensors' device. Calls without tensors
+go to MPI, unless they name a device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpidist.c10d.process_group import TorchProcessGroup
 from mpidist.comm.group import ProcessGroup
 from mpidist.dynamo import untraced
 
-# What takes tensors, by all names that torch 2.9 to 2.13 have for it.
+# Methods with tensors, under all names of torch 2.9 to 2.13.
 _ROUTED = (
     "_allgather_base",
     "_reduce_scatter_base",
@@ -47,7 +47,7 @@ _ROUTED = (
     "scatter",
     "send",
 )
-# What torch asks of the default backend of a group of its own.
+# Methods that torch calls on the default backend of its own groups.
 _FORWARDED = (
     "_enable_collectives_timing",
     "_get_sequence_number_for_group",
@@ -60,17 +60,17 @@ _FORWARDED = (
 
 @untraced
 class MixedProcessGroup(TorchProcessGroup):
-    """A torch group on MPI for some devices, and on other backends for the rest.
+    """A torch group on MPI for some device types, and on other backends for the rest.
 
-    mpidist's own modules (``mpidist.ddp``, ``mpidist.optim``, ``mpidist.rpc``) use ``native``: MPI,
-    whatever the device.
+    mpidist's own modules (``mpidist.ddp``, ``mpidist.optim``, ``mpidist.rpc``) use ``native``, that
+    is MPI for every device.
 
     Args:
-        native: Our group.
-        store: The store that torch made the group with.
-        name: torch's name of it.
-        backends: Names by type of device, at least one of them ours and one not.
-        others: A ProcessGroup of torch's with a backend for each device that is not ours.
+        native: The native group.
+        store: The store that torch created the group with.
+        name: torch's name of the group.
+        backends: Backend names by device type; at least one is mpidist and one is not.
+        others: A ProcessGroup of torch's class with the other backends.
     """
 
     def __init__(
@@ -82,22 +82,23 @@ class MixedProcessGroup(TorchProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The devices whose tensors it takes."""
+        """Supported devices."""
         return [torch.device(device) for device in self._backends]
 
     def _get_backend(self, device: torch.device) -> Any:
-        # An error of the class that torch's own is of: it asks for CUDA's backend on any machine.
+        # torch catches RuntimeError: it requests CUDA's backend on any machine.
         if torch.device(device).type not in self._backends:
             raise RuntimeError(
-                f'group "{self._name}" has backends for {self._backend_list()} alone; got device {device}'
+                f'group "{self._name}" has backends for {self._backend_list()} alone; '
+                f"got device {device}"
             )
         if self._is_ours(torch.device(device).type):
             return super()._get_backend(device)
         return self._torch_group()._get_backend(device)
 
     def barrier(self, opts: Any = None) -> Work:
-        """See barrier; the backend of the device that torch names waits, ours if it names none."""
-        # Unset, it is a device without a backend; reading it then is an error in some versions.
+        """See barrier; waits in the backend of the options' device, or in MPI without a device."""
+        # Reading an unset device raises in some versions of torch.
         device = getattr(opts, "device", None)
         if device is None or self._backends.get(device.type, OURS) == OURS:
             return super().barrier(opts)
@@ -136,7 +137,7 @@ class MixedProcessGroup(TorchProcessGroup):
         return self._torch_group()._end_coalescing(device)
 
     def split_group(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: the backends of a part are made anew.
+        """Refuse, because the other backends cannot be split.
 
         Raises:
             NotImplementedError: Always.
@@ -148,7 +149,7 @@ class MixedProcessGroup(TorchProcessGroup):
         )
 
     def coalesces(self, device: torch.device) -> bool:
-        """Say whether another backend has the device, and starts several messages as one."""
+        """Return whether the messages of a batch on a device must be launched together."""
         return not self._is_ours(device.type) and bool(
             self._get_backend(device).supports_coalescing
         )
@@ -163,7 +164,8 @@ class MixedProcessGroup(TorchProcessGroup):
                 + (
                     ""
                     if device == "meta"
-                    else f'; name one where the group is made: "{self._backend_list()},{device}:gloo"'
+                    else f"; name one where the group is made: "
+                    f'"{self._backend_list()},{device}:gloo"'
                 )
             )
         return backend == OURS
@@ -185,14 +187,14 @@ class MixedProcessGroup(TorchProcessGroup):
 
 
 def _routed(name: str) -> Callable[..., Any]:
-    ours = getattr(TorchProcessGroup, name)
+    method = getattr(TorchProcessGroup, name)
 
     @untraced
-    @functools.wraps(ours)
+    @functools.wraps(method)
     def call(self: MixedProcessGroup, *args: Any, **kwargs: Any) -> Any:
         device = device_of([*args, *kwargs.values()])
         if device is None or self._is_ours(device):
-            return ours(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
         return getattr(self._torch_group(), name)(*args, **kwargs)
 
     return call
@@ -213,7 +215,7 @@ for _name in _FORWARDED:
 
 
 def device_of(args: Any) -> str | None:
-    """Return the type of device of the first tensor among arguments and lists in them, or None without one."""
+    """Return the device type of the first tensor among (nested) arguments, or None."""
     for argument in args:
         if isinstance(argument, torch.Tensor):
             return argument.device.type

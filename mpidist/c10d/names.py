@@ -1,4 +1,4 @@
-"""The name of a backend as ``init_process_group`` and ``new_group`` read it: lists of names, stand-ins, and what was mistaken."""
+"""Backend names of ``init_process_group`` and ``new_group``: lists, replacements and mistakes."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterable
 
 OURS = "mpidist"
 _MPI = "mpi"
-# The functions of torch that make groups; a name that is read elsewhere is only read.
+# Functions of torch that create groups; names read by other functions stay as they are.
 _MAKERS = ("init_process_group", "_new_group_with_tag")
 _MPI_LIBRARIES = ("openmpi", "ompi", "mpich", "mpi4py", "mvapich", "intelmpi", "impi")
 
 
 def install(stand_in: Callable[[str], str]) -> None:
-    """Have torch make groups by the names that ``stand_in`` returns for those that it is given.
+    """Let torch create groups under the names that ``stand_in`` returns.
 
-    torch reads every backend name by ``Backend(name)``, wherever its functions were imported by
-    name before this.
+    The hook is ``Backend.__new__``: torch parses every backend name by ``Backend(name)``, also in
+    functions that were imported earlier.
 
     Args:
-        stand_in: Gets one name, a list as ``"cpu:gloo,cuda:nccl"``, or ``"undefined"``: none was
-            given.
+        stand_in: Receives one name, a list such as ``"cpu:gloo,cuda:nccl"``, or ``"undefined"`` if
+            the caller gave no name.
     """
     import torch.distributed as dist
 
@@ -42,7 +42,7 @@ def install(stand_in: Callable[[str], str]) -> None:
 
 
 def pairs(named: str) -> list[tuple[str, str]]:
-    """Split ``"cpu:gloo,cuda:nccl"`` into pairs of device and name; a lone name has the device ``""``."""
+    """Split ``"cpu:gloo,cuda:nccl"`` into (device, name) pairs; a single name has device ``""``."""
     return [
         (device, name) if colon else ("", device)
         for device, colon, name in (part.partition(":") for part in named.split(","))
@@ -50,23 +50,27 @@ def pairs(named: str) -> list[tuple[str, str]]:
 
 
 def joined(listed: Iterable[tuple[str, str]]) -> str:
-    """Write pairs of device and name as a list for torch."""
+    """Join (device, name) pairs into a list for torch."""
     return ",".join(f"{device}:{name}" if device else name for device, name in listed)
 
 
 def ours_first(named: str) -> str:
-    """Put our backend at the head of a list: torch makes what stands before it, and ours has to look first whether it can."""
+    """Move mpidist to the front of a list.
+
+    torch creates the backends before mpidist in the list itself, but mpidist has to check the whole
+    list first.
+    """
     listed = pairs(named)
     return joined(sorted(listed, key=lambda pair: pair[1] != OURS)) if len(listed) > 1 else named
 
 
 def mistaken(named: str, known: Iterable[str], has_mpi: bool) -> str | None:
-    """Return what to write instead of a name by which somebody means us; None for every other.
+    """Return an error text for a name that probably means mpidist, or None.
 
     Args:
-        named: What torch would make a group by.
+        named: The name or list that torch would create a group with.
         known: Names of the backends that torch knows.
-        has_mpi: This torch was built with a backend ``mpi`` of its own.
+        has_mpi: This torch was built with its own backend ``mpi``.
     """
     listed = pairs(named)
     has_ours = any(OURS in pair for pair in listed)
@@ -93,6 +97,7 @@ def mistaken(named: str, known: Iterable[str], has_mpi: bool) -> str | None:
 
 
 def _resembles_ours(name: str) -> bool:
-    from difflib import SequenceMatcher  # not above: every import of torch would pay for it
+    # Imported here, because this module is part of every import of torch.
+    from difflib import SequenceMatcher
 
     return SequenceMatcher(None, name, OURS).ratio() > 0.7

@@ -1,4 +1,4 @@
-"""The backends of torch that share a group with ours: what must be there for them, and how they are made."""
+"""Gloo and NCCL backends in a mixed group: requirements and construction."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _GLOO, _NCCL = "gloo", "nccl"
 
 
 def require_known(backends: Mapping[str, str]) -> None:
-    """Refuse a list with a backend that cannot share a group with ours.
+    """Refuse a list with a backend that cannot share a group with mpidist.
 
     Raises:
-        ValueError: On all ranks, which ask alike.
+        ValueError: On all ranks, because all have the same list.
     """
     unknown = sorted(set(backends.values()) - {OURS, _GLOO, _NCCL})
     if unknown:
@@ -37,12 +37,11 @@ def require_known(backends: Mapping[str, str]) -> None:
 
 
 def obstacle(backends: Mapping[str, str]) -> str | None:
-    """Return why another backend of the list cannot be made on this machine, and what to write instead; None if it can."""
+    """Return why a backend of the list cannot be created on this machine, or None."""
     names = set(backends.values())
     if _NCCL in names:
         missing = None
-        # torch's own answer: with MPIDIST_REPLACE the name in torch.distributed says that a
-        # stand-in is there.
+        # With MPIDIST_REPLACE, torch.distributed.is_nccl_available is replaced; this one is not.
         if not distributed_c10d.is_nccl_available():
             missing = f"this torch ({torch.__version__}) was built without it"
         elif not torch.cuda.is_available():
@@ -76,19 +75,19 @@ def mixed_group(
     device_id: torch.device | None,
     nccl_options: Any,
 ) -> MixedProcessGroup:
-    """Make the other backends of a list and the group over all of them.
+    """Create the other backends of a list and the mixed group.
 
     Collective: over the members.
 
     Args:
-        native: Our group, made already; closed if the others cannot be made.
+        native: The native group, which is closed if another backend cannot be created.
         options: torch's DistributedBackendOptions.
-        backends: Names by type of device.
+        backends: Backend names by device type.
         device_id: The GPU that the group is bound to, or None.
         nccl_options: ``pg_options`` of the caller, or None.
 
     Raises:
-        ValueError: A backend cannot be made on some rank (all ranks).
+        ValueError: On all ranks: a backend cannot be created on some rank.
     """
     where = native.where("init_process_group or new_group")
     problems = native.all_gather_object(obstacle(backends))
@@ -105,7 +104,7 @@ def mixed_group(
 def _torch_group(
     options: Any, backends: Mapping[str, str], device_id: torch.device | None, nccl_options: Any
 ) -> Any:
-    """Make a ProcessGroup of torch's class with the backends that are not mpidist's."""
+    """Create a ProcessGroup of torch's class with the backends other than mpidist."""
     others: Any = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
     if device_id is not None:
         others.bound_device_id = device_id

@@ -1,7 +1,10 @@
-"""torch's view of our process group: its method names and option objects.
+"""``torch.distributed.ProcessGroup`` on MPI: torch's method names and option objects.
 
-Loaded when torch makes the first group. Every method translates and calls; what it means is
-documented at the native call.
+Loaded when torch creates the first group. Every method translates its arguments and calls the
+native group, whose methods have the documentation. torch calls the methods from Python and from
+C++. Several methods have two names, because torch renamed them between 2.9 and 2.13.
+
+Source: torch/csrc/distributed/c10d/PyProcessGroup.hpp.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ Tensor = torch.Tensor
 TensorList = Sequence[torch.Tensor]
 
 _SUM = ReduceOp.SUM
-_FLAGS = 1024  # works of one element that are kept alive
+_FLAGS = 1024  # one-element works kept alive
 
 
 @untraced
@@ -39,8 +42,8 @@ class TorchProcessGroup(ManagedGroup):
         self._fast_all_reduce = native.all_reduce_at_once
         self._batch: list[Any] | None = None
         # torch's reducer keeps the work of Join's one-element all-reduce in C++ until the first
-        # gradient, and Python's half of a work dies with its last Python reference: C++ would then
-        # wait in the base class, for ever.
+        # gradient. Without a Python reference the Python half of the work would be freed, and C++
+        # would wait in the base class without end.
         self._flags: deque[Work] = deque(maxlen=_FLAGS)
 
     # --- reductions ---
@@ -217,7 +220,7 @@ class TorchProcessGroup(ManagedGroup):
         return self._call(method, [output], opts, target, source, output_sizes, input_sizes)
 
     def barrier(self, opts: Any = None) -> Work:
-        """See barrier; a timeout of its own is honoured by the wait."""
+        """See barrier; the wait applies a timeout in the options."""
         if modes():
             return dispatched("barrier", self, opts)
         return self._call(self.native.barrier, [], opts)
@@ -249,8 +252,9 @@ class TorchProcessGroup(ManagedGroup):
             return dispatched("recv_anysource", self, tensors, tag)
         return TorchReceive(self.native.irecv(_detached(tensors)[0], None, tag), tensors)
 
-    # --- torch's coalescing manager: without these two, every later all_reduce would silently do
-    # nothing ---
+    # --- torch's coalescing manager ---
+
+    # Without these two methods, every all_reduce after the manager would silently do nothing.
 
     def _start_coalescing(self, device: Any = None) -> None:
         self._batch, self._fast_all_reduce = [], _refuse
@@ -283,8 +287,9 @@ def _refuse(tensor: Tensor, op: Operation) -> bool:
 
 
 def _detached(tensors: TensorList) -> list[Tensor]:
-    # torch's own backends write below autograd, parameters included, and scripts rely on it; the
-    # native calls refuse a leaf. A detached sparse tensor has indices and values of its own.
+    # torch's own backends write to tensors that require grad without recording, and scripts rely on
+    # this; the native calls refuse leaves. A detached sparse tensor has its own indices and values,
+    # so results would not reach the caller's tensor.
     return [
         tensor.detach() if tensor.requires_grad and not tensor.is_sparse else tensor
         for tensor in tensors

@@ -23,9 +23,9 @@ _OPERATIONS: tuple[tuple[Any, Operation], ...] = (
 
 def operation_of(op: Any) -> Operation:
     """Translate torch's ReduceOp."""
-    for theirs, ours in _OPERATIONS:
-        if op == theirs:
-            return ours
+    for requested, operation in _OPERATIONS:
+        if op == requested:
+            return operation
     if op == ReduceOp.PREMUL_SUM:
         factor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]
         return PremulSum(factor)

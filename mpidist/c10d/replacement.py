@@ -1,13 +1,12 @@
-"""``MPIDIST_REPLACE=gloo,nccl,mpi,ddp``: groups that a script or framework makes by torch's own names are mpidist's.
+"""Replacement of torch's backends by mpidist: ``MPIDIST_REPLACE=gloo,nccl,mpi,ddp``.
 
-``install`` is called by ``import torch`` where the variable is set. ``Replacement.backend`` is what
-``names`` has torch make groups by. ``is_nccl_available`` and ``is_mpi_available`` of
-``torch.distributed``, which frameworks ask first, say yes, and ``monitored_barrier``, which torch
-allows Gloo alone, takes our groups. With the word ``ddp`` the name ``DistributedDataParallel`` is
-ours, too (``ddp_name``).
+``import torch`` calls ``install`` if the variable is set. Groups that a script or framework creates
+under torch's backend names are then groups of mpidist (``names``). ``is_nccl_available`` and
+``is_mpi_available`` of ``torch.distributed`` return True, and ``monitored_barrier`` takes the
+groups. With the word ``ddp``, ``DistributedDataParallel`` is replaced, too (``ddp_name``).
 
-It sets the variables of torchrun that frameworks read from those of the launcher. Neither MPI nor
-CUDA is started.
+``install`` also sets torchrun's environment variables from the launcher's, because frameworks read
+them. It starts neither MPI nor CUDA.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ _ASKING_FOR_NCCL_ITSELF = ("torch.nn.", "torch._inductor.")
 
 @dataclass(frozen=True)
 class Replacement:
-    """The words of ``MPIDIST_REPLACE``.
+    """The parsed value of ``MPIDIST_REPLACE``.
 
     Attributes:
-        backends: Names of torch's backends whose groups are ours.
-        ddp: torch's DistributedDataParallel is ours.
-        problem: Reason why none of it can be, raised by whoever makes a group; None without one.
+        backends: Names of the replaced backends.
+        ddp: torch's DistributedDataParallel is replaced.
+        problem: Error text if nothing can be replaced, raised when a group is created; else None.
     """
 
     backends: tuple[str, ...] = ()
@@ -46,10 +45,10 @@ class Replacement:
     problem: str | None = None
 
     def backend(self, named: str) -> str:
-        """Return the name under which torch makes a group that was asked for as ``named``.
+        """Return the backend name that replaces a requested name.
 
         Raises:
-            ValueError: None of it can be.
+            ValueError: ``problem`` is set.
         """
         if self.problem is not None:
             raise ValueError(self.problem)
@@ -65,11 +64,11 @@ class Replacement:
 
 
 def parse(environ: Mapping[str, str]) -> Replacement | None:
-    """Read ``MPIDIST_REPLACE``; pure. Return None where it is not set, or empty."""
+    """Parse ``MPIDIST_REPLACE``; return None if the variable is unset or empty. Pure."""
     text = environ.get(VARIABLE, "")
     if not text.strip():
         return None
-    # "," is no list of nothing: it is a mistake.
+    # "," is a mistake, not an empty list.
     words = [word.strip().lower() for word in text.split(",") if word.strip()] or [text]
     unknown = [word for word in words if word not in (*BACKENDS, DDP)]
     problem = None
@@ -92,10 +91,10 @@ def parse(environ: Mapping[str, str]) -> Replacement | None:
 
 
 def install() -> Callable[[str], str]:
-    """Patch torch by ``os.environ``; without the variable nothing is touched.
+    """Patch torch as ``MPIDIST_REPLACE`` requires; without the variable change nothing.
 
     Returns:
-        The name of the backend for a name that torch is given.
+        A function from a requested backend name to its replacement.
     """
     chosen = parse(os.environ)
     if chosen is None:
@@ -106,8 +105,8 @@ def install() -> Callable[[str], str]:
 
 
 def _in_rank(chosen: Replacement, named: str) -> str:
-    # What multiprocessing has started, such as torch's for asynchronous checkpoints, is no rank;
-    # its groups are torch's.
+    # A child process of multiprocessing, such as torch's for asynchronous checkpoints, is no rank
+    # and keeps torch's groups.
     return named if multiprocessing.parent_process() is not None else chosen.backend(named)
 
 
@@ -117,8 +116,7 @@ def _patch(chosen: Replacement) -> None:
     os.environ.update(torch_variables(os.environ, socket.gethostname()))
     for name in ("mpi", "nccl"):
         if name in chosen.backends:
-            # distributed_c10d keeps its own answer under the same name: it names ProcessGroupNCCL
-            # where that is True.
+            # distributed_c10d keeps its own function, because it uses ProcessGroupNCCL if True.
             setattr(dist, f"is_{name}_available", _available(getattr(dist, f"is_{name}_available")))
     if "gloo" in chosen.backends:
         overrides.override_monitored_barrier()
@@ -129,7 +127,7 @@ def _patch(chosen: Replacement) -> None:
 def _available(original: Callable[[], bool]) -> Callable[[], bool]:
     @functools.wraps(original)
     def available() -> bool:
-        # Those parts of torch ask NCCL for its version next.
+        # These modules of torch then query NCCL's version.
         needs_nccl = (
             sys._getframe(1).f_globals.get("__name__", "").startswith(_ASKING_FOR_NCCL_ITSELF)
         )

@@ -1,4 +1,4 @@
-"""torch's view of our works: its ``Work`` and ``Future``."""
+"""``torch.distributed.Work`` objects over native works, and their futures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpidist.future import completed
 
 @untraced
 class _Ended(Work):
-    """What a synchronous call returns: there is nothing to wait for."""
+    """The completed work that synchronous calls return."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -40,7 +40,7 @@ ENDED = _Ended()
 
 @untraced
 class TorchWork(Work):
-    """torch's handle of one of our works."""
+    """``torch.distributed.Work`` of a native work."""
 
     def __init__(self, native: NativeWork | RequestWork | WorkList, result: Any) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class TorchWork(Work):
         return self._native.is_completed()
 
     def is_success(self) -> bool:
-        """Say whether it has ended and well."""
+        """Return whether the work has completed without an error."""
         return self._native.is_completed() and self._native.exception() is None
 
     def exception(self) -> Any:
@@ -65,7 +65,7 @@ class TorchWork(Work):
         return self._native.exception()
 
     def synchronize(self) -> None:
-        """Wait; for CUDA tensors, let the current stream wait."""
+        """Wait; for CUDA tensors only the current stream waits."""
         self.wait()
 
     def result(self) -> Any:
@@ -73,7 +73,7 @@ class TorchWork(Work):
         return self._result
 
     def source_rank(self) -> int:
-        """Return a receive's sender."""
+        """Return the sender's rank of a receive."""
         return self._native.source_rank()
 
     _source_rank = source_rank
@@ -82,12 +82,13 @@ class TorchWork(Work):
         """Return a torch future of the output tensors."""
         if self._future is None:
             devices = sorted({str(t.device) for t in self._native.tensors if t.is_cuda})
-            ended: Future[Any] = Future(devices=devices) if devices else Future()  # type: ignore[arg-type]
-            # What raises in a callback is an error for C++ as well. Future.set_exception is one for
-            # Python alone: torch's reducer takes the exception for the tensors.
+            make_future: Any = Future
+            ended: Future[Any] = make_future(devices=devices) if devices else make_future()
+            # An exception raised in a callback is an error for C++, too. Future.set_exception marks
+            # an error for Python only, and torch's reducer would take the exception for tensors.
             self._future = ended.then(self._outcome)
             if isinstance(self._native, RequestWork):
-                # MPI makes no callbacks: a message's future is complete when it is handed out
+                # MPI has no completion callbacks, so the future of a message is returned complete.
                 self.wait()
             self._native.get_future().add_done_callback(lambda native: ended.set_result(None))
         return self._future
@@ -96,55 +97,58 @@ class TorchWork(Work):
         error = self._native.exception()
         if error is not None:
             raise error
-        # complete; makes this thread's stream wait, which torch's future then hands on
+        # Returns at once; lets this thread's stream wait, and torch's future records the stream.
         self._native.wait()
         return self._result
 
 
 @untraced
 class TorchReceive(TorchWork):
-    """torch's handle of a receive, which a timeout of the group ends."""
+    """``torch.distributed.Work`` of a receive, which is canceled at the group's timeout."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """See RequestWork.wait; past the group's timeout the receive is withdrawn, past ``timeout`` it stays posted."""
+        """See RequestWork.wait.
+
+        The group's timeout cancels the receive; after ``timeout`` the receive stays posted.
+        """
         try:
             return super().wait(timeout)
         except CommTimeout:
-            # torch's recv drops the handle: a receive that stayed posted would take the message of
-            # the next one.
+            # torch's recv drops the handle, and a receive that stays posted would match the message
+            # of the next receive.
             if seconds(timeout) is None and isinstance(self._native, RequestWork):
                 self._native.cancel()
             raise
 
 
 class WorkList:
-    """Works that end together."""
+    """Several works as one."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
         self.tensors = [tensor for work in works for tensor in work.tensors]
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait for all of them."""
+        """Wait for all works."""
         for work in self._works:
             work.wait(timeout)
         return True
 
     def is_completed(self) -> bool:
-        """Say whether all have ended."""
+        """Return whether all works have completed."""
         return all(work.is_completed() for work in self._works)
 
     def exception(self) -> Any:
-        """Return what went wrong with the first that failed."""
+        """Return the error of the first failed work, or None."""
         return next(
             (error for work in self._works if (error := work.exception()) is not None), None
         )
 
     def source_rank(self) -> int:
-        """Return -1: there is no one sender."""
+        """Return -1, because the works may have several senders."""
         return -1
 
     def get_future(self) -> Any:
-        """Return the last one's future."""
-        # One order per group: when the last has ended, all have.
+        """Return the last work's future."""
+        # A group completes its works in order.
         return self._works[-1].get_future() if self._works else completed([])
