@@ -1,4 +1,4 @@
-"""Subcommands of ``mpidist`` as typer sees them: options and their help; each hands over to its own module."""
+"""Typer subcommands of ``mpidist``: options and their help texts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpidist.cli.launch_request import BINDINGS, Request
 from mpidist.errors import MpidistError
 
 _STATUS_OF_ERROR = 2
-# The program's own options follow its name, or stand behind --.
+# Options after the program's name, or after --, belong to the program.
 _PROGRAM = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
@@ -38,7 +38,7 @@ DryRun = Annotated[
 
 
 def _reporting_errors(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Have errors of ours end the command with their text and status 2, without a traceback."""
+    """Wrap a command: errors of mpidist end it with their text and status 2, without traceback."""
 
     @functools.wraps(call)
     def command(*args: Any, **kwargs: Any) -> None:
@@ -112,7 +112,7 @@ def doctor(
             json_file.write_text(json.dumps(report.as_data(), indent=1) + "\n", encoding="utf-8")
         sys.stdout.flush()
     elif report.ranks[0].problem:
-        # Rank 0 may have started, and waits in MPI for this one.
+        # Rank 0 may have started MPI and wait for this rank, so this rank prints its own problem.
         print(
             f"[rank {report.ranks[0].rank}] mpidist doctor: {report.ranks[0].problem}",
             file=sys.stderr,
@@ -156,9 +156,18 @@ def run(
     set.
     """
     _start(
-        tuple(context.args), module, dry_run, ranks=ranks, nodes=nodes, hosts=tuple(filter(None, hosts.split(","))),
-        hostfile=hostfile, binding=bind_to.value if bind_to else "", tags=tag_output, ulfm=ft, mpi_type=mpi,
-    )  # fmt: skip
+        tuple(context.args),
+        module,
+        dry_run,
+        ranks=ranks,
+        nodes=nodes,
+        hosts=tuple(filter(None, hosts.split(","))),
+        hostfile=hostfile,
+        binding=bind_to.value if bind_to else "",
+        tags=tag_output,
+        ulfm=ft,
+        mpi_type=mpi,
+    )
 
 
 @app.command(epilog=epilog(*EXAMPLES["bench"]), context_settings=_BEHIND)
@@ -172,10 +181,10 @@ def bench(
     ),
     dry_run: DryRun = False,
 ) -> None:
-    """Measure: print tables, write JSON and plots. What stands behind -- is the benchmark's own (--quick, --help).
+    """Measure: print tables, write JSON and plots. Options behind -- are the benchmark's (--quick).
 
-    Two ranks if not given (kernels: one); inside a Slurm job as many as it has tasks. They are not
-    bound to cores.
+    Two ranks if not given (kernels: one); inside a Slurm job as many as the job has tasks. The
+    ranks are not bound to cores.
     """
     from mpidist.cli import bench as benchmark
     from mpidist.cli.launch_request import in_allocation
@@ -203,9 +212,9 @@ def bench(
 def tune(context: typer.Context, ranks: Ranks = None, dry_run: DryRun = False) -> None:
     """Measure which all-reduce is the fastest at which size, and keep the table for later jobs.
 
-    One rank a GPU, once a machine. Without -n it is a rank of the job that mpirun or srun has
-    started. --device cuda|host|cpu,
-    --sizes BYTES and --rounds N go to the measurement (--help behind --: mpidist tune -- --help).
+    One rank per GPU, once per machine. Without -n this process is a rank of the job that mpirun or
+    srun has started. --device cuda|host|cpu, --sizes BYTES and --rounds N go to the measurement
+    (mpidist tune -- --help).
     """
     if ranks is None and not dry_run:
         from mpidist import tune as measurement
@@ -257,12 +266,19 @@ def submit(
     from mpidist.cli.job_script import Options
 
     given = {
-        "job-name": job_name, "nodes": _text(nodes), "ntasks-per-node": _text(ntasks_per_node), "gpus-per-node": gpus_per_node,
-        "cpus-per-task": _text(cpus_per_task), "time": time, "account": account, "partition": partition, "array": array,
-    }  # fmt: skip
+        "job-name": job_name,
+        "nodes": _text(nodes),
+        "ntasks-per-node": _text(ntasks_per_node),
+        "gpus-per-node": gpus_per_node,
+        "cpus-per-task": _text(cpus_per_task),
+        "time": time,
+        "account": account,
+        "partition": partition,
+        "array": array,
+    }
     header: dict[str, str | None] = {key: text for key, text in given.items() if text}
-    header |= _pairs(sbatch, "--sbatch")
-    options = Options(header, _pairs(settings, "--set"), tuple(context.args))
+    header |= submission.parse_pairs(sbatch, "--sbatch")
+    options = Options(header, submission.parse_pairs(settings, "--set"), tuple(context.args))
     status = submission.run(name, options, env, os.environ, dry_run)
     if status is not None:
         raise typer.Exit(status)
@@ -276,11 +292,3 @@ def _start(words: tuple[str, ...], module: str, is_dry: bool, **asked: Any) -> N
 
 def _text(number: int | None) -> str:
     return "" if number is None else str(number)
-
-
-def _pairs(texts: list[str] | None, option: str) -> dict[str, str]:
-    pairs = [text.partition("=") for text in texts or ()]
-    wrong = [name for name, equals, _ in pairs if not equals or not name]
-    if wrong:
-        raise ValueError(f"{option} takes NAME=VALUE; got {wrong[0]!r}")
-    return {name: text for name, _, text in pairs}

@@ -1,4 +1,4 @@
-"""Entry point of the ``mpidist`` command, which says what to install where typer and rich are missing."""
+"""Entry point of the ``mpidist`` command, with an error text if typer or rich is missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ _STATUS_OF_MISSING = 2
 
 
 def main() -> None:
-    """Run the command; the exit status is 0, or that of the job it started, 1 for what it found wrong, 2 for a wrong call."""
+    """Run the command.
+
+    The exit status is that of a started job; otherwise 0, 1 if problems were found, or 2 for wrong
+    arguments.
+    """
     if any(importlib.util.find_spec(name) is None for name in ("typer", "rich")):
         print(_MISSING, file=sys.stderr)
         raise SystemExit(_STATUS_OF_MISSING)

@@ -1,8 +1,9 @@
-"""Deadline of this process, kept by a forked watcher: it also holds while a library keeps Python's lock, as MPI_Init does.
+"""Deadline of this process, enforced by a forked watcher process.
 
-The watcher waits for a byte on a pipe. If the pipe ends without one, the process has died inside
-the block; if nothing comes in time, it is ended. In both cases the watcher says so on stderr,
-because the process itself cannot.
+A thread could not enforce the deadline, because a library may hold the GIL, as MPI_Init does. The
+watcher waits for a byte on a pipe. End of file without the byte means that the process died inside
+the block. Without the byte at the deadline, the watcher kills the process. In both cases the
+watcher prints a message to stderr, because the process cannot.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ _DONE = b"."
 
 @contextlib.contextmanager
 def deadline(limit_s: float, late: str, died: str) -> Iterator[None]:
-    """End this process if the block takes too long, and say so if the block ends it.
+    """Kill this process if the block exceeds a time limit; report a death inside the block.
 
-    Enter it before MPI and CUDA start: the watcher is a fork.
+    Must be entered before MPI and CUDA start, because the watcher is a fork.
 
     Args:
-        limit_s: Seconds.
+        limit_s: Limit in seconds.
         late: Printed to stderr before the process is killed.
-        died: Printed to stderr if the process ends within the block by anything but an exception.
+        died: Printed to stderr if the process ends within the block without an exception.
     """
     end, begin = os.pipe()
     with warnings.catch_warnings():
-        # Python warns of a fork beside threads; this child calls nothing but the kernel.
+        # Python warns about fork in a process with threads; this child makes system calls only.
         warnings.simplefilter("ignore", DeprecationWarning)
         parent, watcher = os.getpid(), os.fork()
     if watcher == 0:
@@ -46,7 +47,8 @@ def deadline(limit_s: float, late: str, died: str) -> Iterator[None]:
 
 
 def _watch(end: int, parent: int, limit_s: float, late: bytes, died: bytes) -> None:
-    # Ctrl-C and the launcher's SIGTERM go to the whole group; the parent's end is what counts here.
+    # Ctrl-C and the launcher's SIGTERM reach the whole process group, but the watcher has to
+    # outlive the parent.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     poll = select.poll()

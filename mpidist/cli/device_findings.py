@@ -1,4 +1,4 @@
-"""Findings about CUDA devices: which rank has which, whether torch, driver and CuPy fit, and the way to MPI; pure."""
+"""Rules about CUDA devices: assignment to ranks, torch, driver and CuPy versions, MPI; pure."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _to_mpi(ranks: Sequence[Facts]) -> Iterator[Finding]:
     unknown = tuple(facts.rank for facts in held if "unknown" in facts.mpi.operations.values())
     if unknown:
         yield Finding(
-            NOTE, unknown, "nobody has tried yet what this MPI does with device memory",
+            NOTE, unknown, "this MPI's operations on device memory have not been tried yet",
             "mpidist doctor --try-device (some seconds to minutes); else the first collective on a "
             "device does",
         )  # fmt: skip

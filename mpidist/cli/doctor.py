@@ -1,7 +1,7 @@
-"""Doctor: every rank's facts are collected, tiny operations are tried, and rules over all ranks say what is wrong.
+"""Examination of a machine or job: collects facts, tries small operations, applies rules.
 
-Without a launcher it looks at this process, and starts two ranks with the MPI library's own
-launcher to see whether they meet. Under mpirun or srun every rank takes part, and rank 0 reports.
+Without a launcher the doctor examines this process, and starts two ranks with the MPI library's
+launcher to see whether they connect. Under mpirun or srun every rank takes part and rank 0 reports.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from mpidist.comm.discovery import installed, launcher_trial
 from mpidist.comm.mpi import launcher_env
 from mpidist.errors import MpidistError
 
-_HANDSHAKE = "two ranks of mpirun"  # a check of its own, in a job of its own
+_HANDSHAKE = "two ranks of mpirun"  # check in a separate job
 _SILENCE_S = 8.0
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the doctor knows.
+    """Result of an examination.
 
     Attributes:
-        ranks: Facts of all ranks, by rank; of this process alone where MPI did not start.
-        findings: The worst first.
-        is_mine: This process is the one that prints it.
+        ranks: Facts of all ranks, by rank; only of this process if MPI did not start.
+        findings: Findings, the most severe first.
+        is_mine: This process prints the report.
     """
 
     ranks: list[Facts]
@@ -46,7 +46,7 @@ class Report:
         return int(any(finding.level in levels for finding in self.findings))
 
     def as_data(self) -> dict[str, Any]:
-        """Return it as data for a JSON file."""
+        """Return the report as data for a JSON file."""
         return {
             "ranks": [dataclasses.asdict(facts) for facts in self.ranks],
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
@@ -59,21 +59,22 @@ class Report:
 def examine(
     environ: Mapping[str, str], timeout_s: float, tries_launcher: bool, tries_device: bool
 ) -> Report:
-    """Examine this process, or the job that it is a rank of. Collective: over the job.
+    """Examine this process, or the job that this process is a rank of.
+
+    Collective: over the job.
 
     Args:
         environ: Usually ``os.environ``, before MPI has started.
-        timeout_s: Seconds that a rank waits for the others to start MPI, and for each tiny
-            operation.
-        tries_launcher: A process of its own also starts two ranks by mpirun.
+        timeout_s: Limit in seconds for the start of MPI on all ranks, and for each operation.
+        tries_launcher: Without a launcher, also start two ranks by mpirun.
         tries_device: Try MPI's operations on device memory, which may take minutes.
     """
     launch = launcher_env.from_environment(environ)
     is_alone = launch.size in (None, 1)
     late = (
-        f"[rank {launch.rank or 0}] mpidist doctor: MPI did not start within {timeout_s:g} s. Do all "
-        "ranks run it? Does the "
-        "launcher belong to the MPI library that Python loads? This rank ends"
+        f"[rank {launch.rank or 0}] mpidist doctor: MPI did not start within {timeout_s:g} s. "
+        "Do all ranks run it? Does the launcher belong to the MPI library that Python loads? "
+        "This rank ends"
     )
     died = (
         f"[rank {launch.rank or 0}] mpidist doctor: the process ended while MPI started; MPI's "
@@ -92,7 +93,7 @@ def examine(
             else None
         )
         own = process_facts.collect(environ, shutil.which("mpirun") or "")
-        # Imports of torch go before the deadline: a cold network file system takes its time.
+        # torch is imported before the deadline starts, because a cold network file system is slow.
         from mpidist.cli import questions
 
         try:
@@ -108,21 +109,23 @@ def examine(
 def report_of(
     own: Facts, checks: Mapping[str, str], timeout_s: float, tries_device: bool
 ) -> Report:
-    """Do the tiny operations and gather all ranks' facts. Collective: over the job, in which MPI runs.
+    """Run the small operations and gather the facts of all ranks. MPI must have started.
+
+    Collective: over the job.
 
     Args:
-        own: This rank's facts, with those of MPI.
-        checks: What was tried before.
-        timeout_s: For each operation.
+        own: This rank's facts, including those of MPI.
+        checks: Results of earlier checks.
+        timeout_s: Limit in seconds for each operation.
         tries_device: Try MPI's operations on device memory.
     """
     from mpidist.cli import questions
 
     group = questions.trial_group(timeout_s)
     own = replace(own, checks={**checks, **questions.check(group)})
-    # A rank whose checks failed has left the others in theirs, until these time out.
+    # If a check failed on one rank only, the gather waits until the other ranks' checks time out.
     ranks = questions.gather(own)
-    # All ranks decide alike: what follows is collective, too.
+    # All ranks have the same facts and decide alike, because the next calls are collective.
     if not any(text for facts in ranks for text in facts.checks.values()):
         own = replace(own, mpi=replace(own.mpi, shares_memory=questions.shares_node_memory(group)))
         if tries_device:
@@ -134,5 +137,5 @@ def report_of(
 
 def _without_mpi(own: Facts, error: MpidistError, rank: int | None) -> Report:
     own = replace(own, problem=str(error))
-    # Ranks that cannot reach each other would all print the same.
+    # Only rank 0 prints, because ranks without MPI would all print the same report.
     return Report([own], findings([own]), rank in (None, 0))

@@ -1,4 +1,4 @@
-"""Facts about one rank's process and its node that need no MPI: versions, settings, cores, memory, devices."""
+"""Facts about one rank and its node without MPI: versions, settings, cores, memory, devices."""
 
 from __future__ import annotations
 
@@ -18,10 +18,24 @@ from mpidist.comm.mpi import launcher_env
 SHARED_MEMORY = "/dev/shm"
 _CUPY = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
 _SETTINGS = (
-    "MPIDIST_", "OMPI_MCA_", "UCX_", "FI_", "MPIR_CVAR_", "MPICH_", "I_MPI_", "MV2_", "PSM3_", "OMP_", "MKL_NUM_", "MPI4PY_",
-    "PYTORCH_", "CUDA_VISIBLE_DEVICES", "IBV_FORK_SAFE", "RDMAV_FORK_SAFE",
-)  # fmt: skip
-# The launcher's own by their beginning, but a user's by their meaning.
+    "MPIDIST_",
+    "OMPI_MCA_",
+    "UCX_",
+    "FI_",
+    "MPIR_CVAR_",
+    "MPICH_",
+    "I_MPI_",
+    "MV2_",
+    "PSM3_",
+    "OMP_",
+    "MKL_NUM_",
+    "MPI4PY_",
+    "PYTORCH_",
+    "CUDA_VISIBLE_DEVICES",
+    "IBV_FORK_SAFE",
+    "RDMAV_FORK_SAFE",
+)
+# Users set these variables, although their prefixes are a launcher's.
 _USERS_OWN = (
     "OMPI_ALLOW_RUN_AS_ROOT",
     "OMPI_MCA_mpi_yield_when_idle",
@@ -35,9 +49,9 @@ class Device:
     """One rank's CUDA device.
 
     Attributes:
-        index: As this process numbers it.
-        name: Of the model.
-        uuid: Tells devices of a node apart, whatever each process numbers them.
+        index: Index within this process.
+        name: Model name.
+        uuid: Identifier that all processes of the node share.
         visible: UUIDs of all devices that this process sees.
     """
 
@@ -52,27 +66,27 @@ class Facts:
     """One rank and its node.
 
     Attributes:
-        rank: In the job; 0 for a process of its own.
+        rank: Rank in the job; 0 without a launcher.
         host: Name of the node.
-        launcher: Name a user would type.
-        tasks: Tasks that the launcher started; None if it said nothing.
+        launcher: Name of the launcher's command.
+        tasks: Number of tasks that the launcher started; None if unknown.
         is_root: The user is root.
-        versions: Of Python and the packages, by name; "" for one that is missing.
-        settings: Environment variables on which communication depends, by name.
-        in_allocation: A batch system's job, by the environment.
-        cores: Cores of the node.
+        versions: Versions of Python and packages, by name; "" for a missing package.
+        settings: Environment variables that affect communication, by name.
+        in_allocation: The environment is that of a batch job.
+        cores: Number of cores of the node.
         bound_to: Cores that this process may run on.
-        torch_threads: Threads that torch computes with.
+        torch_threads: Number of torch's threads.
         shm_bytes: Size of ``/dev/shm``; -1 without one.
-        shm_free_bytes: What is left there.
+        shm_free_bytes: Free bytes there.
         memlock_bytes: Limit of locked memory; -1 for no limit.
-        has_nvidia_driver: The kernel's driver is loaded.
+        has_nvidia_driver: The kernel driver is loaded.
         driver_cuda: Newest CUDA version of the driver, as 1000 × major + 10 × minor; 0 without one.
-        device: This rank's CUDA device; None without one.
-        path_mpirun: Path of the mpirun that a user's shell would start; "" without one.
-        mpi: What was asked of MPI, see ``questions.MpiFacts``; None if MPI did not start.
-        problem: Why MPI did not start; "" if it did.
-        checks: What each tiny operation came to, by name; "" if it worked.
+        device: This rank's CUDA device, or None.
+        path_mpirun: Path of the first mpirun on the PATH; "" without one.
+        mpi: ``questions.MpiFacts``, or None if MPI did not start.
+        problem: Error of MPI's start; "" without one.
+        checks: Error of each small operation, by name; "" for success.
     """
 
     rank: int
@@ -99,9 +113,9 @@ class Facts:
 
 
 def collect(environ: Mapping[str, str], path_mpirun: str = "") -> Facts:
-    """Collect this process's facts, but for those of MPI and of its device.
+    """Collect this process's facts, except those of MPI and of the device.
 
-    Call it before MPI starts: mpidist sets some of the variables then.
+    Must be called before MPI starts, because mpidist then sets some of the variables.
     """
     import torch
 
@@ -133,7 +147,7 @@ def collect(environ: Mapping[str, str], path_mpirun: str = "") -> Facts:
 
 
 def with_device(facts: Facts, device: Any) -> Facts:
-    """Return the facts with this rank's device, a ``torch.device``; the same without one of CUDA."""
+    """Return the facts with this rank's ``torch.device`` added, if it is a CUDA device."""
     import torch
 
     if device.type != "cuda":
@@ -146,14 +160,15 @@ def with_device(facts: Facts, device: Any) -> Facts:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that communication depends on; "" for what is missing."""
+    """Return the versions of Python and of packages, by name; "" for a missing package."""
     import torch
 
     return {
         "python": platform.python_version(),
         "mpidist": _version("mpidist"),
         "mpi4py": _version("mpi4py"),
-        "torch": str(torch.__version__),  # a class of torch's else
+        # torch's version is an instance of a subclass of str.
+        "torch": str(torch.__version__),
         "torch's CUDA": torch.version.cuda or "",
         "cupy": next((f"{name} {found}" for name in _CUPY if (found := _version(name))), ""),
         "numpy": _version("numpy"),
@@ -161,7 +176,7 @@ def versions() -> dict[str, str]:
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return those of the user's environment variables that change how ranks communicate or compute, by name."""
+    """Return the user's environment variables that affect communication or computation."""
     kept = launcher_env.without_launcher(environ)
     return {
         name: text

@@ -1,4 +1,4 @@
-"""One finding of the doctor, and how ranks and nodes are named and grouped in it; pure."""
+"""One finding of the doctor; grouping and naming of ranks, nodes and sizes; pure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PROBLEM, WARNING, NOTE = "problem", "warning", "note"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to know.
+    """One result of a rule.
 
     Attributes:
-        level: ``PROBLEM`` stops jobs, ``WARNING`` makes them slow or wrong in some cases, ``NOTE``
-            is to be known.
-        ranks: Ranks concerned; empty where it is no matter of ranks.
-        text: What was found.
-        remedy: What to do; "" if nothing is to be done.
+        level: A ``PROBLEM`` stops jobs, a ``WARNING`` makes jobs slow or wrong in some cases, a
+            ``NOTE`` is information.
+        ranks: Ranks concerned; empty if the finding is about no particular rank.
+        text: Description of the finding.
+        remedy: Advice; "" without one.
     """
 
     level: str
@@ -31,7 +31,7 @@ class Finding:
 
 
 def values(ranks: Sequence[Facts], ask: Callable[[Facts], Any]) -> dict[Any, tuple[int, ...]]:
-    """Return each answer with the ranks that give it, in the order of their first ranks."""
+    """Return the ranks of each distinct value of ``ask``, in the order of their first ranks."""
     by_answer: dict[Any, list[int]] = defaultdict(list)
     for facts in ranks:
         by_answer[ask(facts)].append(facts.rank)
@@ -39,7 +39,7 @@ def values(ranks: Sequence[Facts], ask: Callable[[Facts], Any]) -> dict[Any, tup
 
 
 def by_node(ranks: Sequence[Facts]) -> dict[int, list[Facts]]:
-    """Return the ranks of each node, as MPI sees nodes; without MPI all are of node 0."""
+    """Return the ranks of each node by MPI's node number; without MPI all ranks are on node 0."""
     nodes: dict[int, list[Facts]] = defaultdict(list)
     for facts in ranks:
         nodes[facts.mpi.nodes[facts.rank] if facts.mpi is not None else 0].append(facts)
@@ -47,12 +47,12 @@ def by_node(ranks: Sequence[Facts]) -> dict[int, list[Facts]]:
 
 
 def several_on_a_node(ranks: Sequence[Facts]) -> list[list[Facts]]:
-    """Return the ranks of those nodes that have several."""
+    """Return the ranks of each node with several ranks."""
     return [members for members in by_node(ranks).values() if len(members) > 1]
 
 
 def ranks_of(numbers: Sequence[int]) -> str:
-    """Name ranks: ``rank 3``, ``ranks 0-3, 8``."""
+    """Return a text for ranks: ``rank 3``, ``ranks 0-3, 8``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
@@ -64,7 +64,7 @@ def ranks_of(numbers: Sequence[int]) -> str:
 
 
 def size(nbytes: int) -> str:
-    """Return a number of bytes in words; -1 is no limit."""
+    """Return a text for a number of bytes; -1 means no limit."""
     if nbytes < 0:
         return "unlimited"
     for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):

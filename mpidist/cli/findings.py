@@ -1,7 +1,6 @@
-"""Findings of the doctor: rules over all ranks' facts; pure.
+"""Rules of the doctor over the facts of all ranks; pure.
 
-A problem stops jobs, a warning makes them slow or wrong in some cases, a note says what to know.
-Each rule is a function of all ranks' facts that yields findings with the ranks concerned and the
+Each rule is a function of all ranks' facts that yields findings with the ranks concerned and a
 remedy.
 """
 
@@ -46,10 +45,10 @@ _MAY_DIFFER = ("CUDA_VISIBLE_DEVICES", "OMP_PLACES")
 
 
 def findings(ranks: Sequence[Facts]) -> list[Finding]:
-    """Return what to know of a job, the worst first.
+    """Return the findings of all rules, the most severe first.
 
     Args:
-        ranks: The facts of all ranks, or of this process where MPI did not start.
+        ranks: The facts of all ranks, or only of this process if MPI did not start.
     """
     found = [finding for rule in _RULES for finding in rule(ranks)]
     return sorted(found, key=lambda finding: (PROBLEM, WARNING, NOTE).index(finding.level))
@@ -58,7 +57,7 @@ def findings(ranks: Sequence[Facts]) -> list[Finding]:
 def _no_mpi(ranks: Sequence[Facts]) -> Iterator[Finding]:
     for text, where in values(ranks, lambda facts: facts.problem).items():
         if text:
-            # Errors of a start say what is wrong, and behind the first stop what to do.
+            # An error text of MPI's start has the cause before the first stop and the remedy after.
             head, _, remedy = text.partition("; " if "; " in text else ". ")
             yield Finding(PROBLEM, where, f"MPI does not start: {head}", remedy)
 

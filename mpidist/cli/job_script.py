@@ -1,9 +1,9 @@
-"""Job scripts for sbatch: the shipped text and a user's options make the text that is submitted; pure.
+"""Rendering of job scripts for sbatch from a shipped script and a user's options; pure.
 
-A script is a header of ``#SBATCH --key=value`` lines behind the first line, then commands, one of
-which sources ``env.sh``. Options replace or add header lines. Slurm runs a copy, and a text from
-standard input has no path at all, so the folder that the script sources from and the program's
-arguments are written into the text.
+A script has a header of ``#SBATCH --key=value`` lines after the first line, then commands. One
+command sources ``env.sh``. Options replace or add header lines. The folder of the shipped scripts
+and the program's arguments are written into the text, because a script on standard input has no
+path of its own.
 """
 
 from __future__ import annotations
@@ -28,28 +28,35 @@ _TIME = re.compile(
 _ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
 _WORD = re.compile(r"[^\s'\"\\]+")
 _POSITIVE = ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task")
-# What env.sh calls them.
+# Names in env.sh.
 _SITE = {
     "account": "MPIDIST_ACCOUNT",
     "partition": "MPIDIST_PARTITION",
     "gpus-per-node": "MPIDIST_GPUS_PER_NODE",
 }
-# sbatch reads these in front of the header's lines.
+# Environment variables of sbatch, which take precedence over header lines.
 _VARIABLES = {
-    "account": "SBATCH_ACCOUNT", "partition": "SBATCH_PARTITION", "time": "SBATCH_TIMELIMIT", "job-name": "SBATCH_JOB_NAME",
-    "gpus-per-node": "SBATCH_GPUS_PER_NODE", "array": "SBATCH_ARRAY_INX", "qos": "SBATCH_QOS", "constraint": "SBATCH_CONSTRAINT",
-    "reservation": "SBATCH_RESERVATION", "output": "SBATCH_OUTPUT",
-}  # fmt: skip
+    "account": "SBATCH_ACCOUNT",
+    "partition": "SBATCH_PARTITION",
+    "time": "SBATCH_TIMELIMIT",
+    "job-name": "SBATCH_JOB_NAME",
+    "gpus-per-node": "SBATCH_GPUS_PER_NODE",
+    "array": "SBATCH_ARRAY_INX",
+    "qos": "SBATCH_QOS",
+    "constraint": "SBATCH_CONSTRAINT",
+    "reservation": "SBATCH_RESERVATION",
+    "output": "SBATCH_OUTPUT",
+}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a user asks for.
+    """A user's options for one job.
 
     Attributes:
-        header: sbatch's options by their long names; None takes a line out.
-        settings: Values of ``env.sh`` that are other in this job.
-        arguments: The program and its arguments; without any the script's example runs.
+        header: Options of sbatch by long name; None removes a line.
+        settings: Values that override those of ``env.sh``.
+        arguments: The program and its arguments; empty for the script's example.
         folder: Absolute path of the folder of the shipped scripts.
         env_file: Absolute path of the site's ``env.sh``.
     """
@@ -62,10 +69,10 @@ class Options:
 
 
 def validate(options: Options) -> None:
-    """Require values that sbatch would take.
+    """Require values that sbatch accepts.
 
     Raises:
-        ValueError: Names the first that it would not, and what it takes.
+        ValueError: A value that sbatch would refuse; the text describes valid values.
     """
     for key, text in options.header.items():
         if text is not None:
@@ -87,8 +94,8 @@ def render(script: str, options: Options) -> str:
     """Return the text for sbatch.
 
     Args:
-        script: The shipped script's text.
-        options: Valid ones.
+        script: Text of the shipped script.
+        options: Validated options.
 
     Raises:
         ValueError: The script has no first line ``#!``, or does not source ``env.sh``.
@@ -111,7 +118,7 @@ def render(script: str, options: Options) -> str:
     sources = [found for found in _SOURCES_ENV.findall(body)]
     if len(sources) != 1:
         raise ValueError("a job script sources env.sh in one line of its own")
-    # Exported: MPI's and UCX's variables are settings, too, and the ranks read them.
+    # Exported, because settings may be variables of MPI and UCX, which the ranks read.
     settings = [f"export {name}={shlex.quote(text)}" for name, text in options.settings.items()]
     sourced = "\n".join([f"source {shlex.quote(options.env_file)}", *settings])
     body = body.replace(sources[0], sourced)
@@ -122,20 +129,20 @@ def render(script: str, options: Options) -> str:
 
 
 def header_of(script: str) -> dict[str, str]:
-    """Return a script's sbatch options by their long names; "" for those without a value."""
+    """Return a script's sbatch options by long name; "" for an option without a value."""
     found = (_HEADER.match(line) for line in script.splitlines())
     return {match[1]: match[2] or "" for match in found if match}
 
 
 def values_of(env: str) -> dict[str, str]:
-    """Return the values of ``env.sh`` as they stand there: what bash computes is not computed."""
+    """Return the literal values of ``env.sh``, without bash's expansions."""
     return {
         name: double or single or bare for name, double, single, bare in _ASSIGNMENT.findall(env)
     }
 
 
 def site_header(values: Mapping[str, str]) -> dict[str, str]:
-    """Return sbatch's options that ``env.sh`` has values for: account, partition, GPUs of a node."""
+    """Return account, partition and GPUs per node from ``env.sh`` as options of sbatch."""
     return {
         key: values[name]
         for key, name in _SITE.items()
@@ -144,7 +151,7 @@ def site_header(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def settings_of(header: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the values of ``env.sh`` that stand for header lines; no GPUs are 0."""
+    """Return the values of ``env.sh`` that correspond to header lines; a removed GPU line is 0."""
     texts = {
         key: (header[key] or "0").split(":")[-1] if key == "gpus-per-node" else header[key] or ""
         for key in _SITE
@@ -156,7 +163,7 @@ def settings_of(header: Mapping[str, str | None]) -> dict[str, str]:
 def without_overrides(
     environ: Mapping[str, str], header: Mapping[str, str | None]
 ) -> dict[str, str]:
-    """Return the environment for sbatch, without the variables that would win over these header lines."""
+    """Return the environment without the variables that take precedence over these lines."""
     hidden = {_VARIABLES[key] for key in header if key in _VARIABLES}
     return {name: text for name, text in environ.items() if name not in hidden}
 

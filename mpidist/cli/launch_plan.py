@@ -1,7 +1,8 @@
-"""Plan of a job's start: from what the machine offers and the environment to one command line; pure.
+"""Command line that starts a job, from a request, the machine and the environment; pure.
 
-Inside a Slurm allocation srun starts the ranks, with the ``--mpi`` type that the MPI library's
-ranks understand; where Slurm has none, and elsewhere, the library's own mpirun does.
+Inside a Slurm allocation srun starts the ranks, with the ``--mpi`` type that the MPI library
+supports. If Slurm offers no such type, and outside an allocation, the library's own mpirun starts
+the ranks.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class Plan:
     """One command line.
 
     Attributes:
-        argv: The launcher's and the program's.
-        variables: To be set in its environment.
-        notes: What the user should know; for stderr.
+        argv: Words of the launcher and the program.
+        variables: Environment variables to set.
+        notes: Notes for the user, printed to stderr.
     """
 
     argv: tuple[str, ...]
@@ -36,13 +37,13 @@ def plan(request: Request, site: Site, environ: Mapping[str, str]) -> Plan:
     """Return the command line that starts the ranks.
 
     Args:
-        request: What the user asks for.
-        site: What the machine offers.
+        request: The user's request.
+        site: MPI library and launchers of the machine.
         environ: Usually ``os.environ``.
 
     Raises:
-        LaunchError: This process is a rank itself; there is no launcher; more nodes than the
-            allocation has; options that the launcher does not know.
+        LaunchError: This process is a rank of a job; there is no launcher; the allocation has fewer
+            nodes; the launcher lacks an option.
     """
     _require_outside(environ)
     variables = {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": "1"}
@@ -50,7 +51,7 @@ def plan(request: Request, site: Site, environ: Mapping[str, str]) -> Plan:
         return _by_mpirun(request, site, environ, variables)
     _require_nodes(request, environ)
     if request.ulfm:
-        # ULFM's runtime is mpirun's: srun ends the job when a rank dies.
+        # ULFM needs mpirun, because srun ends the job when a rank dies.
         return _by_mpirun(
             request,
             site,
@@ -79,9 +80,9 @@ def _require_outside(environ: Mapping[str, str]) -> None:
     launch = launcher_env.from_environment(environ)
     if launch.size is not None and launch.size > 1:
         raise LaunchError(
-            f"this is already one of {launch.size} ranks that {launch.launcher} started: 'mpidist run' "
-            "starts the ranks by itself. "
-            "Call it once, without mpirun or srun before it"
+            f"this is already one of {launch.size} ranks that {launch.launcher} started: "
+            "'mpidist run' starts the ranks by itself. Call it once, without mpirun or srun "
+            "before it"
         )
 
 
@@ -159,12 +160,12 @@ def program_of(
 
     Args:
         words: A script or program and its arguments; only arguments with ``module``.
-        module: Of ``-m``; "" without one.
+        module: Module of ``-m``; "" without one.
         python: The interpreter.
-        finds: Says whether there is a script of that path, or a program of that name.
+        finds: Returns whether a script of that path or a program of that name exists.
 
     Raises:
-        LaunchError: Nothing to run, or nothing of that name.
+        LaunchError: No program was given, or it does not exist.
     """
     if module:
         return (python, "-m", module, *words)

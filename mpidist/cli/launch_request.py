@@ -13,19 +13,19 @@ BINDINGS = ("none", "core", "socket", "numa")
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks for.
+    """A user's request for a job.
 
     Attributes:
-        ranks: None: as many as the Slurm allocation has tasks.
-        nodes: Nodes of a Slurm allocation to use; None for all that are needed.
+        program: Command line of one rank.
+        ranks: Number of ranks; None for the number of tasks of the Slurm allocation.
+        nodes: Nodes of the Slurm allocation to use; None for no limit.
         hosts: Names of nodes outside Slurm, for mpirun.
-        hostfile: A file that names them; "" without one.
+        hostfile: File with these names; "" without one.
         binding: One of ``BINDINGS``; "" for the default: srun binds as the site does, mpirun does
             not bind.
-        tags: Each line of output begins with its rank.
+        tags: Each line of output begins with the rank.
         ulfm: A group survives the death of a rank (Open MPI 5).
-        mpi_type: Of srun's ``--mpi``; "" to choose.
-        program: Command line of one rank.
+        mpi_type: Type of ``srun --mpi``; "" for the automatic choice.
     """
 
     program: tuple[str, ...]
@@ -41,16 +41,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Site:
-    """What the machine offers.
+    """MPI library and launchers of a machine.
 
     Attributes:
-        abi: Of the MPI library that Python loads, ``openmpi`` or ``mpich``.
-        library: What it says of itself.
-        library_file: Its path.
-        mpirun: Path of its launcher; "" without one.
-        srun: Path; "" without one.
-        mpi_types: What ``srun --mpi=list`` names.
-        cores: That this process may use; hardware threads of one core are one.
+        abi: ABI of the MPI library that Python loads, ``openmpi`` or ``mpich``.
+        library: Version text of the library.
+        library_file: Path of the library.
+        mpirun: Path of the library's launcher; "" without one.
+        srun: Path of srun; "" without one.
+        mpi_types: Types that ``srun --mpi=list`` prints.
+        cores: Number of physical cores that this process may use.
         is_root: The user is root.
     """
 
@@ -65,17 +65,17 @@ class Site:
 
     @property
     def open_mpi_major(self) -> int:
-        """Major version of Open MPI; 0 of another library, or if it does not say."""
+        """Major version of Open MPI; 0 for another library or an unknown version."""
         found = re.search(r"Open MPI v?(\d+)", self.library)
         return int(found[1]) if self.abi == OPEN_MPI and found else 0
 
 
 def in_allocation(environ: Mapping[str, str]) -> bool:
-    """Say whether srun can start ranks from here: within a Slurm job."""
+    """Return whether this process is within a Slurm job, so that srun can start ranks."""
     return "SLURM_JOB_ID" in environ
 
 
 def is_one_node(request: Request, environ: Mapping[str, str]) -> bool:
-    """Say whether all ranks are on this node."""
+    """Return whether all ranks will be on this node."""
     nodes = environ.get("SLURM_JOB_NUM_NODES", "1") if in_allocation(environ) else "1"
     return not request.hosts and not request.hostfile and nodes == "1"

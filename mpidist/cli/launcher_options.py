@@ -8,15 +8,15 @@ from mpidist.cli.launch_request import Request, Site, is_one_node
 from mpidist.errors import LaunchError
 
 _SRUN_BINDINGS = {"none": "none", "core": "cores", "socket": "sockets", "numa": "ldoms"}
-# Steps of a Slurm job that are no srun's: the batch script, and the shell of a salloc (slurm.h:
-# SLURM_BATCH_SCRIPT, SLURM_INTERACTIVE_STEP).
+# Steps of a Slurm job that srun has not started: the batch script and the shell of salloc
+# (SLURM_BATCH_SCRIPT and SLURM_INTERACTIVE_STEP in slurm.h).
 _SHELL_STEPS = ("4294967291", "4294967290")
 
 
 def srun_command(
     request: Request, site: Site, environ: Mapping[str, str], mpi_type: str
 ) -> tuple[str, ...]:
-    """Return the whole command line of srun, with the program."""
+    """Return the command line of srun, including the program."""
     argv = [site.srun, f"--mpi={mpi_type}"]
     if request.ranks is not None:
         argv.append(f"--ntasks={request.ranks}")
@@ -26,13 +26,13 @@ def srun_command(
         argv.append(f"--cpu-bind={_SRUN_BINDINGS[request.binding]}")
     if request.tags:
         argv.append("--label")
-    # Within `srun --pty bash` that step holds all there is.
+    # The step of `srun --pty bash` has all resources of the job.
     if environ.get("SLURM_STEP_ID", _SHELL_STEPS[0]) not in _SHELL_STEPS:
         argv.append("--overlap")
     # Since Slurm 22.05 a step does not inherit the job's --cpus-per-task.
     if "SLURM_CPUS_PER_TASK" in environ:
         argv.append(f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}")
-    # A rank that dies ends the job, or the others would wait for it.
+    # A rank that dies ends the job, because the other ranks would wait for this rank.
     return (*argv, "--kill-on-bad-exit=1", *request.program)
 
 
@@ -52,7 +52,8 @@ def mpirun_options(
     options = ["-n", str(ranks)]
     if is_one_node(request, environ) and ranks > site.cores:
         options.append("--oversubscribe")
-    # A rank has more threads than one: torch's, mpidist's, the data loader's.
+    # The default is not to bind, because a rank has several threads: torch's, mpidist's, the data
+    # loader's.
     is_newer = site.open_mpi_major >= 5
     options += [
         "--bind-to",
@@ -71,7 +72,7 @@ def mpirun_options(
     if site.is_root:
         names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
         variables.update({name: "1" for name in names if name not in environ})
-    # Open MPI hands variables of its own on to other nodes, and others when told.
+    # Open MPI forwards its own variables to other nodes, and other variables only with -x.
     exported = sorted(
         {
             *variables,

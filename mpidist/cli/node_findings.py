@@ -1,4 +1,4 @@
-"""Findings about nodes: cores of their ranks, shared memory, locked memory and RDMA; pure."""
+"""Rules about nodes: cores of their ranks, shared memory, locked memory and RDMA; pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from mpidist.cli.facts import SHARED_MEMORY, Facts
 from mpidist.cli.finding import NOTE, WARNING, Finding, by_node, several_on_a_node, size
 
-_SHM_OF_A_RANK = 16 << 20  # what Open MPI maps for each rank of a node
-_SHM_OF_CONTAINERS = 64 << 20  # docker's and podman's default
+_SHM_OF_A_RANK = 16 << 20  # Open MPI, per rank
+_SHM_OF_CONTAINERS = 64 << 20  # docker, podman
 _YIELD = "OMPI_MCA_mpi_yield_when_idle"
 
 

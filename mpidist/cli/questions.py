@@ -1,4 +1,4 @@
-"""Questions asked of MPI through ``mpidist.comm``: its start, what it can do, and tiny operations that show that it works."""
+"""Facts and checks that need MPI: its start, its capabilities, and small test operations."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ _NUMEL = 1000
 
 @dataclass(frozen=True)
 class MpiFacts:
-    """What MPI says on one rank.
+    """Facts about MPI on one rank.
 
     Attributes:
-        library: First line of what the library says of itself.
+        library: First line of the library's version text.
         abi: ``openmpi`` or ``mpich``.
-        file: Path of its ``libmpi``.
-        mpirun: Path of its launcher; "" if none was found.
-        standard: The MPI standard that it follows.
+        file: Path of ``libmpi``.
+        mpirun: Path of the library's launcher; "" if none was found.
+        standard: Version of the MPI standard.
         thread_level: MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE.
-        size: Ranks of the job.
-        local_rank: Index on the node, as MPI sees it.
-        local_size: Ranks that share this node's memory.
-        nodes: For each rank the number of its node.
-        survives_failures: ULFM is there and switched on.
-        cuda_aware: The library takes device pointers; None if it does not say.
-        cuda_source: Who says so.
-        cuda_before_mpi: A CUDA context existed when MPI started; None if that does not matter here.
-        operations: What each operation on device memory came to, by name.
-        transports: What is known of them.
-        shares_memory: The ranks of this node map each other's memory; None for a rank that is alone
-            there, or not asked.
+        size: Number of ranks of the job.
+        local_rank: Index on the node.
+        local_size: Number of ranks on this node.
+        nodes: Node number of each rank.
+        survives_failures: ULFM is available and enabled.
+        cuda_aware: The library takes device pointers; None if unknown.
+        cuda_source: Source of this information.
+        cuda_before_mpi: A CUDA context existed when MPI started; None if irrelevant.
+        operations: Result of each operation on device memory, by name.
+        transports: Known transports.
+        shares_memory: The ranks of this node map each other's memory; None for a single rank, or
+            if not tried.
     """
 
     library: str
@@ -66,18 +66,19 @@ class MpiFacts:
 
 
 def start(timeout_s: float) -> runtime.World:
-    """Start MPI. Collective: over the job.
+    """Start MPI.
+
+    Collective: over the job.
 
     Raises:
-        LaunchError: The job was started in a way in which MPI cannot connect its ranks, or there is
-            no MPI.
-        CommTimeout: Not all ranks came in time.
+        LaunchError: MPI cannot connect the ranks as they were started, or there is no MPI.
+        CommTimeout: Not all ranks started MPI in time.
     """
     return runtime.world(timeout_s)
 
 
 def ask(facts: Facts, library: Installed) -> Facts:
-    """Return this rank's facts with what MPI and CUDA say. Local, after ``start``."""
+    """Return this rank's facts with those of MPI and CUDA added. Local; after ``start``."""
     world, found = runtime.world(), capability.capabilities()
     mpi = MpiFacts(
         library=found.library,
@@ -101,9 +102,11 @@ def ask(facts: Facts, library: Installed) -> Facts:
 
 
 def try_device_operations(group: Any) -> None:
-    """Try each operation on device memory in a job of its own, and keep what came out. Collective: over the group.
+    """Try each operation on device memory in a separate job, and cache the results.
 
-    Blocks: some seconds to minutes, the first time on a machine.
+    Collective: over the group.
+
+    Blocks: for seconds to minutes, the first time on a machine.
     """
     device = runtime.device()
     if device.type == "cuda":
@@ -111,7 +114,7 @@ def try_device_operations(group: Any) -> None:
 
 
 def gather(facts: Facts) -> list[Facts]:
-    """Return all ranks' facts, by rank, on every rank. Collective: over the job."""
+    """Return the facts of all ranks, by rank, on every rank. Collective: over the job."""
     encoded = bytes(frame.to_bytes(asdict(facts), data_only=True))
     every = byte_strings.gathered(runtime.world().comm, encoded)
     return [_facts(frame.from_bytes(data, data_only=True)) for data in every]
@@ -125,23 +128,25 @@ def _facts(fields: dict[str, Any]) -> Facts:
 
 
 def trial_group(timeout_s: float) -> Any:
-    """Make a group of all ranks whose calls raise past the timeout. Collective: over the job."""
+    """Create a group of all ranks whose calls raise on a timeout. Collective: over the job."""
     return from_world("doctor", timeout_s, on_timeout="raise")
 
 
 def with_operations(facts: Facts) -> Facts:
-    """Return the facts with what operations on device memory came to by now. Local."""
+    """Return the facts with the current results of operations on device memory. Local."""
     return replace(
         facts, mpi=replace(facts.mpi, operations=dict(capability.capabilities().operations))
     )
 
 
 def check(group: Any) -> dict[str, str]:
-    """Do one tiny operation of each kind, and check its result. Collective: over the group, whose calls raise on a timeout.
+    """Run one small operation of each kind and check the result.
+
+    Collective: over the group, whose calls must raise on a timeout.
 
     Returns:
-        By name "" or what is wrong on this rank. After an exception the rest is "not tried": the
-        group has failed, or ranks are out of step.
+        By name, "" or this rank's error. After an exception the remaining operations are "not
+        tried", because the group has failed or the ranks are out of step.
     """
     results: dict[str, str] = {}
     has_failed = False
@@ -207,7 +212,7 @@ def _checks(group: Any) -> Sequence[tuple[str, Callable[[], str]]]:
 
 
 def shares_node_memory(group: Any) -> bool | None:
-    """Say whether ranks of this node map each other's memory; None for a rank that is alone there.
+    """Return whether the ranks of this node map each other's memory; None for a single rank.
 
     Collective: over the group.
     """
@@ -219,6 +224,6 @@ def shares_node_memory(group: Any) -> bool | None:
 
 
 def _compared(tensor: Any, expected: float) -> str:
-    # bf16 rounds the average; every other result here is exact.
+    # bf16 rounds the average; all other results are exact.
     wrong = (tensor.double() - expected).abs().max().item()
     return "" if wrong <= 2**-7 * expected else f"expected {expected:g}, got {tensor[0].item():g}"

@@ -1,4 +1,7 @@
-"""Start of a job: asks the machine what it offers, and becomes the launcher: signals and the exit status are the job's."""
+"""Start of a job: examines the machine, then replaces this process by the launcher (exec).
+
+After exec, signals reach the launcher, and the exit status is the job's.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from mpidist.cli.launch_request import Request, Site, in_allocation
 from mpidist.comm.discovery import installed
 from mpidist.errors import LaunchError
 
-_LIST_S = 20.0  # srun asks a busy controller
+_LIST_S = 20.0  # limit for srun --mpi=list
 
 
 def site(environ: Mapping[str, str]) -> Site:
-    """Ask the machine. The MPI library is loaded, and not started.
+    """Return MPI library and launchers of this machine; loads the library without starting MPI.
 
     Raises:
         LaunchError: There is no MPI library.
@@ -43,7 +46,7 @@ def program(words: tuple[str, ...], module: str = "") -> tuple[str, ...]:
     """Return the command line of one rank.
 
     Raises:
-        LaunchError: There is no such script or program.
+        LaunchError: The script or program does not exist.
     """
     return program_of(
         words,
@@ -54,19 +57,19 @@ def program(words: tuple[str, ...], module: str = "") -> tuple[str, ...]:
 
 
 def start(request: Request, is_dry: bool) -> None:
-    """Become the launcher, or print its command line; returns in the second case alone.
+    """Replace this process by the launcher, or print the command line and return.
 
     Raises:
-        LaunchError: The job cannot be started so.
+        LaunchError: The request cannot be carried out.
     """
     become(plan(request, site(os.environ), os.environ), is_dry)
 
 
 def become(planned: Plan, is_dry: bool) -> None:
-    """Become a planned program, or print its command line; returns in the second case alone.
+    """Replace this process by a planned program, or print the command line and return.
 
     Raises:
-        LaunchError: It cannot be started.
+        LaunchError: The program cannot be started.
     """
     if is_dry:
         print(text_of(planned))
@@ -82,7 +85,7 @@ def become(planned: Plan, is_dry: bool) -> None:
 
 
 def physical_cores(usable: Collection[int], folder: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Return the number of cores behind these hardware threads: Open MPI counts a slot for each core."""
+    """Return the number of physical cores of these hardware threads: Open MPI's slots."""
     siblings = set()
     for thread in usable:
         try:
@@ -95,7 +98,7 @@ def physical_cores(usable: Collection[int], folder: Path = Path("/sys/devices/sy
 
 
 def text_of(planned: Plan) -> str:
-    """Return the command line as one would type it into a shell."""
+    """Return the command line in shell syntax."""
     variables = [f"{name}={text}" for name, text in planned.variables.items()]
     return shlex.join([*(["env", *variables] if variables else []), *planned.argv])
 

@@ -31,7 +31,10 @@ def choose(abi: str, library: str, offered: Sequence[str]) -> str:
 
 
 def parse(text: str) -> tuple[str, ...]:
-    """Return the types that ``srun --mpi=list`` prints: one a line, versions of pmix behind a colon."""
+    """Return the types in the output of ``srun --mpi=list``.
+
+    Slurm prints one type per line, and the versions of pmix after a colon.
+    """
     names: list[str] = []
     for line in text.splitlines():
         head, colon, tail = line.replace("srun: ", "").strip().partition(":")

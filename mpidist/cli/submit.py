@@ -1,4 +1,4 @@
-"""Submission of a shipped job script: reads it and the site's env.sh, renders, and hands the text to sbatch."""
+"""Submission of a shipped job script: fills in options and the site's ``env.sh``, calls sbatch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,23 @@ from mpidist.errors import LaunchError
 
 _ENV = "env.sh"
 _SUBMIT_S = 120.0
-# How alike two names are, from 0 to 1, when one is the other misspelt.
+# Similarity of two names, from 0 to 1, from which on one counts as a misspelling of the other.
 _ALMOST = 0.85
-# job.sh's own, which a job may be given.
+# Variables of job.sh that a user may set.
 _OF_JOBS = ("MPIDIST_CHECKPOINT",)
+
+
+def parse_pairs(texts: Sequence[str] | None, option: str) -> dict[str, str]:
+    """Parse ``NAME=VALUE`` texts of a command-line option.
+
+    Raises:
+        ValueError: A text has another form.
+    """
+    pairs = [text.partition("=") for text in texts or ()]
+    wrong = [name for name, equals, _ in pairs if not equals or not name]
+    if wrong:
+        raise ValueError(f"{option} takes NAME=VALUE; got {wrong[0]!r}")
+    return {name: text for name, _, text in pairs}
 
 
 def names() -> list[str]:
@@ -33,17 +46,17 @@ def names() -> list[str]:
 def text_of(
     name: str, options: Options, env_file: Path | None, environ: Mapping[str, str]
 ) -> tuple[str, Options]:
-    """Return the text to submit, and the options with the site's values in their place.
+    """Return the text to submit, and the options completed by the site's values.
 
     Args:
-        name: Of a shipped script.
-        options: The user's; ``folder`` and ``env_file`` are filled in.
-        env_file: The site's ``env.sh``; None: that of ``MPIDIST_SLURM``, else the shipped one.
+        name: Name of a shipped script.
+        options: The user's options; ``folder`` and ``env_file`` are filled in.
+        env_file: The site's ``env.sh``; None for that of ``MPIDIST_SLURM``, else the shipped one.
         environ: Usually ``os.environ``.
 
     Raises:
-        LaunchError: No such script, no such file.
-        ValueError: A value that sbatch would not take.
+        LaunchError: No such script or file.
+        ValueError: A value that sbatch would refuse.
     """
     folder = shipped.folder("slurm")
     if name not in names():
@@ -85,7 +98,7 @@ def _read(file: Path) -> str:
     """Return the text of an ``env.sh``.
 
     Raises:
-        LaunchError: bash would not read it.
+        LaunchError: bash could not read the file.
     """
     try:
         text = file.read_bytes().decode("utf-8")
@@ -102,7 +115,10 @@ def _read(file: Path) -> str:
 def fitted(
     header: Mapping[str, str | None], shipped_header: Mapping[str, str]
 ) -> dict[str, str | None]:
-    """Return the header with one rank for each GPU, unless the ranks of a node were given; no GPUs take the line out."""
+    """Return the header with one rank per GPU, unless the header has a number of ranks.
+
+    Zero GPUs remove the line for GPUs.
+    """
     fitted_header = dict(header)
     gpus = (fitted_header.get("gpus-per-node") or "").split(":")[-1]
     if gpus.isdigit() and int(gpus) == 0:
@@ -117,7 +133,7 @@ def fitted(
 
 
 def environment_of(values: Mapping[str, str], prefix: str, base_prefix: str) -> dict[str, str]:
-    """Return the setting that has the job use this Python's environment, where ``env.sh`` names none."""
+    """Return a setting for this Python's virtual environment if ``env.sh`` names no environment."""
     is_own = (
         prefix != base_prefix and not values.get("MPIDIST_VENV") and not values.get("MPIDIST_IMAGE")
     )
@@ -125,10 +141,10 @@ def environment_of(values: Mapping[str, str], prefix: str, base_prefix: str) -> 
 
 
 def require_known(settings: Mapping[str, str], known: Collection[str]) -> None:
-    """Refuse a setting whose name is almost one of ``env.sh``: the job would run without it.
+    """Refuse a setting whose name looks like a misspelled name of ``env.sh``.
 
     Raises:
-        LaunchError: The name, and the one that may be meant.
+        LaunchError: A misspelled name; the text has the probable one.
     """
     for name in settings:
         near = difflib.get_close_matches(name, known, 1, _ALMOST)
@@ -137,15 +153,15 @@ def require_known(settings: Mapping[str, str], known: Collection[str]) -> None:
 
 
 def require_program(name: str, arguments: Sequence[str], is_in_image: bool) -> None:
-    """Refuse what the job would refuse once it has waited for its nodes: arguments that its script does not take.
+    """Refuse arguments that the job script would refuse, before the job waits for its nodes.
 
     Args:
-        name: Of the job script.
-        arguments: Behind ``--``.
-        is_in_image: Programs come from a container image, whose files are not seen here.
+        name: Name of the job script.
+        arguments: Arguments after ``--``.
+        is_in_image: Programs are in a container image, whose files this process cannot see.
 
     Raises:
-        LaunchError: What the script takes.
+        LaunchError: Wrong arguments; the text describes valid ones.
     """
     if name == "test" and arguments:
         raise LaunchError(f"test checks the cluster, and takes no program; got {arguments[0]}")
@@ -165,7 +181,7 @@ def require_program(name: str, arguments: Sequence[str], is_in_image: bool) -> N
             )
         programs = list(arguments[1:2])
     for program in programs:
-        # Arguments alone are the example's.
+        # Arguments without a program go to the example.
         if not program.startswith("-") and not is_in_image and not Path(program).is_file():
             raise LaunchError(
                 f"{program}: no such file from here. A Python program and its arguments stand "
@@ -175,7 +191,7 @@ def require_program(name: str, arguments: Sequence[str], is_in_image: bool) -> N
 
 
 def absolute(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return the arguments, the first by its absolute path if it is a file."""
+    """Return the arguments, the first one as an absolute path if it is a file."""
     path = Path(arguments[0]) if arguments else None
     return (
         (str(path.resolve()), *arguments[1:])
@@ -201,7 +217,7 @@ def run(
 
 
 def submit(text: str, options: Options) -> int:
-    """Hand a text to sbatch; return its exit status. sbatch prints the job's number.
+    """Pass a text to sbatch and return its exit status. sbatch prints the job number.
 
     Raises:
         LaunchError: There is no sbatch.

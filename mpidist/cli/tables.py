@@ -1,4 +1,4 @@
-"""Tables of the doctor's report, by rich: plain text where the output is no terminal."""
+"""Printed report of the doctor, by rich; plain text if the output is no terminal."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _COMPONENTS = {
 
 
 def console(file: TextIO | None = None, is_rank: bool = False) -> Console:
-    """Return a console: colours on a terminal alone, lines of fixed width elsewhere; NO_COLOR is minded.
+    """Return a console with colours on a terminal, and lines of fixed width elsewhere.
 
     Args:
-        file: Standard output if None.
-        is_rank: A launcher stands between: Open MPI gives its ranks a pseudo terminal, whatever its
-            own output is.
+        file: Output file; None for standard output.
+        is_rank: A launcher has started this process. Open MPI gives ranks a pseudo terminal even if
+            its own output is a file.
     """
     file = file or sys.stdout
     if file.isatty() and not is_rank:
@@ -41,7 +41,7 @@ def console(file: TextIO | None = None, is_rank: bool = False) -> Console:
 
 
 def print_report(report: Report, to: Console) -> None:
-    """Print what was found: the job's facts, its ranks, and the findings."""
+    """Print the facts of the job, its ranks, and the findings."""
     first = report.ranks[0]
     to.print(_facts_table(report, first))
     if first.mpi is not None:
@@ -152,7 +152,7 @@ def _mpi_rows(mpi: Any) -> list[tuple[str, str]]:
 
 
 def transport_words(known: Any) -> str:
-    """Say what is known of transports, and what is not."""
+    """Return a text for the known transports."""
     words = []
     if known.component:
         words.append(

@@ -275,7 +275,7 @@ BROKEN = {
         job(mpi={"operations": {"Bcast": "unknown"}}),
         NOTE,
         ALL,
-        "nobody has tried",
+        "have not been tried",
         "--try-device",
     ),
     "no shm": (job(shm_bytes=-1), WARNING, (0, 1), "has no /dev/shm", "tmpfs"),
