@@ -1,4 +1,4 @@
-"""Modules that communicate, with torch's names and meanings: on other workers, and ``SyncBatchNorm``."""
+"""Communicating modules with torch's names: ``RemoteModule`` and ``SyncBatchNorm``."""
 
 from mpidist.nn.remote_module import RemoteModule
 from mpidist.nn.sync_batch_norm import SyncBatchNorm

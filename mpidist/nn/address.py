@@ -15,8 +15,8 @@ class Address:
     """A device on a worker.
 
     Attributes:
-        worker: Its name or rank; None for this worker.
-        device: As ``torch.device`` writes it.
+        worker: Name or rank of the worker; None for this worker.
+        device: Device in the syntax of ``torch.device``.
     """
 
     worker: str | int | None
@@ -24,15 +24,15 @@ class Address:
 
 
 def parse(text: str | torch.device) -> Address:
-    """Return the address that a text stands for.
+    """Parse an address.
 
     Args:
-        text: ``"name/device"`` or ``"rank:number/device"``, of which the device may be missing and
-            is the CPU then; or a device of this worker.
+        text: ``"name/device"`` or ``"rank:number/device"``; without ``/device`` the CPU. Or a
+            device of this worker.
 
     Raises:
-        TypeError: It is neither a str nor a device.
-        ValueError: It has another form.
+        TypeError: Neither a str nor a device.
+        ValueError: Another form.
         RuntimeError: torch does not know the device.
     """
     if isinstance(text, torch.device):

@@ -1,4 +1,4 @@
-"""Batch normalisation over the ranks of a group as an autograd function, and the gather of its statistics.
+"""Autograd function of batch normalisation over the ranks of a group, and its statistics.
 
 Letters: C channels; N values per channel in the batches of all ranks.
 """
@@ -21,16 +21,19 @@ Tensor = torch.Tensor
 def gather_statistics(
     group: Any, input: Tensor | None, channels: int, needs_gradient: bool, refusal: str | None
 ) -> Statistics:
-    """Return the statistics over all ranks' inputs.
+    """Return the statistics over the inputs of all ranks.
 
     Collective: over the group.
 
     Args:
-        input: A dense tensor; None if it was refused.
+        group: A native group.
+        input: This rank's input, a dense tensor; None if the input was refused.
         channels: C.
+        needs_gradient: The input needs a gradient.
+        refusal: Reason for the refusal, or None.
 
     Raises:
-        ValueError: See ``batch_statistics.merge``; on all ranks.
+        ValueError: On all ranks; see ``batch_statistics.merge``.
     """
     if input is None:
         row = batch_statistics.row_of(
@@ -48,7 +51,7 @@ def gather_statistics(
 
 
 class Normalize(torch.autograd.Function):
-    """Normalisation by statistics to which all ranks' inputs contributed."""
+    """Normalisation by the statistics of all ranks' inputs."""
 
     @staticmethod
     def forward(
@@ -87,8 +90,8 @@ class Normalize(torch.autograd.Function):
             if is_empty
             else batch_kernels.sums(gradient, input, mean, inverse)
         )
-        # Zeros of a rank without a batch, and not None: data-parallel modules wait for a gradient
-        # of every parameter.
+        # A rank without a batch returns zeros, not None, because data-parallel modules wait for a
+        # gradient of every parameter.
         by_weight = sums[1].to(weight.dtype) if ctx.needs_input_grad[1] else None
         by_bias = sums[0].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         by_input: Tensor | None = None

@@ -1,8 +1,7 @@
-"""A rank's own part of batch normalisation: torch's kernels, the host's and CUDA's.
+"""Local arithmetic of synchronised batch normalisation, by torch's kernels for CPU and CUDA.
 
-The host has kernels that normalise by given statistics, and their backward pass, which together
-make up the training pass; halves are computed in fp32 there. On CUDA the kernels are those of
-``torch.nn.SyncBatchNorm``.
+On the CPU, torch's kernels for evaluation mode and their backward pass do the work, with fp16 and
+bf16 computed in fp32. On CUDA the kernels are those of ``torch.nn.SyncBatchNorm``.
 
 Letters: C channels. A batch is a dense tensor (see ``dense``), batch × C × …, not empty; ``mean``
 and ``inverse`` (1 / √(variance + eps)) hold C elements, float64 for a float64 batch and else
@@ -21,7 +20,7 @@ _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d
 
 
 def dense(batch: Tensor) -> Tensor:
-    """Return the batch, or a contiguous copy if it is laid out in none of the formats that the kernels take."""
+    """Return the batch, or a contiguous copy if the kernels do not support its memory format."""
     return (
         batch
         if any(batch.is_contiguous(memory_format=form) for form in _FORMATS)
@@ -33,7 +32,7 @@ def statistics(batch: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean and the variance (divided by the number of values) of each channel."""
     if batch.is_cuda:
         mean, inverse = torch.batch_norm_stats(batch, 0.0)
-        # Where the variance is 0 the kernel says 0 or infinity.
+        # For variance 0 the kernel returns an inverse of 0 or infinity.
         return mean, inverse.double().square().reciprocal().masked_fill(inverse == 0, 0.0)
     return torch.batch_norm_update_stats(_wide(batch), None, None, 0.0)
 
@@ -50,7 +49,7 @@ def normalise(
 
 
 def sums(gradient: Tensor, batch: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
-    """Return 2 × C sums over the batch: of the gradient, and of the gradient times the normalised batch."""
+    """Return 2 × C sums over the batch: of the gradient, and of gradient · normalised batch."""
     if batch.is_cuda:
         reduce = torch.batch_norm_backward_reduce
         by_bias, by_centred, _, _ = reduce(gradient, batch, mean, inverse, None, True, False, False)
@@ -82,7 +81,12 @@ def input_gradient(
     """Return the gradient of the batch.
 
     Args:
-        means: 2 × C: ``sums`` over all ranks, divided by the number of values.
+        gradient: Gradient of the normalised batch.
+        batch: The batch.
+        mean: Means of all ranks' batches.
+        inverse: 1 / √(variance + eps) of all ranks' batches.
+        weight: The layer's weight, or None.
+        means: 2 × C: ``sums`` over all ranks, divided by the number of values per channel.
 
     Source:
         Ioffe and Szegedy, section 3: weight · inverse · (gradient - mean of it - x̂ · mean of
@@ -91,7 +95,7 @@ def input_gradient(
     weight = _like(weight, mean)
     factor = inverse if weight is None else inverse * weight
     if batch.is_cuda:
-        # what the sums still have to be divided by
+        # The kernel divides by this count, and the sums are divided already.
         one = torch.ones(1, dtype=torch.int32, device=batch.device)
         centred = means[1] / inverse
         return torch.batch_norm_backward_elemt(

@@ -1,9 +1,9 @@
-"""Statistics of a batch whose rows lie on several ranks: each rank's row of them, and their merger. Pure.
+"""Merging of batch statistics from several ranks. Pure.
 
 Letters: W ranks; C channels; n_r values per channel on rank r, and N of them on all ranks.
 
-A rank's row is [n_r, needs a gradient, mean (C), variance (C)] in float64; n_r = -1 says that its
-input was refused.
+Each rank contributes a row [n_r, needs a gradient, mean (C), variance (C)] in float64; n_r = -1
+marks a refused input.
 
 Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
 Variances" (1979): squares of differences of means, where E[x²] - E[x]² would cancel.
@@ -18,13 +18,21 @@ import torch
 Tensor = torch.Tensor
 
 REFUSED = -1.0
-_HEAD = 2  # values ahead of the means
+_HEAD = 2  # n_r, needs a gradient
 
 
 def row_of(
     channels: int, count: float, needs_gradient: bool, mean: Tensor | None, variance: Tensor | None
 ) -> Tensor:
-    """Return one rank's row, of 2 + 2·C float64 elements; without statistics (an empty batch, a refused one) zeros."""
+    """Return one rank's row of 2 + 2·C float64 elements.
+
+    Args:
+        channels: C.
+        count: n_r, or ``REFUSED``.
+        needs_gradient: The input needs a gradient.
+        mean: C elements; None for an empty or refused batch, whose statistics are zeros.
+        variance: C elements, or None.
+    """
     head = torch.tensor([count, float(needs_gradient)], dtype=torch.float64, device="cpu")
     if mean is None or variance is None:
         return torch.cat([head, torch.zeros(2 * channels, dtype=torch.float64, device="cpu")])
@@ -52,15 +60,15 @@ class Statistics:
 
 
 def merge(rows: Tensor, own_refusal: str | None = None) -> Statistics:
-    """Merge the rows of all ranks, in the order of the ranks: the same bits on all.
+    """Merge the rows of all ranks in rank order; the result has the same bits on all ranks.
 
     Args:
         rows: W × (2 + 2·C).
-        own_refusal: Why this rank has refused its input.
+        own_refusal: Reason why this rank has refused its input, or None.
 
     Raises:
-        ValueError: On all ranks: an input was refused; a gradient is needed on some ranks only,
-            whose backward pass would wait for the others'; N is 1, which has no variance.
+        ValueError: On all ranks: an input was refused; the input needs a gradient on some ranks
+            only, whose backward passes would wait for the other ranks; N is 1.
     """
     heads = rows[:, :_HEAD].tolist()
     refused = [rank for rank, (count, _) in enumerate(heads) if count == REFUSED]

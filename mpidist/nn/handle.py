@@ -1,4 +1,4 @@
-"""Handle of a module on another worker: its place, its reference, the calls of ``forward``, and how it travels."""
+"""Handle of a module on another worker: reference, device, calls of ``forward``, serialisation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpidist.nn import address, remote, scripted
 from mpidist.rpc import api, current
 from mpidist.rpc.rref import RRef
 
-# torch's names, in torch's order: its tests read them.
+# Names and order are torch's, whose tests read them.
 ATTRIBUTES = (
     "on",
     "device",
@@ -29,18 +29,18 @@ T = TypeVar("T", bound="Handle")
 
 
 class Handle(nn.Module):
-    """The base of ``RemoteModule``; ``_set_up`` makes it one.
+    """Base of ``RemoteModule``, initialised by ``_set_up``.
 
     Attributes:
-        on: The worker's name or rank.
-        device: The module's device there.
-        is_device_map_set: This worker has a device map to the module's owner, so that CUDA tensors
-            can come back.
-        is_scriptable: ``torch.jit.script`` can compile it.
-        generated_methods: Names of the methods that are made for each handle by itself.
+        on: Name or rank of the worker.
+        device: Device of the module on the worker.
+        is_device_map_set: This worker has a device map to the module's owner, so results may be
+            CUDA tensors.
+        is_scriptable: ``torch.jit.script`` can compile the handle.
+        generated_methods: Names of the methods that each handle has as instance attributes.
         module_rref: The reference to the module.
-        forward: Run the module's ``forward`` where it lives, and return its result.
-            Blocks: until it is there. Raises: what the module raises.
+        forward: Run the module's ``forward`` on the owner and return the result.
+            Blocks: until the result has arrived. Raises: the module's error.
         forward_async: The same; return a ``torch.futures.Future`` at once.
     """
 
@@ -51,7 +51,7 @@ class Handle(nn.Module):
     generated_methods: tuple[str, ...]
     module_rref: RRef[nn.Module]
     forward_async: Any
-    _interface: Any  # where is_scriptable
+    _interface: Any  # set if is_scriptable
 
     def _set_up(
         self, on: str | int, device: str, module_rref: RRef[nn.Module], interface: Any
@@ -64,22 +64,21 @@ class Handle(nn.Module):
         self.module_rref = module_rref
         if interface is not None:
             self._interface = interface
-        # They hold the reference and not this handle: a cycle would keep the module alive until
-        # Python's collector runs.
+        # The methods hold the reference and not this handle, because a cycle would keep the module
+        # alive until Python's garbage collector runs.
         held = module_rref, self.device, self.is_device_map_set
         self.__dict__["forward_async"] = partial(_forward_async, *held)
         self.__dict__["forward"] = partial(_forward, *held)
 
     def __getattr__(self, name: str) -> Any:
-        # A handle that a message brought has no more than its own attributes until torch asks for
-        # its.
+        # A handle from a message lacks the attributes of nn.Module until the first access.
         if "_parameters" not in self.__dict__:
             nn.Module.__init__(self)
             return getattr(self, name)
         return super().__getattr__(name)
 
     def contents(self) -> tuple[Any, ...]:
-        """Return what travels of the handle: attributes that users have set stay behind, with a warning."""
+        """Return the serialised fields; warn about attributes that users have set."""
         for name in self.__dict__.keys() - _OWN:
             warnings.warn(f"attribute {name!r} of a RemoteModule is not sent with it", stacklevel=2)
         return (
@@ -96,7 +95,7 @@ class Handle(nn.Module):
         raise RuntimeError(_NO_PICKLE.format("unpickle", "unpickle"))
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """Return what ``torch.jit.script`` compiles in the place of the handle."""
+        """Return the module that ``torch.jit.script`` compiles instead of the handle."""
         if not self.is_scriptable:
             raise MpidistError(
                 "torch.jit.script needs a RemoteModule that was made with _module_interface_cls"
@@ -110,10 +109,10 @@ _OWN = frozenset(
 
 
 def place_of(remote_device: str) -> tuple[str | int, str]:
-    """Return the worker and the device that an address names.
+    """Return the worker and the device of an address.
 
     Raises:
-        MpidistError: RPC is not initialised, or there is no such worker.
+        MpidistError: RPC is not initialised, or the worker does not exist.
         ValueError: See ``address.parse``.
     """
     agent = current.agent
@@ -128,7 +127,7 @@ def place_of(remote_device: str) -> tuple[str | int, str]:
 def rebuild(
     kind: type[T], on: str | int, device: str, module_rref: RRef[nn.Module], interface: Any
 ) -> T:
-    """Make a handle of a module that exists."""
+    """Create a handle of an existing module."""
     created = kind.__new__(kind)
     created._set_up(on, device, module_rref, interface)
     return created

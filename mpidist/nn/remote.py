@@ -1,11 +1,12 @@
-"""Owner's side of a remote module: ``execute``, the one function that other workers call.
+"""Operations of remote modules on their owner, all through the function ``execute``.
 
-A worker started with ``init_rpc(..., allowed=[...])`` serves remote modules if its list names
-``mpidist.nn.remote.execute``, and the classes of the modules or functions that make them. It runs
-operations of modules that were made here by ``create``, and of those whose class is in the list.
-What a message brings is checked with and without a list: types of all arguments, exact references
-to modules of this worker. Compiling (``_module_interface_cls``) reads the source of the module's
-class here, and nothing of the message; extra state goes to the module's own ``set_extra_state``.
+A worker started with ``init_rpc(..., allowed=[...])`` serves remote modules if the list names
+``mpidist.nn.remote.execute`` and the classes of the modules or the functions that create them. The
+worker runs operations on modules created by the operation ``create``, and on modules whose class is
+in the list. With and without a list, ``execute`` checks the types of all arguments and that
+references are to modules of this worker. Compilation (``_module_interface_cls``) reads the source
+of the module's class on the owner, never from a message. Extra state goes to the module's
+``set_extra_state``.
 """
 
 from __future__ import annotations
@@ -32,25 +33,27 @@ CREATE, FORWARD, TRAIN, PARAMETERS, STATE, LOAD = (
     "state",
     "load",
 )
-# torch's own mark among the metadata of a module that is loaded
+# Key that torch adds to the metadata while loading.
 _ASSIGN = "assign_to_params_buffers"
 
-_created: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # by ``create``; by id
+# Modules created by ``create``, by id().
+_created: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 
 def execute(operation: str, *arguments: Any) -> Any:
     """Execute an operation of a ``RemoteModule`` on the worker that owns the module.
 
     Args:
-        operation: ``create`` (a module), or one of an owned module: ``forward``, ``train``,
-            ``parameters``, ``state`` and ``load``.
-        arguments: The operation's; a reference to the module is the first, but for ``create``.
+        operation: ``create``, or an operation on an owned module: ``forward``, ``train``,
+            ``parameters``, ``state`` or ``load``.
+        arguments: Arguments of the operation. Except for ``create``, the first one is a reference
+            to the module.
 
     Raises:
-        ValueError: There is no such operation, or the reference is to no module.
+        ValueError: No such operation, or the reference is to no module.
         TypeError: An argument of another type.
-        MpidistError: This worker's list has neither made the module nor its class.
-        Exception: What the module raises.
+        MpidistError: This worker has not created the module, and its list lacks the class.
+        Exception: The module's error.
     """
     run = _OPERATIONS.get(operation) if type(operation) is str else None
     if run is None:
@@ -62,8 +65,8 @@ def execute(operation: str, *arguments: Any) -> Any:
 
 def _create(module_cls: Any, args: Any, kwargs: Any, device: Any, is_scripted: Any) -> nn.Module:
     allowed = current.require().allowed
-    # Data names functions and classes of the list alone, and may contain instances that can be
-    # called.
+    # The decoder resolves only names of functions and classes in the list, but a message may also
+    # contain callable instances.
     if allowed is not None and not (
         allowed.has_class(module_cls)
         if isinstance(module_cls, type)
@@ -155,19 +158,22 @@ class _State(dict[str, Any]):
 
 
 def _fit(name: str, value: torch.Tensor, own: torch.Tensor, assign: bool) -> torch.Tensor:
-    """Return a value that is loaded, where the module has its own; one that is assigned has memory for each of its elements."""
+    """Return a loaded value on the device of the module's own value.
+
+    An assigned value gets memory for each of its elements.
+    """
     is_dense = value.layout is not torch.strided or bool(
         torch.ops.aten.is_non_overlapping_and_dense(value)
     )
     if not is_dense and is_lazy(own):
-        # It takes the value's shape, which an expanded tensor of a few bytes would make as large as
-        # it says.
+        # A lazy parameter takes the value's shape. An expanded tensor of a few bytes could request
+        # any amount of memory.
         raise ValueError(
             f"the value of {name}, which has no shape yet, has elements that share their memory"
         )
     if not assign:
         return value
-    # The values came over the CPU; the module stays where it is.
+    # Values are sent as CPU tensors; the module keeps its device.
     there = value.to(own.device)
     return there if is_dense or there.shape != own.shape else there.contiguous()
 

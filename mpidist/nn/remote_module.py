@@ -1,4 +1,4 @@
-"""Module on another worker that is used as one here: ``RemoteModule``."""
+"""``RemoteModule``: a module on another worker with the interface of a local one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpidist.rpc import api, current, data_values
 from mpidist.rpc.pickles import Carried
 from mpidist.rpc.rref import RRef
 
-# Methods of nn.Module that would act on this object, which holds no parameter, and not on the
+# Methods of nn.Module that would act on this object, which has no parameters, and not on the
 # module.
 REFUSED = (
     "add_module",
@@ -43,43 +43,44 @@ REFUSED = (
     "xpu",
     "zero_grad",
 )
-_REST = "remote"  # where the metadata of a state dict has that of the submodules
+_REST = "remote"  # metadata key of submodules
 
 
 class RemoteModule(handle.Handle, Carried):
-    """A module that is made on a worker, lives there, and runs its ``forward`` there.
+    """A module that is created on a worker, stays there, and runs its ``forward`` there.
 
-    ``forward`` waits for the result; ``forward_async`` returns a future of it. Within
-    ``mpidist.autograd.context()`` gradients pass to the module's worker and back. The object may be
-    sent to any worker by RPC, and shares the module then; it cannot be pickled otherwise.
+    ``forward`` waits for the result; ``forward_async`` returns a future of the result. Within
+    ``mpidist.autograd.context()`` gradients are sent to the module's worker and back. The object
+    may be sent to any worker by RPC, and then refers to the same module; it cannot be pickled
+    otherwise.
 
-    Inside another module it is a leaf without parameters of its own: ``state_dict``,
-    ``load_state_dict``, ``train`` and ``eval`` of that module reach the worker; ``parameters``,
-    ``to``, ``zero_grad`` and ``requires_grad_`` of that module leave the remote part out. Where its
-    own methods differ from torch's:
+    Inside another module the object is a leaf without parameters. ``state_dict``,
+    ``load_state_dict``, ``train`` and ``eval`` of the enclosing module include the remote module;
+    ``parameters``, ``to``, ``zero_grad`` and ``requires_grad_`` leave it out. Differences from
+    torch's class:
 
     - ``parameters`` and ``named_parameters`` yield references, as ``remote_parameters`` does;
-    - ``state_dict`` has copies on the CPU, ``load_state_dict`` sends values to the worker, each in
-      one call (torch refuses these four);
+    - ``state_dict`` returns copies on the CPU, and ``load_state_dict`` sends values to the worker,
+      each in one call (torch refuses these four methods);
     - ``train(False)`` is not ``train()``, and returns this object instead of a copy of the module;
-    - methods that would act on this object alone raise ``ValueError``: see ``REFUSED``. torch
-      refuses ``named_modules`` too, and with it every walk over an enclosing module.
+    - methods that would act on this object alone raise ``ValueError``: see ``REFUSED``. torch also
+      refuses ``named_modules``, and thereby every traversal of an enclosing module.
 
     Args:
         remote_device: ``"worker/device"``, ``"rank:number/device"``, or a device of this worker;
-            the device is the CPU if it is missing. Tensors among the arguments are moved to it; on
-            CUDA without a device map results come back on the CPU.
-        module_cls: A class or function of the worker that returns a module.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
+            without a device the CPU. Tensors among the arguments are moved to the device. On CUDA
+            without a device map, results are returned on the CPU.
+        module_cls: A class or function that returns a module; called on the worker.
+        args: Arguments of ``module_cls``.
+        kwargs: Keyword arguments of ``module_cls``.
         _module_interface_cls: A class decorated by ``torch.jit.interface``: the worker compiles the
             module, and ``torch.jit.script`` compiles this object.
 
     Raises:
-        MpidistError: RPC is not initialised, or there is no such worker.
-        ValueError: An address of another form; an interface that is none.
+        MpidistError: RPC is not initialised, or the worker does not exist.
+        ValueError: An address of another form, or a class that is no interface.
 
-    What the constructor of the module raises there is raised by the first use here.
+    An error of ``module_cls`` on the worker is raised by the first use of this object.
     """
 
     def __init__(
@@ -108,11 +109,11 @@ class RemoteModule(handle.Handle, Carried):
     def init_from_module_rref(
         remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
     ) -> RemoteModule:
-        """Return a ``RemoteModule`` of a module that exists; several may share one.
+        """Return a ``RemoteModule`` of an existing module; several objects may share a module.
 
         Args:
-            remote_device: Where the module is; calls go to the reference's owner.
-            module_rref: A reference to it.
+            remote_device: Address of the module; calls go to the owner of the reference.
+            module_rref: A reference to the module.
             _module_interface_cls: See the class.
         """
         return from_wire(*handle.place_of(remote_device), module_rref, _module_interface_cls)
@@ -125,14 +126,14 @@ class RemoteModule(handle.Handle, Carried):
         """Return references to the module's parameters, for ``DistributedOptimizer``.
 
         Args:
-            recurse: Those of submodules, too.
+            recurse: Include parameters of submodules.
 
         Blocks: for one call.
         """
         return [reference for _, reference in self.named_parameters(recurse=recurse)]
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
-        """Yield what ``remote_parameters`` returns."""
+        """Yield the references of ``remote_parameters``."""
         yield from self.remote_parameters(recurse)
 
     def named_parameters(
@@ -141,9 +142,9 @@ class RemoteModule(handle.Handle, Carried):
         """Yield names and references of the module's parameters.
 
         Args:
-            prefix: Of all names.
-            recurse: Those of submodules, too.
-            remove_duplicate: Each parameter once, whatever its names.
+            prefix: Prefix of all names.
+            recurse: Include parameters of submodules.
+            remove_duplicate: Yield each parameter once, even if it has several names.
         """
         start = f"{prefix}." if prefix else ""
         for name, reference in self._execute(remote.PARAMETERS, recurse, remove_duplicate):
@@ -152,7 +153,7 @@ class RemoteModule(handle.Handle, Carried):
     def named_modules(
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[Any]:
-        """Yield this object alone: what lies below it is on the worker."""
+        """Yield this object only, because its submodules are on the worker."""
         memo = set() if memo is None else memo
         if self not in memo:
             if remove_duplicate:
@@ -160,9 +161,10 @@ class RemoteModule(handle.Handle, Carried):
             yield prefix, self
 
     def train(self, mode: bool = True) -> RemoteModule:
-        """Have the module train, or not; return this object.
+        """Set the module's training mode and return this object.
 
-        Blocks: for one call. ``training`` is what this object has set, not what others have.
+        Blocks: for one call. ``training`` is the mode that this object has set; other objects of
+        the same module may have set another mode.
         """
         if not isinstance(mode, bool):
             raise ValueError("training mode is expected to be boolean")
@@ -186,7 +188,7 @@ class RemoteModule(handle.Handle, Carried):
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> RemoteModule:
-        # An enclosing module moves, or changes its element type: nothing of this one is here.
+        # Called by ``to`` or ``float`` of an enclosing module; this object has no parameters.
         return self
 
     def _save_to_state_dict(
@@ -198,8 +200,8 @@ class RemoteModule(handle.Handle, Carried):
         versions = getattr(destination, "_metadata", None)
         if versions is not None:
             rest = {name: entry for name, entry in metadata.items() if name}
-            # torch gives a child its own entry alone when it loads, so the others are put there,
-            # too.
+            # On loading, torch passes a child only the child's own entry. Therefore this entry also
+            # holds the entries of the submodules.
             versions[prefix[:-1]] = {**metadata.get("", {}), _REST: rest}
             versions.update({prefix + name: entry for name, entry in rest.items()})
 
@@ -231,15 +233,15 @@ class RemoteModule(handle.Handle, Carried):
 def from_wire(
     on: str | int, device: str, module_rref: RRef[nn.Module], interface: Any
 ) -> RemoteModule:
-    """Make the ``RemoteModule`` that a message brought."""
+    """Create a ``RemoteModule`` from the fields of a message."""
     return handle.rebuild(RemoteModule, on, device, module_rref, interface)
 
 
 def from_data(*contents: Any) -> RemoteModule:
-    """Make the ``RemoteModule`` that a message of data brought, of what ``contents`` returned.
+    """Create a ``RemoteModule`` from the fields of a data-only message, after checking them.
 
     Raises:
-        FrameError: There is no such worker, device or interface, or the reference is none.
+        FrameError: An unknown worker or device, or a value that is no reference or interface.
     """
     if len(contents) != 4:
         raise FrameError(f"a RemoteModule travels as 4 values; got {len(contents)}")

@@ -1,9 +1,8 @@
-"""Typed modules in the place of handles, for ``torch.jit.script``.
+"""Typed modules that replace handles in ``torch.jit.script``.
 
-TorchScript calls Python functions that are marked as ignored, if their types are known: those of
-the interface that the user's module has. So a module is generated for each interface, whose methods
-have its types and make the calls of the handle. What is compiled runs in a process with Python
-alone, and cannot be saved.
+TorchScript can call a Python function marked as ignored if the function's types are known. For each
+interface this module generates a class whose methods have the interface's types and make the
+handle's calls. Compiled modules need a process with Python and cannot be saved.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-# Its own names begin so that none of the user's arguments has one of them.
+# The prefix mpidist_ avoids clashes with the names of the user's arguments.
 _TEXT = """
 from typing import *
 
@@ -65,7 +64,7 @@ _REFUSAL = (
 
 
 class _Call:
-    """The call of one handle; compiled code knows its number."""
+    """The call of one handle, which compiled code refers to by number."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -73,7 +72,7 @@ class _Call:
 
 _calls: WeakValueDictionary[int, _Call] = WeakValueDictionary()
 _numbers = itertools.count()
-_classes: dict[str, Any] = {}  # by the interface's qualified name, as torch knows it
+_classes: dict[str, Any] = {}  # by qualified name
 
 
 def typed(interface: Any, forward_async: Callable[..., Any]) -> nn.Module:
@@ -81,7 +80,8 @@ def typed(interface: Any, forward_async: Callable[..., Any]) -> nn.Module:
 
     Args:
         interface: A class decorated by ``torch.jit.interface``.
-        forward_async: Takes the arguments of the interface's ``forward`` and returns a future.
+        forward_async: A function with the arguments of the interface's ``forward`` that returns a
+            future.
     """
     name = require_interface(interface)
     kind = _classes.get(name)
@@ -98,7 +98,7 @@ def require_interface(interface: Any) -> str:
     """Return the qualified name of an interface.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The class is no interface.
     """
     if not getattr(interface, "__torch_script_interface__", False):
         raise ValueError(
@@ -123,7 +123,7 @@ def _generated(name: str) -> Any:
         result=schema.returns[0].type.annotation_str,
         refusal=_REFUSAL,
     )
-    # torch compiles from the source text, and finds it by the file's name.
+    # torch compiles the source text, which it looks up by file name.
     file_name = f"<{name}>.py"
     linecache.cache[file_name] = len(text), None, text.splitlines(True), file_name
     module = types.ModuleType(f"mpidist.nn.typed.{name}")

@@ -1,8 +1,8 @@
-"""``SyncBatchNorm``: batch normalisation with the statistics of all ranks' batches, on the CPU and on CUDA.
+"""``SyncBatchNorm``: batch normalisation by the statistics of all ranks' batches, on CPU and CUDA.
 
-One all-gather of 2 + 2·C numbers a rank in the forward pass, one all-reduce of 2·C in the backward
-pass, both in float64: the statistics have the same bits on all ranks. The elementwise work is
-torch's own kernels.
+The forward pass makes one all-gather of 2 + 2·C numbers per rank, the backward pass one all-reduce
+of 2·C numbers, both in float64. The statistics have the same bits on all ranks. torch's own kernels
+do the elementwise work.
 
 Letters: C channels; N values per channel in the batches of all ranks.
 
@@ -29,7 +29,7 @@ from mpidist.nn.batch_statistics import Statistics
 Tensor = torch.Tensor
 
 
-# What a user has registered with a layer stays registered with what takes its place.
+# A converted layer keeps the hooks of the original layer.
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -44,39 +44,39 @@ _HOOKS = (
 class SyncBatchNorm(_BatchNorm):
     """Normalise each channel by the mean and variance over the batches of all ranks of a group.
 
-    In evaluation mode, and on a group of one rank, it is ``BatchNorm``. Batches may differ in size
-    between ranks, and be empty on some. If all are empty, the running statistics stay. Gradients of
-    ``weight`` and ``bias`` are this rank's own part, which ``DistributedDataParallel`` averages.
-    Its state_dict is that of ``BatchNorm``. Not a subclass of ``torch.nn.SyncBatchNorm``, which
-    torch's DDP refuses on the CPU.
+    In evaluation mode, and on a group of one rank, the layer is ``BatchNorm``. Batches may differ
+    in size between ranks, and be empty on some; if all are empty, the running statistics stay.
+    Gradients of ``weight`` and ``bias`` are this rank's own part, which ``DistributedDataParallel``
+    averages. The state_dict is that of ``BatchNorm``. The class is no subclass of
+    ``torch.nn.SyncBatchNorm``, which torch's DDP refuses on the CPU.
 
-    Collective: forward passes in training mode, and their backward passes where the input needs a
-    gradient, by all ranks of the group in one order. Within a ``DistributedDataParallel`` whose
-    ranks may use different parameters (``find_unused_parameters``, ``static_graph``), buckets leave
-    behind the last of these passes.
+    Collective: forward passes in training mode, and their backward passes if the input needs a
+    gradient; all ranks of the group call them in one order. Within a ``DistributedDataParallel``
+    whose ranks may use different parameters (``find_unused_parameters``, ``static_graph``), the
+    buckets are sent after the last of these passes.
 
     Args:
         num_features: C, the size of the input's second dimension.
         eps: Added to the variance.
         momentum: Weight of a new batch in the running statistics; None for the mean over all
             batches.
-        affine: Have a weight and a bias per channel.
+        affine: Create a weight and a bias per channel.
         track_running_stats: Keep running statistics.
         process_group: A native group, or a torch group on the backend ``mpidist``; None for the
             default.
-        device: Of the parameters and buffers.
-        dtype: Theirs.
-        bias: With ``affine``: have a bias, too.
+        device: Device of the parameters and buffers.
+        dtype: Dtype of the parameters and buffers.
+        bias: With ``affine``: create a bias, too.
 
     Raises:
         ValueError: In training, on all ranks: an input of less than 2 dimensions, of other than C
             channels or of no floating dtype on any rank; N = 1; an input that needs a gradient on
             some ranks only.
-        TypeError: ``process_group`` is of another backend.
+        TypeError: ``process_group`` is on another backend.
     """
 
-    # Said to DistributedDataParallel: other collectives of its backward pass must have one order
-    # with this module's.
+    # DistributedDataParallel reads this, because its collectives in the backward pass must have one
+    # order with those of this module.
     communicates_in_backward = True
 
     def __init__(
@@ -95,10 +95,12 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
-        if not bias:  # an argument of torch's classes since 2.12 only
+        # torch's classes have the argument ``bias`` only since 2.12.
+        if not bias:
             self.register_parameter("bias", None)
         if process_group is not None:
-            native_group(process_group)  # another backend's is refused here, not in the first step
+            # A group of another backend is refused in the constructor, not in the first step.
+            native_group(process_group)
         self.process_group = process_group
         self._is_compared = False
 
@@ -106,7 +108,7 @@ class SyncBatchNorm(_BatchNorm):
         """Normalise.
 
         Args:
-            input: Batch × C, or batch × C × one to three dimensions and more; any floating dtype.
+            input: Batch × C × any further dimensions, of a floating dtype.
 
         Returns:
             A tensor of the same shape, dtype and memory format.
@@ -131,11 +133,13 @@ class SyncBatchNorm(_BatchNorm):
         return Normalize.apply(own, self.weight, self.bias, statistics, self.eps, group)
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Leave it to ``forward``."""
+        """Do nothing, because ``forward`` checks the input."""
 
     @untraced
     def _require_same_layer(self, group: Any) -> None:
-        """Compare the layer once: rows of other lengths would be read as statistics.
+        """Compare num_features between ranks, once per layer.
+
+        Rows of other lengths would otherwise be read as statistics.
 
         Collective: over the group.
         """
@@ -175,7 +179,7 @@ class SyncBatchNorm(_BatchNorm):
             running.mul_(1 - factor).add_(new.to(running), alpha=factor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """Copy all but the group, which the copy shares."""
+        """Copy everything except the group, which the copy shares."""
         memo[id(self.process_group)] = self.process_group
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
@@ -183,7 +187,7 @@ class SyncBatchNorm(_BatchNorm):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything but the group, which a file cannot hold."""
+        """Return the state without the group, which cannot be stored in a file."""
         if self.process_group is not None:
             warnings.warn(
                 "a SyncBatchNorm is saved without its process group, and loaded on the default one",
@@ -200,16 +204,15 @@ class SyncBatchNorm(_BatchNorm):
         Parameters and buffers stay the same objects.
 
         Args:
-            module: Changed in place; if it is itself one of these layers, the returned module takes
-                its place.
-            process_group: For all of them; None for the default.
+            module: Changed in place, unless it is itself one of these layers.
+            process_group: Group of all new layers; None for the default.
 
         Returns:
-            The module, or the layer in its place.
+            The module, or the new layer if the module is itself one of these layers.
         """
         if process_group is not None:
             native_group(process_group)
-        # A layer that stands at several places stays one.
+        # A layer that is used several times is replaced by one new layer.
         layers = {
             id(part): cls._from(part, process_group)
             for part in module.modules()
@@ -231,7 +234,7 @@ class SyncBatchNorm(_BatchNorm):
             layer.track_running_stats,
             process_group,
         )
-        # The tensors themselves: an optimizer and other modules may hold them.
+        # The same tensor objects, because optimizers and other modules may refer to them.
         converted._parameters.update(layer._parameters)
         converted._buffers.update(layer._buffers)
         converted.training = layer.training
@@ -243,7 +246,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _is_batch_norm(module: torch.nn.Module) -> bool:
-    """Say whether a layer is one of torch's that ``SyncBatchNorm`` replaces; instance norms and ours are not."""
+    """Return whether ``SyncBatchNorm`` replaces a layer: torch's batch norms, no instance norms."""
     is_of_torch = isinstance(module, (_BatchNorm, torch.nn.SyncBatchNorm)) and not isinstance(
         module, SyncBatchNorm
     )
