@@ -129,7 +129,7 @@ def parts_of(peers: Peers, built: dict[str, Any]) -> list[Contender]:
             Gradients(oss._shards.pieces, []).attach()
         found.append(_contender(f"{name}: base optimizer", oss.optim.step))
         if "one copy" not in name:
-            found.append(_contender(f"{name}: gather", oss._share))
+            found.append(_contender(f"{name}: gather", oss._gather.run))
     flat = built["mpidist flat"]._shards
     (plan,), rank = flat.plans, peers.native.rank
     own = plan.bounds[rank + 1] - plan.bounds[rank]

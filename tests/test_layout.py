@@ -127,7 +127,9 @@ COVERED_BY = {
     "rpc/rref": "rpc/test_rrefs.py",
     "rpc/wire": "rpc/test_message.py",
     "zero/master_weights": "zero/test_shards.py",
+    "zero/buffer_set": "zero/test_shards.py",
     "zero/modes": "zero/test_in_backward.py",  # and test_overlap, test_join
+    "zero/parameter_gather": "zero/test_overlap.py",
     "c10d/backend": "integration/test_torch_groups.py",
     "c10d/dispatched": "integration/test_torch_profiler.py",
     "c10d/overrides": "integration/test_torch_api.py",

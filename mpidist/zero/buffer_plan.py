@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -96,25 +97,9 @@ class BufferPlan:
             bounds.append(sum(lengths))
         return BufferPlan(dtype, device, tuple(slots), (*bounds, at))
 
-    def parts(self, numbers: frozenset[int] | None = None) -> list[tuple[int, int]]:
-        """Return for each rank the elements, as first and end, in which what it owns of some parameters lies.
-
-        Args:
-            numbers: The parameters; all if None. Consecutive ones are contiguous in each shard.
-        """
-        found = []
-        for rank in range(len(self.bounds) - 1):
-            if numbers is None:
-                found.append((self.bounds[rank], self.bounds[rank + 1]))
-                continue
-            spans = [span for span in self.spans(rank) if span.number in numbers]
-            at = self.bounds[rank]
-            found.append(
-                (spans[0].offset, spans[-1].offset + spans[-1].stop - spans[-1].start)
-                if spans
-                else (at, at)
-            )
-        return found
+    def parts(self) -> list[tuple[int, int]]:
+        """Return the first and the end element of each rank's shard."""
+        return list(pairwise(self.bounds))
 
 
 def padded(numel: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class BackwardSteps:
     ) -> None:
         optimizer = self._optimizer
         shards = optimizer._shards
-        if shards.has_moved():  # step() will have the buffers follow
+        if shards.buffers.has_moved():  # step() will have the buffers follow
             return
         if len(self._by_parameter) != len(shards.pieces):
             self._by_parameter = {id(piece.parameter): piece for piece in shards.pieces}
@@ -116,7 +117,7 @@ class BackwardSteps:
                 found.append((piece, piece.part_of(laid_out(part, parameter))))
         if not found:
             return
-        optimizer._reads([piece.parameter for piece, _ in found])
+        optimizer._gather.pending.wait_for([piece.parameter for piece, _ in found])
         shards.masters.renew(shards.pieces)
         groups.sync(optimizer.param_groups, optimizer.optim.param_groups)
         before = [piece.tensor.grad for piece, _ in found]
@@ -193,6 +194,38 @@ class SteppingHook:
             return value
 
         return future.then(averaged)
+
+
+class BackwardEndHook:
+    """Forward hook of a module: a function runs at the end of each averaged backward pass.
+
+    Args:
+        function: Called by autograd, after the module's own callbacks.
+    """
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def __call__(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
+        """Register the function on the outputs: tensors in lists, tuples and dicts."""
+        if not (torch.is_grad_enabled() and getattr(module, "require_backward_grad_sync", True)):
+            return
+        is_queued = False
+
+        def on_first_gradient(gradient: Tensor) -> None:
+            nonlocal is_queued
+            if not is_queued:
+                is_queued = True
+                # Queued twice, so that the function runs after the module's own callbacks.
+                _queue_callback(partial(_queue_callback, self._function))
+
+        for tensor in torch.utils._pytree.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(on_first_gradient)
+
+
+def _queue_callback(function: Callable[[], Any]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def step_only(optim: torch.optim.Optimizer, tensors: Iterable[Tensor], **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""OSS, the optimizer whose state is sharded: each rank steps its shard, then all ranks get all parameters.
+"""OSS, the sharded optimizer: each rank steps its shard, then all ranks gather all parameters.
 
-Source: FairScale's ``OSS`` and torch's ``ZeroRedundancyOptimizer``, whose names and meanings these
-are.
+Source: FairScale's ``OSS`` and torch's ``ZeroRedundancyOptimizer``, with the same names and
+meanings.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from mpidist.zero.background import Background
 from mpidist.zero.consolidation import Consolidation
 from mpidist.zero.flat_state import FlatState
 from mpidist.zero.modes import Modes
+from mpidist.zero.parameter_gather import ParameterGather
 from mpidist.zero.partition import GREEDY, Cost
-from mpidist.zero.pieces import Gradients
+from mpidist.zero.pieces import Gradients, Piece
 from mpidist.zero.result_memory import KeptMemory
 from mpidist.zero.shards import Shards
 from mpidist.zero.unowned_state import UnownedState
-from mpidist.zero.wire import wire_of
+from mpidist.zero.wire import Wire, wire_of
 
 Tensor = torch.Tensor
 
@@ -38,14 +39,14 @@ class OSS(Modes):
     """Optimizer whose state is divided among the ranks of a group.
 
     Parameters that require gradients become views of flat buffers. Each rank builds ``optim`` over
-    its shard of them; ``step`` has every rank step its shard and then brings all shards to all
-    ranks: the same bits as ``optim`` over all parameters. Ranks must hold equal parameters, and
-    equal gradients of what they own: DistributedDataParallel sees to both.
+    its shard of them. In ``step`` every rank steps its shard, and all ranks gather all shards: the
+    result has the same bits as ``optim`` over all parameters. Ranks must hold equal parameters, and
+    equal gradients of what they own; DistributedDataParallel guarantees both.
 
-    Within a node the buffers lie in memory that its ranks share. A process that is forked from a
-    rank (a worker of torch's DataLoader) shares it, too: what it writes into a parameter is not its
-    own copy's, so it should only read. ``torch.save`` of one parameter writes the whole buffer, as
-    of any view; save ``parameter.detach().clone()``.
+    Within a node the buffers are in memory that its ranks share. A process forked from a rank (a
+    worker of torch's DataLoader) shares that memory too, so it must not write parameters.
+    ``torch.save`` of one parameter writes the whole buffer, as for any view; save
+    ``parameter.detach().clone()``.
 
     Collective: over the group, like ``step``, ``clip_grad_norm``, ``consolidate_state_dict``,
     ``load_state_dict``, ``add_param_group`` and ``refresh_trainable``.
@@ -53,37 +54,37 @@ class OSS(Modes):
     Args:
         params: Parameters, named parameters or groups, as for any optimizer; the same on all ranks.
         optim: Class of the base optimizer.
-        group: Group of mpidist or torch group on its backend; torch's default group if that is
-            ours, else all ranks, if None.
-        broadcast_buffer_size: Has no effect: shards are brought as they lie.
-        broadcast_fp16: The wire is fp16, as with ``wire="fp16"``.
+        group: Group of mpidist, or torch group on its backend. If None: torch's default group if
+            its backend is mpidist, else all ranks.
+        broadcast_buffer_size: Has no effect: shards are gathered in place.
+        broadcast_fp16: Shards are sent as fp16, as with ``wire="fp16"``.
         force_broadcast_object: Has no effect.
         partition: ``"greedy"``: whole parameters, in their order, to the rank with the fewest
-            elements (FairScale's rule); ``"balanced"``: whole parameters by ``cost``, the dearest
-            first; ``"flat"``: equal shards cut through parameters, for element-wise optimizers
-            alone.
-        cost: For ``"balanced"``: ``"bytes"``, ``"matrix"`` or a function of a parameter; by the
-            class of ``optim`` if None.
-        one_copy: The ranks of a node hold ONE copy of the parameters, in shared memory: nothing is
-            copied after a step. What one rank writes all of the node read, so only the optimizer
-            may write them (else each rank's update is applied). Host memory only.
-        wire: ``"bf16"``, ``"fp16"`` or ``"int8"``: what crosses the network. The owner keeps and
-            steps its shard in the parameters' dtype; what all ranks see, the owner too, are the
-            rounded values. What is written into parameters in place holds; through
-            ``parameter.data`` or numpy it is not noticed, and the next step undoes it.
-        overlap: Shards are on their way when ``step`` returns, in buckets; what reads a parameter
-            in the thread of ``step``, through torch, waits for its bucket. Before other readers
-            (code on addresses, other threads without module calls): ``wait()``. It gains between
-            nodes and on devices; within a node's host memory bringing is processor time. Any
-            synchronous collective of the group waits for all of it first: a broadcast of buffers
-            before the forward pass, too.
+            elements (FairScale's rule); ``"balanced"``: whole parameters by ``cost``, the most
+            expensive first; ``"flat"``: equal shards cut through parameters, for element-wise
+            optimizers alone.
+        cost: For ``"balanced"``: ``"bytes"``, ``"matrix"`` or a function of a parameter; chosen by
+            the class of ``optim`` if None.
+        one_copy: The ranks of a node hold ONE copy of the parameters, in shared memory; nothing is
+            copied after a step. All ranks of the node read what any of them writes, so only the
+            optimizer may write parameters (else each rank's update is applied). Host memory only.
+        wire: ``"bf16"``, ``"fp16"`` or ``"int8"``: the format of shards on the network. The owner
+            keeps and steps its shard in the parameters' dtype; all ranks, the owner too, see the
+            rounded values. In-place writes to a parameter are kept. Writes through
+            ``parameter.data`` or numpy are not detected, and the next step overwrites them.
+        overlap: ``step`` returns while the shards are in transit, in buckets. A torch function
+            that reads a parameter in the thread of ``step`` waits for its bucket. Call ``wait()``
+            before other reads (code on addresses, other threads without module calls). It gains
+            between nodes and on devices; within a node's host memory the copies take processor
+            time. Any synchronous collective of the group first waits for all buckets: a broadcast
+            of buffers before the forward pass too.
         bucket_cap_mb: MiB in one such bucket, which holds a slice of each rank's shard.
         **defaults: Further arguments of ``optim``.
 
     Attributes:
         optim: The base optimizer of this rank.
-        rank: Of this process in the group.
-        world_size: W, ranks of the group.
+        rank: This process's rank in the group.
+        world_size: W, the number of ranks in the group.
 
     Raises:
         ValueError: An unknown or impossible choice.
@@ -114,106 +115,106 @@ class OSS(Modes):
         if broadcast_buffer_size != -1 or force_broadcast_object:
             warnings.warn(
                 "broadcast_buffer_size and force_broadcast_object have no effect in mpidist: "
-                "shards are brought as they lie",
+                "shards are gathered in place",
                 stacklevel=2,
             )
         self._is_constructed = False
-        self._init_modes(group, overlap, bucket_cap_mb)
+        self._init_modes(group)
         self.group = native_group(group)
         self.rank: int = self.group.rank
         self.world_size: int = self.group.size
+        self._one_copy = one_copy
         with comparing(self.group, "OSS") as rows:
             partitions.require(partition, optim)
-            # the base optimizer adds the defaults, in the order of its class
+            # The base optimizer adds the defaults, in the order of its class.
             super().__init__(params, {})
-            chosen = wire_of("fp16" if broadcast_fp16 and wire is None else wire)
-            groups.require_carried(self.param_groups, chosen)
-            self._wire = chosen if self.world_size > 1 else None  # one rank sends nothing
-            self._shards = Shards(
-                self.group,
+            self._shards = self._numbered_shards(
                 partition,
                 partitions.cost_of(cost, optim),
-                one_copy and self.world_size > 1,
-                self._wire is not None,
+                wire_of("fp16" if broadcast_fp16 and wire is None else wire),
             )
-            if one_copy and self._wire is not None:
-                raise ValueError("one_copy=True moves nothing, so there is no wire to choose")
-            groups.require_host_memory(self.param_groups if one_copy else [])
             if not bucket_cap_mb > 0:
                 raise ValueError(f"bucket_cap_mb must be positive; got {bucket_cap_mb}")
-            groups.require_apart(self.param_groups)
+            named_cost = cost if isinstance(cost, str) else None
             rows += [
-                (
-                    "arguments",
-                    (
-                        optim.__name__,
-                        partition,
-                        str(cost) if isinstance(cost, str) else None,
-                        one_copy,
-                        str(wire),
-                    ),
-                ),
+                ("arguments", (optim.__name__, partition, named_cost, one_copy, str(wire))),
                 ("overlap", (bool(overlap), bucket_cap_mb)),
+                ("defaults", groups.text(defaults)),
+                *groups.rows(self.param_groups),
+                ("owners", tuple(self._shards.owners)),
             ]
-            rows += [("defaults", groups.text(defaults)), *groups.rows(self.param_groups)]
-            for group_of_all in self.param_groups:
-                self._shards.add(group_of_all["params"])
-            rows.append(("owners", tuple(self._shards.owners)))
+        self._gather = ParameterGather(
+            self.group, self._shards, self._wire, overlap, bucket_cap_mb * (1 << 20), self
+        )
         self._state = FlatState()
         self._consolidation = Consolidation(self.group)
         self._background = Background(self.group)
         self._unowned = UnownedState()
         self._copies = KeptMemory()
-        self._one_copy = one_copy
         self.optim: torch.optim.Optimizer
         with autograd_mode.allocating(), torch.no_grad():
             self._build(optim, defaults)
         self._is_constructed = True
 
+    def _numbered_shards(self, partition: str, cost: Cost, wire: Wire | None) -> Shards:
+        """Return the layout of the groups' parameters: numbered, with owners, without buffers."""
+        groups.require_carried(self.param_groups, wire)
+        self._wire = wire if self.world_size > 1 else None  # one rank sends nothing
+        if self._one_copy and self._wire is not None:
+            raise ValueError("one_copy=True moves nothing, so there is no wire to choose")
+        groups.require_host_memory(self.param_groups if self._one_copy else [])
+        groups.require_apart(self.param_groups)
+        one_copy = self._one_copy and self.world_size > 1
+        shards = Shards(self.group, partition, cost, one_copy, self._wire is not None)
+        for group in self.param_groups:
+            shards.add(group["params"])
+        return shards
+
     def _build(self, optim: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> None:
+        """Allocate the buffers and construct the base optimizer. Collective: over the group."""
         shards = self._shards
         shards.make()
         with raising_on_all(self.group, f"OSS({optim.__name__})"):
             own = groups.by_group(self.param_groups, shards.pieces)
-            made = [
+            base_groups = [
                 {**groups.settings(group), "params": own[place]}
                 for place, group in enumerate(self.param_groups)
             ]
-            self.optim = optim(made, **defaults)
+            self.optim = optim(base_groups, **defaults)
         shards.place_parameters()
         groups.sync(self.optim.param_groups, self.param_groups)
-        self.defaults = dict(self.optim.defaults)  # schedulers ask them for momentum or betas
+        self.defaults = dict(self.optim.defaults)  # schedulers read momentum or betas there
         self.state = self.optim.state
         self._flatten_state()
 
     # --- the step ---
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step this rank's shard, then bring all shards to all ranks.
+        """Step this rank's shard, then gather all shards on all ranks.
 
         Collective: over the group.
 
-        Blocks: until this rank's parameters are complete; with ``overlap`` until this rank's part
-        is.
+        Blocks: until this rank's parameters are complete; with ``overlap`` until this rank's shard
+        is stepped.
 
         Args:
-            closure: Evaluates the model and returns the loss; called by the base optimizer, with
-                gradients enabled there, as often on all ranks.
+            closure: Evaluates the model and returns the loss. The base optimizer calls it with
+                gradients enabled, equally often on all ranks.
             **kwargs: For the base optimizer.
 
         Returns:
-            What the base optimizer returns.
+            The result of the base optimizer.
 
         Raises:
-            DisagreementError: The base optimizer of another rank raised (this rank's raises what it
-                raised). The step has then been taken in part, and is alike on all ranks.
+            DisagreementError: The base optimizer of another rank raised (this rank's own error is
+                raised as it is). The step has then been taken in part, equally on all ranks.
         """
-        # In inference mode the base optimizer's state could not be changed outside of it.
+        # In inference mode the base optimizer would make state that cannot be changed outside it.
         with autograd_mode.allocating(), torch.no_grad():
             return self._step(closure, kwargs) if self._enters_step() else None
 
     def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
-        self._prepare(self._refusal(closure))
+        self._prepare(self._closure_error(closure))
         gradients = Gradients(
             [] if self._shards.steps_parameters else self._shards.pieces, self._shards.outside()
         )
@@ -228,12 +229,12 @@ class OSS(Modes):
                 error = raised
             finally:
                 gradients.detach()
-        # all have stepped; one copy is complete
+        # Also a barrier: all ranks have stepped, so one copy of the parameters is complete.
         failed = maximum(self.group, int(error is not None))
         if not self._state.is_flat(self.optim.state):
             self._flatten_state()
         with record_function("mpidist::oss::gather"):
-            self._share()
+            self._gather.run(may_overlap=not self._is_completing)
         groups.sync(self.optim.param_groups, self.param_groups)
         if failed:
             require_same(self.group, "OSS.step", (), error)
@@ -251,23 +252,6 @@ class OSS(Modes):
 
         return evaluate
 
-    def _share(self) -> None:
-        shards = self._shards
-        if self.world_size == 1:
-            return
-        if self._brings_later:
-            self._begin_gathers()
-        elif self._wire is not None:
-            for plan, flat, master in zip(
-                shards.plans, shards.flats, shards.masters.flats, strict=True
-            ):
-                self._wire.share(self.group, master, flat, plan.bounds)
-            shards.masters.mark_current(shards.pieces)
-        elif self._is_in_place:
-            return  # the step's last agreement came behind every rank's writes
-        else:
-            shards.gather()
-
     # --- gradients ---
 
     def clip_grad_norm(
@@ -278,50 +262,46 @@ class OSS(Modes):
     ) -> Tensor:
         """Scale gradients in place such that their norm over all parameters is at most ``max_norm``.
 
-        Each rank adds up and scales the gradients of what it owns; those of other ranks' shards
-        stay as they are.
+        Each rank sums and scales the gradients of its own shards; those of other ranks' shards do
+        not change.
 
         Collective: over the group.
 
         Args:
             norm_type: p > 0 of the p-norm; infinity too.
-            filter_params_fn: Gets the parameters of which this rank owns anything and that have a
-                gradient, returns those that count.
+            filter_params_fn: Gets the parameters with a gradient of which this rank owns a part;
+                returns those that count.
 
         Returns:
-            The norm before, a 0-dim tensor: fp64 if any parameter is, else fp32.
+            The norm before scaling, a 0-dim tensor: fp64 if any parameter is, else fp32.
 
         Raises:
             ValueError: ``norm_type`` is not positive, or ``max_norm`` is NaN.
             DisagreementError: Another rank refused.
         """
-        self._require_unstepped("clip_grad_norm")
+        self._require_unstepped("clip_grad_norm", "it would come after the step")
         with record_function("mpidist::oss::clip_grad_norm"), torch.no_grad():
             with raising_on_all(self.group, "OSS.clip_grad_norm"):
                 max_norm, norm_type = clipping.limits(max_norm, norm_type)
-                own = [
-                    piece for piece in self._shards.stepped() if piece.parameter.grad is not None
-                ]
-                if filter_params_fn is not None:
-                    kept = {
-                        id(parameter)
-                        for parameter in filter_params_fn([piece.parameter for piece in own])
-                    }
-                    own = [piece for piece in own if id(piece.parameter) in kept]
-                found = [
-                    (piece, gradient) for piece in own if (gradient := piece.gradient()) is not None
-                ]
-            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+                own = self._own_gradients(filter_params_fn)
+            parameters = self._shards.parameters
             norm = clipping.clip(
                 self.group,
-                [gradient for _, gradient in found],
+                [gradient for _, gradient in own],
                 max_norm,
                 norm_type,
                 parameters[0].device,
             )
-            for piece, gradient in found:
+            for piece, gradient in own:
                 piece.put_back(gradient)
-            is_wide = any(
-                parameter.dtype in (torch.float64, torch.complex128) for parameter in parameters
-            )
+            is_wide = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
             return norm if is_wide else norm.float()
+
+    def _own_gradients(
+        self, filter_params_fn: Callable[[list[Tensor]], Iterable[Tensor]] | None
+    ) -> list[tuple[Piece, Tensor]]:
+        own = [piece for piece in self._shards.stepped() if piece.parameter.grad is not None]
+        if filter_params_fn is not None:
+            kept = set(map(id, filter_params_fn([piece.parameter for piece in own])))
+            own = [piece for piece in own if id(piece.parameter) in kept]
+        return [(piece, gradient) for piece in own if (gradient := piece.gradient()) is not None]

@@ -11,13 +11,14 @@ from mpidist.comm.consistency import comparing, maximum, raising_on_all, require
 from mpidist.comm.mpi import autograd_mode
 from mpidist.dynamo import untraced
 from mpidist.zero import groups
+from mpidist.zero.buffer_plan import owned_parts
 from mpidist.zero.flat_state import FlatState
 from mpidist.zero.pieces import unchanged
 from mpidist.zero.saving import Saving
-from mpidist.zero.shards import Bounds
 from mpidist.zero.wire import Wire
 
 Tensor = torch.Tensor
+Bounds = dict[Tensor, tuple[tuple[int, int, int], ...]]
 _NEW, _MOVED, _REFUSED = 1, 2, 3
 
 
@@ -38,7 +39,7 @@ class ParameterChanges(Saving):
         shards = self._shards
         # On all ranks before any of them writes; so it also says that nobody reads the one copy any
         # more.
-        own = _MOVED if shards.has_moved() else _NEW if shards.has_new() else 0
+        own = _MOVED if shards.buffers.has_moved() else _NEW if shards.has_new() else 0
         changed = maximum(self.group, own if refusal is None else _REFUSED)
         if changed == _REFUSED:
             require_same(self.group, "OSS.step", (), refusal)
@@ -54,9 +55,9 @@ class ParameterChanges(Saving):
         """Have the buffers and the state follow the parameters to another device or dtype."""
         with comparing(self.group, "OSS.step") as rows:
             groups.require_host_memory(self.param_groups if self._one_copy else [])
-            self._shards.require_shapes()
+            self._shards.buffers.require_shapes()
             rows += groups.rows(self.param_groups)
-        same = unchanged(self._shards.pieces, self._shards.plans)
+        same = unchanged(self._shards.pieces, self._shards.buffers.plans)
         self._shards.follow()
         self._state = FlatState()
         state = self.optim.state
@@ -87,7 +88,7 @@ class ParameterChanges(Saving):
                 groups.require_apart(self.param_groups)
                 groups.require_carried(self.param_groups[-1:], self._wire)
                 rows += groups.rows(self.param_groups[-1:])
-                owners, _ = self._shards.divided(self.param_groups[-1]["params"])
+                owners, _ = self._shards.owners.choose(self.param_groups[-1]["params"])
                 rows.append(("owners", owners))
         except Exception:
             del self.param_groups[count:]
@@ -164,4 +165,6 @@ class ParameterChanges(Saving):
 
     def bounds(self) -> Bounds:
         """Return for each trainable parameter its owners: (rank, start, stop) in elements, in the order in which they lie."""
-        return self._shards.bounds()
+        shards = self._shards
+        spans = owned_parts(shards.buffers.plans)
+        return {shards.parameters[number]: parts for number, parts in spans.items()}

@@ -68,6 +68,41 @@ def balanced(costs: Sequence[float], loads: Sequence[float]) -> tuple[list[int],
     return owners, [load for load, _ in sorted(heap, key=lambda entry: entry[1])]
 
 
+class Owners(Sequence[int]):
+    """The rank that owns each parameter, by the parameter's number.
+
+    Args:
+        partition: ``"balanced"``, else the greedy rule.
+        cost: Of a parameter, for ``"balanced"``.
+        ranks: W.
+    """
+
+    def __init__(self, partition: str, cost: Cost, ranks: int) -> None:
+        self._is_balanced = partition == BALANCED
+        self._cost = cost
+        self._loads: list[Any] = [0] * ranks
+        self._owners: list[int] = []
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._owners[number]
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def choose(self, parameters: Sequence[torch.Tensor]) -> tuple[list[int], list[Any]]:
+        """Return the owners of further parameters and the loads of the ranks afterwards; changes nothing."""
+        if self._is_balanced:
+            return balanced(
+                [self._cost(p) if p.requires_grad else 1 for p in parameters], self._loads
+            )
+        return greedy([p.numel() if p.requires_grad else 1 for p in parameters], self._loads)
+
+    def add(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Choose the owners of further parameters."""
+        owners, self._loads = self.choose(parameters)
+        self._owners += owners
+
+
 def cuts(numel: int, ranks: int, unit: int) -> list[int]:
     """Divide ``numel`` elements (a multiple of ``unit``) into parts of the same size, up to ``unit`` elements.
 

@@ -137,6 +137,6 @@ def image_of(
         tuple(loose),
         entries,
         tuple(shards.masters.flats),
-        tuple(shards.plans),
+        tuple(shards.buffers.plans),
         forms,
     )
