@@ -155,8 +155,8 @@ def write(path: Path, value: Any) -> Entry:
     return Entry(digesting.bytes, digesting.digest.hexdigest())
 
 
-def settle(path: Path) -> Entry:
-    """Bring a file that somebody else wrote to the disk, and return its size and digest."""
+def sync(path: Path) -> Entry:
+    """Sync a file written by other code; return its size and digest."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     return Entry(path.stat().st_size, digest(path))

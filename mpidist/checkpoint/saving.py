@@ -1,10 +1,12 @@
-"""Saving: every rank writes its files beside the former checkpoint, rank 0 completes them; all succeed or all raise."""
+"""Saving of checkpoints: every rank writes its files, then rank 0 commits; all succeed or all raise."""
 
 from __future__ import annotations
 
 import operator
 import os
 import warnings
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,37 +39,35 @@ def save(
     keep: int = 2,
     group: Any = None,
 ) -> Path:
-    """Write a checkpoint, ``<folder>/step-<step>``; return its path.
+    """Write the checkpoint ``<folder>/step-<step>``; return its path.
 
-    It is written as ``step-<step>.part``, brought to the disk, checked and renamed; a reader, or a
-    run that was killed meanwhile, finds it whole or not at all. One run at a time uses a folder;
-    what killed ones left is removed.
+    The files are written to ``step-<step>.part``, synced, checked and renamed, so a reader sees the
+    whole checkpoint or none, also after the run was killed. A folder is for one run at a time;
+    parts left by killed runs are removed.
 
     Collective: over the group, between steps, with one folder that all ranks see.
 
     Blocks: until the checkpoint is on the disk.
 
     Args:
-        folder: Of the run's checkpoints; made if it is not there.
+        folder: For the run's checkpoints; made if missing.
         step: Number of steps so far, at least that of the last checkpoint.
-        model: Module, or ``DistributedDataParallel`` of mpidist or torch; the bare module's state
-            is written, by rank 0.
-        optimizer: torch optimizer, written by rank 0; an ``OSS``, of which each rank writes its
-            shard.
-        hook_state: ``PowerSGDState``, or another object with ``state_dict()`` and
-            ``load_state_dict()``; each rank's is written.
-        sampler: ``ResumableSampler``, or another object with ``state_dict()``; rank 0's is written.
+        model: Module, or ``DistributedDataParallel`` of mpidist or torch. Rank 0 writes the state of
+            the bare module.
+        optimizer: torch optimizer, written by rank 0; or an ``OSS``, whose shards all ranks write.
+        hook_state: ``PowerSGDState``, or an object with ``state_dict()`` and ``load_state_dict()``;
+            each rank's is written.
+        sampler: ``ResumableSampler``, or an object with ``state_dict()``; rank 0's is written.
         scheduler: Of the learning rate; rank 0's is written.
         scaler: ``GradScaler``; rank 0's is written.
-        extra: Anything of numbers, texts, tensors, and dicts, lists and tuples of them; rank 0's is
-            written.
+        extra: Numbers, texts, tensors, and dicts, lists and tuples of them; rank 0's is written.
         rng: Write the generators of each rank (Python, NumPy, torch, the current CUDA device).
-        keep: How many checkpoints to keep in the folder, this one included.
+        keep: Number of checkpoints to keep in the folder, this one included.
         group: Native group, or torch group on the backend ``mpidist``; the model's, else the
             default group, if None.
 
     Raises:
-        CheckpointError: A rank could not write; former checkpoints are as they were (all ranks).
+        CheckpointError: A rank could not write; earlier checkpoints are unchanged (all ranks).
         TypeError, ValueError: A wrong argument, before anything is written.
         DisagreementError: Ranks give different arguments, or another rank's is wrong.
     """
@@ -87,11 +87,11 @@ def save(
             ("state of", str(contents)),
         ]
         own = training.files(contents, extra, native.rank, native.size)
-    return _written(native, Path(folder), step, keep, contents, own, training)
+    return _Saving(native, Path(folder), step, keep, contents, training).run(own)
 
 
 def group_of(group: Any, model: Any) -> Any:
-    """Return the native group that is meant: the given one, that of the model's wrapper, or the default one."""
+    """Return the native group: the given one, that of the model's wrapper, or the default one."""
     if group is None:
         group = next(
             (
@@ -104,54 +104,73 @@ def group_of(group: Any, model: Any) -> Any:
     return native_group(group)
 
 
-def _written(
-    group: Any,
-    folder: Path,
-    step: int,
-    keep: int,
-    contents: Contents,
-    own: dict[str, Any],
-    training: Training,
-) -> Path:
-    where = f"{_WHERE} of step {step} in {folder}"
-    part = folder / f"step-{step}.part"
-    final = part.with_suffix("")
-    with same_error_on_all(group, CheckpointError, where):
-        if group.rank == 0:
-            files.begin(folder, step)
-    try:
-        entries: dict[str, Entry] = {}
-        with same_error_on_all(group, CheckpointError, where):
+@dataclass(frozen=True)
+class _Saving:
+    """One save on one rank."""
+
+    group: Any
+    folder: Path
+    step: int
+    keep: int
+    contents: Contents
+    training: Training
+
+    def run(self, own: dict[str, Any]) -> Path:
+        """Write this rank's files; return the checkpoint's folder. Collective: over the group.
+
+        Args:
+            own: This rank's state by file name.
+        """
+        part = self.folder / f"step-{self.step}.part"
+        with self._same_error_on_all():
+            if self.group.rank == 0:
+                files.begin(self.folder, self.step)
+        try:
+            self._commit(part, self._written(part, own))
+        except MpidistError:
+            # All ranks raise together, so no rank is still writing.
+            if self.group.rank == 0:
+                files.discard(part)
+            raise
+        return part.with_suffix("")
+
+    def _written(self, part: Path, own: dict[str, Any]) -> dict[str, Entry]:
+        with self._same_error_on_all():
             files.wait_for(part)
             entries = {name: files.write(part / name, value) for name, value in own.items()}
-        if contents.hook == POWERSGD:
-            with converting_errors(CheckpointError, where):
-                path = powersgd.save(
-                    part, model_state.data_parallel(training.model), training.hook_state
-                )
-            with same_error_on_all(group, CheckpointError, where):
-                entries[path.name] = files.settle(path)
-        told = group.gather_object(
-            {name: (entry.bytes, entry.sha256) for name, entry in entries.items()}, 0
-        )
-        with same_error_on_all(group, CheckpointError, where):
-            if group.rank == 0:
-                every = {name: Entry(*entry) for held in told for name, entry in held.items()}
-                files.commit(part, Manifest(step, group.size, every, contents, _versions()))
-                _prune(folder, step, keep)
-    except MpidistError:
-        # All ranks have stopped writing: they raise together.
-        if group.rank == 0:
-            files.discard(part)
-        raise
-    return final
+        if self.contents.hook == POWERSGD:
+            with converting_errors(CheckpointError, self._where):
+                module = model_state.data_parallel(self.training.model)
+                path = powersgd.save(part, module, self.training.hook_state)
+            with self._same_error_on_all():
+                entries[path.name] = files.sync(path)
+        return entries
+
+    def _commit(self, part: Path, entries: dict[str, Entry]) -> None:
+        rows = {name: (entry.bytes, entry.sha256) for name, entry in entries.items()}
+        gathered = self.group.gather_object(rows, 0)
+        with self._same_error_on_all():
+            if self.group.rank == 0:
+                every = {name: Entry(*row) for rows in gathered for name, row in rows.items()}
+                versions = _versions()
+                manifest = Manifest(self.step, self.group.size, every, self.contents, versions)
+                files.commit(part, manifest)
+                _prune(self.folder, self.step, self.keep)
+
+    @property
+    def _where(self) -> str:
+        return f"{_WHERE} of step {self.step} in {self.folder}"
+
+    def _same_error_on_all(self) -> AbstractContextManager[None]:
+        return same_error_on_all(self.group, CheckpointError, self._where)
 
 
 def _prune(folder: Path, step: int, keep: int) -> None:
     try:
         files.prune(folder, step, keep)
-    except OSError as problem:  # the new checkpoint is there all the same
-        warnings.warn(f"an old checkpoint could not be removed: {problem}", stacklevel=4)
+    except OSError as error:
+        # The new checkpoint is complete, so this is no error.
+        warnings.warn(f"an old checkpoint could not be removed: {error}", stacklevel=5)
 
 
 def _versions() -> dict[str, str]:

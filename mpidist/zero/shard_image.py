@@ -1,7 +1,7 @@
-"""State of one rank as data: flat tensors, the rest by parameter, and the layout that both have.
+"""Image of one rank's state as data: flat tensors, other values by parameter, and the layout.
 
-An image either refers to the optimizer's own tensors (valid until the next step) or holds copies,
-for readers that work while training goes on.
+An image refers to the optimizer's own tensors, valid until the next step, or holds copies, for
+readers that work while training continues.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from mpidist.zero.shards import Shards
 
 Tensor = torch.Tensor
 
-# flat buffer, name, dtype; without the device, which differs between ranks
+# Flat buffer, name and dtype. Not the device, which may differ between ranks.
 KindKey = tuple[int, str, torch.dtype]
 
 
 class InFlat(NamedTuple):
-    """Stands for a value that lies in a flat tensor: the place of its kind among those of the same image."""
+    """Entry of a value inside a flat tensor: the place of its kind in the image."""
 
     kind: int
 
 
 class Loose(NamedTuple):
-    """Stands for a tensor that lies in no flat one: its place among the loose tensors of the same image."""
+    """Entry of a tensor outside the flat ones: its place among the image's loose tensors."""
 
     place: int
 
 
 @dataclass(frozen=True)
 class ShardImage:
-    """What one rank holds.
+    """State of one rank.
 
     Attributes:
-        rank: Of the holder.
+        rank: The rank whose state this is.
         kinds: Of the flat tensors.
-        flats: For each kind its tensor, as long as the rank's shard of the buffer.
-        loose: Tensors of at least one dimension that lie in no flat one: factored moments, state
+        flats: The tensor of each kind, with as many elements as the rank's shard of the buffer.
+        loose: Tensors of at least one dimension outside the flat ones: factored moments, state
             without a piece.
-        entries: For each parameter number and name of its state: InFlat, Loose, or the value.
-        masters: For each flat buffer the rank's full-precision shard; empty if its parameters are
-            stepped themselves.
+        entries: By parameter number and name of the state: InFlat, Loose, or the value.
+        masters: The rank's full-precision shard of each flat buffer; empty if the base optimizer
+            steps the parameters themselves.
         plans: Of the flat buffers.
         forms: For each parameter a tensor on the meta device with its shape and strides.
     """
@@ -66,7 +66,7 @@ class ShardImage:
         """Return an image of copies in host memory.
 
         Args:
-            memory: Takes the copies; memory of an earlier image that nobody holds is used again.
+            memory: For the copies; reused from an earlier image if none of its tensors is alive.
         """
         own = (*self.flats, *self.loose, *self.masters)
         copies = memory.tensors(
@@ -95,48 +95,53 @@ def image_of(
     unowned: Mapping[int, Mapping[str, Any]],
     rank: int,
 ) -> ShardImage:
-    """Describe a settled rank; its tensors are the optimizer's own.
+    """Return the image of a rank whose state is flat; its tensors are the optimizer's own.
 
     Args:
         state: The base optimizer's.
         unowned: State of parameters that no rank steps, by number.
     """
-    kinds = list(flat.kinds)
-    places = {kind: place for place, kind in enumerate(kinds)}
-    loose: list[Tensor] = []
-
-    def described(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return copy.deepcopy(value)
-        if value.dim() == 0:
-            return value.detach().cpu().clone()
-        loose.append(value.detach())
-        return Loose(len(loose) - 1)
-
+    loose = _LooseTensors()
+    places = {kind: place for place, kind in enumerate(flat.kinds)}
     entries: dict[int, dict[str, Any]] = {}
     for piece in shards.pieces:
-        held = state.get(piece.tensor)
-        if held is None:
+        values = state.get(piece.tensor)
+        if values is None:
             continue
         entries[piece.number] = {
             name: InFlat(places[Kind(piece.home[0], name, value.dtype, value.device)])
             if piece.home is not None and flat.belongs(piece, value)
-            else described(value)
-            for name, value in held.items()
+            else loose.entry(value)
+            for name, value in values.items()
         }
     for number, values in unowned.items():
-        entries[number] = {name: described(value) for name, value in values.items()}
-    forms = tuple(
-        torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
-        for p in shards.parameters
-    )
+        entries[number] = {name: loose.entry(value) for name, value in values.items()}
     return ShardImage(
-        rank,
-        tuple((kind.buffer, kind.name, kind.dtype) for kind in kinds),
-        tuple(flat.kinds.values()),
-        tuple(loose),
-        entries,
-        tuple(shards.masters.flats),
-        tuple(shards.buffers.plans),
-        forms,
+        rank=rank,
+        kinds=tuple((kind.buffer, kind.name, kind.dtype) for kind in flat.kinds),
+        flats=tuple(flat.kinds.values()),
+        loose=tuple(loose.tensors),
+        entries=entries,
+        masters=tuple(shards.masters.flats),
+        plans=tuple(shards.buffers.plans),
+        forms=tuple(
+            torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+            for p in shards.parameters
+        ),
     )
+
+
+class _LooseTensors:
+    """Tensors of an image outside the flat ones, in the order of their entries."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def entry(self, value: Any) -> Any:
+        """Return the entry of a value: a copy of a number or scalar tensor, else its place here."""
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        if value.dim() == 0:
+            return value.detach().cpu().clone()
+        self.tensors.append(value.detach())
+        return Loose(len(self.tensors) - 1)

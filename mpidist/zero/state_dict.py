@@ -51,9 +51,25 @@ def is_known(optim: torch.optim.Optimizer) -> bool:
 def require_fits(given: Any, groups: Groups, optim: torch.optim.Optimizer) -> None:
     """Refuse a state dict of another model, or of another class of optimizers.
 
+    Args:
+        groups: Of all parameters.
+        optim: The base optimizer.
+
     Raises:
-        ValueError: What does not fit.
+        ValueError: A key, a size or a shape does not fit.
     """
+    _require_form(given)
+    _require_groups(given["param_groups"], groups, optim)
+    parameters = _by_id(given["param_groups"], groups)
+    for key, values in given["state"].items():
+        if key not in parameters:
+            raise ValueError(
+                f"the state dict has state of {key!r}, which none of its parameter groups names"
+            )
+        _require_values(key, values, parameters[key].shape, type(optim))
+
+
+def _require_form(given: Any) -> None:
     if not isinstance(given, Mapping) or "state" not in given or "param_groups" not in given:
         held = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
         raise ValueError(f"a state dict of an optimizer has 'state' and 'param_groups'; got {held}")
@@ -64,57 +80,47 @@ def require_fits(given: Any, groups: Groups, optim: torch.optim.Optimizer) -> No
             "a state dict of an optimizer has a dict in 'state', and groups with 'params' in "
             "'param_groups'"
         )
-    saved = given["param_groups"]
-    sizes, own_sizes = (
-        [len(group["params"]) for group in saved],
-        [len(group["params"]) for group in groups],
-    )
+
+
+def _require_groups(saved: Groups, groups: Groups, optim: torch.optim.Optimizer) -> None:
+    sizes = [len(group["params"]) for group in saved]
+    own_sizes = [len(group["params"]) for group in groups]
     if sizes != own_sizes:
         raise ValueError(
             f"the state dict is of another model: its parameter groups hold {sizes} parameters, "
             f"this optimizer's {own_sizes}"
         )
-    name = type(optim).__name__
     needed = {key for key, value in optim.defaults.items() if isinstance(value, (float, tuple))}
     for group in saved:
         lacking = sorted(needed - set(group))
         if lacking:
             raise ValueError(
-                f"the state dict is of another class of optimizers: {name} needs "
+                f"the state dict is of another class of optimizers: {type(optim).__name__} needs "
                 f"{', '.join(lacking)} in each parameter group"
             )
-    parameters = _by_id(saved, groups)
-    kinds = _KINDS.get(type(optim))
-    for key, held in given["state"].items():
-        if key not in parameters:
+
+
+def _require_values(key: Any, values: Any, shape: torch.Size, optim: type) -> None:
+    """Check the state of one parameter."""
+    if not isinstance(values, Mapping):
+        raise ValueError(
+            f"the state of parameter {key} is a dict by name; got {type(values).__name__}"
+        )
+    kinds = _KINDS.get(optim)
+    if kinds is None:
+        return
+    if not kinds.issuperset(values):
+        raise ValueError(
+            f"the state dict is of another class of optimizers: parameter {key} has "
+            f"{', '.join(map(str, values))}; {optim.__name__} keeps {', '.join(sorted(kinds))}"
+        )
+    for kind, value in values.items():
+        # In all of torch's element-wise optimizers, state is a scalar or has the parameter's shape.
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
             raise ValueError(
-                f"the state dict has state of {key!r}, which none of its parameter groups names"
+                f"the state dict is of another model: {kind} of parameter {key} has shape "
+                f"{tuple(value.shape)}, the parameter {tuple(shape)}"
             )
-        if not isinstance(held, Mapping):
-            raise ValueError(
-                f"the state of parameter {key} is a dict by name; got {type(held).__name__}"
-            )
-        if kinds is not None and not kinds.issuperset(held):
-            raise ValueError(
-                f"the state dict is of another class of optimizers: parameter {key} has "
-                f"{', '.join(map(str, held))}; {name} "
-                f"keeps {', '.join(sorted(kinds))}"
-            )
-        for kind, value in held.items():
-            shape = parameters[key].shape
-            # What is no scalar has the parameter's shape, in all of torch's optimizers that are
-            # element-wise.
-            if (
-                kinds is not None
-                and isinstance(value, torch.Tensor)
-                and value.dim()
-                and value.shape != shape
-            ):
-                raise ValueError(
-                    f"the state dict is of another model: {kind} of parameter {key} has shape "
-                    f"{tuple(value.shape)}, the "
-                    f"parameter {tuple(shape)}"
-                )
 
 
 def local(
