@@ -1,7 +1,7 @@
-"""saving, loading → training, files → manifest: written beside, renamed; checked by digest, loaded by any number of ranks.
+"""Checkpoints of training runs: saving, loading → training, files → manifest.
 
-``sampler`` knows which samples are done, ``rng`` the generators, ``preemption`` the scheduler's
-signals. Importing it starts nothing.
+``sampler`` keeps the position in an epoch, ``rng`` the generators' states, ``preemption`` handles
+the scheduler's signals. An import of the package starts nothing.
 """
 
 from __future__ import annotations

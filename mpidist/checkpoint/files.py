@@ -1,6 +1,6 @@
-"""Folders of checkpoints: written as ``step-<n>.part``, renamed to ``step-<n>`` once all is on the disk, removed in their turn.
+"""Folders of checkpoints: written as ``step-<n>.part``, synced, renamed to ``step-<n>``, pruned.
 
-A reader sees a checkpoint whole or not at all: the manifest is written last, then the folder
+A reader sees the whole checkpoint or none: the manifest is written last, then the folder is
 renamed. Nothing here communicates.
 """
 
@@ -24,9 +24,9 @@ from mpidist.checkpoint import manifest
 from mpidist.checkpoint.manifest import Entry, Manifest
 from mpidist.errors import CheckpointError
 
-# Between the nodes of a cluster: NFS may show a node a folder as it was up to 30 s or 60 s ago
-# (acdirmin, acdirmax of nfs(5)).
-PATIENCE_S = 60.0
+# Longest wait for a path made on another node: NFS may show a node a folder as it was up to 30 s or
+# 60 s ago (acdirmin, acdirmax of nfs(5)).
+VISIBLE_WITHIN_S = 60.0
 
 _NAME = re.compile(r"step-(\d+)(\.old)?")
 _PART = re.compile(r"step-\d+\.part")
@@ -35,7 +35,7 @@ _OTHER_RUN = "if another run saves there, too, give each a folder of its own"
 
 
 class Found(NamedTuple):
-    """A folder that holds a checkpoint, or a part of one."""
+    """Folder of a checkpoint, complete or not."""
 
     step: int
     path: Path
@@ -46,8 +46,8 @@ def read_manifest(path: Path) -> str:
     """Return the text of a checkpoint's manifest.
 
     Raises:
-        ValueError: It is longer than any manifest.
-        OSError: It cannot be read.
+        ValueError: The file is longer than any manifest.
+        OSError: The file cannot be read.
     """
     handle = os.open(
         path / manifest.NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -60,9 +60,9 @@ def read_manifest(path: Path) -> str:
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the newest complete checkpoint of a folder, or the folder itself if it is one; None if there is none.
+    """Return the newest complete checkpoint of a folder, or the folder if it is one; else None.
 
-    Communicates nothing: where ranks are to agree, ask on one.
+    Communicates nothing; call it on one rank if all ranks need the same answer.
 
     Raises:
         OSError: The folder cannot be read.
@@ -74,14 +74,14 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def listed(folder: Path) -> list[Found]:
-    """Return the checkpoints of a folder, the newest first, without those that are being written."""
+    """Return the checkpoints of a folder, newest first, without parts being written."""
     if not folder.exists():
         return []
     found = []
     for path in folder.iterdir():
         match = _NAME.fullmatch(path.name)
         if match and path.is_dir():
-            # One that was set aside for another of the same step counts if that never came.
+            # A former checkpoint (.old) counts if its successor of the same step is missing.
             found.append(
                 (
                     int(match[1]),
@@ -89,15 +89,15 @@ def listed(folder: Path) -> list[Found]:
                     Found(int(match[1]), path, (path / manifest.NAME).is_file()),
                 )
             )
-    return [held for _, _, held in sorted(found, key=lambda row: row[:2], reverse=True)]
+    return [checkpoint for _, _, checkpoint in sorted(found, key=lambda row: row[:2], reverse=True)]
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Make the folder that a checkpoint is written into, on one rank; what dead runs left is removed.
+    """Make the folder for a checkpoint's files, on one rank; remove parts of killed runs.
 
     Raises:
         CheckpointError: The folder holds a checkpoint of a later step.
-        OSError: It cannot be written.
+        OSError: The folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     later = [found.path.name for found in listed(folder) if found.is_complete and found.step > step]
@@ -116,37 +116,36 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def wait_for(path: Path, within: Path | None = None) -> None:
-    """Wait until a path that another node has made is seen on this one.
+    """Wait until a path made on another node is visible on this one.
 
     Args:
-        path: To be seen.
-        within: Folder that this node has made for it; without it nothing can come.
+        path: The path.
+        within: Its folder, made on this node; without that folder the path cannot appear.
 
     Raises:
-        CheckpointError: It is not seen in time.
+        CheckpointError: The path is not visible in time, or its folder was removed.
     """
-    deadline, pause_s = time.monotonic() + PATIENCE_S, 0.01
+    deadline, pause_s = time.monotonic() + VISIBLE_WITHIN_S, 0.01
     while not path.exists():
         if within is not None and not within.exists():
             raise CheckpointError(f"{within} was removed while it was written; {_OTHER_RUN}")
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"{path} is not seen on {socket.gethostname()}, {PATIENCE_S:g} s after rank 0 saw "
-                "it: checkpoints need a folder "
-                "that all nodes share"
+                f"{path} is not seen on {socket.gethostname()}, {VISIBLE_WITHIN_S:g} s after "
+                "rank 0 saw it: checkpoints need a folder that all nodes share"
             )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 1.0)
 
 
 def write(path: Path, value: Any) -> Entry:
-    """Write a value with ``torch.save``, bring it to the disk, and return its size and digest."""
+    """Write a value with ``torch.save``, and sync it; return the file's size and digest."""
     with open(path, "wb") as file:
         digesting = _Digesting(file)
         try:
             torch.save(value, cast("IO[bytes]", digesting))
         except Exception as error:
-            # torch then speaks of its own archive; the disk's error says what to do.
+            # torch raises an error of its archive; the disk's own error gives the cause.
             if digesting.problem is not None:
                 raise digesting.problem from error
             raise
@@ -172,8 +171,8 @@ def digest(path: Path) -> str:
 
 
 def problems(path: Path, expected: dict[str, Entry]) -> list[str]:
-    """Say which files of a checkpoint are missing or damaged, one text each; a link is taken for missing."""
-    # A link would have this process read, and compare, a file elsewhere.
+    """Return one text for each missing or damaged file of a checkpoint; links count as missing."""
+    # A link would make this process read a file elsewhere.
     sizes = {
         name: (path / name).stat().st_size if saved_file.is_regular(path / name) else None
         for name in expected
@@ -184,19 +183,26 @@ def problems(path: Path, expected: dict[str, Entry]) -> list[str]:
     return manifest.problems(expected, sizes, digests)
 
 
-def commit(part: Path, told: Manifest) -> Path:
-    """Complete a checkpoint, on one rank, once all have written their files; return its folder.
+def commit(part: Path, written: Manifest) -> Path:
+    """Write the manifest and rename the folder, on one rank, after all have written their files.
+
+    Args:
+        part: The folder being written.
+        written: Manifest with the files of all ranks.
+
+    Returns:
+        The checkpoint's folder.
 
     Raises:
-        CheckpointError: A file is missing, or has another size than its writer told.
-        OSError: The manifest cannot be written, the folder not be renamed.
+        CheckpointError: A file is missing, or its size differs from the manifest's.
+        OSError: The manifest cannot be written, or the folder cannot be renamed.
     """
-    for name in told.files:
+    for name in written.files:
         wait_for(part / name, part)
-    sizes = {name: (part / name).stat().st_size for name in told.files}
+    sizes = {name: (part / name).stat().st_size for name in written.files}
     wrong = [
         f"{name} has {sizes[name]} bytes, not {entry.bytes}"
-        for name, entry in told.files.items()
+        for name, entry in written.files.items()
         if sizes[name] != entry.bytes
     ]
     if wrong:
@@ -204,14 +210,14 @@ def commit(part: Path, told: Manifest) -> Path:
             f"files are not as they were written: {', '.join(wrong)}; {_OTHER_RUN}"
         )
     with open(part / manifest.NAME, "w", encoding="utf-8") as file:
-        file.write(manifest.to_json(told))
+        file.write(manifest.to_json(written))
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(part)
     final = part.with_suffix("")
     old = final.with_name(f"{final.name}.old")
     if final.exists():
-        # Saved before at the same step: set aside, so that one of the two is there at any moment.
+        # A checkpoint of the same step exists: kept as .old until the new one has its name.
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     part.rename(final)
@@ -220,28 +226,28 @@ def commit(part: Path, told: Manifest) -> Path:
 
 
 def prune(folder: Path, step: int, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints up to ``step``, and what is left of others before it.
+    """Remove all but the newest ``keep`` checkpoints up to ``step``, and incomplete ones before.
 
     Raises:
-        OSError: One cannot be removed.
+        OSError: A checkpoint cannot be removed.
     """
     current = folder / f"step-{step}"
     older = [found for found in listed(folder) if found.step <= step and found.path != current]
     kept = [found for found in older if found.is_complete and found.step < step][: keep - 1]
     for found in older:
         if found not in kept:
-            # First the manifest: a folder that is half removed is no checkpoint.
+            # The manifest goes first: a folder that is half removed is no checkpoint.
             (found.path / manifest.NAME).unlink(missing_ok=True)
             shutil.rmtree(found.path)
 
 
 def discard(part: Path) -> None:
-    """Remove what a save that failed has written, as far as that goes."""
+    """Remove the files of a failed save; errors are ignored."""
     shutil.rmtree(part, ignore_errors=True)
 
 
 def share_of(names: Iterable[str], rank: int, world_size: int) -> list[str]:
-    """Return those of some files that one rank checks where all ranks read all (pure)."""
+    """Return one rank's share of the checks of files that all ranks read (pure)."""
     return sorted(names)[rank::world_size]
 
 
@@ -250,7 +256,7 @@ def _sync_folder(folder: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some file systems cannot, and order renames by themselves.
+        # Some file systems cannot sync a folder, and order renames by themselves.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -258,10 +264,10 @@ def _sync_folder(folder: Path) -> None:
 
 
 class _Digesting:
-    """A file that counts and digests what is written to it.
+    """File that counts and hashes the bytes written to it.
 
     Attributes:
-        problem: The first error of the file below.
+        problem: The first error of the underlying file.
     """
 
     def __init__(self, file: BinaryIO) -> None:

@@ -1,6 +1,6 @@
-"""Loading: rank 0 chooses the checkpoint, each rank checks and reads its files, and all take the state or none does.
+"""Loading of checkpoints: rank 0 chooses, each rank checks and reads its files, then all load.
 
-Whatever can be refused is refused before the first object is changed.
+All checks come before the first object is changed, so that all ranks load or none does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WHERE = "checkpoint.load"
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that was loaded."""
+    """Description of a loaded checkpoint."""
 
     step: int
     extra: Any  # as it was saved
@@ -63,35 +63,35 @@ def load(
     group: Any = None,
     map_location: Any = None,
 ) -> Resumed | None:
-    """Load the newest complete checkpoint of a folder; return what it was, or None if there is none.
+    """Load the newest complete checkpoint of a folder; return its description, None without one.
 
-    On as many ranks as wrote it training goes on with the same bits. On another number the shards
-    of an ``OSS`` are divided anew, the sampler goes on in the same order, PowerSGD keeps its mean
-    error, another hook gets rank 0's state, and generators are seeded anew (the same seeds at each
-    load), with a warning. A folder without a manifest, of a save that was cut short, is passed over
-    with a warning.
+    With the number of ranks that wrote the checkpoint, training continues with the same bits. With
+    another number the shards of an ``OSS`` are redistributed, the sampler continues in the same
+    order, PowerSGD keeps its mean error, another hook gets rank 0's state, and generators are
+    reseeded (with the same seeds at each load), with a warning. Folders without a manifest, from
+    unfinished saves, are skipped with a warning.
 
-    Collective: over the group. The objects are those that a run begins with: models constructed,
-    hooks registered or not.
+    Collective: over the group. The objects are those of a new run: models constructed, hooks
+    registered or not.
 
     Blocks: until all ranks have loaded.
 
     Args:
         folder: Of the run's checkpoints, or one checkpoint.
-        model: As for ``save``; its wrapper may be another one.
-        optimizer: Of the class that was saved, as itself or within an ``OSS``. Without it, as
-            without those that follow, that state is left alone.
-        hook_state: Object that takes the state; registered with the module or not.
-        sampler: Object that takes the position.
-        scheduler: Object that takes its state; built on ``optimizer``.
-        scaler: Object that takes its state.
+        model: As for ``save``; its wrapper may differ.
+        optimizer: Of the saved class, or an ``OSS`` of that class. State is not loaded for this and
+            the following arguments if None.
+        hook_state: Object to load; registered with the module or not.
+        sampler: Object to load the position into.
+        scheduler: Object to load; built on ``optimizer``.
+        scaler: Object to load.
         group: As for ``save``.
-        map_location: Where tensors are read to on their way into the objects, as ``torch.load`` has
-            it; the CPU if None.
+        map_location: Device that tensors are read to before they are loaded, as for
+            ``torch.load``; the CPU if None.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, lacks something or is of another model; the text
-            names it (all ranks).
+        CheckpointError: The checkpoint is damaged, incomplete or of another model; the text names
+            the part (all ranks).
         TypeError, ValueError: A wrong argument.
         DisagreementError: Ranks give different arguments, or another rank's is wrong.
     """
@@ -114,7 +114,7 @@ def load(
 
 
 def _chosen(folder: Path) -> tuple[str, str] | None:
-    """Return the path and the manifest's text of the checkpoint that is to be loaded; None if there is none."""
+    """Return path and manifest text of the checkpoint to load, or None."""
     path = files.latest(folder)
     for found in files.listed(folder):
         if found.path == path:
@@ -129,13 +129,13 @@ def _chosen(folder: Path) -> tuple[str, str] | None:
         return None
     try:
         text = files.read_manifest(path)
-        told = manifest.from_json(text)
+        described = manifest.from_json(text)
     except ValueError as error:
         raise CheckpointError(
             f"{path.name}: {error}; without its folder the one before is taken"
         ) from error
-    # What is missing here is missing: other ranks then need not wait for it.
-    absent = [name for name in told.files if not (path / name).is_file()]
+    # A file that rank 0 misses is missing for all; the other ranks need not wait for it.
+    absent = [name for name in described.files if not (path / name).is_file()]
     if absent:
         raise CheckpointError(f"{path.name} is incomplete: {', '.join(absent)} missing; {_ADVICE}")
     return str(path), text
@@ -146,7 +146,7 @@ _ADVICE = "remove its folder to go on from the one before"
 
 @contextmanager
 def _as_damage() -> Iterator[None]:
-    """Give errors that a file of another structure causes words; those that have some keep theirs."""
+    """Explain errors from a file of another structure; other errors keep their texts."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, RecursionError, OverflowError) as error:
@@ -159,20 +159,20 @@ class _Loading:
     """One load on one rank."""
 
     def __init__(
-        self, group: Any, training: Training, path: Path, told: Manifest, map_location: Any
+        self, group: Any, training: Training, path: Path, written: Manifest, map_location: Any
     ) -> None:
         self._group = group
         self._training = training
         self._path = path
-        self._told = told
-        self._contents = told.contents
-        self._is_same_size = told.world_size == group.size
+        self._manifest = written
+        self._contents = written.contents
+        self._is_same_size = written.world_size == group.size
         self._map_location = "cpu" if map_location is None else map_location
         self._where = f"{_WHERE} from {path}"
 
     def run(self) -> Resumed:
         """Load. Collective: over the group."""
-        training, told = self._training, self._told
+        training, written = self._training, self._manifest
         with self._same_error_on_all():
             training.require_held(self._contents)
             names = self._own_names()
@@ -182,23 +182,23 @@ class _Loading:
             require_names(TRAINING, shared, SHARED_NAMES)
             model = self._read(MODEL, mmap=True)
             whole = self._read(OPTIMIZER) if OPTIMIZER in names else None
-            own_name = manifest.rank_file(self._group.rank, told.world_size)
+            own_name = manifest.rank_file(self._group.rank, written.world_size)
             own = self._own(own_name) if own_name in names else {}
-        is_merged = self._takes_merged(own)
+        is_merged = self._needs_merged(own)
         self._check_all(is_merged)
         hook: Any = None
         with self._same_error_on_all(), _as_damage():
             if is_merged:
-                shards = [self._of_rank(rank)["optimizer"] for rank in range(told.world_size)]
+                shards = [self._of_rank(rank)["optimizer"] for rank in range(written.world_size)]
                 whole = merged(shards)
                 if any(shard["masters"] for shard in shards):
                     self._warn(
-                        "a narrow wire's master copies are made anew from the parameters, whose "
-                        "values are rounded"
+                        "a narrow wire's master copies are renewed from the parameters, which have "
+                        "rounded values"
                     )
             if training.hook_state is not None and self._contents.hook == STATE:
                 hook = (own if self._is_same_size else self._of_rank(0))["hook"]
-            # A shard that is loaded as it lies has the groups of the whole.
+            # A rank's own shard has the groups of the whole.
             training.require_fits(
                 model,
                 shared,
@@ -209,23 +209,23 @@ class _Loading:
             if own and self._contents.rng:
                 rng.require_state(own["rng"])
         with self._same_error_on_all(), _as_damage():
-            training.take_shared(model, shared)
+            training.load_shared(model, shared)
             if hook is not None:
                 training.hook_state.load_state_dict(hook)
             if own.get("buffers") is not None:
-                training.take_own_buffers(own["buffers"])
+                training.load_own_buffers(own["buffers"])
             if whole is not None and not training.is_sharded():
                 training.optimizer.load_state_dict(whole)
-        self._take_together(shared, own, whole)
+        self._load_collectively(shared, own, whole)
         with self._same_error_on_all():
-            self._take_rng(own)
-        return Resumed(told.step, shared["extra"], told.world_size, self._path)
+            self._load_rng(own)
+        return Resumed(written.step, shared["extra"], written.world_size, self._path)
 
     def _same_error_on_all(self) -> AbstractContextManager[None]:
         return same_error_on_all(self._group, CheckpointError, self._where)
 
     def _own_names(self) -> list[str]:
-        names, rank, size = [MODEL, TRAINING], self._group.rank, self._told.world_size
+        names, rank, size = [MODEL, TRAINING], self._group.rank, self._manifest.world_size
         if self._training.optimizer is not None and self._contents.optimizer == WHOLE:
             names.append(OPTIMIZER)
         if self._is_same_size and manifest.has_rank_files(self._contents):
@@ -237,13 +237,13 @@ class _Loading:
     def _require_sound(self, names: Iterable[str]) -> None:
         for name in names:
             files.wait_for(self._path / name)
-        found = files.problems(self._path, {name: self._told.files[name] for name in names})
+        found = files.problems(self._path, {name: self._manifest.files[name] for name in names})
         if found:
             raise CheckpointError(f"{'; '.join(found)}; {_ADVICE}")
 
     def _check_all(self, is_merged: bool) -> None:
-        """Check files that all ranks read, each by one of them. Collective: over the group."""
-        size, names = self._told.world_size, set[str]()
+        """Check the files that all ranks read, each on one rank. Collective: over the group."""
+        size, names = self._manifest.world_size, set[str]()
         if is_merged:
             names |= {manifest.rank_file(rank, size) for rank in range(size)}
         if self._training.hook_state is not None and not self._is_same_size:
@@ -255,7 +255,7 @@ class _Loading:
             self._require_sound(files.share_of(names, self._group.rank, self._group.size))
 
     def _read(self, name: str, mmap: bool = False) -> Any:
-        # Mapped files cost no memory, and the device's own tensors are no file's.
+        # A mapped file takes no memory. Tensors on a device cannot be mapped.
         mmap = mmap and str(self._map_location) == "cpu"
         try:
             found = saved_file.read(self._path / name, self._map_location, mmap)
@@ -268,10 +268,9 @@ class _Loading:
         return found
 
     def _of_rank(self, rank: int) -> Any:
-        # An ordinary optimizer keeps the tensors it is given, which must not be a file's that
-        # somebody removes.
+        # An ordinary optimizer keeps the loaded tensors, which must outlive the file: no mapping.
         return self._own(
-            manifest.rank_file(rank, self._told.world_size), mmap=self._training.is_sharded()
+            manifest.rank_file(rank, self._manifest.world_size), mmap=self._training.is_sharded()
         )
 
     def _own(self, name: str, mmap: bool = False) -> Any:
@@ -279,8 +278,8 @@ class _Loading:
         require_names(name, found, OWN_NAMES)
         return found
 
-    def _takes_merged(self, own: dict[str, Any]) -> bool:
-        """Say whether the shards of all ranks are needed on each. Collective: over the group."""
+    def _needs_merged(self, own: dict[str, Any]) -> bool:
+        """Return whether each rank needs the shards of all ranks. Collective: over the group."""
         if self._training.optimizer is None or self._contents.optimizer != SHARDS:
             return False
         if not self._training.is_sharded() or not self._is_same_size:
@@ -290,8 +289,8 @@ class _Loading:
             is_other = bool(here["layout"] != own["optimizer"]["layout"])
         return bool(maximum(self._group, int(is_other)))
 
-    def _take_together(self, shared: dict[str, Any], own: dict[str, Any], whole: Any) -> None:
-        """Load what communicates. Collective: over the group."""
+    def _load_collectively(self, shared: dict[str, Any], own: dict[str, Any], whole: Any) -> None:
+        """Load the objects that communicate as they load. Collective: over the group."""
         training = self._training
         with converting_errors(CheckpointError, self._where):
             if training.is_sharded():
@@ -299,22 +298,22 @@ class _Loading:
             wrapper = model_state.data_parallel(training.model)
             if training.is_powersgd():
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of the state's group, which stays
-                    training.take_powersgd(powersgd.load(self._path, wrapper, self._map_location))
+                    warnings.simplefilter("ignore")  # about the state's group, which is kept
+                    training.load_powersgd(powersgd.load(self._path, wrapper, self._map_location))
             elif wrapper is not None and self._is_same_size and shared["buckets"] is not None:
                 wrapper.use_bucket_plan(shared["buckets"])
 
-    def _take_rng(self, own: dict[str, Any]) -> None:
+    def _load_rng(self, own: dict[str, Any]) -> None:
         if not self._contents.rng:
             return
         if self._is_same_size:
             rng.restore(own["rng"])
             return
-        rng.reseed(self._told.files[TRAINING].sha256, self._group.rank, self._group.size)
+        rng.reseed(self._manifest.files[TRAINING].sha256, self._group.rank, self._group.size)
         self._warn(
-            f"the checkpoint is of {self._told.world_size} ranks, and this run has "
+            f"the checkpoint is of {self._manifest.world_size} ranks, and this run has "
             f"{self._group.size}: random number generators "
-            "are seeded anew, the same way at each load"
+            "are reseeded, with the same seeds at each load"
         )
 
     def _warn(self, text: str) -> None:

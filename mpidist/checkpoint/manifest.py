@@ -1,6 +1,6 @@
 """Manifest of a checkpoint (pure): its files with sizes and digests, and the run that wrote them.
 
-It is written last. A folder without one is a save that was cut short.
+The manifest is written last, so a folder without one is an unfinished save.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 FORMAT = "mpidist.checkpoint 1"
 NAME = "manifest.json"
-MOST_BYTES = 64 << 20  # of a manifest; that of 10⁵ ranks has 15 MB
+MOST_BYTES = 64 << 20  # of a manifest; 10⁵ ranks need 15 MB
 MODEL = "model.pt"
 OPTIMIZER = "optimizer.pt"
 TRAINING = "training.pt"
@@ -32,7 +32,7 @@ class Contents:
     """Kinds of state that a checkpoint holds."""
 
     optimizer: str | None = None  # "whole": in optimizer.pt; "shards": in the ranks' files
-    optimizer_class: str | None = None  # of the one that steps: AdamW, for an OSS of AdamW, too
+    optimizer_class: str | None = None  # the class that steps: AdamW also for an OSS of AdamW
     hook: str | None = None  # "powersgd": files of its own; "state": in the ranks' files
     scheduler: bool = False
     scaler: bool = False
@@ -71,16 +71,16 @@ def from_json(text: str) -> Manifest:
     """Return the manifest that ``to_json`` wrote.
 
     Raises:
-        ValueError: It is damaged, or of another version.
+        ValueError: The text is damaged, or of another version.
     """
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{NAME} is damaged: {error}") from error
-    told = given.get("format") if isinstance(given, dict) else None
-    if told != FORMAT:
+    version = given.get("format") if isinstance(given, dict) else None
+    if version != FORMAT:
         raise ValueError(
-            f"{NAME} is of format {repr(told)[:80]}; this version of mpidist reads {FORMAT!r}"
+            f"{NAME} is of format {repr(version)[:80]}; this version of mpidist reads {FORMAT!r}"
         )
     try:
         files = {
@@ -94,7 +94,7 @@ def from_json(text: str) -> Manifest:
         )
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{NAME} is damaged: {type(error).__name__} {error}") from error
-    # Before their names are written down: a number of ranks is quickly forged.
+    # Checked before the names are listed: a forged number of ranks would take all memory.
     if found.world_size > len(files) and (has_rank_files(contents) or contents.hook == "powersgd"):
         raise ValueError(
             f"{NAME} is damaged: it lists {len(files)} files, too few for {found.world_size} ranks"
@@ -139,7 +139,7 @@ def _contents(given: Any) -> Contents:
 
 
 def has_rank_files(contents: Contents) -> bool:
-    """Say whether each rank has a file of its own."""
+    """Return whether each rank has a file of its own."""
     return (
         contents.optimizer == "shards"
         or contents.hook == "state"
@@ -149,7 +149,7 @@ def has_rank_files(contents: Contents) -> bool:
 
 
 def required(world_size: int, contents: Contents) -> list[str]:
-    """Return the names of the files that a checkpoint of these contents has."""
+    """Return the names of the files of a checkpoint with these contents."""
     names = [MODEL, TRAINING]
     if contents.optimizer == "whole":
         names.append(OPTIMIZER)
@@ -163,12 +163,12 @@ def required(world_size: int, contents: Contents) -> list[str]:
 def problems(
     expected: Mapping[str, Entry], sizes: Mapping[str, int | None], digests: Mapping[str, str]
 ) -> list[str]:
-    """Say, one text each, which files are missing or damaged.
+    """Return one text for each missing or damaged file.
 
     Args:
-        expected: The files that are to be read.
-        sizes: Bytes of each file; None or nothing for one that is not there.
-        digests: sha256 of those whose size is right.
+        expected: The files to be read.
+        sizes: Bytes of each file; None or no entry if missing.
+        digests: sha256 of the files with the right size.
     """
     found = []
     for name, entry in expected.items():
@@ -189,10 +189,10 @@ def problems(
 
 
 def not_held(contents: Contents, asked: Mapping[str, Any]) -> list[str]:
-    """Return the kinds of state that somebody wants to load and a checkpoint lacks.
+    """Return the kinds of requested state that a checkpoint lacks.
 
     Args:
-        asked: By the name of the argument of ``load``, what is to take it, or None.
+        asked: The object to load, or None, by the argument's name in ``load``.
     """
     held = {
         "optimizer": contents.optimizer is not None,

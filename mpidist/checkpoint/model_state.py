@@ -1,4 +1,4 @@
-"""State of a model: that of the bare module, with tensors that take no more of a file than their elements."""
+"""Model state: the bare module's, with tensors that take only their elements' bytes in a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN = 6  # names in a message
 
 
 def wrappers(model: Any) -> Iterator[Any]:
-    """Yield a model and, one after the other, the modules that it wraps: data parallelism's, ``torch.compile``'s."""
+    """Yield a model and the modules wrapped by it: data parallelism's and ``torch.compile``'s."""
     yield model
     while isinstance(model, (DistributedDataParallel, TorchDataParallel)) or hasattr(
         model, "_orig_mod"
@@ -31,14 +31,14 @@ def bare(model: Any) -> torch.nn.Module:
 
 
 def data_parallel(model: Any) -> DistributedDataParallel | None:
-    """Return the wrapper of ``mpidist.ddp``, if there is one."""
+    """Return the wrapper of ``mpidist.ddp``, if any."""
     return next(
         (layer for layer in wrappers(model) if isinstance(layer, DistributedDataParallel)), None
     )
 
 
 def keeps_own_buffers(model: Any) -> bool:
-    """Say whether each rank's buffers are its own: data parallelism that does not broadcast them."""
+    """Return whether each rank has its own buffers: data parallelism does not broadcast them."""
     for layer in wrappers(model):
         if isinstance(layer, DistributedDataParallel):
             return not layer.forward_sync_buffers
@@ -48,9 +48,9 @@ def keeps_own_buffers(model: Any) -> bool:
 
 
 def packed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict without autograd; views of larger memory are copied, so that a file does not hold all of that.
+    """Return a detached state dict, with copies of views, so that a file holds only their elements.
 
-    Tensors that share their memory as a whole, as tied weights do, still share it.
+    Tensors that share all their memory, as tied weights do, still share it.
     """
     copies: dict[Any, Tensor] = {}
 
@@ -79,7 +79,7 @@ def require_fits(model: Any, saved: Any) -> None:
     """Refuse the state of another model.
 
     Raises:
-        ValueError: Which parameters and buffers are missing, unexpected, or of another shape.
+        ValueError: Parameters or buffers are missing, unexpected, or of another shape.
     """
     if not isinstance(saved, Mapping):
         raise ValueError(f"the model's state is a dict by name; got {type(saved).__name__}")
@@ -89,10 +89,12 @@ def require_fits(model: Any, saved: Any) -> None:
 
 
 def require_same_layouts(model: Any, saved: Mapping[str, Any]) -> None:
-    """Refuse values of another kind than the model's, which a copy would take: sparse for dense, a number for a tensor.
+    """Refuse values of another kind than the model's, such as sparse for dense, number for tensor.
+
+    ``load_state_dict`` would copy them.
 
     Raises:
-        ValueError: Whose.
+        ValueError: A kind differs; names the value.
     """
     for name, own in bare(model).state_dict().items():
         value = saved[name]
@@ -103,7 +105,7 @@ def require_same_layouts(model: Any, saved: Mapping[str, Any]) -> None:
 
 
 def differences(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
-    """Say how two state dicts differ in names and shapes; nothing if they do not (pure)."""
+    """Return how two state dicts differ in names and shapes; empty if they do not (pure)."""
 
     def listed(names: list[str]) -> str:
         return ", ".join(names[:_SHOWN]) + (

@@ -1,4 +1,4 @@
-"""Plain data (pure): what ``torch.load(weights_only=True)`` reads back, told before it is written."""
+"""Plain data (pure): values that ``torch.load(weights_only=True)`` reads; checked before a save."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def require_plain(where: str, value: Any) -> None:
     """Require numbers, texts, bytes, tensors, and dicts, lists, tuples and sets of them.
 
     Args:
-        where: Name of the value; a message adds the way to the part that is not plain.
+        where: Name of the value; a message adds the path to the part that is not plain.
 
     Raises:
         TypeError: A part is of another class, or the value holds itself.

@@ -1,8 +1,8 @@
-"""Signals of a scheduler that takes its nodes back, or whose time limit is near: noted, and told to all ranks at a step.
+"""Preemption signals of a scheduler: recorded on each rank, and reduced over all ranks at a step.
 
 Slurm sends SIGTERM to a job that it preempts, and with ``--signal=USR1@120`` SIGUSR1 120 s before
-the time limit. Ranks get them at different moments; the all-reduce of ``requested`` makes all stop
-at the same step.
+the time limit. Ranks receive them at different times; the all-reduce in ``requested`` makes all
+ranks stop at the same step.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from mpidist.comm.algorithms.reduce_op import MAX
 from mpidist.comm.resolve_group import native_group
 from mpidist.errors import MpidistError
 
-# EX_TEMPFAIL of sysexits.h: the program has saved and is to be started again.
+# EX_TEMPFAIL of sysexits.h: the program has saved, and a scheduler should start it again.
 REQUEUE_EXIT_CODE = 75
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 class Preemption:
-    """Context in which signals stop nobody: they are noted, and ``requested`` tells all ranks.
+    """Context in which signals do not end the process; ``requested`` reports them to all ranks.
 
-    A further signal while the state is being saved changes nothing. A handler of Python that was
-    there before is called once for each signal; at the end of the context all former handlers come
-    back. Workers of a ``DataLoader`` get signals that are meant for the whole job, too: give it
+    Further signals during a save change nothing. A Python handler set before the context is called
+    once for each signal; the end of the context restores all former handlers. Workers of a
+    ``DataLoader`` also receive signals to the whole job: give the ``DataLoader``
     ``worker_init_fn=mpidist.checkpoint.ignore_signals``.
 
     Args:
         group: Native group, or torch group on the backend ``mpidist``; the default group if None.
-        signals: To note. With ``signal.SIGINT`` Ctrl-C is taken for a request as well.
+        signals: Signals to record. With ``signal.SIGINT``, Ctrl-C is a request as well.
 
     Attributes:
-        received: Names of the signals that this rank got, in their order.
+        received: Names of the signals that this rank received, in their order.
 
     Raises:
-        MpidistError: The context is entered outside the main thread, where Python handles no
-            signals.
+        MpidistError: The context is entered outside the main thread; Python runs signal handlers
+            in the main thread only.
     """
 
     def __init__(self, group: Any = None, signals: Sequence[signal.Signals] = SIGNALS) -> None:
@@ -59,22 +59,22 @@ class Preemption:
                 f"{threading.current_thread().name!r}"
             )
         for number in self._signals:
-            self._former[number] = signal.signal(number, self._note)
+            self._former[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, *reason: object) -> None:
         while self._former:
             number, handler = self._former.popitem()
-            # None: it was set outside Python, which cannot set it again.
+            # None: a handler set outside Python, which Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def requested(self, also: bool = False) -> bool:
-        """Say whether any rank got a signal, or gave ``also``; the same answer on all ranks.
+        """Return whether any rank received a signal or passed ``also``; equal on all ranks.
 
-        Collective: over the group, an all-reduce of 4 bytes; called once a step, or once every few.
+        Collective: over the group, an all-reduce of 4 bytes; call it every few steps.
 
         Args:
-            also: A reason of this rank's own to stop: its time is over.
+            also: This rank's own reason to stop, for example its time limit.
         """
         wanted = int(bool(self.received) or also)
         if self._group.size == 1:
@@ -83,25 +83,24 @@ class Preemption:
         self._group.all_reduce(flag, MAX)
         return bool(flag.item())
 
-    def _note(self, number: int, frame: Any) -> None:
+    def _record(self, number: int, frame: Any) -> None:
         name = signal.Signals(number).name
         is_first = name not in self.received
         self.received.append(name)
         former = self._former.get(number)
-        # Once: a handler that ends the process by an exception must not end a save that is under
-        # way.
+        # Called once: a handler that raises must not end a save in progress.
         if is_first and callable(former) and former is not signal.default_int_handler:
             former(number, frame)
 
 
 def ignore_signals(worker: int = 0) -> None:
-    """Have this process ignore what ``Preemption`` notes; for ``DataLoader(worker_init_fn=…)``.
+    """Ignore the signals of ``Preemption`` in this process; for ``DataLoader(worker_init_fn=…)``.
 
-    A scheduler signals all processes of a job. A worker that SIGTERM ends would have the
-    ``DataLoader`` raise before the rank can save.
+    A scheduler signals all processes of a job. If SIGTERM ended a worker, the ``DataLoader`` would
+    raise before the rank can save.
 
     Args:
-        worker: Its number, without effect.
+        worker: The worker's number; has no effect.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""State of a rank's random number generators: Python's, NumPy's and torch's on the CPU and on the rank's CUDA device."""
+"""Random number generators of a rank: Python's, NumPy's, torch's on the CPU and the CUDA device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_WORDS = 624  # of the table of MT19937
+_WORDS = 624  # in the table of MT19937
 
 
 def state() -> dict[str, Any]:
@@ -28,12 +28,12 @@ def state() -> dict[str, Any]:
 
 
 def require_state(saved: Any) -> None:
-    """Refuse what is no state of generators, before any is set (pure).
+    """Refuse a damaged state before any generator is set (pure).
 
-    NumPy takes a position beyond its table, and would read from there.
+    NumPy itself would accept a position beyond its table, and read from there.
 
     Raises:
-        ValueError: What is wrong.
+        ValueError: Names the damaged part.
     """
     if not isinstance(saved, Mapping) or not {"python", "numpy", "torch", "cuda"} <= set(saved):
         raise ValueError("the state of the generators is damaged")
@@ -88,10 +88,10 @@ def require_state(saved: Any) -> None:
 
 
 def restore(saved: Mapping[str, Any]) -> None:
-    """Set this process's generators to what ``state`` returned; CUDA's if it was saved and there is a device.
+    """Set this process's generators to a saved ``state``; CUDA's if saved and available.
 
     Raises:
-        ValueError, TypeError, KeyError, RuntimeError: It is no such state.
+        ValueError, TypeError, KeyError, RuntimeError: The state is damaged.
     """
     require_state(saved)
     inner = dict(saved["numpy"]["state"])
@@ -105,15 +105,17 @@ def restore(saved: Mapping[str, Any]) -> None:
 
 
 def reseed(digest: str, rank: int, world_size: int) -> None:
-    """Seed the generators where those of another number of ranks were saved: the same seeds at each load, others on each rank.
+    """Seed the generators for a checkpoint of another number of ranks.
+
+    The seeds are the same at each load and differ between ranks.
 
     Args:
-        digest: Text that stands for the checkpoint.
+        digest: Text that identifies the checkpoint.
     """
     seed = seed_of(digest, rank, world_size)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)  # the CUDA devices' generators, too
+    torch.manual_seed(seed)  # also the CUDA devices'
 
 
 def seed_of(digest: str, rank: int, world_size: int) -> int:

@@ -1,8 +1,8 @@
-"""Sampler that knows which samples of an epoch are done, and goes on with the others on any number of ranks.
+"""Resumable sampler: continues an epoch at its position, on any number of ranks.
 
-All ranks walk through one order of the data set: rank r of W takes every W-th sample from the r-th
-on. After k samples of each rank the first k · W of the order are done, whatever W is, so this
-number and the epoch are all there is to save.
+All ranks use one order of the data set: rank r of W takes every W-th sample from the r-th on. After
+k samples of each rank the first k · W of the order are done, whatever W is, so this number and the
+epoch are the whole state.
 
 Letters: W ranks.
 """
@@ -19,32 +19,30 @@ from mpidist.comm.resolve_group import native_group
 
 
 class ResumableSampler(Sampler[int]):
-    """``torch.utils.data.DistributedSampler`` with a position: the same samples to the same ranks, from where the epoch stands.
+    """``torch.utils.data.DistributedSampler`` with a position in the epoch.
 
-    A ``DataLoader`` asks for samples ahead of the training, so the position moves when the training
-    loop says what it has done: ``advance(len(batch))`` after each step. Give the ``DataLoader`` a
-    ``generator`` of its own: without one each pass over it draws from torch's generator, and a run
-    that was interrupted has one pass more.
+    A ``DataLoader`` fetches samples ahead of the training, so the training loop moves the position:
+    ``advance(len(batch))`` after each step. Give the ``DataLoader`` a ``generator`` of its own:
+    without one each pass draws from torch's generator, and an interrupted run has one pass more.
 
     Communicates nothing.
 
     Args:
         dataset: A data set, or its length.
-        num_replicas: W; of ``group`` if None.
-        rank: Of this process; in ``group`` if None.
+        num_replicas: W; the size of ``group`` if None.
+        rank: This process's rank; its rank in ``group`` if None.
         shuffle: Draw a new order for each epoch.
         seed: Of the orders; the same on all ranks.
-        drop_last: Leave the last samples out if they are too few for all ranks. Otherwise samples
-            from the beginning of the order fill up.
+        drop_last: Leave the last samples out if too few for all ranks; else repeat samples from the
+            beginning of the order.
         group: Native group, or torch group on the backend ``mpidist``; the default group if None.
 
     Attributes:
-        epoch: The epoch that the position is in.
-        consumed: Samples of this epoch that all ranks together are done with, those that fill up
-            included.
+        epoch: The current epoch.
+        consumed: Samples of this epoch that all ranks together have done, repeated ones included.
 
     Raises:
-        ValueError: A rank that is none of the replicas, or a data set without samples.
+        ValueError: A rank out of range, or a data set without samples.
     """
 
     def __init__(
@@ -86,22 +84,22 @@ class ResumableSampler(Sampler[int]):
         )
 
     def __len__(self) -> int:
-        """Return how many samples of this epoch are left for this rank; the same on all ranks."""
+        """Return the number of samples left for this rank in this epoch; equal on all ranks."""
         return left(self.length, self.consumed, self.num_replicas, self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch.
 
-        The position stays if it is in this epoch already: after a load, the epoch goes on.
+        The position does not change if the epoch is the current one, so after a load it continues.
         """
         if epoch != self.epoch:
             self.epoch, self.consumed = epoch, 0
 
     def advance(self, samples: int) -> None:
-        """Count samples of this rank as done; each rank does as many.
+        """Count samples of this rank as done; all ranks pass the same number.
 
         Raises:
-            ValueError: Fewer are left for this rank in this epoch.
+            ValueError: Fewer samples are left for this rank in this epoch.
         """
         if not 0 <= samples <= len(self):
             raise ValueError(
@@ -113,7 +111,7 @@ class ResumableSampler(Sampler[int]):
         self.consumed += samples * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and what must be the same where it is loaded."""
+        """Return the position, and the settings that must be equal where it is loaded."""
         return {
             "epoch": self.epoch,
             "consumed": self.consumed,
@@ -126,7 +124,7 @@ class ResumableSampler(Sampler[int]):
         """Refuse a position in another order.
 
         Raises:
-            ValueError: What differs.
+            ValueError: A setting differs; names it.
         """
         own = self.state_dict()
         if not isinstance(state, Mapping) or set(state) != set(own):
@@ -142,10 +140,10 @@ class ResumableSampler(Sampler[int]):
                 )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a position, of any number of ranks.
+        """Load a position saved by any number of ranks.
 
         Raises:
-            ValueError: It is of another data set, seed or order.
+            ValueError: The position is of another data set, seed or order.
         """
         self.require_fits(state)
         self.epoch, self.consumed = int(state["epoch"]), int(state["consumed"])
@@ -160,7 +158,7 @@ class ResumableSampler(Sampler[int]):
 
 
 def left(length: int, consumed: int, replicas: int, drop_last: bool) -> int:
-    """Return how many samples each rank has before it, of a data set of ``length`` (pure)."""
+    """Return the number of samples left for each rank, of a data set of ``length`` (pure)."""
     rest = max(length - consumed, 0)
     return rest // replicas if drop_last else -(-rest // replicas)
 
@@ -168,11 +166,11 @@ def left(length: int, consumed: int, replicas: int, drop_last: bool) -> int:
 def share(
     order: Sequence[int], consumed: int, rank: int, replicas: int, drop_last: bool
 ) -> list[int]:
-    """Return the samples that one rank has before it (pure).
+    """Return the samples left for one rank (pure).
 
     Args:
-        order: Of all samples of the epoch.
-        consumed: How many of them are done.
+        order: All samples of the epoch.
+        consumed: Number of samples done.
     """
     each = left(len(order), consumed, replicas, drop_last)
     ahead = list(order[consumed : consumed + each * replicas])

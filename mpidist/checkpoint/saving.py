@@ -1,4 +1,4 @@
-"""Saving of checkpoints: every rank writes its files, then rank 0 commits; all succeed or all raise."""
+"""Saving of checkpoints: each rank writes its files, then rank 0 commits; all succeed or raise."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def save(
     Args:
         folder: For the run's checkpoints; made if missing.
         step: Number of steps so far, at least that of the last checkpoint.
-        model: Module, or ``DistributedDataParallel`` of mpidist or torch. Rank 0 writes the state of
-            the bare module.
+        model: Module, or ``DistributedDataParallel`` of mpidist or torch. Rank 0 writes the state
+            of the bare module.
         optimizer: torch optimizer, written by rank 0; or an ``OSS``, whose shards all ranks write.
         hook_state: ``PowerSGDState``, or an object with ``state_dict()`` and ``load_state_dict()``;
             each rank's is written.

@@ -1,4 +1,4 @@
-"""State of a training run: which part of it goes into which file, and how each part takes its state back.
+"""State of a training run: its files, and the objects that the state is loaded into.
 
 ``model.pt``: the bare module's, once. ``optimizer.pt``: an ordinary optimizer's, once.
 ``training.pt``: scheduler, scaler, sampler, buckets, the user's own data. ``rank-<r>-of-<W>.pt``: a
@@ -26,7 +26,7 @@ POWERSGD, STATE = "powersgd", "state"
 
 @dataclass(frozen=True)
 class Training:
-    """The objects of a run that have state; all but the model may be None."""
+    """Objects of a run that have state; all but the model may be None."""
 
     model: Any
     optimizer: Any = None
@@ -36,16 +36,16 @@ class Training:
     scaler: Any = None
 
     def asked(self) -> dict[str, Any]:
-        """Return the objects that may be None by the names of the arguments of ``save`` and ``load``."""
+        """Return the optional objects by their argument names in ``save`` and ``load``."""
         names = ("optimizer", "hook_state", "sampler", "scheduler", "scaler")
         return {name: getattr(self, name) for name in names}
 
     def is_sharded(self) -> bool:
-        """Say whether the optimizer's state is divided among the ranks."""
+        """Return whether the optimizer's state is divided among the ranks."""
         return hasattr(self.optimizer, "rank_local_state_dict")
 
     def is_powersgd(self) -> bool:
-        """Say whether the hook state is PowerSGD's, which has files of its own."""
+        """Return whether the hook state is PowerSGD's, which has files of its own."""
         return isinstance(self.hook_state, PowerSGDState)
 
     def require_usable(self, rank: int, world_size: int) -> None:
@@ -53,8 +53,8 @@ class Training:
 
         Raises:
             TypeError: An object of another class.
-            ValueError: A sharded optimizer over other ranks; PowerSGD's state without our data
-                parallelism.
+            ValueError: A sharded optimizer over other ranks; PowerSGD's state without mpidist's
+                DistributedDataParallel.
         """
         if not isinstance(model_state.bare(self.model), torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module; got {type(self.model).__name__}")
@@ -89,7 +89,7 @@ class Training:
             )
 
     def optimizer_class(self) -> str | None:
-        """Return the name of the class of optimizers that steps; None without one."""
+        """Return the class name of the optimizer that steps; None without an optimizer."""
         if self.optimizer is None:
             return None
         return type(self.optimizer.optim if self.is_sharded() else self.optimizer).__name__
@@ -97,7 +97,7 @@ class Training:
     # --- to files ---
 
     def contents(self, with_rng: bool) -> Contents:
-        """Return the kinds of state that there are; the same on all ranks."""
+        """Return the kinds of state of this run; equal on all ranks."""
         return Contents(
             optimizer=None if self.optimizer is None else SHARDS if self.is_sharded() else WHOLE,
             optimizer_class=self.optimizer_class(),
@@ -110,25 +110,25 @@ class Training:
         )
 
     def files(self, contents: Contents, extra: Any, rank: int, world_size: int) -> dict[str, Any]:
-        """Return what one rank writes, by file name.
+        """Return the content of one rank's files, by file name.
 
         Raises:
-            TypeError: Some state is no plain data.
+            TypeError: A state is not plain data.
         """
-        require_plain("extra", extra)  # on all ranks, though rank 0's is written
+        require_plain("extra", extra)  # checked on all ranks, written by rank 0
         if self.is_sharded() and hasattr(self.optimizer, "wait"):
-            self.optimizer.wait()  # parameters that a step is still bringing
-        made: dict[str, Any] = {}
+            self.optimizer.wait()  # for parameters in transit
+        content: dict[str, Any] = {}
         if rank == 0:
-            made[MODEL] = model_state.packed(model_state.bare(self.model).state_dict())
-            made[TRAINING] = self._shared(extra)
+            content[MODEL] = model_state.packed(model_state.bare(self.model).state_dict())
+            content[TRAINING] = self._shared(extra)
             if contents.optimizer == WHOLE:
-                made[OPTIMIZER] = self.optimizer.state_dict()
+                content[OPTIMIZER] = self.optimizer.state_dict()
         if manifest.has_rank_files(contents):
-            made[manifest.rank_file(rank, world_size)] = self._own(contents)
-        for name, value in made.items():
+            content[manifest.rank_file(rank, world_size)] = self._own(contents)
+        for name, value in content.items():
             require_plain(f"the content of {name}", value)
-        return made
+        return content
 
     def _shared(self, extra: Any) -> dict[str, Any]:
         wrapper = model_state.data_parallel(self.model)
@@ -151,17 +151,16 @@ class Training:
     # --- from files ---
 
     def require_held(self, contents: Contents) -> None:
-        """Refuse a checkpoint that lacks what is to be loaded, or holds it of another class.
+        """Refuse a checkpoint that lacks requested state, or has state of another class.
 
         Raises:
-            ValueError: What differs.
+            ValueError: Names the state.
         """
         lacking = manifest.not_held(contents, self.asked())
         if lacking:
             raise ValueError(
                 f"the checkpoint holds no state for {', '.join(lacking)}: it was saved without; "
-                "leave the argument away to begin "
-                "that part anew"
+                "omit the argument to start that part from its initial state"
             )
         own = self.optimizer_class()
         if own is not None and own != contents.optimizer_class:
@@ -177,16 +176,15 @@ class Training:
             )
 
     def require_fits(self, model: Any, shared: Any, whole: Any) -> None:
-        """Refuse state of another model, data set or optimizer, before any of it is taken.
+        """Refuse state of another model, data set or optimizer, before any of it is loaded.
 
         Args:
             model: Content of ``model.pt``.
             shared: Content of ``training.pt``.
-            whole: Content of ``optimizer.pt``, a merged state, or a rank's shard; None if there is
-                none.
+            whole: Content of ``optimizer.pt``, a merged state, or a rank's shard; or None.
 
         Raises:
-            ValueError: What differs.
+            ValueError: Names the difference.
         """
         model_state.require_fits(self.model, model)
         model_state.require_same_layouts(self.model, model)
@@ -200,15 +198,12 @@ class Training:
                     f"the checkpoint is of another model: its optimizer's groups hold {saved} "
                     f"parameters, this optimizer's {own}"
                 )
-            # torch itself takes state of any shape, and a step would meet it
+            # torch loads state of any shape, and only a later step would fail.
             if state_dict.is_known(self.optimizer):
                 state_dict.require_fits(whole, self.optimizer.param_groups, self.optimizer)
 
-    def take_shared(self, model: Any, shared: Mapping[str, Any]) -> None:
-        """Load the model and what is the same on all ranks beside the optimizer.
-
-        Communicates nothing.
-        """
+    def load_shared(self, model: Any, shared: Mapping[str, Any]) -> None:
+        """Load the model, scheduler, scaler and sampler. Communicates nothing."""
         model_state.bare(self.model).load_state_dict(model)
         for name in ("scheduler", "scaler", "sampler"):
             if getattr(self, name) is not None:
@@ -218,7 +213,7 @@ class Training:
         """Refuse buffers of another model.
 
         Raises:
-            ValueError: What differs.
+            ValueError: Names the difference.
         """
         text = (
             model_state.differences(model_state.buffers(self.model), buffers)
@@ -228,15 +223,18 @@ class Training:
         if text:
             raise ValueError(f"the checkpoint's own buffers of a rank are of another model: {text}")
 
-    def take_own_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Load buffers that are this rank's own. Communicates nothing."""
+    def load_own_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Load this rank's own buffers. Communicates nothing."""
         own = dict(model_state.bare(self.model).named_buffers())
         with torch.no_grad():
             for name, saved in buffers.items():
                 own[name].copy_(saved)
 
-    def take_powersgd(self, loaded: PowerSGDState) -> None:
-        """Give the hook's state object, which may be registered already, what was loaded; its group stays."""
+    def load_powersgd(self, loaded: PowerSGDState) -> None:
+        """Copy a loaded state into the hook's state object, which keeps its group.
+
+        The object may be registered with the module already.
+        """
         kept = {"process_group": self.hook_state.process_group, "_kept": {}}
         self.hook_state.__dict__.update({**loaded.__dict__, **kept})
 
@@ -246,7 +244,7 @@ OWN_NAMES = ("optimizer", "hook", "buffers", "rng")
 
 
 def require_names(file: str, held: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Require what a file holds by name.
+    """Require the names in a file's dict.
 
     Raises:
         ValueError: A name is missing.

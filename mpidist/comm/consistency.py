@@ -97,7 +97,7 @@ def raising_on_all(group: Any, where: str) -> Iterator[None]:
 
 @contextmanager
 def same_error_on_all(group: Any, kind: type[Exception], where: str) -> Iterator[None]:
-    """Raise an error of class ``kind`` with the same text on all ranks if the block has raised on any.
+    """Raise an error of class ``kind``, with one text, on all ranks if the block has raised on any.
 
     Collective: over the group, at the end of the block. The block must not communicate anything
     that a rank with an error would leave out.

@@ -1,4 +1,4 @@
-"""Checks of what owners of parameters answer to a ``DistributedOptimizer``. Pure."""
+"""Checks of the answers of parameters' owners to a ``DistributedOptimizer``. Pure."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from mpidist.optim.param_groups import settings_of
 from mpidist.rpc.rref import RRef
 from mpidist.rpc.worker import WorkerInfo
 
-_MAX_PARAMETERS = 1 << 24  # of one reference: the caller numbers them all
+_MAX_PARAMETERS = 1 << 24  # of one reference; the caller numbers them all
 
-Made = tuple[RRef[Any], list[list[int]], list[dict[str, Any]], dict[str, Any]]
+Construction = tuple[RRef[Any], list[list[int]], list[dict[str, Any]], dict[str, Any]]
 
 
-def made(worker: WorkerInfo, answer: Any, sizes: Sequence[int]) -> Made:
+def construction(worker: WorkerInfo, answer: Any, sizes: Sequence[int]) -> Construction:
     """Return an owner's answer to ``local.make``.
 
     Args:
         worker: The owner.
         answer: A reference to its optimizer, counts of parameters, settings of groups, defaults.
-        sizes: For each group, the number of references that it was given.
+        sizes: For each group, the number of references sent.
 
     Raises:
-        FrameError: It is of another form.
+        FrameError: The answer has another form.
     """
     if (
         type(answer) not in (tuple, list)
@@ -47,15 +47,15 @@ def made(worker: WorkerInfo, answer: Any, sizes: Sequence[int]) -> Made:
 
 
 def group(worker: WorkerInfo, answer: Any, size: int) -> tuple[list[int], dict[str, Any]]:
-    """Return an owner's answer to ``local.add_group``: counts of parameters, and the group's settings.
+    """Return an owner's answer to ``local.add_group``: counts of parameters, settings of the group.
 
     Args:
         worker: The owner.
-        answer: What came.
-        size: The number of references that it was given.
+        answer: The received value.
+        size: The number of references sent.
 
     Raises:
-        FrameError: It is of another form.
+        FrameError: The answer has another form.
     """
     if type(answer) not in (tuple, list) or len(answer) != 2:
         raise _refusal(worker, "a group")
@@ -71,15 +71,15 @@ def group(worker: WorkerInfo, answer: Any, size: int) -> tuple[list[int], dict[s
 
 
 def state(worker: WorkerInfo, answer: Any, count: int) -> dict[int, Any]:
-    """Return an owner's answer to ``local.state``: the state of its parameters, by their numbers there.
+    """Return an owner's answer to ``local.state``: the state of its parameters, by its own numbers.
 
     Args:
         worker: The owner.
-        answer: What came.
+        answer: The received value.
         count: The number of its parameters.
 
     Raises:
-        FrameError: It is of another form.
+        FrameError: The answer has another form.
     """
     if type(answer) is not dict or not all(
         type(number) is int and 0 <= number < count for number in answer

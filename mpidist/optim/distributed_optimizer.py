@@ -1,4 +1,4 @@
-"""Caller's side: an optimizer over parameters of several workers, each updated by its owner."""
+"""Distributed optimizer, caller's side: each parameter is updated by its owner, called by RPC."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from mpidist.rpc.worker import WorkerInfo
 
 @untraced
 class DistributedOptimizer(Optimizer):
-    """An optimizer over remote parameters: each owner has a local optimizer, driven by RPC.
+    """Optimizer over remote parameters: each owner has a local optimizer, called by RPC.
 
-    Gradients are those of a distributed autograd context and are given to ``step``; ``.grad`` of
-    the parameters stays as it is. Several trainers may optimize the same parameters, each with an
-    object of its own (and so with state of its own): on each worker their steps run one after the
-    other, in the order of arrival, which may differ between workers. A step counts as an in-place
-    change of the parameters: another trainer's backward pass that needs their old values raises.
+    ``step`` takes the gradients of a distributed autograd context; ``.grad`` of the parameters does
+    not change. Several trainers may optimize the same parameters, each with its own object and so
+    its own state. On each worker their steps run one after the other, in the order of arrival,
+    which may differ between workers. A step is an in-place change of the parameters: another
+    trainer's backward pass that needs their old values raises.
 
-    It is a ``torch.optim.Optimizer``, so torch's LR schedulers work on it: they write to
-    ``param_groups``, and the next ``step`` sends along what has changed.
+    torch's LR schedulers work on this ``torch.optim.Optimizer``: they write to ``param_groups``,
+    and the next ``step`` sends the changed settings.
 
-    Methods that call the owners call them at the same time, and wait until the last has answered.
+    Methods that call the owners call all at the same time, and wait for the last answer.
 
     Attributes:
         param_groups: As torch's; ``"params"`` are the references.
@@ -40,21 +40,20 @@ class DistributedOptimizer(Optimizer):
 
     Args:
         optimizer_class: A subclass of ``torch.optim.Optimizer``, or a key of
-            ``functional_optim_map``. The classes of that map are replaced by their functional form;
-            others work through ``.grad`` under a lock, and it is restored.
-        params_rref: References to parameters, or to modules, which stand for their
-            ``parameters()``; or a list of dicts with these as ``"params"`` and settings of their
-            own, as torch's.
+            ``functional_optim_map``. Classes in that map are replaced by their functional form;
+            others use ``.grad``, which is restored, under a lock.
+        params_rref: References to parameters, or to modules for all of their ``parameters()``; or
+            dicts with these as ``"params"`` and their own settings, as for torch.
         args: For the class, on each owner.
         kwargs: For the class, on each owner.
 
     Raises:
         TypeError: No optimizer class, one whose steps need a closure, or no references.
         ValueError: No parameters.
-        WorkerErrors: An owner could not make its optimizer: wrong arguments, a reference to
-            something else.
+        WorkerErrors: An owner could not make its optimizer: wrong arguments, or a reference to
+            another type.
 
-    Source: ``torch.distributed.optim.DistributedOptimizer``. Beyond it: ``state_dict``,
+    Source: ``torch.distributed.optim.DistributedOptimizer``. Additions: ``state_dict``,
     ``param_groups``, ``add_param_group``, ``clip_grad_norm_``, references to modules, all workers'
     errors in one.
     """
@@ -82,7 +81,7 @@ class DistributedOptimizer(Optimizer):
         self._layout: Layout[WorkerInfo] = Layout()
         self._optimizers: dict[WorkerInfo, Any] = {}
         self._sent: list[dict[str, Any]] = []
-        # torch's constructor takes tensors; this sets up an optimizer whose groups exist already.
+        # torch's constructor needs tensors; __setstate__ accepts groups of references.
         super().__setstate__({"defaults": {}, "state": {}, "param_groups": []})
         self._make_all(groups_of(params_rref))
 
@@ -98,8 +97,8 @@ class DistributedOptimizer(Optimizer):
             context_id: The distributed autograd context, after its backward pass.
 
         Raises:
-            RuntimeError: This worker knows no such context.
-            WorkerErrors: Some owners' steps failed; those of the others took place.
+            RuntimeError: This worker has no such context.
+            WorkerErrors: Some owners' steps failed; the other owners have stepped.
         """
         gradients.require_context(context_id)
         changes = self._changes()
@@ -118,21 +117,21 @@ class DistributedOptimizer(Optimizer):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
-        """Scale a context's gradients, so that the norm of all together is at most ``max_norm``.
+        """Scale a context's gradients such that their total norm is at most ``max_norm``.
 
-        One round of calls for the norms, and one for the scaling unless the norm is small enough.
+        One round of calls gets the norms; a second scales, if needed.
 
         Args:
             context_id: The distributed autograd context, after its backward pass.
             max_norm: The largest norm.
             norm_type: p of the p-norm; may be ``inf``.
-            error_if_nonfinite: Raise if the norm is infinite or no number; nothing is scaled then.
+            error_if_nonfinite: Raise, without scaling, if the norm is infinite or NaN.
 
         Returns:
-            The norm before, on the CPU.
+            The norm before scaling, on the CPU.
 
         Raises:
-            RuntimeError: No such context; a norm that ``error_if_nonfinite`` refuses.
+            RuntimeError: No such context, or a norm refused by ``error_if_nonfinite``.
             WorkerErrors: Owners' errors.
 
         Source: ``torch.nn.utils.clip_grad_norm_``.
@@ -162,20 +161,17 @@ class DistributedOptimizer(Optimizer):
         return total
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: each context has gradients of its own, which end with it.
-
-        Here so that training loops need no change.
-        """
+        """Do nothing; for compatibility with training loops. Gradients end with their context."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with settings of their own. Must not run beside a step of this object.
+        """Add parameters with their own settings. Must not run during a step of this object.
 
         Args:
             param_group: ``"params"`` are references to parameters or modules, or a single one.
 
         Raises:
             TypeError: No references.
-            WorkerErrors: An owner refused; the group is added nowhere then.
+            WorkerErrors: An owner refused; no owner then has the group.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
@@ -192,7 +188,7 @@ class DistributedOptimizer(Optimizer):
             if worker in self._optimizers
         }
         absent = {
-            worker: self._plan([(rrefs, settings)])
+            worker: self._make_arguments([(rrefs, settings)])
             for worker, rrefs in own.items()
             if worker not in self._optimizers
         }
@@ -206,20 +202,20 @@ class DistributedOptimizer(Optimizer):
             for worker, answer in added.items()
         }
         for worker, answer in made.items():
-            self._optimizers[worker], (counts,), (found,), _ = answers.made(
+            self._optimizers[worker], (counts,), (found,), _ = answers.construction(
                 worker, answer, [len(own[worker])]
             )
             added[worker] = counts, found
-        self._note_group(
+        self._append_group(
             group, {worker: counts for worker, (counts, _) in added.items()}, added[owners[0]][1]
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters, gathered from their owners, on the CPU.
 
-        The format is that of torch's optimizer of the same name over all parameters in the order of
-        the references (those of a module in the order of ``parameters()``), which can load it. So
-        can a DistributedOptimizer over references in the same order, whichever workers own them.
+        The format is that of torch's optimizer of the same name over all parameters, in the order
+        of the references (a module's in the order of ``parameters()``). That optimizer can load it,
+        and so can a DistributedOptimizer over references in the same order, for any owners.
 
         Raises:
             WorkerErrors: Owners' errors.
@@ -241,11 +237,11 @@ class DistributedOptimizer(Optimizer):
         """Load a state and send each owner its part.
 
         Args:
-            state_dict: What ``state_dict`` returned, here or of torch's optimizer of the same name.
+            state_dict: Of this class, or of torch's optimizer of the same name.
 
         Raises:
-            ValueError: Another number of groups, or of parameters in one; nothing is loaded then.
-            WorkerErrors: Owners' errors; the parts of the others are loaded.
+            ValueError: The number of groups, or of parameters in one, differs; nothing is loaded.
+            WorkerErrors: Owners' errors; the other owners have loaded their parts.
         """
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
@@ -288,10 +284,10 @@ class DistributedOptimizer(Optimizer):
             for worker in dict.fromkeys(rref.owner() for rref in group["params"]):
                 rrefs = [rref for rref in group["params"] if rref.owner() == worker]
                 own.setdefault(worker, []).append((rrefs, settings_of(group)))
-        calls = {worker: self._plan(parts) for worker, parts in own.items()}
+        calls = {worker: self._make_arguments(parts) for worker, parts in own.items()}
         made = call_all(f"DistributedOptimizer({self._recipe[0]!r})", local.make, calls)
         made = {
-            worker: answers.made(worker, answer, [len(rrefs) for rrefs, _ in own[worker]])
+            worker: answers.construction(worker, answer, [len(rrefs) for rrefs, _ in own[worker]])
             for worker, answer in made.items()
         }
         self._optimizers = {worker: answer[0] for worker, answer in made.items()}
@@ -301,7 +297,7 @@ class DistributedOptimizer(Optimizer):
         for group in groups:
             owners = dict.fromkeys(rref.owner() for rref in group["params"])
             found = {worker: next(settings[worker]) for worker in owners}
-            self._note_group(
+            self._append_group(
                 group,
                 {worker: next(counts[worker]) for worker in owners},
                 next(iter(found.values()), {}),
@@ -311,11 +307,11 @@ class DistributedOptimizer(Optimizer):
                 "optimizer got an empty parameter list: the modules have no parameters"
             )
 
-    def _plan(self, parts: list[Group]) -> tuple[Any, ...]:
+    def _make_arguments(self, parts: list[Group]) -> tuple[Any, ...]:
         named, is_functional, args, kwargs = self._recipe
         return named, is_functional, parts, args, kwargs
 
-    def _note_group(
+    def _append_group(
         self,
         group: dict[str, Any],
         counts: Mapping[WorkerInfo, list[int]],
@@ -326,7 +322,7 @@ class DistributedOptimizer(Optimizer):
         self._sent.append(snapshot(settings_of(self.param_groups[-1])))
 
     def _changes(self) -> dict[int, dict[str, Any]]:
-        """Return what has changed in each group since its owners were told."""
+        """Return each group's settings that changed since they were sent to its owners."""
         found = {}
         for number, (group, sent) in enumerate(zip(self.param_groups, self._sent, strict=True)):
             new = {

@@ -1,6 +1,8 @@
-"""Memory that torch's fused kernels go through: a CPU tensor's from its first element on, as many as the parameter has.
+"""Checks and layouts for torch's fused CPU kernels.
 
-The kernels check neither shapes nor strides of gradients and state, so whoever calls them does.
+A fused kernel processes as many elements of each tensor as the parameter has, from its first
+element on in memory. The kernels check neither shapes nor strides of gradients and state, so the
+caller must.
 """
 
 from __future__ import annotations
@@ -14,17 +16,17 @@ Tensor = torch.Tensor
 
 
 def is_dense(parameter: Tensor) -> bool:
-    """Say whether a CPU tensor's elements fill its memory, each in a place of its own; True elsewhere."""
+    """Return whether a tensor is non-overlapping and dense; True for devices other than the CPU."""
     return parameter.device.type != "cpu" or bool(
         torch.ops.aten.is_non_overlapping_and_dense(parameter)
     )
 
 
 def require_dense(group: Mapping[str, Any]) -> None:
-    """Check the parameters of a group whose steps the fused kernel takes.
+    """Check the parameters of a group with a fused kernel.
 
     Raises:
-        ValueError: One's elements do not fill its memory.
+        ValueError: A parameter is not non-overlapping and dense.
     """
     if not all(map(is_dense, group["params"])):
         raise ValueError(
@@ -34,7 +36,7 @@ def require_dense(group: Mapping[str, Any]) -> None:
 
 
 def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a value with a parameter's strides; itself if it has them, is not strided or of another shape."""
+    """Return a value with a parameter's strides: a copy if only the strides differ."""
     if (
         value.layout is not torch.strided
         or value.stride() == parameter.stride()
@@ -48,11 +50,10 @@ def require_state(name: str, value: Tensor, parameter: Tensor, *, present: Any =
     """Check a tensor of a state that a fused kernel may take.
 
     Args:
-        name: Its name; ``step`` has one element.
+        name: The state's name; ``step`` has one element, others the parameter's shape.
         value: The tensor.
-        parameter: All others have this parameter's shape.
-        present: What the optimizer has under that name; as its own code made it, its shape is
-            right, too.
+        parameter: The parameter.
+        present: The optimizer's own value of that name, if any; its shape is valid as well.
 
     Raises:
         ValueError: Another shape, or a layout that is not strided.

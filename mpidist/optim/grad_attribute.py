@@ -1,4 +1,4 @@
-"""Functional form of any optimizer: gradients pass through ``.grad`` for the time of a step."""
+"""Functional form of any optimizer: ``.grad`` holds the given gradients during a step."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Tensor = torch.Tensor
 
 
 class GradAttributeOptimizer:
-    """An optimizer whose ``step`` takes gradients, over one that reads ``.grad``.
+    """Optimizer with gradients as arguments of ``step``, over one that reads ``.grad``.
 
-    The parameters are its own, as some optimizers know them by identity or by attributes. ``.grad``
-    is restored after each step. A backward pass outside of distributed autograd that writes
-    ``.grad`` meanwhile is not excluded.
+    The wrapped optimizer gets the parameters themselves, because some optimizers use their identity
+    or attributes. ``.grad`` is restored after each step. A backward pass outside distributed
+    autograd may still write ``.grad`` during a step.
 
     Attributes:
-        locks: Held during a step, and shared with all optimizers that have one of these parameters.
+        locks: Held during a step; shared with all optimizers of one of these parameters.
 
     Args:
         optimizer_class: A subclass of ``torch.optim.Optimizer``.
-        params: As that takes them; further arguments, too.
+        params: For ``optimizer_class``, like the further arguments.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class GradAttributeOptimizer:
             gradients: One for each parameter; for None its ``.grad`` is None during the step.
 
         Raises:
-            ValueError: Another number of gradients; the fused kernel, and a parameter whose
-                elements do not fill its memory.
+            ValueError: Another number of gradients, or a fused kernel and a parameter that is not
+                non-overlapping and dense.
         """
         parameters = self.parameters
         with self.locks:
@@ -75,12 +75,12 @@ class GradAttributeOptimizer:
                     parameter.grad = gradient
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with settings of their own."""
+        """Add parameters with their own settings."""
         self._optimizer.add_param_group(param_group)
         self.locks.add(self.parameters)
 
     def remove_last_group(self) -> None:
-        """Remove the group that was added last, and its state."""
+        """Remove the last added group and its state."""
         with self.locks:
             for parameter in self.param_groups.pop()["params"]:
                 self._optimizer.state.pop(parameter, None)
@@ -95,7 +95,7 @@ class GradAttributeOptimizer:
             self._optimizer.load_state_dict(state_dict)
 
     def _lay_out(self) -> None:
-        """Give gradients and state that a fused kernel takes their parameter's strides."""
+        """Copy gradients and state for fused kernels to their parameter's strides."""
         for group in self.param_groups:
             if not group.get("fused"):
                 continue

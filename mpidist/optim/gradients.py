@@ -15,8 +15,8 @@ def require_context(context_id: int) -> None:
     """Refuse an unknown context.
 
     Raises:
-        TypeError: No number of a context.
-        RuntimeError: This worker knows no such context, or no more.
+        TypeError: ``context_id`` is no int.
+        RuntimeError: This worker has no such context.
     """
     if type(context_id) is not int:
         raise TypeError(
@@ -26,7 +26,7 @@ def require_context(context_id: int) -> None:
 
 
 def of_context(context_id: int) -> dict[Tensor, Tensor]:
-    """Return the gradients that a context holds on this worker, by parameter.
+    """Return a context's gradients on this worker, by parameter.
 
     Raises:
         RuntimeError: No such context here.
@@ -38,7 +38,7 @@ def of_parameters(context_id: int, parameters: Sequence[Tensor]) -> list[Tensor 
     """Return a context's gradient of each parameter; None if it has none.
 
     Raises:
-        TypeError: No number of a context.
+        TypeError: ``context_id`` is no int.
         RuntimeError: No such context here.
     """
     if type(context_id) is not int:
@@ -51,7 +51,7 @@ def of_parameters(context_id: int, parameters: Sequence[Tensor]) -> list[Tensor 
 def norms(gradients: Sequence[Tensor | None], norm_type: float) -> Tensor:
     """Return the norm of each gradient that is not None, in one tensor on the CPU.
 
-    Rows that occur twice in a sparse gradient are added up first.
+    Rows that occur twice in a sparse gradient are summed first.
     """
     present = [_values(gradient) for gradient in gradients if gradient is not None]
     if not present:

@@ -1,8 +1,8 @@
-"""Parameters of all workers in one order, for a distributed optimizer's state; pure.
+"""Numbering of a distributed optimizer's parameters over all workers, for its state; pure.
 
-Parameters are numbered group by group, reference by reference, and within a module as its
-``parameters()`` come: as torch's optimizer would number them in one process. A worker's own
-optimizer numbers those that it owns in the same order.
+Parameters are numbered group by group, reference by reference, and within a module in the order of
+``parameters()``, as torch's optimizer would number them in one process. Each worker's optimizer
+numbers the parameters that it owns in the same order.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ Worker = TypeVar("Worker")
 
 
 class Layout(Generic[Worker]):
-    """Who owns which parameters.
+    """Owners of the parameters of each group.
 
     Attributes:
-        groups: For each group, the owner of each reference and how many parameters it stands for.
+        groups: For each group, the owner of each reference and its number of parameters.
     """
 
     def __init__(self) -> None:
@@ -27,18 +27,18 @@ class Layout(Generic[Worker]):
         """Add a group.
 
         Args:
-            owners: Of each reference.
-            counts: For each owner, how many parameters each of its references stands for.
+            owners: The owner of each reference.
+            counts: For each owner, the number of parameters of each of its references.
         """
         left = {owner: iter(found) for owner, found in counts.items()}
         self.groups.append([(owner, next(left[owner])) for owner in owners])
 
     def size(self, group: int) -> int:
-        """Return how many parameters a group has."""
+        """Return the number of parameters in a group."""
         return sum(count for _, count in self.groups[group])
 
     def groups_of(self, worker: Worker) -> list[int]:
-        """Return the groups in which a worker owns something: those of its own optimizer."""
+        """Return the groups in which a worker owns parameters: those of its own optimizer."""
         return [
             number
             for number, group in enumerate(self.groups)
@@ -66,7 +66,7 @@ class Layout(Generic[Worker]):
         return found
 
     def gather(self, states: Mapping[Worker, Mapping[int, Any]]) -> dict[int, Any]:
-        """Return the state of all parameters by number, from each worker's by the number there."""
+        """Return the state of all parameters by number, from each worker's by its own numbers."""
         state: dict[int, Any] = {}
         for worker, own in states.items():
             numbers = [number for group in self.numbers_of(worker) for number in group]
@@ -76,7 +76,7 @@ class Layout(Generic[Worker]):
     def scatter(
         self, state: Mapping[int, Any], workers: Iterable[Worker]
     ) -> dict[Worker, dict[int, Any]]:
-        """Return the state for each worker; undoes ``gather``."""
+        """Return each worker's part of the state; inverse of ``gather``."""
         found = {}
         for worker in workers:
             numbers = [number for group in self.numbers_of(worker) for number in group]

@@ -1,4 +1,4 @@
-"""State and settings that messages bring to an optimizer, checked and copied before the optimizer has them."""
+"""State and settings from messages: checked and copied before an optimizer loads them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 
 from mpidist.optim import fused
 
-# They choose the kernels. Constructors check them together with the other arguments; a later change
-# passes that by.
+# Settings that choose kernels. Constructors check them together with the other arguments; later
+# changes are not checked by torch.
 SWITCHES = ("fused", "foreach", "capturable", "differentiable")
 
-# Parameters' sizes that a state may take beyond its message: no optimizer of torch has as many
-# tensors for one.
+# Most bytes of a state beyond its message, in units of the parameters' bytes. No optimizer of torch
+# has as many tensors for one parameter.
 _MOST_COPIES = 16
 
 
 def require_switches(settings: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Check that settings switch no other kernels on than the owner's group has.
+    """Refuse settings that enable kernels which the owner's group does not use.
 
     Args:
-        settings: Of a message.
-        present: The group's, or the optimizer's defaults for a new group.
+        settings: Received settings.
+        present: The group's settings, or the optimizer's defaults for a new group.
 
     Raises:
-        ValueError: They do.
+        ValueError: A setting enables other kernels.
     """
     for name in SWITCHES:
         value, own = settings.get(name), present.get(name)
@@ -45,20 +45,20 @@ def checked(
     is_fused: Sequence[bool],
     present: Mapping[int, Mapping[str, Any]],
 ) -> dict[int, dict[str, Any]]:
-    """Return a copy of a state whose tensors have memory of their own, with their parameter's strides if of its shape.
+    """Return a copy of a state with memory of its own.
 
-    Steps without fused kernels check shapes themselves; so for fused ones alone are the shapes
-    checked here.
+    Copies of a parameter's shape also have its strides. Only fused kernels need a check of shapes:
+    other steps check them.
 
     Args:
-        state: Of each parameter, by its number.
+        state: The state of each parameter, by number.
         parameters: By number.
         is_fused: For each parameter, whether its group has ``fused``.
         present: The optimizer's own state, by number.
 
     Raises:
-        ValueError: A tensor of another shape than a fused kernel takes; tensors that need much more
-            memory than they came in.
+        ValueError: A tensor of another shape than a fused kernel takes, or tensors that need much
+            more memory than their message.
     """
     for number, values in state.items():
         if is_fused[number]:
@@ -76,7 +76,7 @@ def checked(
 def _require_bounded(
     state: Mapping[int, Mapping[str, Any]], parameters: Sequence[torch.Tensor]
 ) -> None:
-    """Refuse tensors of few bytes and many elements, which a copy would give memory for each."""
+    """Refuse tensors with more elements than memory (strides of 0), which a copy would expand."""
     needed, allowance = 0, sum(_MOST_COPIES * _bytes(parameters[number]) for number in state)
     storages = {}
     for value in _tensors(state):

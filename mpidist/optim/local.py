@@ -1,12 +1,12 @@
-"""Owner's side of ``DistributedOptimizer``: the functions that its messages name.
+"""Owner's side of ``DistributedOptimizer``: the functions that its messages call.
 
-A worker with a list of what may be called here (``init_rpc(..., allowed=[...])``) allows them all
-by the one entry ``"mpidist.optim.local"``. The optimizers of ``mpidist.optim.functional`` go by a
-string; all other classes must be in the list, too.
+A worker with an allowlist (``init_rpc(..., allowed=[...])``) allows them all by the entry
+``"mpidist.optim.local"``. Messages name the optimizers of ``mpidist.optim.functional`` by strings;
+the allowlist must also contain any other class.
 
-Each function checks what it is given (``local_optimizer``): exact references to values of this
-worker, numbers, settings by name. A trainer updates the parameters and the optimizers that it has
-references to; no name in a message leads to an attribute.
+Each function checks its arguments (``local_optimizer``): exact references to values of this worker,
+numbers, settings by name. A trainer can update only parameters and optimizers that it has
+references to. No name in a message is used as an attribute.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ def make(named: Any, is_functional: bool, groups: Any, args: Any, kwargs: Any) -
 
     Args:
         named: A class, or the name of one in ``mpidist.optim.functional``.
-        is_functional: Its ``step`` takes gradients.
-        groups: Of references owned here, each with settings.
+        is_functional: The class's ``step`` takes gradients.
+        groups: Lists of references owned here, each with settings.
         args: The class's further arguments.
         kwargs: The class's further arguments.
 
     Returns:
-        A reference to it; for each group, how many parameters each reference stands for; the
-        settings of each group; the class's defaults.
+        A reference to the optimizer; for each group, the number of parameters of each reference;
+        the settings of each group; the class's defaults.
 
     Raises:
-        TypeError: A reference to something else, or arguments that the class does not take.
-        MpidistError: This worker's list has no such class.
-        Exception: What the class raises.
+        TypeError: A reference to another type, or arguments that the class does not take.
+        MpidistError: The class is not in this worker's allowlist.
+        Exception: An error of the class.
     """
     local = LocalOptimizer(named, is_functional, groups, args, kwargs)
     return (
@@ -50,14 +50,14 @@ def make(named: Any, is_functional: bool, groups: Any, args: Any, kwargs: Any) -
 
 
 def add_group(optimizer: Any, references: Any, settings: Any) -> Any:
-    """Add a group; return how many parameters each reference has, and the group's settings."""
+    """Add a group; return the number of parameters of each reference, and the group's settings."""
     local = local_optimizer.of(optimizer)
     local.add(references, settings)
     return local.counts[-1], local.settings()[-1]
 
 
 def remove_group(optimizer: Any) -> None:
-    """Remove the group that was added last, as another worker could not add its part."""
+    """Remove the last added group, after another worker could not add its part."""
     local_optimizer.of(optimizer).remove_last()
 
 
@@ -68,8 +68,8 @@ def step(optimizer: Any, context_id: int, changes: Any) -> None:
 
     Args:
         optimizer: The reference to this worker's optimizer.
-        context_id: The context; parameters without a gradient in it are left alone.
-        changes: Settings that have changed since the last step, by the group's number here.
+        context_id: The context; parameters without a gradient in it do not change.
+        changes: Settings that changed since the last step, by this worker's group numbers.
     """
     local = local_optimizer.of(optimizer)
     found = gradients.of_parameters(context_id, local.parameters)
@@ -78,7 +78,7 @@ def step(optimizer: Any, context_id: int, changes: Any) -> None:
 
 
 def state(optimizer: Any) -> dict[int, Any]:
-    """Return a copy of each parameter's state, on the CPU, by the parameter's number here."""
+    """Return a copy of each parameter's state on the CPU, by this worker's numbers."""
     local = local_optimizer.of(optimizer)
     locks = getattr(local.optimizer, "locks", None)
     if locks is None:
@@ -88,12 +88,12 @@ def state(optimizer: Any) -> dict[int, Any]:
 
 
 def load_state(optimizer: Any, state: Any, settings: Any) -> None:
-    """Load each parameter's state, by its number here, and each group's settings."""
+    """Load each parameter's state, by this worker's numbers, and each group's settings."""
     local_optimizer.of(optimizer).load(state, settings)
 
 
 def gradient_norms(optimizer: Any, context_id: int, norm_type: float) -> torch.Tensor:
-    """Return the norm of each parameter's gradient, of those that have one in a context."""
+    """Return the norms of the parameters' gradients in a context."""
     found = gradients.of_parameters(context_id, local_optimizer.of(optimizer).parameters)
     return gradients.norms(found, _number(norm_type))
 

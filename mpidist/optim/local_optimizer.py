@@ -1,6 +1,6 @@
-"""Local optimizer of the parameters that one worker owns, as its trainers' messages have it made and changed.
+"""Local optimizer of the parameters that one worker owns; trainers make and change it by messages.
 
-What messages bring is checked before it is used, with or without a list of what may be called here.
+Values from messages are checked before use, with or without an allowlist.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ from mpidist.optim.grad_attribute import GradAttributeOptimizer
 from mpidist.rpc import current
 from mpidist.rpc.rref import RRef
 
-# references, and the settings that were given for them
+# References and their settings.
 Group = tuple[Sequence[Any], dict[str, Any]]
 
-_OF_A_GROUP = ("params", "param_names")  # what is no setting
+_NO_SETTINGS = ("params", "param_names")  # keys of a group
 
 
 class LocalOptimizer:
-    """An optimizer, and the parameters in the order of its groups.
+    """Optimizer with its parameters in the order of its groups.
 
     Attributes:
-        parameters: Those of this worker.
-        counts: For each group, how many parameters each reference stands for.
+        parameters: This worker's.
+        counts: For each group, the number of parameters of each reference.
         optimizer: The optimizer itself.
 
     Raises:
-        TypeError: An argument of another type; a reference to something else, or to a value of
-            another worker.
-        MpidistError: This worker's list has no such class.
-        Exception: What the class raises.
+        TypeError: An argument of another type, or a reference to another type or worker.
+        MpidistError: The class is not in this worker's allowlist.
+        Exception: An error of the class.
     """
 
     def __init__(self, named: Any, is_functional: Any, groups: Any, args: Any, kwargs: Any) -> None:
@@ -52,11 +51,10 @@ class LocalOptimizer:
         _require_names(kwargs)
         self.counts: list[list[int]] = []
         self.parameters: list[torch.Tensor] = []
-        made = [self._take(*_parts(group)) for group in groups]
-        # A functional optimizer of a user's may take no groups; torch's take no empty list of
-        # parameters.
-        is_plain = len(made) == 1 and not groups[0][1] and self.parameters
-        params: Any = made[0]["params"] if is_plain else made
+        taken = [self._take(*_parts(group)) for group in groups]
+        # A user's functional optimizer may not accept groups; torch's do not accept an empty list.
+        is_plain = len(taken) == 1 and not groups[0][1] and self.parameters
+        params: Any = taken[0]["params"] if is_plain else taken
         self.optimizer = (
             make(params, *args, **kwargs)
             if is_functional
@@ -67,7 +65,7 @@ class LocalOptimizer:
         """Add a group.
 
         Raises:
-            ValueError: Settings that switch other kernels on than the optimizer was made with.
+            ValueError: Settings that enable kernels which the optimizer does not use.
         """
         _, given = _parts((references, settings))
         loaded_state.require_switches(given, getattr(self.optimizer, "defaults", {}))
@@ -79,10 +77,10 @@ class LocalOptimizer:
             raise
 
     def remove_last(self) -> None:
-        """Remove the group that was added last, which no step has used yet; the first stays.
+        """Remove the last added group, before any step has used it.
 
         Raises:
-            ValueError: There is no other.
+            ValueError: Only the first group is left.
         """
         if len(self.counts) < 2:
             raise ValueError("an optimizer keeps its first group of parameters")
@@ -95,19 +93,16 @@ class LocalOptimizer:
         if groups is None:
             return [{} for _ in self.counts]
         return [
-            {key: value for key, value in group.items() if key not in _OF_A_GROUP}
+            {key: value for key, value in group.items() if key not in _NO_SETTINGS}
             for group in groups
         ]
 
     def change(self, changes: Any) -> None:
-        """Change settings of groups, by number: of all of them or of none.
-
-        Schedulers add settings of their own; parameters are none.
+        """Change settings of groups, by number: all or none. Schedulers may add settings.
 
         Raises:
             TypeError: No settings by number.
-            ValueError: There is no such group; settings that switch other kernels on than the group
-                has.
+            ValueError: No such group, or settings that enable kernels which the group does not use.
         """
         if type(changes) is not dict:
             raise TypeError(f"settings are changed by a dict; got a {type(changes).__name__}")
@@ -125,13 +120,12 @@ class LocalOptimizer:
             groups[number].update(settings)
 
     def load(self, state: Any, settings: Any) -> None:
-        """Load each parameter's state, by its number here, and each group's settings.
+        """Load each parameter's state, by this worker's numbers, and each group's settings.
 
         Raises:
             TypeError: No state by number, or no settings.
-            ValueError: Another number of groups, a parameter that there is not, a state that the
-                fused kernel does not take, settings that switch other kernels on than the group
-                has.
+            ValueError: Another number of groups, no such parameter, a state that the fused kernel
+                does not take, or settings that enable kernels which the group does not use.
         """
         if type(state) is not dict or type(settings) not in (list, tuple):
             raise TypeError("a state is a dict, and settings of groups are a list")
@@ -159,10 +153,10 @@ class LocalOptimizer:
         load({"state": values, "param_groups": groups})
 
     def own(self, name: str) -> Any:
-        """Return an attribute of the optimizer that not all functional ones have. No message brings the name.
+        """Return an attribute that a functional optimizer may lack. No message gives the name.
 
         Raises:
-            TypeError: It has none.
+            TypeError: The optimizer has no such attribute.
         """
         if not hasattr(self.optimizer, name):
             raise TypeError(
@@ -183,10 +177,10 @@ class LocalOptimizer:
 
 
 def of(reference: Any) -> LocalOptimizer:
-    """Return the optimizer that a reference is to.
+    """Return the optimizer of a reference.
 
     Raises:
-        TypeError: It is to something else.
+        TypeError: The reference is to another type.
     """
     value = _owned(reference)
     if type(value) is not LocalOptimizer:
@@ -219,7 +213,7 @@ def _parameters_of(reference: Any) -> list[torch.Tensor]:
 
 
 def _optimizer_class(named: Any, is_functional: bool) -> Any:
-    """Return the class or function that makes the optimizer: this library's of a name, or one of the list."""
+    """Return the class or function that makes the optimizer: by name, or from the allowlist."""
     if type(named) is str and is_functional:
         return registry.resolve(named)
     is_class = isinstance(named, type)
@@ -254,7 +248,7 @@ def _parts(group: Any) -> tuple[Sequence[Any], dict[str, Any]]:
 
 def _require_settings(settings: Any) -> None:
     _require_names(settings)
-    for key in _OF_A_GROUP:
+    for key in _NO_SETTINGS:
         if key in settings:
             raise TypeError(f"{key!r} is no setting of a group of parameters")
 

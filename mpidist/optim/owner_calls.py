@@ -17,11 +17,11 @@ def start_all(
 ) -> tuple[dict[WorkerInfo, Any], dict[WorkerInfo, BaseException]]:
     """Call a function on workers at the same time.
 
-    Blocks: until the last has answered or failed.
+    Blocks: until the last worker has answered or failed.
 
     Args:
-        function: What runs there.
-        calls: Its arguments, by worker.
+        function: The function to run on the workers.
+        calls: The arguments, by worker.
 
     Returns:
         Results and errors, by worker.
@@ -32,7 +32,7 @@ def start_all(
     for worker, arguments in calls.items():
         try:
             futures[worker] = api.rpc_async(worker, function, args=arguments)
-        except Exception as error:  # it cannot be sent
+        except Exception as error:  # the call cannot be sent
             errors[worker] = error
     for worker, future in futures.items():
         try:
@@ -45,10 +45,10 @@ def start_all(
 def call_all(operation: str, function: Callable[..., Any], calls: Calls) -> dict[WorkerInfo, Any]:
     """Call a function on workers at the same time; return the results.
 
-    Blocks: until the last has answered or failed.
+    Blocks: until the last worker has answered or failed.
 
     Raises:
-        WorkerErrors: Some raised, with the error of each.
+        WorkerErrors: Some workers raised; holds their errors.
     """
     results, errors = start_all(function, calls)
     raise_for(operation, errors, len(calls))
@@ -56,7 +56,7 @@ def call_all(operation: str, function: Callable[..., Any], calls: Calls) -> dict
 
 
 def raise_for(operation: str, errors: Mapping[WorkerInfo, BaseException], of: int) -> None:
-    """Raise one exception for the errors of some workers, if there are any."""
+    """Raise one exception for the errors of workers, if any."""
     if not errors:
         return
     texts = (

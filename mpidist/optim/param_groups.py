@@ -1,4 +1,4 @@
-"""Parameter groups of references: reading them as torch reads groups of tensors; their settings."""
+"""Parameter groups of references, read as torch reads groups of tensors, and their settings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mpidist.rpc.rref import RRef
 
 
 def groups_of(params: Any) -> list[dict[str, Any]]:
-    """Return the groups that a constructor was given, with lists of references.
+    """Return a constructor's groups, with lists of references.
 
     Args:
         params: References, or dicts with references as ``"params"``; the dicts are not changed.
 
     Raises:
-        TypeError: Something else than references.
-        ValueError: No references, in all or in one group.
+        TypeError: A parameter is no reference.
+        ValueError: No references at all, or none in a group.
     """
     if isinstance(params, (RRef, torch.Tensor)):
         raise TypeError(
@@ -53,8 +53,8 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def snapshot(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy that later changes of the settings do not reach."""
-    # A scheduler changes a learning rate that is a tensor in place.
+    """Return a copy of settings."""
+    # A scheduler changes a learning rate that is a tensor in place, so tensors are cloned.
     return {
         key: value.clone() if isinstance(value, torch.Tensor) else value
         for key, value in settings.items()
@@ -62,7 +62,7 @@ def snapshot(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same(value: Any, sent: Any) -> bool:
-    """Say whether two settings are equal."""
+    """Return whether two settings are equal."""
     if isinstance(value, torch.Tensor) or isinstance(sent, torch.Tensor):
         return (
             isinstance(value, torch.Tensor)

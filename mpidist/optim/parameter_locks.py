@@ -1,4 +1,4 @@
-"""Locks of parameters: optimizers that share one step in turn, all others at the same time."""
+"""Locks of parameters: optimizers that share a parameter step in turn, others concurrently."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 _registering = threading.Lock()
 _serials = itertools.count()
-_locks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by parameter, as long as it lives
+_locks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by parameter
 
 
 class SerialLock:
-    """Mutual exclusion with a place in the order in which locks are acquired."""
+    """Lock with a serial number; locks are acquired in the order of these numbers."""
 
     __slots__ = ("lock", "serial")
 
@@ -25,10 +25,10 @@ class SerialLock:
 
 
 class ParameterLocks:
-    """The locks of one optimizer's parameters.
+    """Locks of one optimizer's parameters.
 
-    A parameter belongs to one lock from its first optimizer on. The parameters that are new with an
-    optimizer share one new lock, so that an optimizer usually has a single one.
+    A parameter gets its lock with its first optimizer. All parameters that are new with an
+    optimizer share one new lock, so an optimizer usually has a single lock.
     """
 
     def __init__(self) -> None:
@@ -49,13 +49,12 @@ class ParameterLocks:
     def __enter__(self) -> None:
         """Exclude the steps of all optimizers that share one of these parameters.
 
-        Blocks: until those under way have ended. All acquire by serial number, so that none waits
-        in a circle.
+        Blocks: until steps in progress have ended. The order of serial numbers prevents deadlock.
         """
         for lock in self._held:
             lock.lock.acquire()
 
     def __exit__(self, *error: object) -> None:
-        """Admit them again."""
+        """Release the locks."""
         for lock in self._held:
             lock.lock.release()

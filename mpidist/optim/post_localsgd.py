@@ -1,4 +1,4 @@
-"""``PostLocalSGDOptimizer``: an optimizer with a model averager behind each of its steps."""
+"""Post-local SGD: an optimizer that runs a model averager after each of its steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
-    """Step with a local optimizer, then let a model averager average the parameters if it is time.
+    """Local optimizer whose parameters a model averager averages after its steps, periodically.
 
     The averager's count of steps is part of ``state_dict``, as ``"step"``, so that a resumed run
     does not warm up again.
@@ -23,8 +23,8 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         TypeError: ``optim`` is no optimizer, or ``averager`` has no ``average_parameters``.
 
     Source:
-        ``torch.distributed.optim.PostLocalSGDOptimizer``, whose names and meanings these are.
-        Unlike there ``step`` takes a closure.
+        ``torch.distributed.optim.PostLocalSGDOptimizer``, with the same names and meanings.
+        Addition: ``step`` takes a closure.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:
@@ -50,11 +50,11 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         return repr(self.optim)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the local optimizer's, with the averager's step."""
+        """Return the local optimizer's state, with the averager's step."""
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load both; without a ``"step"`` the averager starts at 0, with a warning."""
+        """Load the state; without a ``"step"`` the averager starts at 0, with a warning."""
         self.optim.load_state_dict(
             {name: value for name, value in state_dict.items() if name != "step"}
         )
@@ -65,10 +65,12 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
             )
         self.averager.step = state_dict.get("step", 0)
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step, then average if it is time.
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """Step the local optimizer, then call the averager.
 
-        Collective: where it is time, over the averager's group.
+        Collective: over the averager's group, in the steps in which the averager averages.
         """
         loss = self.optim.step(closure)
         self.averager.average_parameters(self.param_groups)

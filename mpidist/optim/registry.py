@@ -1,4 +1,4 @@
-"""Register of functional optimizers, which ``DistributedOptimizer`` uses in place of torch's."""
+"""Registry of functional optimizers, which ``DistributedOptimizer`` uses in place of torch's."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ _NAMES = {functional.__name__: functional for functional in functional_optim_map
 
 
 def register_functional_optim(key: Any, optim: Any) -> None:
-    """Register a functional optimizer; a key that is registered stays as it is.
+    """Register a functional optimizer; a registered key does not change.
 
-    Only the callers of ``DistributedOptimizer`` need to register it: the class goes along to the
+    Only callers of ``DistributedOptimizer`` need to register: messages carry the class to the
     parameters' owners, which must be able to import it.
 
     Args:
-        key: What users give ``DistributedOptimizer`` as ``optimizer_class``; need not be a class.
+        key: ``optimizer_class`` of ``DistributedOptimizer``; need not be a class.
         optim: Called on each owner with its parameters, a list, and the optimizer's other
-            arguments; the result has ``step(gradients)``, with one gradient a parameter or None.
-            ``param_groups``, ``add_param_group``, ``state_dict`` and ``load_state_dict``, in
-            torch's format, are used if present.
+            arguments. The result has ``step(gradients)``, with a gradient or None for each
+            parameter; ``param_groups``, ``add_param_group``, ``state_dict`` and
+            ``load_state_dict``, in torch's format, are used if present.
     """
     functional_optim_map.setdefault(key, optim)
 
 
 def name_or_class(functional: Any) -> Any:
-    """Return how a message names an optimizer: this library's by strings, which need no pickle."""
+    """Return an optimizer's name in messages: a string for this library's, else the class."""
     name = getattr(functional, "__name__", "")
     return name if _NAMES.get(name) is functional else functional
 
 
 def resolve(named: Any) -> Any:
-    """Return the optimizer that a message names.
+    """Return the optimizer of a name in a message.
 
     Raises:
-        ValueError: This library has none of that name.
+        ValueError: This library has no optimizer of that name.
     """
     if not isinstance(named, str):
         return named

@@ -1,7 +1,7 @@
-"""Sharded optimizer (ZeRO-1): each rank keeps the state, and takes the step, of its shard of the parameters.
+"""Sharded optimizer (ZeRO-1): each rank keeps the state of its shard of the parameters.
 
 ``partition`` (pure: parameters → owners) → ``buffer_plan`` (pure: owners → places in flat buffers)
-→ ``flat_buffers`` (the parameters lie there) → ``pieces`` (what the base optimizer steps) →
+→ ``flat_buffers`` (memory of the parameters) → ``pieces`` (tensors of the base optimizer) →
 ``optimizer``.
 
 Source: S. Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,

@@ -1,4 +1,4 @@
-"""Consolidation beside the training: a copy of this rank's state travels on a group and a thread of its own."""
+"""Background consolidation: a copy of each rank's state is sent on a separate group and thread."""
 
 from __future__ import annotations
 
@@ -19,49 +19,49 @@ from mpidist.zero.result_memory import KeptMemory
 from mpidist.zero.shard_image import ShardImage
 
 _NICE = 19  # the lowest priority
-# groups that were not closed: they end with the job, and a finalizer could not close them
+# Groups that were not closed. They end with the job: closing is collective, so no finalizer can.
 _open: list[Any] = []
 
 
 class Consolidating:
-    """A consolidation under way; see ``OSS.consolidate_async``."""
+    """Handle of a consolidation in progress; see ``OSS.consolidate_async``."""
 
     def __init__(self, work: Work, found: list[dict[str, Any]]) -> None:
         self._work = work
         self._found = found
 
     def done(self) -> bool:
-        """Say whether it has ended on this rank, well or not."""
+        """Return whether the consolidation has ended on this rank, with or without an error."""
         return self._work.is_completed()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the end: the state is on the recipient, and the file, if one was asked for, is complete.
+        """Wait until the state is on the recipient, and its file, if any, is complete.
 
         Args:
             timeout: Seconds; None for no limit.
 
         Raises:
-            CommTimeout: Not ended in time; it goes on.
+            CommTimeout: Not ended in time; the consolidation continues.
             MpidistError: The recipient could not write the file (other ranks; the recipient raises
-                what it raised).
+                its own error).
         """
         self._work.wait(timeout)
 
     def result(self, timeout: float | None = None) -> dict[str, Any] | None:
-        """Wait, and return the state dict in torch's format; None on ranks that do not receive it."""
+        """Wait; return the state dict in torch's format, None on ranks other than recipients."""
         self.wait(timeout)
         return self._found[0] if self._found else None
 
 
 class Background:
-    """The group and memory of one optimizer's consolidations beside the training.
+    """Group and memory of one optimizer's background consolidations.
 
     Args:
         group: Native group; a clone is made at the first ``start``.
     """
 
     def __init__(self, group: Any) -> None:
-        self._of = group
+        self._parent = group
         self._group: Any = None
         self._work: Work | None = None
         self._snapshots = KeptMemory()
@@ -75,18 +75,18 @@ class Background:
         path: str | os.PathLike[str] | None,
         packed: Callable[[StateByNumber], dict[str, Any]],
     ) -> Consolidating:
-        """Copy the image, and have its transfer begin. Collective: over the group.
+        """Copy the image and start its transfer. Collective: over the group.
 
-        Blocks: until the last one has ended, and this rank's state is copied.
+        Blocks: until the previous transfer has ended and this rank's state is copied.
 
         Args:
-            image: The state as it is.
+            image: This rank's state.
             recipient: Rank in the group; -1 for all.
-            path: Where the recipient writes the state dict; None: nowhere.
-            packed: Makes the state dict of the state; called on the group's thread.
+            path: File that the recipient writes; None: no file.
+            packed: Convert the state to a state dict; called on the group's thread.
         """
         if self._group is None:
-            self._group = self._of.clone(f"{self._of.name}/consolidation")
+            self._group = self._parent.clone(f"{self._parent.name}/consolidation")
             _open.append(self._group)
         self._finish()
         group, results = self._group, self._results
@@ -95,20 +95,19 @@ class Background:
 
         def transfer() -> None:
             _give_way()
-            # Popped: once this has ended, nobody holds the memory of the snapshot, and the next one
-            # takes it.
+            # Popped, so that the next snapshot can reuse the memory after this transfer.
             state = gathered(group, snapshot.pop(), recipient, chunk_bytes, results)
             if state is not None:
                 found.append(packed(state))
             if path is not None:
-                _write_together(group, found, recipient, Path(path))
+                _write_on_recipient(group, found, recipient, Path(path))
 
         self._work = group.in_order(transfer, async_op=True, operation="consolidate_async")
         assert self._work is not None
         return Consolidating(self._work, found)
 
     def close(self) -> None:
-        """Wait for the last consolidation, and end the group. Collective: over the group."""
+        """Wait for the last consolidation, and close the group. Collective: over the group."""
         self._finish()
         if self._group is not None:
             _open.remove(self._group)
@@ -118,11 +117,11 @@ class Background:
     def _finish(self) -> None:
         work, self._work = self._work, None
         if work is not None:
-            work.future.wait_quietly()  # its error is for those who hold its handle
+            work.future.wait_quietly()  # the handle raises its error
 
 
 def write(state_dict: dict[str, Any], path: Path) -> None:
-    """Write a file that is there whole or not at all: beside its place, to the disk, then renamed."""
+    """Write a file atomically: to ``<name>.part``, synced to the disk, then renamed."""
     part = path.with_name(f"{path.name}.part")
     try:
         with open(part, "wb") as file:
@@ -136,14 +135,14 @@ def write(state_dict: dict[str, Any], path: Path) -> None:
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the new name, too
+        os.fsync(folder)  # the new name
     finally:
         os.close(folder)
 
 
 def _give_way() -> None:
-    """Lower this thread's priority: it takes cores that idle, and next to nothing of one that computes."""
-    if sys.platform == "linux":  # where a thread has a priority of its own
+    """Lower this thread's priority, so that it runs on idle cores. Linux only."""
+    if sys.platform == "linux":
         thread = threading.get_native_id()
         with contextlib.suppress(OSError):
             os.setpriority(
@@ -151,12 +150,14 @@ def _give_way() -> None:
             )
 
 
-def _write_together(group: Any, found: list[dict[str, Any]], recipient: int, path: Path) -> None:
+def _write_on_recipient(
+    group: Any, found: list[dict[str, Any]], recipient: int, path: Path
+) -> None:
     if group.rank != recipient:
-        # A receive and no collective: its wait sleeps while the recipient writes.
-        told, _ = group.recv_object(recipient)
-        if told is not None:
-            raise MpidistError(f"rank {recipient} could not write {path}: {told}")
+        # A receive, not a collective: the wait sleeps while the recipient writes.
+        failure, _ = group.recv_object(recipient)
+        if failure is not None:
+            raise MpidistError(f"rank {recipient} could not write {path}: {failure}")
         return
     error: Exception | None = None
     try:

@@ -1,4 +1,4 @@
-"""Boxes of a tensor (pure): a run of its elements, in the order in which they lie, as rectangular parts of its shape."""
+"""Boxes of a tensor (pure): rectangular parts that cover a run of its elements in memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from mpidist.kernels.view import is_dense
 
 
 class Box(NamedTuple):
-    """One part: its first index and its length in each dimension, and its first element in the order of memory."""
+    """Rectangular part: first index and length in each dimension, and number of the first element.
+
+    Elements are numbered in the order of memory.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -20,7 +23,7 @@ class Box(NamedTuple):
 
 
 def memory_order(form: torch.Tensor) -> list[int]:
-    """Return a tensor's dimensions, the one whose neighbours lie farthest apart first; their own order unless it is dense."""
+    """Return a tensor's dimensions by descending stride; in their own order if it is not dense."""
     strides = form.stride()
     if not is_dense(form):
         return list(range(form.dim()))
@@ -28,10 +31,12 @@ def memory_order(form: torch.Tensor) -> list[int]:
 
 
 def boxes(form: torch.Tensor, start: int, stop: int) -> list[Box]:
-    """Divide elements ``start`` to ``stop``, in the order in which they lie, into the fewest boxes of consecutive elements.
+    """Divide elements ``start`` to ``stop``, in memory order, into the fewest boxes.
+
+    Each box holds consecutive elements.
 
     Args:
-        form: A tensor of the shape and strides; its values do not matter.
+        form: A tensor of the shape and strides; its values are not read.
 
     Returns:
         At most 2 d - 1 boxes of d dimensions, in the order of their elements.
@@ -44,7 +49,7 @@ def boxes(form: torch.Tensor, start: int, stop: int) -> list[Box]:
 
 
 def view_of(box: Box, form: torch.Tensor, elements: torch.Tensor, start: int) -> torch.Tensor:
-    """View the elements of a box, in its shape.
+    """Return a view of a box's elements, in the box's shape.
 
     Args:
         elements: A vector that begins with element ``start``.

@@ -1,7 +1,7 @@
-"""Places of parameters in flat buffers (pure): one buffer a dtype and device, each rank's shard contiguous.
+"""Plans of flat buffers (pure): one buffer for each dtype and device, each rank's shard contiguous.
 
-Parameters begin at multiples of 64 elements and shards are cut at such: elsewhere torch's fused
-kernels, which treat the end of a vector otherwise than its middle, give other bits.
+Parameters and shards begin at multiples of 64 elements. torch's fused kernels treat the end of a
+vector differently from its middle, so other cuts would change bits.
 
 Letters: W ranks; N elements of a buffer.
 """
@@ -22,7 +22,7 @@ UNIT = 64  # elements
 
 
 class Slot(NamedTuple):
-    """Place of one parameter: its number, and its elements ``offset`` to ``offset + numel`` of the buffer."""
+    """Place of one parameter: elements ``offset`` to ``offset + numel`` of the buffer."""
 
     number: int
     offset: int
@@ -30,7 +30,10 @@ class Slot(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Part of a parameter that one rank owns: elements ``start`` to ``stop`` of it, from ``offset`` on in the buffer."""
+    """Elements ``start`` to ``stop`` of a parameter, owned by one rank.
+
+    The first one is element ``offset`` of the buffer.
+    """
 
     number: int
     start: int
@@ -70,7 +73,7 @@ class BufferPlan:
         return {slot.number: slot for slot in self.slots}
 
     def spans(self, rank: int) -> list[Span]:
-        """Return what a rank owns, in the order of the buffer."""
+        """Return the spans that a rank owns, in the order of the buffer."""
         low, high = self.bounds[rank], self.bounds[rank + 1]
         found = []
         for number, offset, numel in self.slots:
@@ -80,9 +83,9 @@ class BufferPlan:
         return found
 
     def only(self, numbers: frozenset[int], dtype: torch.dtype, device: torch.device) -> BufferPlan:
-        """Return a plan of some of the parameters, of which every rank owns what it owns here."""
+        """Return a plan of some of the parameters, with the same owner of every element."""
         slots: list[Slot] = []
-        moved: list[tuple[int, int, int]] = []  # where each was, its padded length, where it is
+        moved: list[tuple[int, int, int]] = []  # old offset, padded length, new offset
         at = 0
         for number, offset, numel in self.slots:
             if number in numbers:
@@ -91,8 +94,7 @@ class BufferPlan:
                 at += padded(numel)
         bounds = [0]
         for bound in self.bounds[1:-1]:
-            # A cut keeps its place in the parameter that it goes through; one that has gone leaves
-            # it to its neighbour.
+            # A cut keeps its place in its parameter; without that parameter it moves to the next.
             lengths = [min(max(bound - offset, 0), length) for offset, length, _ in moved]
             bounds.append(sum(lengths))
         return BufferPlan(dtype, device, tuple(slots), (*bounds, at))
@@ -132,7 +134,7 @@ def whole(
 
 
 def cut(parameters: Mapping[int, torch.Tensor], ranks: int) -> list[BufferPlan]:
-    """Plan buffers whose shards have the same size up to 64 elements; the cuts go through parameters."""
+    """Plan buffers with shards of equal size up to 64 elements; the cuts go through parameters."""
     plans = []
     for (dtype, device), numbers in _by_kind(parameters).items():
         slots, at = [], 0
@@ -144,7 +146,7 @@ def cut(parameters: Mapping[int, torch.Tensor], ranks: int) -> list[BufferPlan]:
 
 
 def split(plan: BufferPlan, parameters: Sequence[torch.Tensor]) -> list[BufferPlan]:
-    """Return plans of a plan's parameters, one for each dtype and device that they have now; each rank owns what it owned."""
+    """Split a plan by the present dtypes and devices of its parameters; owners stay the same."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for slot in plan.slots:
         parameter = parameters[slot.number]
@@ -155,7 +157,7 @@ def split(plan: BufferPlan, parameters: Sequence[torch.Tensor]) -> list[BufferPl
 
 
 def owned_parts(plans: Sequence[BufferPlan]) -> dict[int, tuple[tuple[int, int, int], ...]]:
-    """Return for each parameter who owns which elements: (rank, start, stop), in the order in which they lie."""
+    """Return the owners of each parameter's elements, in memory order: (rank, start, stop)."""
     found: dict[int, list[tuple[int, int, int]]] = {}
     for plan in plans:
         for rank in range(len(plan.bounds) - 1):
@@ -169,6 +171,6 @@ def _by_kind(
 ) -> dict[tuple[torch.dtype, torch.device], Sequence[int]]:
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for number, parameter in parameters.items():
-        if parameter.numel():  # an empty one has no place, and no rank need step it
+        if parameter.numel():  # without elements no place is needed
             kinds.setdefault((parameter.dtype, parameter.device), []).append(number)
     return dict(kinds)

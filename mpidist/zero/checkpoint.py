@@ -1,9 +1,9 @@
-"""State for torch.distributed.checkpoint: each rank writes what it owns, and reads what it owns by then.
+"""State for torch.distributed.checkpoint: each rank writes and reads the state that it owns.
 
 Names, shapes and nesting are those of
-``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. State of which a rank owns a
-part is a ``PartOfTensor``: it has the parameter's shape, and tells the planner in which boxes its
-elements lie.
+``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. State that a rank owns in part
+is a ``PartOfTensor``: a tensor of the parameter's shape that gives the planner the boxes of its
+elements.
 """
 
 from __future__ import annotations
@@ -30,20 +30,19 @@ Groups = Sequence[dict[str, Any]]
 
 
 class PartOfTensor(torch.Tensor):
-    """Elements of a tensor of which other ranks hold the rest; for torch.distributed.checkpoint, which sees the whole's shape.
+    """This rank's elements of a tensor, with the whole tensor's shape.
 
     Args:
         form: Tensor of the whole's shape and strides.
-        elements: This rank's, a vector in the order in which they lie.
+        elements: This rank's elements, a vector in the order of memory.
         start: Number of the first one.
-        is_known: Whether they hold values, or are to be read.
+        is_known: The elements hold values; else they are to be read.
 
     Attributes:
-        elements: As given; what is read is written there.
-        is_known: They hold values.
+        elements: As given; a load writes into them.
+        is_known: The elements hold values.
 
-    Source: ``torch.distributed._checkpointable._Checkpointable``, the protocol that this class
-    follows.
+    Source: the protocol ``torch.distributed._checkpointable._Checkpointable``.
     """
 
     elements: Tensor
@@ -55,7 +54,7 @@ class PartOfTensor(torch.Tensor):
     def __new__(
         cls, form: Tensor, elements: Tensor, start: int, is_known: bool = True
     ) -> PartOfTensor:
-        """Make it; it has no memory of its own."""
+        """Construct the tensor, without memory of its own."""
         made = torch.Tensor._make_wrapper_subclass(
             cls, form.shape, dtype=elements.dtype, device=elements.device
         )
@@ -70,7 +69,7 @@ class PartOfTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # a copy by torch's stager, which then sets the attributes
+        # torch's stager makes a copy this way, and then sets the attributes.
         if function is torch.ops.aten.new_empty.default:
             whole = torch.empty(args[1], dtype=args[0].dtype, device="meta")
             return cls(whole, torch.empty(0, dtype=args[0].dtype, device=args[0].device), 0)
@@ -86,7 +85,7 @@ class PartOfTensor(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
         if not self.is_known:
-            return []  # asked for, and not there to be written
+            return []  # requested for a load; no value to write
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
@@ -107,7 +106,7 @@ class PartOfTensor(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         if index.offset is None:
             raise ValueError(f"{index.fqn} is held in parts: an offset is needed")
-        self.is_known = True  # it is written, or about to be read
+        self.is_known = True  # torch writes the values, or is about to read them
         return self._views[self._offsets.index(tuple(index.offset))]
 
 
@@ -117,13 +116,13 @@ def sharded(
     groups: Groups,
     first_state: Callable[[Piece], Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return the state dict; what it refers to is the image's.
+    """Return the state dict; its tensors are the image's.
 
     Args:
-        pieces: This rank's, of which the image is.
+        pieces: This rank's.
         groups: Of all parameters.
-        first_state: Called with a trainable piece that has no state; returns what its first step
-            would make, which the checkpoint is to overwrite.
+        first_state: Called with a trainable piece without state; returns the state of a first step,
+            which the checkpoint is to overwrite.
     """
     names = names_of(groups)
     state: dict[str, dict[str, Any]] = {}
@@ -153,7 +152,7 @@ def sharded(
 
 
 def names_of(groups: Groups) -> list[str]:
-    """Return for each parameter its name, if all were given with names (torch's ``param_names``), else its number."""
+    """Return the parameters' names if all have one (``param_names``), else their numbers."""
     named = [group.get("param_names") for group in groups]
     if all(named):
         return [name for names in named for name in names or ()]
@@ -163,10 +162,7 @@ def names_of(groups: Groups) -> list[str]:
 def restored(
     given: Mapping[str, Any], pieces: Sequence[Piece], groups: Groups, base_groups: Groups
 ) -> dict[str, Any]:
-    """Return what the base optimizer of this rank is to load.
-
-    What the checkpoint had no values for is left out.
-    """
+    """Return a state dict for this rank's base optimizer, without state that was not loaded."""
     names = names_of(groups)
 
     def held_by(piece: Piece) -> dict[str, Any] | None:
@@ -181,7 +177,7 @@ def restored(
 
 
 def as_torch(given: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
-    """Return the groups as those of a plain state dict without state, for the checks that both have in common.
+    """Return the groups in a plain state dict without state, for the checks of plain state dicts.
 
     Raises:
         ValueError: The parameters have other names.

@@ -1,6 +1,6 @@
 """Gradient norm over the shards of all ranks.
 
-Source: ``torch.nn.utils.clip_grad_norm_``, whose result it is; each rank adds up its own shard.
+Source: ``torch.nn.utils.clip_grad_norm_``, with the same result; each rank sums its own shard.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from mpidist.comm.algorithms.reduce_op import MAX, SUM
 
 Tensor = torch.Tensor
-_TINY = 1e-6  # torch's: no division by zero
+_TINY = 1e-6  # torch's guard against division by zero
 
 
 def limits(max_norm: float, norm_type: float) -> tuple[float, float]:
-    """Return both as floats.
+    """Return both arguments as floats.
 
     Raises:
         ValueError: ``norm_type`` is not positive, or ``max_norm`` is NaN.
@@ -34,7 +34,7 @@ def limits(max_norm: float, norm_type: float) -> tuple[float, float]:
 def clip(
     group: Any, gradients: Sequence[Tensor], max_norm: float, norm_type: float, device: torch.device
 ) -> Tensor:
-    """Scale gradients in place such that the norm of all ranks' gradients together is at most ``max_norm``.
+    """Scale gradients in place such that the norm over all ranks is at most ``max_norm``.
 
     Collective: over the group.
 
@@ -44,7 +44,7 @@ def clip(
         device: Of the result.
 
     Returns:
-        The norm before, a 0-dim tensor of fp64.
+        The norm before scaling, a 0-dim tensor of fp64.
     """
     dense = [
         gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients
@@ -66,8 +66,8 @@ def clip(
         group.all_reduce(total, SUM)
         total = total ** (1 / norm_type)
     scale = (max_norm / (total + _TINY)).clamp(max=1.0)
-    # No decision on the host: a CUDA stream goes on. A NaN norm makes all gradients NaN, as torch's
-    # does.
+    # The host does not read the norm, so a CUDA stream is not synchronized. As in torch, a NaN norm
+    # makes all gradients NaN.
     for gradient in gradients:
         gradient.mul_(scale.to(gradient.device, _real(gradient.dtype)))
     return total

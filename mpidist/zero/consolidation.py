@@ -1,9 +1,8 @@
-"""Consolidation of the ranks' state: raw memory in chunks, straight into the recipient's tensors.
+"""Consolidation of the ranks' state on one rank: raw memory in chunks, received in place.
 
-First every rank tells the recipient what it holds: for each parameter the names of its state, and
-values of no dimension (step counts). The recipient then has one tensor for each kind of state and
-buffer, as long as the buffer, and receives each rank's shard into its place. A rank that receives
-nothing allocates at most one chunk.
+First every rank sends the recipient its entries: for each parameter the names of its state, and
+0-dim values (step counts). The recipient allocates one tensor for each kind of state and buffer, as
+long as the buffer, and receives each rank's shard into it. Other ranks allocate at most one chunk.
 
 Letters: W ranks; N elements of a buffer.
 """
@@ -25,15 +24,15 @@ Tensor = torch.Tensor
 StateByNumber = dict[int, dict[str, Any]]
 CHUNK_BYTES = 16 << 20
 
-# Plain data: the kinds, for each parameter what its state is called and where it lies
-# (``local_state``), and the loose tensors.
-_Told = tuple[
+# A rank's state as plain data: the kinds, the rows of each parameter (``local_state.described``),
+# and the shapes and dtypes of the loose tensors.
+_Contents = tuple[
     tuple[KindKey, ...], dict[int, list[tuple[str, str, Any]]], list[tuple[torch.Size, torch.dtype]]
 ]
 
 
 class Consolidation:
-    """The last consolidated state of one optimizer, and the memory that it lies in."""
+    """The last consolidated state of one optimizer, and its memory."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -45,7 +44,7 @@ class Consolidation:
         """Return the state by parameter number.
 
         Raises:
-            RuntimeError: There is none on this rank.
+            RuntimeError: This rank has no consolidated state.
         """
         if self._state is None:
             last = (
@@ -61,8 +60,8 @@ class Consolidation:
         return self._state
 
     def run(self, image: ShardImage, recipient: int, chunk_bytes: int) -> None:
-        """Bring all ranks' state to the recipient, or to all (-1). Collective: over the group."""
-        # first: if nobody else holds the last result, its memory takes the new one
+        """Send all ranks' state to the recipient, or to all (-1). Collective: over the group."""
+        # Freed first, so that the new result can reuse the memory.
         self._state = None
         self._recipient = recipient
         self._state = gathered(self._group, image, recipient, chunk_bytes, self._memory)
@@ -71,7 +70,7 @@ class Consolidation:
 def gathered(
     group: Any, image: ShardImage, recipient: int, chunk_bytes: int, memory: KeptMemory
 ) -> StateByNumber | None:
-    """Return the state of all ranks by parameter number, in torch's shapes and order; None on ranks that do not receive.
+    """Return all ranks' state by parameter number, in torch's shapes; None on other ranks.
 
     Collective: over the group.
 
@@ -82,17 +81,21 @@ def gathered(
         memory: Of the result.
 
     Raises:
-        MemoryError: A recipient has no memory (there; DisagreementError on the others).
+        MemoryError: This recipient has no memory (DisagreementError on the other ranks).
     """
     entries = {
         number: [described(name, value) for name, value in held.items()]
         for number, held in image.entries.items()
     }
-    told: _Told = (image.kinds, entries, [(tensor.shape, tensor.dtype) for tensor in image.loose])
+    own_contents: _Contents = (
+        image.kinds,
+        entries,
+        [(tensor.shape, tensor.dtype) for tensor in image.loose],
+    )
     if recipient == -1:
-        everyone = group.all_gather_object(told)
+        everyone = group.all_gather_object(own_contents)
     else:
-        everyone = group.gather_object(told, recipient)
+        everyone = group.gather_object(own_contents, recipient)
     own = [*image.flats, *(tensor.reshape(-1) for tensor in image.loose)]
     # Before the first message: a rank must not send to a recipient without memory.
     with raising_on_all(group, "consolidation"):
@@ -119,9 +122,9 @@ def gathered(
 
 
 def _allocated(
-    everyone: list[_Told], image: ShardImage, memory: KeptMemory
+    everyone: list[_Contents], image: ShardImage, memory: KeptMemory
 ) -> tuple[dict[KindKey, Tensor], list[list[Tensor]]]:
-    """Return for each kind a tensor of N elements, and for each rank its loose tensors as vectors."""
+    """Return a tensor of N elements for each kind, and each rank's loose tensors as vectors."""
     wanted: dict[Any, tuple[int, torch.dtype]] = {}
     for rank, (kinds, _, shapes) in enumerate(everyone):
         for kind in kinds:
@@ -137,7 +140,7 @@ def _allocated(
 
 
 def _assembled(
-    everyone: list[_Told],
+    everyone: list[_Contents],
     whole: dict[KindKey, Tensor],
     loose: list[list[Tensor]],
     image: ShardImage,
@@ -148,7 +151,7 @@ def _assembled(
     found: StateByNumber = {}
     for rank, (kinds, entries, shapes) in enumerate(everyone):
         for number, rows in entries.items():
-            if number in found:  # of a parameter that is cut: all its owners tell the same
+            if number in found:  # a cut parameter: all its owners have equal entries
                 continue
             values = found[number] = {}
             for name, where, value in rows:

@@ -1,4 +1,4 @@
-"""State that an optimizer makes in its first step, found out on a twin of the piece."""
+"""State that an optimizer makes in its first step, determined on a copy of the piece."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def first_state(
     defaults: dict[str, Any],
     piece: Piece,
 ) -> dict[str, Any]:
-    """Return names, shapes and dtypes of the state of one piece, with the values after a step by a gradient of zeros.
+    """Return the state of one piece after a step with a gradient of zeros, for names and shapes.
 
     Args:
         group: The settings of the piece's group.

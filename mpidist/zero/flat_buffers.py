@@ -1,4 +1,4 @@
-"""Parameters as views of flat buffers, which all ranks fill together.
+"""Flat buffers whose views are the parameters; each rank writes its shard, all ranks gather all.
 
 Letters: W ranks; N elements of a buffer.
 """
@@ -25,18 +25,18 @@ Spans = list[tuple[int, int]]  # for each rank its elements, as first and end
 class FlatBuffers:
     """Memory of some parameters: one flat buffer for each plan.
 
-    Collective: constructed by all ranks of the group with the same plans; the parameters stay where
-    they are until ``place_parameters``.
+    Collective: constructed by all ranks of the group with the same plans; the parameters do not
+    move until ``place_parameters``.
 
     Args:
-        parameters: By number; those that the plans name.
+        parameters: By number; at least those in the plans.
         one_copy: The ranks of a node hold one copy of host memory.
-        order: Tensors in whose strides the parameters are laid out; their own if None.
+        order: Tensors with the strides of the parameters' places; the parameters if None.
 
     Attributes:
         plans: The plans.
-        flats: For each plan its N elements.
-        is_one_copy: Host memory is the node's, and what one rank writes all its ranks read.
+        flats: The N elements of each plan.
+        is_one_copy: All ranks of the node read the host memory that one of them writes.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class FlatBuffers:
             slot.number: parameters[slot.number] for plan in plans for slot in plan.slots
         }
         self._memories: list[tuple[ShardMemory, list[int]]] = []
-        self._starts = [0] * len(plans)  # bytes, in the memory of each plan
+        self._starts = [0] * len(plans)  # first byte of each plan in its memory
         flats: dict[int, Tensor] = {}
         for device in dict.fromkeys(plan.device for plan in plans):
             places = [place for place, plan in enumerate(plans) if plan.device == device]
@@ -72,13 +72,14 @@ class FlatBuffers:
             for plan, flat in zip(self.plans, self.flats, strict=True)
             for slot in plan.slots
         }
-        self._addresses: dict[int, int] = {}  # of the parameters that lie here
+        self._addresses: dict[int, int] = {}  # of the parameters in their places
 
     def _allocated(
         self, device: torch.device, places: Sequence[int], one_copy: bool
     ) -> ShardMemory:
         nbytes = 0
-        for place in places:  # 64 elements are a multiple of every dtype's size
+        # Plans need no padding: 64 elements are a multiple of every dtype's size.
+        for place in places:
             self._starts[place] = nbytes
             nbytes += self.plans[place].nbytes
         if device.type == "cpu":
@@ -86,40 +87,43 @@ class FlatBuffers:
         return shard_memory.on_device(self._group, nbytes, device)
 
     def place_parameters(self) -> None:
-        """Move the parameters here, with their values.
+        """Move all parameters to their places, with their values.
 
-        Collective: over the group. Where a node holds one copy, the values of its first rank hold.
+        Collective: over the group. One copy of a node gets the values of the node's first rank.
         """
         self.place(self._views)
 
     def place(self, numbers: Sequence[int] | Mapping[int, Any]) -> None:
-        """Move some of the parameters here, with their values. Collective: over the group."""
+        """Move some parameters to their places, with their values. Collective: over the group."""
         if not self.is_one_copy or self._memories[0][0].leads:
             for number in numbers:
                 self._views[number].copy_(self._parameters[number].detach())
         if self.is_one_copy:
-            self._group.barrier()  # the values are there
+            self._group.barrier()  # after the first rank's copies
         for number in numbers:
             view = self._views[number]
             self._parameters[number].data = view
             self._addresses[number] = view.data_ptr()
 
     def release(self, number: int) -> None:
-        """Give a parameter memory of its own, with its value; its place here stays."""
+        """Move a parameter to memory of its own, with its value; its place stays free."""
         parameter = self._parameters[number]
         parameter.data = parameter.detach().clone(memory_format=torch.preserve_format)
         del self._addresses[number]
 
     def holds(self, number: int) -> bool:
-        """Say whether a parameter lies here."""
+        """Return whether a parameter is in its place."""
         return number in self._addresses
 
     def view(self, number: int) -> Tensor:
-        """Return the place of a parameter, in its shape."""
+        """Return a parameter's place, in the parameter's shape."""
         return self._views[number]
 
     def moved(self) -> bool:
-        """Say whether somebody has put parameters elsewhere that lay here (``module.to``), or changed others' dtype or device."""
+        """Return whether a parameter has left its place or changed its dtype or device.
+
+        ``module.to`` and ``module.half`` do so.
+        """
         parameters, addresses = self._parameters, self._addresses
         if any(parameters[number].data_ptr() != address for number, address in addresses.items()):
             return True
@@ -132,10 +136,10 @@ class FlatBuffers:
         )
 
     def require_shapes(self) -> None:
-        """Refuse parameters that have another shape than their places.
+        """Refuse parameters of another shape than their places.
 
         Raises:
-            ValueError: There is one.
+            ValueError: A shape differs.
         """
         for number, view in self._views.items():
             if self._parameters[number].shape != view.shape:
@@ -146,27 +150,27 @@ class FlatBuffers:
                 )
 
     def gather(self) -> None:
-        """Bring every rank's shard into all copies.
+        """Copy every rank's shards to all ranks.
 
         Collective: over the group.
 
-        Blocks: until the copies of this rank are complete.
+        Blocks: until this rank's copy is complete.
         """
         for memory, places in self._memories:
             memory.gather(self._ranges(places, BufferPlan.parts))
 
     def gather_slices(self, cap_bytes: float) -> list[tuple[list[int], list[Work]]]:
-        """Start to bring every rank's shard into all copies, slice by slice: the first part of each, then the second.
+        """Start to copy every rank's shards to all ranks, one slice of each shard after the other.
 
-        So all ranks send at a time, whoever owns the parameters that are used next.
+        Every slice has a part of each rank's shard, so all ranks send at the same time.
 
         Collective: over the group, in the order of its operations.
 
         Args:
-            cap_bytes: At most so many bytes in one slice of all shards together, up to rounding.
+            cap_bytes: Most bytes of one slice of all shards together, up to rounding.
 
         Returns:
-            For each slice the numbers of the parameters of which it holds anything, and its works.
+            For each slice the numbers of the parameters with elements in it, and its works.
         """
         count = max(math.ceil(sum(plan.nbytes for plan in self.plans) / cap_bytes), 1)
         found = []
@@ -190,7 +194,11 @@ class FlatBuffers:
     def _ranges(
         self, places: Sequence[int], parts: Callable[[BufferPlan], Sequence[tuple[int, int]]]
     ) -> list[list[tuple[int, int]]]:
-        """Return for each rank the bytes, in a memory of some plans, of its part of each plan's elements."""
+        """Return for each rank the byte ranges of its part of each plan, within the plans' memory.
+
+        Args:
+            parts: Return a plan's elements of each rank, as first and end.
+        """
         ranges: list[list[tuple[int, int]]] = [[] for _ in range(self._group.size)]
         for place in places:
             start, size = self._starts[place], self.plans[place].dtype.itemsize
@@ -205,13 +213,16 @@ def _slices(plan: BufferPlan, index: int, count: int) -> Spans:
 
 
 def _sliced(low: int, high: int, index: int, count: int) -> tuple[int, int]:
-    """Return the ``index``-th of ``count`` slices of elements ``low`` to ``high``, as first and end."""
+    """Return first and end of the ``index``-th of ``count`` slices of ``low`` to ``high``."""
     bounds = [low + (high - low) * place // count // UNIT * UNIT for place in range(count)] + [high]
     return bounds[index], bounds[index + 1]
 
 
 def in_memory_order(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return a tensor's elements as one vector, in the order in which its parameter's elements lie; a view if it lies so, too."""
+    """Return a tensor's elements as a vector, in the order of its parameter's elements in memory.
+
+    The vector is a view if the tensor has the same order.
+    """
     if is_dense(parameter) and not parameter.is_contiguous():
         if tensor.stride() != parameter.stride():
             tensor = torch.empty_strided(

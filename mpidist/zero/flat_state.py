@@ -1,7 +1,7 @@
-"""State of the base optimizer in flat tensors: one for each kind (``exp_avg``, …) and buffer, as long as the rank's shard.
+"""Flat state of the base optimizer: one tensor for each kind (``exp_avg``, …) and buffer.
 
-A shard is then one message for each kind when it is consolidated. The base optimizer keeps working
-on views.
+Each tensor is as long as the rank's shard, so consolidation sends one message for each kind. The
+base optimizer works on views.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class FlatState:
     """The flat tensors of one rank.
 
     Args:
-        spare: Tensors that the first ``flatten`` may take.
+        spare: Tensors that the first ``flatten`` may reuse.
 
     Attributes:
-        kinds: For each kind its tensor, of as many elements as the rank's shard of the buffer.
+        kinds: The tensor of each kind, with as many elements as the rank's shard of the buffer.
     """
 
     def __init__(self, spare: Mapping[Kind, Tensor] | None = None) -> None:
@@ -43,11 +43,11 @@ class FlatState:
         self._flattened = 0
 
     def flatten(self, pieces: Iterable[Piece], state: State, sizes: Mapping[int, int]) -> None:
-        """Move what has the shape of its piece into the flat tensors, unless it lies there; ``state`` then holds the views.
+        """Move element-wise state into the flat tensors; ``state`` then holds views of them.
 
         Args:
             state: The base optimizer's.
-            sizes: For each buffer the elements of this rank's shard.
+            sizes: Elements of this rank's shard of each buffer.
         """
         for piece in pieces:
             held = state.get(piece.tensor)
@@ -60,12 +60,12 @@ class FlatState:
         self._flattened = len(state)
 
     def is_flat(self, state: State) -> bool:
-        """Say whether no piece has got its first state since the last ``flatten``."""
+        """Return whether no piece got its first state since the last ``flatten``."""
         return len(state) == self._flattened
 
     @staticmethod
     def belongs(piece: Piece, value: Any) -> bool:
-        """Say whether a value is one element of state for each of the piece's."""
+        """Return whether a value has one element for each element of the piece."""
         return (
             piece.home is not None
             and isinstance(value, torch.Tensor)

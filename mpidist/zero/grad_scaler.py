@@ -1,9 +1,8 @@
-"""Gradient scaler whose verdict all ranks share: an infinite gradient on one skips the step on all.
+"""Gradient scaler for sharded gradients: an infinite gradient on one rank skips the step on all.
 
-Where each rank averages all gradients, all find the same. Where only the owner has an average
-(``to_owners``), each finds what is in its own.
+With ``to_owners`` each rank has only the averages that it owns, so the ranks reduce their results.
 
-Source: FairScale's and ``torch.distributed.fsdp``'s ``ShardedGradScaler``, by whose name it goes.
+Source: ``ShardedGradScaler`` of FairScale and of ``torch.distributed.fsdp``.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.
-        init_scale: The scale at the beginning.
-        growth_factor: By which it grows after ``growth_interval`` steps without an infinite
+        init_scale: The first scale.
+        growth_factor: Factor of the scale after ``growth_interval`` steps without an infinite
             gradient.
-        backoff_factor: By which it is multiplied after a step that was skipped.
+        backoff_factor: Factor of the scale after a skipped step.
         growth_interval: Steps.
         enabled: False: gradients are not scaled, and nothing is communicated.
         process_group: For optimizers that have none: native group or torch group on the backend
@@ -68,15 +67,15 @@ class ShardedGradScaler(torch.amp.GradScaler):
             error = raised
         group = native_group(getattr(optimizer, "group", self.process_group))
         worst = max((float(each) for each in found.values()), default=0.0)
-        verdict = torch.tensor(
+        flags = torch.tensor(
             [worst, bool(found), error is not None], dtype=torch.float32, device="cpu"
         )
-        group.all_reduce(verdict, MAX)
-        is_infinite, has_gradients, is_refused = verdict.tolist()
+        group.all_reduce(flags, MAX)
+        is_infinite, has_gradients, is_refused = flags.tolist()
         if is_refused:
             require_same(group, "ShardedGradScaler.unscale_", (), error)
         if has_gradients:
-            # A rank that has no gradient at all skips with the others, too.
+            # A rank without any gradient also skips with the others.
             found[inv_scale.device] = torch.full(
                 (), is_infinite, dtype=torch.float32, device=inv_scale.device
             )

@@ -1,4 +1,4 @@
-"""Parameter groups (pure): what the groups of all parameters and those of the base optimizer share."""
+"""Parameter groups (pure): settings of all parameters' groups and of the base optimizer's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def settings(group: Group) -> Group:
 
 
 def sync(source: Sequence[Group], target: Sequence[Group]) -> None:
-    """Give each group the settings of its counterpart: learning rates that a scheduler has changed, for instance."""
+    """Copy each group's settings to its counterpart, e.g. learning rates set by a scheduler."""
     for one, other in zip(source, target, strict=True):
         for key, value in one.items():
             if key not in _OF_RANKS:
@@ -39,7 +39,10 @@ def by_group(groups: Sequence[Group], pieces: Iterable[Piece]) -> list[list[Tens
 
 
 def rows(groups: Sequence[Group]) -> list[Row]:
-    """Return what all ranks must hold alike: settings, and shape, dtype, kind of device and trainability of parameters."""
+    """Return rows that must be equal on all ranks: settings, and the form of each parameter.
+
+    A parameter's row is its shape, dtype, device type, ``requires_grad`` and strides.
+    """
     found: list[Row] = []
     for place, group in enumerate(groups):
         found.append((f"group {place}", text(group)))
@@ -50,7 +53,7 @@ def rows(groups: Sequence[Group]) -> list[Row]:
 
 
 def text(group: Group) -> str:
-    """Write a group's settings such that equal ones have equal texts on all ranks."""
+    """Return a group's settings as text; equal settings have equal texts on all ranks."""
     return str(sorted(((key, _text(value)) for key, value in settings(group).items()), key=str))
 
 
@@ -63,15 +66,15 @@ def _text(value: Any) -> str:
         return f"[{', '.join(map(_text, value))}]"
     if value is None or isinstance(value, (bool, int, complex, str)):
         return repr(value)
-    # Others may write an address, which no two ranks have alike.
+    # The text of other objects may hold an address, which differs between ranks.
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def require_apart(groups: Sequence[Group]) -> None:
-    """Refuse parameters that are there twice, or begin at the same address: each would get a place of its own.
+    """Refuse parameters given twice or with the same address: each would get a place of its own.
 
     Raises:
-        ValueError: There are some.
+        ValueError: Two parameters share their memory.
     """
     first: dict[tuple[torch.device, int], int] = {}
     parameters = [
@@ -98,7 +101,7 @@ def require_carried(groups: Sequence[Group], wire: Any) -> None:
     """Refuse trainable parameters that a wire cannot carry.
 
     Raises:
-        TypeError: There are some.
+        TypeError: The wire does not carry a parameter's dtype.
     """
     if wire is not None:
         for dtype in dict.fromkeys(
@@ -111,7 +114,7 @@ def require_host_memory(groups: Sequence[Group]) -> None:
     """Refuse parameters on devices.
 
     Raises:
-        ValueError: There are some.
+        ValueError: A parameter is on a device.
     """
     devices = {p.device.type for group in groups for p in group["params"]} - {"cpu"}
     if devices:

@@ -1,8 +1,8 @@
-"""Steps within the backward pass: a communication hook that steps this rank's part of a bucket once its average is there.
+"""Steps within the backward pass: a communication hook steps this rank's part of a bucket.
 
-The base optimizer steps a subset: its groups hold that subset alone meanwhile. So each parameter is
-stepped once, with its own step count, in another order than ``step()`` takes; the bits are the
-same, because no parameter's step depends on another's.
+For each bucket the groups of the base optimizer hold only that bucket's parameters. So each
+parameter is stepped once, with its own step count. The order differs from ``step()``; the bits do
+not, because no parameter's step depends on another's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Hook = Callable[[Any, Any], Any]
 
 
 class BackwardSteps:
-    """What of one sharded optimizer was stepped since its last ``step()``.
+    """Record of the pieces of one sharded optimizer that were stepped since its last ``step()``.
 
     Args:
         optimizer: The ``OSS``.
@@ -36,43 +36,46 @@ class BackwardSteps:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._came: set[int] = set()  # ids of the parameters whose buckets have come
+        self._reduced: set[int] = set()  # ids of parameters in reduced buckets
         self._stepped: set[Piece] = set()
         self._error: Exception | None = None
         self._by_parameter: dict[int, Piece] = {}
-        # Between nodes buckets complete on the group's thread, others in the backward pass.
+        # Buckets between nodes complete on the group's thread, others on autograd's.
         self._lock = threading.Lock()
 
     @property
     def has_begun(self) -> bool:
-        """Say whether a bucket has come since the last ``step()``."""
-        return bool(self._came)
+        """Return whether a bucket was reduced since the last ``step()``."""
+        return bool(self._reduced)
 
     def record_bucket(self, parameters: Sequence[Tensor]) -> None:
-        """Note that a bucket comes.
+        """Record the parameters of a bucket that is being reduced.
 
         Raises:
-            RuntimeError: It came already (on all ranks: they have the same buckets).
+            RuntimeError: One was reduced since the last ``step()`` (on all ranks: they have the
+                same buckets).
         """
         new = {id(parameter) for parameter in parameters}
-        if not self._came.isdisjoint(new):
+        if not self._reduced.isdisjoint(new):
             raise RuntimeError(
                 "gradients were averaged again before the optimizer's step(): the first averages "
                 "are in the parameters already. "
                 "Call step() after each backward pass that averages, and run those that only "
                 "accumulate under no_sync()"
             )
-        self._came |= new
+        self._reduced |= new
 
     def step(
         self, parameters: Sequence[Tensor], has_gradient: Sequence[bool], flat: Tensor
     ) -> None:
-        """Step this rank's pieces of a bucket; what goes wrong is raised by the optimizer's ``step()``, on all ranks.
+        """Step this rank's pieces of a bucket.
+
+        The optimizer's ``step()`` raises errors later, on all ranks.
 
         Args:
-            parameters: In the order in which their gradients lie in ``flat``.
-            has_gradient: Whether each has a gradient on this rank. One without may be unused by all
-                ranks, which is known at the end of the pass only: ``step()`` sees to it.
+            parameters: In the order of their gradients in ``flat``.
+            has_gradient: For each parameter, whether it has a gradient on this rank. ``step()``
+                steps the others: only the end of the pass shows whether all ranks leave one unused.
             flat: N averaged elements.
         """
         with self._lock, torch.no_grad(), record_function("mpidist::oss::step_in_backward"):
@@ -82,15 +85,15 @@ class BackwardSteps:
                 self._error = self._error or error
 
     def step_rest(self, **kwargs: Any) -> Any:
-        """Step what has not been stepped in the backward pass, and begin anew.
+        """Step the pieces that the backward pass has not stepped, and clear the record.
 
         Raises:
-            Exception: What a step in the backward pass has raised.
+            Exception: The first error of a step in the backward pass.
         """
         optim, pieces = self._optimizer.optim, self._optimizer._shards.pieces
         stepped, self._stepped = self._stepped, set()
         error, self._error = self._error, None
-        self._came.clear()
+        self._reduced.clear()
         if error is not None:
             raise error
         rest = [piece for piece in pieces if piece not in stepped]
@@ -105,7 +108,7 @@ class BackwardSteps:
     ) -> None:
         optimizer = self._optimizer
         shards = optimizer._shards
-        if shards.buffers.has_moved():  # step() will have the buffers follow
+        if shards.buffers.has_moved():  # step() then moves the buffers first
             return
         if len(self._by_parameter) != len(shards.pieces):
             self._by_parameter = {id(piece.parameter): piece for piece in shards.pieces}
@@ -130,20 +133,20 @@ class BackwardSteps:
                 piece.tensor.grad = gradient_before
         self._stepped.update(piece for piece, _ in found)
         if not shards.masters.flats:
-            # A cut piece has a version of its own; autograd looks at the parameter's when a graph
-            # still needs the old values.
+            # A cut piece has its own version counter; autograd checks the parameter's when a graph
+            # needs the old values.
             torch.autograd.graph.increment_version(
                 [piece.parameter for piece, _ in found if not piece.is_parameter]
             )
 
 
 class SteppingHook:
-    """Communication hook around another one: reduces a bucket by that, then steps this rank's part of it."""
+    """Communication hook that runs another hook and then steps this rank's part of the bucket."""
 
     def __init__(self, hook: Hook, steps: BackwardSteps) -> None:
         self.hook = hook
         self._steps = steps
-        # torch's module reads names and annotations, and takes its own GradBucket or none.
+        # torch's module checks the signature: annotations, if any, must name its own GradBucket.
         self.__name__ = self.__qualname__ = (
             f"stepping({getattr(hook, '__qualname__', type(hook).__name__)})"
         )
@@ -154,25 +157,24 @@ class SteppingHook:
 
     @property
     def is_in_order(self) -> bool:
-        """Say whether the hook within needs no care for the order of its collectives; steps issue none."""
+        """Return ``is_in_order`` of the wrapped hook: steps issue no collectives."""
         return getattr(self.hook, "is_in_order", False)
 
     @property
     def ownership(self) -> Any:
-        """Return whose the averages are, if the hook within says so (``to_owners``): a reducer asks."""
+        """Return the ownership of the wrapped hook (``to_owners``), for the reducer; else None."""
         return getattr(self.hook, "ownership", None)
 
     def __call__(self, state: Any, bucket: Any) -> Any:
-        """Reduce the bucket; the future that is returned is complete when this rank's part has been stepped.
+        """Reduce the bucket; return a future that completes after the step of this rank's part.
 
         Raises:
-            RuntimeError: The bucket came already since the last ``step()``.
-            TypeError: The hook within returns no future.
+            RuntimeError: The bucket was reduced since the last ``step()``.
+            TypeError: The wrapped hook returns no future.
         """
         parameters = bucket.parameters()
         self._steps.record_bucket(parameters)
-        # A rank without inputs takes the others' step in ``step()``, which brings their settings,
-        # too.
+        # A rank without inputs steps in ``step()``, after it has received the others' settings.
         steps = not (
             is_shadowing(parameters)
             or (isinstance(bucket, GradBucket) and torch._C._current_graph_task_id() == -1)
@@ -229,7 +231,7 @@ def _queue_callback(function: Callable[[], Any]) -> None:
 
 
 def step_only(optim: torch.optim.Optimizer, tensors: Iterable[Tensor], **kwargs: Any) -> Any:
-    """Have an optimizer step some of its parameters: its groups hold no others meanwhile."""
+    """Step some of an optimizer's parameters; its groups hold only these during the step."""
     chosen = {id(tensor) for tensor in tensors}
     held = [group["params"] for group in optim.param_groups]
     try:

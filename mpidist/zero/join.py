@@ -1,7 +1,7 @@
-"""Uneven inputs: a rank that has none left takes the others' steps, with the average of their gradients for its shard.
+"""Uneven inputs: a rank without inputs steps its shard with the average gradients of the others.
 
-``mpidist``'s DistributedDataParallel leaves that average in the gradients of such a rank; torch's
-does not, so a rank that has inputs sends what is missing.
+``mpidist``'s DistributedDataParallel leaves that average in the gradients of such a rank. torch's
+does not, so a rank with inputs sends the average.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _IS_JOINING = "_mpidist_is_joining"
 
 
 def is_shadowing(parameters: Sequence[Tensor]) -> bool:
-    """Say whether this rank has no inputs left, and its gradients are the average of the others'."""
+    """Return whether this rank has no inputs, and its gradients are the other ranks' average."""
     return any(hasattr(parameter, _IS_SHADOWING) for parameter in parameters)
 
 
 def require_named(parameters: Sequence[Tensor]) -> None:
-    """Refuse the step of an optimizer that ``DistributedDataParallel.join`` was not told of.
+    """Refuse a step within ``DistributedDataParallel.join`` of an optimizer not passed to ``join``.
 
     Raises:
         RuntimeError: The parameters' module is within ``join``: ranks without inputs would not take
@@ -34,14 +34,13 @@ def require_named(parameters: Sequence[Tensor]) -> None:
     """
     if any(hasattr(parameter, _IS_JOINING) for parameter in parameters):
         raise RuntimeError(
-            "a sharded optimizer steps within DistributedDataParallel.join, which was not told of "
-            "it; ranks whose inputs have "
-            "ended could not take part: name it, join(optimizers=[optimizer])"
+            "a sharded optimizer steps within DistributedDataParallel.join, which was not given "
+            "it; ranks without inputs could not take part: pass join(optimizers=[optimizer])"
         )
 
 
 class BorrowedGradients:
-    """Gradients of other ranks' inputs on a rank that has none left."""
+    """Average gradients of the other ranks, on a rank without inputs."""
 
     def __init__(self) -> None:
         self._own: list[tuple[Tensor, Tensor | None]] | None = None
@@ -54,26 +53,26 @@ class BorrowedGradients:
         settings: list[dict[str, Any]],
         has_inputs: bool,
     ) -> list[dict[str, Any]]:
-        """Give ranks that have no inputs the gradients of what they own, from the last rank that has.
+        """Send gradients and settings from the last rank with inputs to the ranks without.
 
         Collective: over the group.
 
         Args:
             parameters: By number.
-            owned: For each rank the numbers of the parameters of which it owns anything.
+            owned: For each rank the numbers of the parameters of which it owns a part.
             settings: This rank's, by parameter group.
 
         Returns:
-            The settings of a rank that has inputs: its schedulers go on.
+            The settings of a rank with inputs, whose schedulers are still stepped.
         """
         needs = not has_inputs and not is_shadowing(
             [parameters[number] for number in owned[group.rank]]
         )
-        told = torch.empty(2 * group.size, dtype=torch.uint8, device="cpu")
+        flags = torch.empty(2 * group.size, dtype=torch.uint8, device="cpu")
         group.all_gather_into_tensor(
-            told, torch.tensor([has_inputs, needs], dtype=torch.uint8, device="cpu")
+            flags, torch.tensor([has_inputs, needs], dtype=torch.uint8, device="cpu")
         )
-        rows = told.view(-1, 2).tolist()
+        rows = flags.view(-1, 2).tolist()
         roots = [rank for rank, (has, _) in enumerate(rows) if has]
         if not roots:
             return settings
@@ -93,16 +92,16 @@ class BorrowedGradients:
             elif group.rank == rank:
                 (settings, gradients), _ = group.recv_object(roots[-1])
                 if wants:
-                    self._take([parameters[number] for number in owned[rank]], gradients)
+                    self._borrow([parameters[number] for number in owned[rank]], gradients)
         return settings
 
     def give_back(self) -> None:
-        """Give the parameters their own gradients back."""
+        """Restore the parameters' own gradients."""
         for parameter, gradient in self._own or ():
             parameter.grad = gradient
         self._own = None
 
-    def _take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    def _borrow(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         if self._own is None:
             self._own = [(parameter, parameter.grad) for parameter in parameters]
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -110,12 +109,12 @@ class BorrowedGradients:
 
 
 def _on_host(gradient: Tensor | None) -> Tensor | None:
-    # Objects that travel as data hold tensors in host memory.
+    # Objects sent as data hold tensors in host memory.
     return None if gradient is None else gradient.detach().cpu()
 
 
 class StepHook(JoinHook):
-    """What torch's ``Join`` runs on a rank without inputs: the others' step."""
+    """Hook of torch's ``Join`` for a rank without inputs: takes the step of the other ranks."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -125,5 +124,5 @@ class StepHook(JoinHook):
         self._optimizer.step_joined()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Give this rank its own gradients back."""
+        """Restore this rank's own gradients."""
         self._optimizer.end_joined()

@@ -1,4 +1,4 @@
-"""Loading of the sharded optimizer: each rank takes its shard of a state, and all ranks take it or none does."""
+"""Loading of the sharded optimizer: each rank loads its shard; all ranks load or none does."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class Loading(torch.optim.Optimizer):
     _unowned: UnownedState
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of any world size: of this class, of FairScale's, or of ``optim`` over all parameters.
+        """Load a state dict of any world size, in the format of torch, FairScale or this class.
 
-        The argument stays as it is. All ranks give the same; what ``rank_local_state_dict``
-        returned is taken, too, each rank's own. Load the parameters first: a wire's master copies
-        are renewed from parameters that somebody has written.
+        All ranks pass the same state, or each its own ``rank_local_state_dict``. The argument is
+        not changed. Load the parameters first: a wire's master copies are renewed from parameters
+        that were written.
 
         Collective: over the group.
 
         Raises:
-            ValueError: It is of another model, class of optimizers or layout; nothing has been
-                loaded (all ranks).
+            ValueError: The state is of another model, class of optimizers or layout; nothing has
+                been loaded (all ranks).
             DisagreementError: Another rank refused, or ranks give different settings; nothing has
                 been loaded.
         """
@@ -55,13 +55,13 @@ class Loading(torch.optim.Optimizer):
             self._load(state_dict)
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what ``torch.distributed.checkpoint.load`` has filled.
+        """Load a ``sharded_state_dict`` after ``torch.distributed.checkpoint.load`` has filled it.
 
         Collective: over the group.
 
         Raises:
-            ValueError: It is of another model or class of optimizers; nothing has been loaded (all
-                ranks).
+            ValueError: The state is of another model or class of optimizers; nothing has been
+                loaded (all ranks).
             DisagreementError: Another rank refused, or ranks have different settings.
         """
         from mpidist.zero import checkpoint
@@ -136,7 +136,7 @@ class Loading(torch.optim.Optimizer):
         saved_groups: Any,
         unowned: UnownedState,
     ) -> None:
-        """Have the base optimizer load its part on all ranks, or on none.
+        """Load a part of the state into each rank's base optimizer, on all ranks or on none.
 
         Collective: over the group.
         """
@@ -149,17 +149,17 @@ class Loading(torch.optim.Optimizer):
             raise
         self.state = self.optim.state
         self._unowned = unowned
-        self._state = FlatState(spare=self._state.kinds)  # kinds that were not loaded end here
+        self._state = FlatState(spare=self._state.kinds)  # frees kinds that were not loaded
         self._flatten_state()
         state_dict.take_settings(self.optim.param_groups, saved_groups, self.param_groups)
 
     def _restore_unowned(self) -> None:
-        """Hand loaded state to parameters that have got a place since.
+        """Restore unowned state of parameters that have got a place since the load.
 
         Collective: over the group.
         """
         if self._unowned.hand_over(self.group, self._shards, self.optim.state):
-            # torch's rules for dtype and device
+            # Converts dtype and device by torch's rules.
             self.optim.load_state_dict(self.optim.state_dict())
             self.state = self.optim.state
             self._flatten_state()

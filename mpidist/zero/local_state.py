@@ -1,7 +1,7 @@
-"""State dict of one rank: its flat tensors as they lie, for the same world size and layout. Communicates nothing.
+"""Rank-local state dict: one rank's flat tensors, for the same world size and layout.
 
-It holds plain Python values and tensors alone, so ``torch.load`` reads it with
-``weights_only=True``.
+It holds only plain Python values and tensors, so ``torch.load`` reads it with
+``weights_only=True``. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from mpidist.zero.unowned_state import UnownedState
 Tensor = torch.Tensor
 Groups = Sequence[dict[str, Any]]
 FORMAT = "mpidist.zero rank-local 1"
-# Where a value of the entries lies: in a flat tensor, among the loose ones, or there itself.
+# Place of an entry's value: in a flat tensor, among the loose tensors, or in the entry itself.
 FLAT, LOOSE, VALUE = "flat", "loose", "value"
 
 
 def is_rank_local(given: Any) -> bool:
-    """Say whether a state dict is one of these."""
+    """Return whether a state dict is rank-local."""
     return isinstance(given, Mapping) and given.get("format") == FORMAT
 
 
@@ -34,7 +34,7 @@ def packed(
     """Return the state dict of a rank; its tensors are the image's.
 
     Args:
-        packed_groups: Of all parameters, with numbers in the place of parameters.
+        packed_groups: Of all parameters, with numbers for parameters.
     """
     return {
         "format": FORMAT,
@@ -55,7 +55,7 @@ def packed(
 
 
 def layout(image: ShardImage) -> dict[str, Any]:
-    """Return what must be equal for a rank-local state dict to fit; plain values."""
+    """Return the layout, as plain values; a rank-local state dict fits one equal layout."""
     return {
         "shapes": [tuple(form.shape) for form in image.forms],
         "strides": [tuple(form.stride()) for form in image.forms],
@@ -110,7 +110,7 @@ def require_fits(given: Mapping[str, Any], image: ShardImage, world_size: int) -
 def restored(
     given: Mapping[str, Any], pieces: Sequence[Piece], base_groups: Groups
 ) -> dict[str, Any]:
-    """Return what the base optimizer is to load; its tensors are views of the given ones, or copies of small ones."""
+    """Return a state dict for the base optimizer: views of flat tensors, copies of loose ones."""
 
     def held_by(piece: Piece) -> dict[str, Any] | None:
         rows = given["entries"].get(piece.number)
@@ -120,7 +120,7 @@ def restored(
 
 
 def unowned_in(given: Mapping[str, Any]) -> UnownedState:
-    """Return the state without a piece that a rank-local state dict holds; copies."""
+    """Return copies of a rank-local state dict's state without a piece."""
     entries = {
         number: given["entries"][number] for number in given["parked"] if number in given["entries"]
     }
@@ -132,7 +132,7 @@ def unowned_in(given: Mapping[str, Any]) -> UnownedState:
 
 
 def described(name: str, value: Any) -> tuple[str, str, Any]:
-    """Return a value of an image's entries as plain data: its name, where it lies, and its place there or itself."""
+    """Return an image's entry as plain data: name, kind of place, and place or value."""
     if isinstance(value, InFlat):
         return name, FLAT, value.kind
     if isinstance(value, Loose):

@@ -1,8 +1,7 @@
-"""Master copies: what a rank steps where all ranks see values that a narrow wire has rounded.
+"""Master copies: full-precision shards that a rank steps, where all ranks see rounded values.
 
-The owner of a shard keeps it in full precision. A master copy is made anew from its parameter only
-when somebody else has written that: autograd's version counter of the parameter tells, which the
-flat buffer's own writes leave alone.
+A master copy is renewed from its parameter only when other code has written the parameter. That
+raises autograd's version counter of the parameter; writes to the flat buffer do not.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class Masters:
     """The master copies of one rank.
 
     Attributes:
-        flats: For each flat buffer the copy of this rank's shard.
+        flats: The copy of this rank's shard of each flat buffer.
     """
 
     def __init__(self) -> None:
@@ -29,7 +28,7 @@ class Masters:
         self._versions: dict[int, int] = {}  # of parameters whose masters are up to date
 
     def renew(self, pieces: Iterable[Piece]) -> None:
-        """Take over what somebody has written into parameters since the last ``mark_current``."""
+        """Copy parameters that were written since the last ``mark_current`` to their masters."""
         if not self.flats:
             return
         pieces = list(pieces)
@@ -46,23 +45,22 @@ class Masters:
         self.mark_current(pieces)
 
     def mark_current(self, pieces: Iterable[Piece]) -> None:
-        """Note that the masters are up to date with these parameters, and of no others."""
+        """Record that the masters of these pieces, and of no others, are up to date."""
         self._versions = {piece.number: piece.parameter._version for piece in pieces}
 
     def invalidate(self, numbers: Iterable[int]) -> None:
-        """Have some parameters' masters made anew."""
+        """Mark some parameters' masters as out of date."""
         for number in numbers:
             self._versions.pop(number, None)
 
 
 def exact_masters(pieces: Iterable[Piece], places: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Return by number the master copies of parameters whose values are still those of their places in the flat buffers.
+    """Return the master copies of parameters that still have the values of their places, by number.
 
-    Parameters hold the rounded values that have crossed the network: a copy made anew from them
-    would be rounded, too.
+    Parameters have the rounded values of the wire, so masters renewed from them would be rounded.
 
     Args:
-        places: For each parameter its place, in its shape.
+        places: The place of each parameter, in its shape.
     """
     found = {}
     for piece in pieces:

@@ -1,7 +1,7 @@
-"""Rank-local state dicts of all ranks to one in torch's format (pure), for another world size or layout.
+"""Merge of all ranks' rank-local state dicts into torch's format (pure), for another layout.
 
-What one rank owns whole is a view of its flat tensor: state dicts that are mapped from files are
-then read as they are needed.
+State that one rank owns whole is a view of its flat tensor, so a state dict mapped from a file is
+read only when needed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Tensor = torch.Tensor
 
 
 def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state that one optimizer over all parameters would have; of a wire's master copies nothing.
+    """Return the state of one optimizer over all parameters, without a wire's master copies.
 
     Args:
-        states: What ``rank_local_state_dict`` returned on each rank, by rank.
+        states: The ``rank_local_state_dict`` of each rank, by rank.
 
     Raises:
-        ValueError: They are not those of all ranks of one optimizer.
+        ValueError: The states are not those of all ranks of one optimizer.
     """
     _require_of_one(states)
     layout = states[0]["layout"]
@@ -38,7 +38,7 @@ def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found: dict[int, dict[str, Any]] = {}
     for state in states:
         for number, rows in state["entries"].items():
-            if number in found:  # of a parameter that is cut: all its owners tell the same
+            if number in found:  # a cut parameter: all its owners have equal entries
                 continue
             values = found[number] = {}
             for name, where, value in rows:
@@ -60,9 +60,9 @@ def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _require_of_one(states: Sequence[Mapping[str, Any]]) -> None:
     if not states or not all(map(is_rank_local, states)):
         raise ValueError("the rank-local state dicts of all ranks are needed; at least one is none")
-    told = [(state["rank"], state["world_size"]) for state in states]
-    if told != [(rank, len(states)) for rank in range(len(states))]:
-        words = ", ".join(f"{rank} of {size}" for rank, size in told)
+    ranks = [(state["rank"], state["world_size"]) for state in states]
+    if ranks != [(rank, len(states)) for rank in range(len(states))]:
+        words = ", ".join(f"{rank} of {size}" for rank, size in ranks)
         raise ValueError(
             f"the rank-local state dicts must be those of ranks 0 to {len(states) - 1} of "
             f"{len(states)}; got {words}"
@@ -80,7 +80,7 @@ def _elements(
     offset: int,
     numel: int,
 ) -> Tensor:
-    """Return elements ``offset`` to ``offset + numel`` of a flat buffer's state from the ranks that own them."""
+    """Return ``numel`` elements of a flat buffer's state from ``offset`` on, from their owners."""
     bounds = states[0]["layout"]["plans"][kind[0]][2]
     parts = []
     for rank, state in enumerate(states):

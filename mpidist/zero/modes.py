@@ -51,7 +51,7 @@ class Modes(ParameterChanges, Joinable):
     # --- steps within the backward pass ---
 
     def stepping_hook(self, hook: Hook) -> SteppingHook:
-        """Return a communication hook that runs ``hook`` and then steps this rank's part of the bucket.
+        """Return a communication hook that runs ``hook``, then steps its bucket on this rank.
 
         Register it with ``register_comm_hook(state, optimizer.stepping_hook(hook))``, which passes
         ``state`` to ``hook``. Each bucket is one call of the base optimizer's ``step`` with the
@@ -131,7 +131,7 @@ class Modes(ParameterChanges, Joinable):
     # --- uneven inputs ---
 
     def join_hook(self, **kwargs: Any) -> StepHook:
-        """Return the hook of torch's ``Join`` for a rank without inputs: ``Join([ddp, optimizer])``."""
+        """Return the hook of torch's ``Join([ddp, optimizer])`` for a rank without inputs."""
         return StepHook(self)
 
     @property

@@ -260,7 +260,7 @@ class OSS(Modes):
         norm_type: float = 2.0,
         filter_params_fn: Callable[[list[Tensor]], Iterable[Tensor]] | None = None,
     ) -> Tensor:
-        """Scale gradients in place such that their norm over all parameters is at most ``max_norm``.
+        """Scale gradients in place such that their norm over all ranks is at most ``max_norm``.
 
         Each rank sums and scales the gradients of its own shards; those of other ranks' shards do
         not change.

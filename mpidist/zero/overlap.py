@@ -1,11 +1,10 @@
-"""Shards that are brought together while the next forward pass runs: each read of a parameter waits for its own bucket.
+"""Gathers of shards during the next forward pass: a read of a parameter waits for its bucket.
 
-``PendingGathers`` holds the works under way. Meanwhile a mode of torch's function dispatch is at
-the bottom of the stack of the thread that took the step: it sees the arguments of each torch
-function and method, and waits before one reads a parameter. Modules need not be called for that
-(``F.linear(x, other.weight)``, ``state_dict``, averages of weights). Code that torch dispatches
-elsewhere is waited for as a whole, when its module is called: TorchScript, ``torch.compile``, other
-threads.
+``PendingGathers`` holds the works in progress. Meanwhile a torch function mode at the bottom of the
+stepping thread's stack checks the arguments of each torch function and method, and waits before one
+reads a parameter. No module call is needed (``F.linear(x, other.weight)``, ``state_dict``, averages
+of weights). Code without this dispatch (TorchScript, ``torch.compile``, other threads) waits for
+all gathers when its module is called.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from mpidist.comm.serialization.tensor_spans import span
 
 Tensor = torch.Tensor
 
-# Getters that hand out memory, a tensor on it or its address; all others tell of a tensor without
-# reading it.
+# Getters that return memory, a tensor on it or its address. All other getters return metadata.
 _OF_VALUES = {
     "T",
     "mT",
@@ -43,10 +41,25 @@ _OF_VALUES = {
     "__array_interface__",
 }
 _PLAIN_METHODS = (
-    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "is_contiguous",
-    "is_floating_point", "is_complex", "get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook",
-    "__hash__", "__len__", "type_as",
-)  # fmt: skip
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "stride",
+    "storage_offset",
+    "element_size",
+    "is_contiguous",
+    "is_floating_point",
+    "is_complex",
+    "get_device",
+    "requires_grad_",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "__hash__",
+    "__len__",
+    "type_as",
+)
 
 
 def _of_metadata() -> frozenset[Any]:
@@ -67,18 +80,18 @@ _METADATA = _of_metadata()
 
 
 class Gather(NamedTuple):
-    """Works that bring some parameters, or parts of them, to this rank."""
+    """Works that copy some parameters, or parts of them, to this rank."""
 
     parameters: list[Tensor]
     works: Sequence[Any]
 
 
 class PendingGathers:
-    """Gathers under way, and what is done so that nobody reads what they still write.
+    """Gathers in progress, and the hooks that keep reads of their parameters waiting.
 
-    It keeps itself alive as long as there are any: parameters outlive their optimizer. Once that is
-    gone, the next call of any module ends it as soon as all gathers have ended, although nobody has
-    read the parameters.
+    The hooks keep this object alive while a gather is pending, because parameters outlive their
+    optimizer. After the optimizer is gone and all gathers have completed, the next call of any
+    module removes the hooks, also if the parameters were never read.
 
     Args:
         owner: The optimizer.
@@ -87,22 +100,22 @@ class PendingGathers:
     def __init__(self, owner: Any = None) -> None:
         self._owner = None if owner is None else weakref.ref(owner)
         self._works: list[Sequence[Any]] = []
-        self._places: dict[int, list[int]] = {}  # by the id of a parameter
+        self._places: dict[int, list[int]] = {}  # buckets by the id of a parameter
         self._parameters: list[Tensor] = []
-        # of each parameter: first and end address, bucket; in ascending order
+        # First address, end address and bucket of each parameter, in ascending order.
         self._memory: list[tuple[int, int, int]] = []
         self._left = 0
         self._mode = _ReadsWait(self)
-        self._thread = 0  # that has the mode on its stack, as far as we know
+        self._thread = 0  # ident of the thread with the mode on its stack; 0: none
         self._handles: list[Any] = []
 
     @property
     def is_open(self) -> bool:
-        """Say whether a gather has not been waited for."""
+        """Return whether a gather is pending: no thread has waited for it."""
         return self._left > 0
 
     def begin(self, gathers: Sequence[Gather]) -> None:
-        """Take over gathers that have been started; all earlier ones have been waited for."""
+        """Watch started gathers; no earlier gather may be pending."""
         if not gathers:
             return
         self._works = [gather.works for gather in gathers]
@@ -118,7 +131,7 @@ class PendingGathers:
         self._watch()
 
     def wait(self) -> None:
-        """Wait for all of them.
+        """Wait for all gathers.
 
         Blocks: the host, until this rank's parameters are complete; on a device, the current
         stream.
@@ -128,14 +141,14 @@ class PendingGathers:
         self.retire()
 
     def wait_for(self, parameters: Iterable[Tensor]) -> None:
-        """Wait for those that bring some parameters."""
+        """Wait for the gathers of some parameters."""
         if self.is_open:
             for parameter in parameters:
                 for place in self._places.get(id(parameter), ()):
                     self._wait_for(place)
 
     def before(self, arguments: Iterable[Any]) -> None:
-        """Wait for what a function is about to read: tensors among its arguments, in lists, tuples and dicts too."""
+        """Wait for the tensors among a function's arguments, also in lists, tuples and dicts."""
         for argument in arguments:
             if isinstance(argument, Tensor):
                 places = self._places.get(id(argument))
@@ -150,7 +163,7 @@ class PendingGathers:
                 self.before(argument.values())
 
     def retire(self) -> None:
-        """Stop watching once all have been waited for; in the thread that began."""
+        """Remove the hooks if no gather is pending; only in the thread that called ``begin``."""
         if self.is_open or threading.get_ident() != self._thread:
             return
         if _removed(self._mode):
@@ -170,7 +183,7 @@ class PendingGathers:
             self._left -= 1
 
     def _wait_for_alias(self, tensor: Tensor) -> None:
-        """Wait for the parameters in whose memory another tensor lies."""
+        """Wait for the parameters that share memory with a tensor."""
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
             return
         try:
@@ -180,7 +193,7 @@ class PendingGathers:
         if not self._memory or end <= self._memory[0][0] or first >= self._memory[-1][1]:
             return
         at = bisect.bisect_left(self._memory, (end,))
-        # Parameters do not overlap, so their ends ascend as their beginnings do.
+        # Parameters do not overlap, so their ends ascend like their first addresses.
         while at and self._memory[at - 1][1] > first:
             at -= 1
             self._wait_for(self._memory[at][2])
@@ -208,7 +221,10 @@ class PendingGathers:
             self.wait()
 
     def _is_abandoned(self) -> bool:
-        """Say whether the optimizer is gone and all gathers have ended: the parameters may be gone, too, but for us."""
+        """Return whether the optimizer is gone and all gathers have completed.
+
+        This object may then hold the last references to the parameters.
+        """
         if self._owner is None or self._owner() is not None:
             return False
         return all(work.is_completed() for works in reversed(self._works) for work in works)
@@ -219,7 +235,7 @@ class PendingGathers:
 
 
 class _ReadsWait(TorchFunctionMode):
-    """Waits before a torch function reads a parameter that is still being brought."""
+    """Mode that waits before a torch function reads a parameter with a pending gather."""
 
     def __init__(self, pending: PendingGathers) -> None:
         super().__init__()
@@ -234,7 +250,7 @@ class _ReadsWait(TorchFunctionMode):
 
 
 def _is_opaque(module: torch.nn.Module) -> bool:
-    """Say whether a module runs code that modes do not see."""
+    """Return whether a module runs code without torch's function dispatch."""
     return (
         isinstance(module, torch.jit.ScriptModule)
         or type(module).__name__ == "OptimizedModule"
@@ -243,9 +259,9 @@ def _is_opaque(module: torch.nn.Module) -> bool:
 
 
 def _insert(mode: TorchFunctionMode) -> None:
-    """Put a mode below all others, which then come and go as if it were not there.
+    """Push a mode below all others, so that they can be pushed and popped as usual.
 
-    torch's default device stays at the very bottom, where torch looks for it.
+    The mode of torch's default device stays at the bottom, where torch expects it.
     """
     stack = _get_current_function_mode_stack()
     default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
@@ -254,7 +270,7 @@ def _insert(mode: TorchFunctionMode) -> None:
 
 
 def _removed(mode: TorchFunctionMode) -> bool:
-    """Take a mode off the stack; False if it is not there, because a function is being dispatched by it."""
+    """Remove a mode from the stack; return False if torch has popped it to dispatch a function."""
     stack = _get_current_function_mode_stack()
     rest = [each for each in stack if each is not mode]
     if len(rest) == len(stack):

@@ -1,4 +1,4 @@
-"""Parameters that come, freeze, train again and move, while the sharded optimizer holds them."""
+"""Changes of a sharded optimizer's parameters: new groups, freezing, other devices or dtypes."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ _NEW, _MOVED, _REFUSED = 1, 2, 3
 
 @untraced
 class ParameterChanges(Saving):
-    """The part of the sharded optimizer that knows whose each parameter is."""
+    """The part of the sharded optimizer that follows changes of its parameters."""
 
     _is_constructed: bool
     _one_copy: bool
     _wire: Wire | None
 
     def _prepare(self, refusal: Exception | None = None) -> None:
-        """Bring in what has changed since the last step: where parameters lie, and the groups' settings.
+        """Follow changes of the parameters' memory and the groups' settings since the last step.
+
+        Collective: over the group.
 
         Args:
-            refusal: Why this rank takes no step; all then raise.
+            refusal: This rank's reason to take no step; all ranks then raise.
         """
         shards = self._shards
-        # On all ranks before any of them writes; so it also says that nobody reads the one copy any
-        # more.
+        # Also a barrier: no rank still reads the one copy when the first rank writes.
         own = _MOVED if shards.buffers.has_moved() else _NEW if shards.has_new() else 0
         changed = maximum(self.group, own if refusal is None else _REFUSED)
         if changed == _REFUSED:
@@ -52,7 +53,10 @@ class ParameterChanges(Saving):
         groups.sync(self.param_groups, self.optim.param_groups)
 
     def _follow(self) -> None:
-        """Have the buffers and the state follow the parameters to another device or dtype."""
+        """Move the buffers and the state to the parameters' new device or dtype.
+
+        Collective: over the group.
+        """
         with comparing(self.group, "OSS.step") as rows:
             groups.require_host_memory(self.param_groups if self._one_copy else [])
             self._shards.buffers.require_shapes()
@@ -62,14 +66,15 @@ class ParameterChanges(Saving):
         self._state = FlatState()
         state = self.optim.state
         kept = {piece.tensor: state[piece.tensor] for piece in same if piece.tensor in state}
-        # torch's rules for what takes the parameter's dtype and device
+        # load_state_dict converts state by torch's rules, scalars too; so unchanged pieces keep
+        # their own.
         self.optim.load_state_dict(self.optim.state_dict())
-        self.optim.state.update(kept)  # they would round scalars to the parameter's dtype, too
+        self.optim.state.update(kept)
         self.state = self.optim.state
         self._flatten_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, which is divided among the ranks by itself.
+        """Add a group of parameters; its parameters are divided among the ranks separately.
 
         Collective: over the group.
         """
@@ -94,7 +99,7 @@ class ParameterChanges(Saving):
             del self.param_groups[count:]
             raise
         new = self.param_groups[-1:]
-        # what a scheduler has set since the last step
+        # A scheduler may have changed settings since the last step.
         groups.sync(self.param_groups[:-1], self.optim.param_groups)
         own = self._shards.add(new[0]["params"])
         self._shards.make()
@@ -113,7 +118,7 @@ class ParameterChanges(Saving):
         self._flatten_state()
 
     def refresh_trainable(self) -> None:
-        """Take note of parameters that were frozen or that train again (``requires_grad``).
+        """Follow changes of ``requires_grad``: parameters that were frozen, or train again.
 
         Collective: over the group.
         """
@@ -135,9 +140,9 @@ class ParameterChanges(Saving):
         self._restore_unowned()
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """Return for each rank its groups: settings, and in ``params`` the parameters that it owns.
+        """Return each rank's groups: settings, and in ``params`` the parameters that the rank owns.
 
-        Of a parameter that is cut, ``params`` holds vectors of the elements.
+        A cut parameter is in ``params`` as vectors of its elements.
         """
         spans = self.bounds() if self._shards.steps_parameters is False else {}
         number = 0
@@ -164,7 +169,10 @@ class ParameterChanges(Saving):
         return found
 
     def bounds(self) -> Bounds:
-        """Return for each trainable parameter its owners: (rank, start, stop) in elements, in the order in which they lie."""
+        """Return the owners of each trainable parameter's elements: (rank, start, stop).
+
+        Elements are counted in the order of their memory.
+        """
         shards = self._shards
         spans = owned_parts(shards.buffers.plans)
         return {shards.parameters[number]: parts for number, parts in spans.items()}

@@ -1,4 +1,4 @@
-"""All-gather of the stepped shards into the parameters of all ranks, at once or during the next forward pass."""
+"""All-gather of the stepped shards into all ranks' parameters, in ``step`` or overlapped."""
 
 from __future__ import annotations
 

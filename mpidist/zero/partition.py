@@ -1,4 +1,4 @@
-"""Partition of parameters among ranks (pure): which rank owns which parameter, or which part of it.
+"""Partition of parameters among ranks (pure): the owner of each parameter, or of each part.
 
 Letters: W ranks.
 """
@@ -16,20 +16,29 @@ PARTITIONS = (GREEDY, BALANCED, FLAT)
 
 # The new value of an element depends on that element alone, its gradient and its state.
 _ELEMENT_WISE = (
-    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
-    torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
-)  # fmt: skip
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
 _OF_MATRICES = ("Muon", "Shampoo", "SOAP")
 
 Cost = Callable[[torch.Tensor], float]
 
 
 def greedy(sizes: Sequence[int], loads: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Give each parameter, in their order, to the rank that has the least so far.
+    """Assign each parameter, in their order, to the rank with the smallest load.
 
     Args:
-        sizes: Of each parameter; 1 for a frozen one.
-        loads: What each rank has already.
+        sizes: Elements of each parameter; 1 for a frozen one.
+        loads: Elements that each rank has already.
 
     Returns:
         The owner of each parameter, and the ranks' loads afterwards.
@@ -45,13 +54,13 @@ def greedy(sizes: Sequence[int], loads: Sequence[int]) -> tuple[list[int], list[
 
 
 def balanced(costs: Sequence[float], loads: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Give the dearest parameter first, and each to the rank with the least cost so far.
+    """Assign the parameters, the most expensive first, to the rank with the smallest load.
 
-    The most that a rank gets is at most 4/3 - 1/(3W) of the least possible.
+    The largest load is at most 4/3 - 1/(3W) of the optimum.
 
     Args:
         costs: Of each parameter.
-        loads: What each rank has already.
+        loads: Cost that each rank has already.
 
     Returns:
         The owner of each parameter, and the ranks' loads afterwards.
@@ -90,7 +99,7 @@ class Owners(Sequence[int]):
         return len(self._owners)
 
     def choose(self, parameters: Sequence[torch.Tensor]) -> tuple[list[int], list[Any]]:
-        """Return the owners of further parameters and the loads of the ranks afterwards; changes nothing."""
+        """Return the owners of more parameters, and the ranks' loads with them; changes nothing."""
         if self._is_balanced:
             return balanced(
                 [self._cost(p) if p.requires_grad else 1 for p in parameters], self._loads
@@ -98,13 +107,13 @@ class Owners(Sequence[int]):
         return greedy([p.numel() if p.requires_grad else 1 for p in parameters], self._loads)
 
     def add(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Choose the owners of further parameters."""
+        """Choose and keep the owners of more parameters."""
         owners, self._loads = self.choose(parameters)
         self._owners += owners
 
 
 def cuts(numel: int, ranks: int, unit: int) -> list[int]:
-    """Divide ``numel`` elements (a multiple of ``unit``) into parts of the same size, up to ``unit`` elements.
+    """Divide ``numel`` elements into parts of equal size up to ``unit``, which divides ``numel``.
 
     Returns:
         W + 1 bounds, multiples of ``unit``.
@@ -113,15 +122,16 @@ def cuts(numel: int, ranks: int, unit: int) -> list[int]:
 
 
 def is_element_wise(optim: type) -> bool:
-    """Say whether a class of optimizers may step parts of a parameter: torch's own, and those that say ``is_element_wise``.
+    """Return whether a class of optimizers may step parts of a parameter.
 
-    A subclass counts only if it says so itself: it may compute norms.
+    True for torch's element-wise classes and for classes with ``is_element_wise = True``. A
+    subclass needs the attribute itself: it may compute norms.
     """
     return optim in _ELEMENT_WISE or bool(vars(optim).get("is_element_wise", False))
 
 
 def cost_of(cost: str | Cost | None, optim: type) -> Cost:
-    """Return the function that tells a parameter's cost.
+    """Return the function that computes a parameter's cost.
 
     Args:
         cost: ``"bytes"``, ``"matrix"`` (max(m, n)·min(m, n)², the products of an m × n matrix with
@@ -153,7 +163,7 @@ def _products(parameter: torch.Tensor) -> float:
 
 
 def require(partition: str, optim: Any) -> None:
-    """Refuse what cannot be sharded.
+    """Refuse a partition or a class of optimizers that cannot be sharded.
 
     Raises:
         ValueError: An unknown partition, a flat one of an optimizer that is not known to be

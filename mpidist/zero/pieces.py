@@ -1,8 +1,8 @@
-"""Pieces: what the base optimizer steps on one rank.
+"""Pieces: the tensors that the base optimizer steps on one rank.
 
-A parameter that a rank owns whole is its own piece: the base optimizer finds it and its gradient as
-ever. Of one that is cut, or that has a master copy, the piece is a vector of the owned elements,
-whose gradient is the same part of the parameter's gradient, where it lies: nothing is copied.
+A parameter that a rank owns whole is its own piece, with its own gradient. For a cut parameter, or
+one with a master copy, the piece is a vector of the owned elements; its gradient is a view of the
+same part of the parameter's gradient, without a copy.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Tensor = torch.Tensor
 
 @dataclass(eq=False)
 class Piece:
-    """Elements ``start`` to ``stop`` of one parameter, in the order in which they lie.
+    """Elements ``start`` to ``stop`` of one parameter, in the order of their memory.
 
     Attributes:
         number: The parameter's number.
         parameter: The parameter.
-        tensor: What the base optimizer holds: the parameter, or a vector or matrix of its elements.
-        home: Index of its flat buffer, and the place of its first element in the rank's shard; None
-            if it lies in none.
+        tensor: The base optimizer's tensor: the parameter, or a vector or matrix of its elements.
+        home: Index of its flat buffer, and its first element in the rank's shard of that buffer;
+            None without a buffer.
     """
 
     number: int
@@ -40,19 +40,19 @@ class Piece:
 
     @property
     def is_parameter(self) -> bool:
-        """Say whether the base optimizer holds the parameter itself."""
+        """Return whether the base optimizer holds the parameter itself."""
         return self.tensor is self.parameter
 
     @property
     def is_whole(self) -> bool:
-        """Say whether it is all of the parameter."""
+        """Return whether the piece is all of the parameter."""
         return self.stop - self.start == self.parameter.numel()
 
     def gradient(self) -> Tensor | None:
         """Return the gradient of these elements, a view of the parameter's where its layout allows.
 
         Raises:
-            RuntimeError: It is sparse, and the parameter is cut or has a master copy.
+            RuntimeError: The gradient is sparse, and the parameter is cut or has a master copy.
         """
         return None if self.parameter.grad is None else self.part_of(self.parameter.grad)
 
@@ -60,7 +60,7 @@ class Piece:
         """Return these elements of a gradient of the parameter, a view where its layout allows.
 
         Raises:
-            RuntimeError: It is sparse, and the parameter is cut or has a master copy.
+            RuntimeError: The gradient is sparse, and the parameter is cut or has a master copy.
         """
         if self.is_parameter:
             return gradient
@@ -82,7 +82,7 @@ class Piece:
         return part.as_strided(self.tensor.shape, self.tensor.stride(), part.storage_offset())
 
     def put_back(self, values: Tensor) -> None:
-        """Write what ``gradient`` has returned, and somebody has changed, into the parameter's, unless it is a view of that."""
+        """Write changed values of ``gradient()`` back, unless they are views of the gradient."""
         gradient = self.parameter.grad
         assert gradient is not None
         if (
@@ -91,7 +91,7 @@ class Piece:
             or _shares_memory(values, gradient)
         ):
             return
-        whole = in_memory_order(gradient, self.parameter)  # a copy, as it was then
+        whole = in_memory_order(gradient, self.parameter)  # a copy: else values would be a view
         whole[self.start : self.stop].copy_(values.reshape(-1))
         if is_dense(self.parameter):
             whole = whole.as_strided(self.parameter.shape, self.parameter.stride())
@@ -110,11 +110,11 @@ def unchanged(pieces: Iterable[Piece], plans: Sequence[BufferPlan]) -> list[Piec
 
 
 class Gradients:
-    """Gradients as the base optimizer finds them within a step.
+    """Gradients of the base optimizer's tensors during a step.
 
     Args:
-        pieces: Those that are not parameters, which borrow their gradients.
-        outside: Those of parameters that nobody steps: frozen ones, which may have kept a gradient.
+        pieces: Pieces that are not parameters; they get views of the parameters' gradients.
+        outside: Pieces of frozen parameters, which may have a gradient but are not stepped.
     """
 
     def __init__(self, pieces: Sequence[Piece], outside: Iterable[Piece]) -> None:
@@ -123,7 +123,7 @@ class Gradients:
         self._hidden: list[tuple[Tensor, Tensor]] = []
 
     def attach(self) -> None:
-        """Give the pieces the gradients of their parameters, and hide those of frozen ones."""
+        """Set the pieces' gradients to their parameters', and hide those of frozen parameters."""
         for piece in self._pieces:
             piece.tensor.grad = piece.gradient()
         for piece in self._outside:
@@ -134,7 +134,7 @@ class Gradients:
                 piece.parameter.grad = None
 
     def detach(self) -> None:
-        """Undo it: the pieces keep no gradient's memory that its parameter has given up."""
+        """Undo ``attach``; pieces must not keep gradients that their parameters have freed."""
         for piece in self._pieces:
             piece.tensor.grad = None
         for parameter, gradient in self._hidden:

@@ -1,6 +1,6 @@
-"""Host memory for large results: in huge pages, and the same memory again when nobody holds the last result.
+"""Host memory for large results, in huge pages; reused when the last result has been freed.
 
-The first touch of 4 KiB pages costs three times as long as the transfer that fills them.
+The first touch of 4 KiB pages takes three times as long as the transfer that fills them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ K = TypeVar("K", bound=Hashable)
 _HUGE_PAGE = 2 << 20
 
 
-class _Held(np.ndarray):  # plain arrays take no weak reference on all of their views' owners
-    """Memory as tensors see it; it lives as long as any of them."""
+class _Held(np.ndarray):
+    """Owner of the memory of some tensors; lives as long as any of them.
+
+    A subclass, because the views of a plain array cannot refer weakly to their owner.
+    """
 
 
 class KeptMemory:
@@ -32,7 +35,7 @@ class KeptMemory:
         self._user: Any = None
 
     def tensors(self, wanted: Mapping[K, tuple[int, torch.dtype]]) -> dict[K, torch.Tensor]:
-        """Return tensors whose values are undefined, in the memory of the last call if none of its tensors is alive.
+        """Return tensors with undefined values, in the last call's memory if its tensors are gone.
 
         Args:
             wanted: Number of elements and dtype of each.
@@ -51,8 +54,7 @@ class KeptMemory:
             self._block = _huge_pages(nbytes)
         held = np.frombuffer(self._block, np.uint8, nbytes).view(_Held)
         self._user = weakref.ref(held)
-        # Of a memoryview, because numpy would let the tensors refer to the block itself, and not to
-        # the array.
+        # From a memoryview: numpy would have the tensors refer to the block, not to the array.
         memory = memoryview(held)  # type: ignore[arg-type]
         with autograd_mode.allocating():
             return {
@@ -64,7 +66,7 @@ class KeptMemory:
 
 
 def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros in host memory, in huge pages if they are many: a step reads and writes all of them."""
+    """Return zeros in host memory, in huge pages from 4 MiB: each step reads and writes all."""
     if numel * dtype.itemsize < 2 * _HUGE_PAGE:
         return torch.zeros(numel, dtype=dtype, device="cpu")
     with autograd_mode.allocating():
@@ -72,12 +74,11 @@ def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _huge_pages(nbytes: int) -> mmap.mmap:
-    # No longer than asked for: what is left over at the end is in small pages, and no memory is
-    # taken for nothing.
+    # The size is not rounded up: small pages at the end waste no memory.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a system without them
+        except OSError:  # no huge pages
             pass
     return memory

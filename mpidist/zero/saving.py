@@ -1,4 +1,4 @@
-"""State dicts of the sharded optimizer: brought together from all ranks, in the background too, or each rank's by itself."""
+"""State dicts of the sharded optimizer: consolidated, in the background too, or rank-local."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ class Saving(Loading):
     def consolidate_state_dict(
         self, recipient_rank: int = 0, *, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        """Bring all ranks' state to one, for its ``state_dict``. Other ranks allocate at most one chunk.
+        """Send all ranks' state to one rank, for its ``state_dict``.
+
+        Other ranks allocate at most one chunk.
 
         Collective: over the group.
 
-        Blocks: until the state has left this rank, and on the recipient until it is there.
+        Blocks: until this rank has sent its state; on the recipient until all state has arrived.
 
         Args:
             recipient_rank: Rank in the group; -1 for all.
@@ -58,12 +60,12 @@ class Saving(Loading):
         *,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> Consolidating:
-        """Bring the state as it is now to one rank while the training goes on; what later steps change is not seen.
+        """Send all ranks' state to one rank while training continues.
 
-        Each rank copies its shard, and a group and thread of the optimizer's own (``close`` ends
-        them) do the rest. On Linux the thread has the lowest priority: where training keeps all
-        cores busy, a save takes several steps and costs them little. A call while the last one is
-        under way first waits for it.
+        The state is that of the call: each rank copies its shard, and a group and thread of the
+        optimizer's own (``close`` ends them) send the copies. On Linux the thread has the lowest
+        priority: where training keeps all cores busy, a save takes several steps and slows them
+        little. A call first waits for the previous one.
 
         Collective: over the group.
 
@@ -71,9 +73,8 @@ class Saving(Loading):
 
         Args:
             recipient_rank: Rank in the group; -1 for all.
-            path: File that the recipient writes the state dict to (``torch.save``). It appears
-                under this name once it is
-                complete: it is written beside (``.part``), brought to the disk and renamed.
+            path: File for the state dict, written by the recipient (``torch.save``): first as
+                ``.part``, synced to the disk, then renamed, so the name exists once it is complete.
             chunk_bytes: Longest message.
 
         Returns:
@@ -127,13 +128,14 @@ class Saving(Loading):
     # --- the state of one rank ---
 
     def rank_local_state_dict(self, *, copies: bool = True) -> dict[str, Any]:
-        """Return this rank's state as it lies: flat tensors, for ``load_state_dict`` at the same world size and layout.
+        """Return this rank's state as flat tensors, for the same world size and layout.
 
-        The same bits come back, those of a wire's master copies too. Communicates nothing.
+        ``load_state_dict`` restores the same bits, those of a wire's master copies too.
+        Communicates nothing.
 
         Args:
-            copies: In host memory, which later steps leave alone. Otherwise its tensors are the
-                optimizer's own.
+            copies: Return copies in host memory, unchanged by later steps; else the optimizer's own
+                tensors.
         """
         groups.sync(self.param_groups, self.optim.param_groups)
         image = self._image()
@@ -145,30 +147,30 @@ class Saving(Loading):
     # --- torch.distributed.checkpoint ---
 
     def sharded_state_dict(self, *, copies: bool = True) -> dict[str, Any]:
-        """Return this rank's part of the state for ``torch.distributed.checkpoint``: to save, or to be filled by a load.
+        """Return this rank's state for ``torch.distributed.checkpoint``, to save or to load.
 
-        It may stand beside a model's in a larger dict. Keys are those of torch's
+        The dict may be part of a larger one, with a model's state. Keys are those of torch's
         ``get_optimizer_state_dict``: ``state.<name>.<kind>``, ``param_groups.<place>.<setting>``;
         names are those of named parameters, else numbers. A checkpoint may be loaded at another
         world size, partition or memory format. Communicates nothing.
 
-        What is loaded is asked for by key: trainable parameters without state ask for what a first
-        step would make. A checkpoint that lacks some takes
-        ``DefaultLoadPlanner(allow_partial_load=True)``; their state is then made by the next step.
+        A load fills the keys of this dict. A trainable parameter without state has the keys that
+        its first step would make; for a checkpoint without them pass
+        ``DefaultLoadPlanner(allow_partial_load=True)``, and the next step makes that state.
 
         Args:
-            copies: In host memory, which later steps leave alone, as ``async_save`` needs while it
-                writes; a load is then complete before ``load_sharded_state_dict`` changes anything.
-                Otherwise the tensors are the optimizer's own.
+            copies: Return copies in host memory, unchanged by later steps, as ``async_save`` needs;
+                a load is then complete before ``load_sharded_state_dict`` changes anything. Else
+                return the optimizer's own tensors.
         """
-        from mpidist.zero import checkpoint  # it loads torch.distributed.checkpoint
+        from mpidist.zero import checkpoint  # late: imports torch.distributed.checkpoint
 
         groups.sync(self.param_groups, self.optim.param_groups)
         image = self._image()
         image = image.copied(self._copies) if copies else image
         return checkpoint.sharded(image, self._shards.pieces, self.param_groups, self._first_state)
 
-    # --- what they need ---
+    # --- arguments and parts ---
 
     def _first_state(self, piece: Piece) -> dict[str, Any]:
         number = 0

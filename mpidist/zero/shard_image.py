@@ -114,8 +114,8 @@ def image_of(
             else loose.entry(value)
             for name, value in values.items()
         }
-    for number, values in unowned.items():
-        entries[number] = {name: loose.entry(value) for name, value in values.items()}
+    for number, kept in unowned.items():
+        entries[number] = {name: loose.entry(value) for name, value in kept.items()}
     return ShardImage(
         rank=rank,
         kinds=tuple((kind.buffer, kind.name, kind.dtype) for kind in flat.kinds),

@@ -1,4 +1,4 @@
-"""Shards of one optimizer's parameters: their places in flat buffers, and the pieces that this rank steps.
+"""Shards of one optimizer's parameters: places in flat buffers, and the pieces this rank steps.
 
 A parameter gets its place when it first requires a gradient; the parameters of one call share new
 flat buffers. A frozen parameter gets memory of its own and returns to its place when it trains
@@ -158,7 +158,7 @@ class Shards:
         return [piece for piece in self.pieces if piece.number in placed]
 
     def outside(self) -> list[Piece]:
-        """Return this rank's pieces of parameters outside the buffers: frozen, stepped by no rank."""
+        """Return this rank's pieces of frozen parameters, which are in no buffer."""
         placed = self._placed
         return [piece for piece in self.pieces if piece.number not in placed]
 
@@ -209,7 +209,7 @@ class Shards:
         ]
 
     def _append(self, allocation: FlatBuffers) -> list[Piece]:
-        """Add buffers, and point this rank's pieces to their elements; return the pieces made new."""
+        """Add buffers, and point this rank's pieces to their elements; return the new pieces."""
         rank, made = self._group.rank, []
         own = {piece.number: piece for piece in self.pieces}
         for place in self.buffers.append(allocation):
@@ -231,7 +231,7 @@ class Shards:
         return made
 
     def _make_empty(self, numbers: Sequence[int]) -> list[Piece]:
-        """Return pieces of this rank's parameters without elements, which have state but no place."""
+        """Return pieces of this rank's empty parameters, which have state but no place."""
         self._placed.update(numbers)
         if self.steps_parameters:
             return []

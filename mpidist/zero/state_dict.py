@@ -1,4 +1,4 @@
-"""State dicts in torch's format (pure): from and to the state of one optimizer over all parameters."""
+"""State dicts in torch's format (pure): the state of one optimizer over all parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpidist.zero.pieces import Piece
 Tensor = torch.Tensor
 Groups = Sequence[dict[str, Any]]
 
-# What torch's optimizers keep for each parameter.
+# Names of the state that torch's optimizers keep for each parameter.
 _KINDS: dict[type, frozenset[str]] = {
     torch.optim.SGD: frozenset({"momentum_buffer"}),
     torch.optim.Adam: frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
@@ -33,7 +33,7 @@ _KINDS: dict[type, frozenset[str]] = {
 
 
 def packed(groups: Groups, state: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Return a state dict: ``state`` by number, and the groups with numbers in the place of parameters."""
+    """Return a state dict: ``state`` by number, and the groups with numbers for parameters."""
     number, result = 0, []
     for group in groups:
         count = len(group["params"])
@@ -44,7 +44,7 @@ def packed(groups: Groups, state: dict[int, dict[str, Any]]) -> dict[str, Any]:
 
 
 def is_known(optim: torch.optim.Optimizer) -> bool:
-    """Say whether it is one of torch's own classes whose state ``require_fits`` knows by name and shape."""
+    """Return whether ``require_fits`` checks this class's state by name and shape."""
     return type(optim) in _KINDS
 
 
@@ -126,7 +126,7 @@ def _require_values(key: Any, values: Any, shape: torch.Size, optim: type) -> No
 def local(
     given: dict[str, Any], groups: Groups, base_groups: Groups, pieces: Sequence[Piece]
 ) -> dict[str, Any]:
-    """Return what the base optimizer of one rank is to load: the state of its pieces, by its own numbers.
+    """Return a state dict for the base optimizer of one rank, with the state of its pieces.
 
     Args:
         groups: Of all parameters.
@@ -152,8 +152,8 @@ def for_base(
     """Return a state dict for the base optimizer, by its own numbers.
 
     Args:
-        saved_groups: Whose settings are taken.
-        held_by: Returns a piece's state; None for none.
+        saved_groups: Groups with the settings to load.
+        held_by: Return a piece's state, or None.
     """
     by_tensor = {id(piece.tensor): piece for piece in pieces}
     result: list[dict[str, Any]] = []
@@ -171,20 +171,21 @@ def for_base(
 
 
 def take_settings(base_groups: Groups, saved: Groups, groups: Groups) -> None:
-    """Give the groups of all parameters what was loaded: the base optimizer's settings, and names if some came."""
+    """Copy the loaded settings, and parameter names if given, to the groups of all parameters."""
     for base, given, own in zip(base_groups, saved, groups, strict=True):
         kept = {"params": own["params"]}
         if "param_names" in given or "param_names" in own:
             kept["param_names"] = copy.copy(given.get("param_names", own.get("param_names")))
         loaded = {**base, **kept}
         own.clear()
-        for key in (*given, *loaded):  # in the order of what was loaded, as torch has it
+        # torch keeps the order of the loaded settings.
+        for key in (*given, *loaded):
             if key in loaded:
                 own.setdefault(key, loaded[key])
 
 
 def part(value: Any, piece: Piece) -> Any:
-    """Return what of a parameter's state belongs to a piece; nothing that a step would change in the given value."""
+    """Return a piece's part of a value of its parameter's state; steps do not change the value."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     if (
@@ -194,7 +195,7 @@ def part(value: Any, piece: Piece) -> Any:
     ):
         return value.clone()
     if piece.is_whole and piece.tensor.shape == value.shape:
-        # it is copied into the flat tensor
+        # A piece with a home needs no copy: its value is copied into the flat tensor.
         return value if piece.home is not None else value.clone()
     return in_memory_order(value, piece.parameter)[piece.start : piece.stop].view(
         piece.tensor.shape
@@ -202,7 +203,7 @@ def part(value: Any, piece: Piece) -> Any:
 
 
 def by_number(given: dict[str, Any], groups: Groups) -> dict[int, dict[str, Any]]:
-    """Return the state of a fitting state dict by the numbers of this optimizer's parameters."""
+    """Return the state by this optimizer's parameter numbers, for a state dict that fits."""
     places = {
         id(parameter): number
         for number, parameter in enumerate(p for group in groups for p in group["params"])
@@ -215,7 +216,7 @@ def by_number(given: dict[str, Any], groups: Groups) -> dict[int, dict[str, Any]
 
 
 def summary(given: dict[str, Any]) -> str:
-    """Write what a state dict holds, such that dicts with the same names and shapes have equal texts."""
+    """Return a text that is equal for state dicts with the same names and shapes."""
     rows = sorted(
         (str(key), name, tuple(value.shape) if isinstance(value, torch.Tensor) else None)
         for key, held in given["state"].items()

@@ -1,6 +1,6 @@
-"""State that was loaded for parameters that no rank steps: each is kept whole by one rank, until the parameter gets a place.
+"""Loaded state of parameters that no rank steps; one rank keeps it until the parameter has a place.
 
-Where parameters are cut or have master copies, one that was frozen from the beginning has no piece.
+Where parameters are cut or have master copies, a parameter frozen from the beginning has no piece.
 Its state must not be lost at the next save.
 """
 
@@ -19,8 +19,8 @@ class UnownedState:
     """State without a piece.
 
     Attributes:
-        owners: For each number whose state is parked the rank that keeps it; the same on all ranks.
-        held: What this rank keeps, by number and name.
+        owners: The rank that keeps the state of each parameter, by number; equal on all ranks.
+        held: The state that this rank keeps, by number and name.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class UnownedState:
         self.held = dict(held or {})
 
     def hand_over(self, group: Any, shards: Shards, state: Any) -> bool:
-        """Give the pieces that parameters have got by now their part of what was parked.
+        """Move the state of parameters that now have a place to their pieces.
 
         Collective: over the group.
 
@@ -40,7 +40,7 @@ class UnownedState:
             state: The base optimizer's; gets the values as they were loaded.
 
         Returns:
-            Whether there was any, on all ranks alike.
+            Whether state was moved, equal on all ranks.
         """
         placed = shards.numbers()
         found = [number for number in sorted(self.owners) if number in placed]
@@ -55,11 +55,11 @@ class UnownedState:
 
 
 def unowned_part(given: Mapping[int, dict[str, Any]], shards: Shards, rank: int) -> UnownedState:
-    """Return what of a loaded state no rank steps.
+    """Return the part of a loaded state whose parameters no rank steps.
 
     Args:
-        given: State by parameter number, of all ranks alike.
-        rank: This one, which copies what it is to keep.
+        given: State by parameter number, equal on all ranks.
+        rank: This rank, which copies the state that it keeps.
     """
     if shards.steps_parameters:
         return UnownedState()

@@ -1,9 +1,9 @@
-"""Wire formats: what crosses the network after a step of the sharded optimizer.
+"""Wire formats: the representation of shards on the network after a step of the sharded optimizer.
 
 Each rank owns a contiguous shard of a flat parameter buffer, and keeps a *master* copy of that
-shard in full precision, which its optimizer steps. A wire brings all shards to all ranks in a
-narrow format: afterwards the visible parameters, which are the flat buffer, hold the same bits on
-all ranks, the owner too, and the masters keep what the format cannot carry.
+shard in full precision, which its optimizer steps. A wire sends all shards to all ranks in a
+narrow format. Afterwards the visible parameters (the flat buffer) have the same bits on all ranks,
+the owner too; the masters keep the precision that the format loses.
 
 | wire | sends | bytes an element |
 | --- | --- | --- |
@@ -45,9 +45,11 @@ class Wire(Protocol):
     def share(
         self, group: ProcessGroup, master: torch.Tensor, flat: torch.Tensor, bounds: Sequence[int]
     ) -> None:
-        """Send this rank's shard to all ranks, and take theirs into ``flat``. Collective: over ``group``.
+        """Send this rank's shard to all ranks, and receive theirs into ``flat``.
 
-        At W = 1 nothing is sent, and ``flat`` takes the master's very values: nothing is rounded.
+        At W = 1 nothing is sent, and ``flat`` gets the master's values without rounding.
+
+        Collective: over ``group``.
 
         Blocks: until this rank's part has ended; on CUDA the current stream waits for the rest.
 
@@ -65,7 +67,7 @@ class Wire(Protocol):
         """
 
     def nbytes(self, bounds: Sequence[int]) -> int:
-        """Return the bytes that the busiest rank sends and receives in one ``share``; 0 at W = 1."""
+        """Return the most bytes that a rank sends and receives in one ``share``; 0 at W = 1."""
 
 
 _WIRES: dict[Any, Callable[[], Wire]] = {

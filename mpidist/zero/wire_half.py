@@ -14,7 +14,7 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class HalfWire:
-    """Masters rounded to a half type: each owner rounds its shard, all ranks widen what they get, the owner its own as well.
+    """Wire of masters rounded to a half type; all ranks, the owner too, widen the rounded values.
 
     The master itself is not rounded, so that steps smaller than a unit of the half type add up. A
     buffer that already has the half type travels as it is. float16 makes infinities of magnitudes

@@ -1,4 +1,4 @@
-"""Changes of shards that travel as blockwise int8, with error feedback."""
+"""Int8 wire: changes of shards as blockwise int8, with error feedback."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from mpidist.comm.group import ProcessGroup
 from mpidist.kernels.quantize import DTYPES, blocks_in, dequantize_add, quantize_change
 from mpidist.zero.wire_memory import Scratch, busiest_nbytes, shards_of
 
-_ALIGNMENT = 16  # bytes: kernels then read and write so many at once
-# What travels at a time: the next is quantized, and the one before added, meanwhile. At 1 Gbit/s 1
-# MiB takes 8 ms.
+# Bytes that kernels read and write at once.
+_ALIGNMENT = 16
+# Elements in one message. While it is sent, the next segment is quantized and the last one added.
+# At 1 Gbit/s, 1 MiB takes 8 ms.
 _SEGMENT_NUMEL = 1 << 20
 
 
 class Int8Wire:
-    """The change of each shard, ``master - flat``, as int8 with an fp32 scale for each block of 256 elements.
+    """Wire of each shard's change, ``master - flat``, as int8 with an fp32 scale per 256 elements.
 
-    Every rank, the owner too, adds the dequantized changes to its own ``flat``, in one arithmetic,
-    so that equal parameters stay equal to the bit. What a change loses to rounding stays in
-    ``master - flat``, and so is part of the next: error feedback needs no memory beside the master.
-    After a call no element of ``flat`` is further from its master than half a step of its block,
-    which is absmax / 254 of what the block had to send (and the rounding of ``flat`` itself).
+    Every rank, the owner too, adds the dequantized changes to its own ``flat`` with the same
+    arithmetic, so equal parameters stay equal to the bit. The rounding error of a change stays in
+    ``master - flat`` and is part of the next change, so error feedback needs no extra memory. After
+    a call, each element of ``flat`` differs from its master by at most half a quantization step of
+    its block, absmax / 254 of the block's change, plus the rounding of ``flat`` itself.
 
     A change that is not finite makes its block of ``flat`` NaN on all ranks.
 
     Source: error feedback by Seide et al., 1-bit SGD (2014), and Karimireddy et al.,
     arXiv:1901.09847; blocks as ZeRO++ (arXiv:2306.10209) quantizes weights. Deviation: changes are
-    sent, not weights; ``docs/decisions/0014`` says why.
+    sent, not weights; see ``docs/decisions/0014``.
     """
 
     name = "int8"
@@ -99,10 +100,10 @@ class Int8Wire:
 
 
 def segments_of(bounds: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Cut the shards into segments, which travel one after the other: of each, the (start, stop) of every rank's part.
+    """Cut the shards into segments, sent one after the other; return each rank's (start, stop).
 
-    Blocks are not cut, so it makes no difference to the values how long a segment is. Empty shards
-    alone have none.
+    Blocks are not cut, so the length of a segment does not change the values. Without elements the
+    shards have no segments.
     """
     shards = list(pairwise(bounds))
     longest = max(stop - start for start, stop in shards)
@@ -113,15 +114,15 @@ def segments_of(bounds: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def section_nbytes(numel: int) -> int:
-    """Return the bytes of so many elements on the wire: their integers, then their scales, each filled up to 16 bytes."""
-    return _filled(numel) + _filled(4 * blocks_in(numel))
+    """Return the bytes of ``numel`` elements on the wire: integers and scales, padded to 16."""
+    return _padded(numel) + _padded(4 * blocks_in(numel))
 
 
 def _fields(section: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the integers and the scales of a section."""
-    scales = section[_filled(numel) :][: 4 * blocks_in(numel)]
+    scales = section[_padded(numel) :][: 4 * blocks_in(numel)]
     return section[:numel].view(torch.int8), scales.view(torch.float32)
 
 
-def _filled(nbytes: int) -> int:
+def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

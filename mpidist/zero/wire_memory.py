@@ -1,4 +1,4 @@
-"""Shards of a flat buffer as a wire sees them, and the memory in which they travel.
+"""Shards of a flat buffer for a wire, and the scratch memory of its messages.
 
 Letters: W ranks of the group; N elements of the flat buffer.
 """
@@ -18,11 +18,10 @@ Tensor = torch.Tensor
 
 
 class Scratch:
-    """Memory that is kept between calls: one piece for each thread and stream, as large as the largest that was asked for.
+    """Memory kept between calls: one block for each thread and stream, of the largest size so far.
 
-    Buffers that are shared one after the other use the same memory; those of other threads and
-    streams, which may be under way at once, do not. A copy of it (of an optimizer that is copied or
-    pickled) begins without memory.
+    Buffers shared one after the other use the same block. Other threads and streams, which may
+    share a buffer at the same time, have their own. A copied or pickled ``Scratch`` has no memory.
     """
 
     def __init__(self) -> None:
@@ -32,7 +31,7 @@ class Scratch:
         return Scratch, ()
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return a uint8 tensor of ``nbytes`` bytes, with anything in it, until this thread and stream call again."""
+        """Return ``nbytes`` undefined bytes, valid until this thread and stream call again."""
         key = (device, stream_of(device), threading.get_ident())
         held = self._held.get(key)
         if held is None or held.numel() < nbytes:
@@ -43,11 +42,11 @@ class Scratch:
 def shards_of(
     where: str, rank: int, size: int, master: Tensor, flat: Tensor, bounds: Sequence[int]
 ) -> list[Tensor]:
-    """Return the W shards as views of ``flat``, after a check of what ``Wire.share`` got.
+    """Return the W shards as views of ``flat``, after checks of the arguments of ``Wire.share``.
 
     Raises:
         TypeError: The dtypes of master and flat differ.
-        ValueError: Anything else does not fit.
+        ValueError: Sizes, bounds, devices or strides do not fit.
     """
     if len(bounds) != size + 1 or any(
         start > stop for start, stop in pairwise([0, *bounds, flat.numel()])
@@ -75,6 +74,6 @@ def shards_of(
 
 
 def busiest_nbytes(sizes: Sequence[int]) -> int:
-    """Return the bytes that the rank with the largest part sends and receives when all gather parts of these sizes."""
+    """Return the bytes that the rank with the largest part sends and receives in an all-gather."""
     largest = max(sizes)
     return sum(sizes) - largest + (len(sizes) - 1) * largest

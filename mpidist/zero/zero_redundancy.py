@@ -1,8 +1,8 @@
-"""The sharded optimizer by torch's names, and torch's hooks for steps within the backward pass.
+"""Sharded optimizer with torch's names, and torch's hooks for steps within the backward pass.
 
 Source: ``torch.distributed.optim.ZeroRedundancyOptimizer`` and ``ddp_zero_hook`` of torch's
-communication hooks, whose names and meanings these are. There the first two or three iterations
-with the hooks do not step; here all do.
+communication hooks, with the same names and meanings. torch's hooks do not step in the first two or
+three iterations; these step in all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpidist.zero.optimizer import OSS
 class ZeroRedundancyOptimizer(OSS):
     """``OSS`` with torch's arguments.
 
-    Collective: over the group; see ``OSS``, whose further keyword arguments it takes, too.
+    Collective: over the group; see ``OSS``, whose other keyword arguments are valid too.
 
     Args:
         params: Parameters, named parameters or groups.
@@ -68,14 +68,13 @@ def hook_with_zero_step(
 ) -> SteppingHook:
     """Return ``hook`` with the step of ``zero``: each bucket is stepped once it is averaged.
 
-    The end of each averaged backward pass brings the shards together; a training loop calls no
-    ``step()``.
+    The end of each averaged backward pass gathers the shards; a training loop calls no ``step()``.
 
     Args:
         hook: Reduces a bucket.
         ddp: The module on which the hook is to be registered; torch's or ours.
         zero: Constructed with ``overlap_with_ddp=True``.
-        shard_buckets: Has no effect: which rank steps what is ``zero``'s partition.
+        shard_buckets: Has no effect: ``zero``'s partition decides which rank steps a parameter.
 
     Raises:
         ValueError: ``zero`` was constructed without ``overlap_with_ddp=True``.
@@ -93,17 +92,17 @@ def hook_with_zero_step(
 def hook_with_zero_step_interleaved(
     hook: Hook, ddp: torch.nn.Module, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
 ) -> SteppingHook:
-    """Return the same as ``hook_with_zero_step``, which interleaves averages and steps always."""
+    """Return ``hook_with_zero_step(...)``, which always interleaves averages and steps."""
     return hook_with_zero_step(hook, ddp, zero, shard_buckets)
 
 
 def _checked(params: Any) -> Any:
-    """Return the parameters as a list; what is wrong with them is raised when it is iterated, with the other ranks told."""
+    # Errors are raised when OSS iterates over the parameters, where it reports them to all ranks.
     return params if isinstance(params, torch.Tensor) else _Checked(params)
 
 
 class _Checked:
-    """Parameters that are checked as torch's class does, when the optimizer takes them."""
+    """Parameters with the checks of torch's class, made on iteration."""
 
     def __init__(self, params: Any) -> None:
         self._params = params

@@ -123,13 +123,13 @@ def test_a_file_of_another_size_is_not_committed(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"model.pt has 5 bytes, not"):
         files.commit(part, Manifest(1, 1, held, Contents()))
     (part / manifest.MODEL).unlink()
-    monkeypatch.setattr(files, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(files, "VISIBLE_WITHIN_S", 0.0)
     with pytest.raises(CheckpointError, match="a folder that all nodes share"):
         files.commit(part, Manifest(1, 1, held, Contents()))
 
 
 def test_a_folder_that_another_run_took_away_is_named_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(files, "VISIBLE_WITHIN_S", 0.0)
     part = files.begin(tmp_path, 1)
     held = {"model.pt": files.write(part / "model.pt", 1)}
     files.begin(tmp_path, 2)

@@ -51,12 +51,12 @@ def test_an_optimizer_of_another_form(answer):
     with pytest.raises(
         FrameError, match=r"^owner \(rank 1\) has answered with something else than"
     ):
-        answers.made(OWNER, answer, [1])
+        answers.construction(OWNER, answer, [1])
 
 
 def test_an_optimizer():
     made = (reference(), [[1, 0], [5]], [{"lr": 1.0}, {}], {"lr": 0.5})
-    assert answers.made(OWNER, made, [2, 1]) == made
+    assert answers.construction(OWNER, made, [2, 1]) == made
     assert answers.group(OWNER, ([3], {"lr": torch.ones(())}), 1)[0] == [3]
 
 

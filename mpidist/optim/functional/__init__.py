@@ -1,4 +1,4 @@
-"""Functional optimizers: ``optimizers`` (eight classes) over ``optimizer`` (torch's, on aliases)."""
+"""Functional optimizers: ``optimizers`` (eight classes) over ``optimizer`` (torch's on aliases)."""
 
 from mpidist.optim.functional.optimizer import FunctionalOptimizer
 from mpidist.optim.functional.optimizers import (

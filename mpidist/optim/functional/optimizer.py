@@ -1,9 +1,9 @@
-"""Functional form of torch's optimizers: gradients are arguments, ``.grad`` is never touched.
+"""Functional form of torch's optimizers: gradients are arguments; ``.grad`` is not used.
 
-An optimizer of torch is made over aliases, tensors that share a parameter's memory and version
-counter and have a ``.grad`` of their own. So the arithmetic, the checks of arguments and the
-format of ``state_dict`` are torch's own. Steps call the update itself, without the decorators that
-import ``torch._dynamo`` at their first call (4 s on a cold disk, and 15 us in each later step).
+torch's optimizer works on aliases: tensors that share a parameter's memory and version counter and
+have their own ``.grad``. So the arithmetic, the checks of arguments and the format of
+``state_dict`` are torch's own. Steps call the unwrapped update, without decorators that import
+``torch._dynamo`` at their first call (4 s on a cold disk, and 15 µs in each later step).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
 
 
 class FunctionalOptimizer(Optimizer):
-    """An optimizer whose ``step`` takes gradients; a base that stands before an optimizer of torch.
+    """Optimizer with gradients as arguments of ``step``; a base class in front of torch's class.
 
-    Arguments are those of that optimizer. On the CPU its fused kernel is used where it has one and
-    all tensors of a group are dense, real and contiguous, else its loop over the parameters; on a
-    CUDA device its foreach kernels. ``fused`` and ``foreach``, if given, decide instead.
+    The arguments are those of torch's class. On the CPU a group uses the fused kernel if there is
+    one and all its tensors are dense, real and contiguous, else the loop over parameters; on a CUDA
+    device the foreach kernels. ``fused`` and ``foreach``, if given, override this choice.
 
     Attributes:
-        parameters: The parameters, in the order in which ``step`` takes their gradients.
-        locks: Held during a step, and shared with all optimizers that have one of these parameters.
+        parameters: The parameters, in the order of the gradients of ``step``.
+        locks: Held during a step; shared with all optimizers of one of these parameters.
 
     Raises:
-        ValueError: No parameters, one that is no leaf or occurs twice, or ``differentiable=True``.
+        ValueError: No parameters, a non-leaf or repeated one, or ``differentiable=True``.
     """
 
     _update: ClassVar[Callable[..., Any]]
@@ -51,7 +51,7 @@ class FunctionalOptimizer(Optimizer):
         self.parameters: list[Tensor] = []
         self.locks = ParameterLocks()
         self._aliases: list[Tensor] = []
-        # By group: all its tensors are on the CPU, real and contiguous.
+        # For each group, whether all its tensors are on the CPU, real and contiguous.
         self._contiguous: dict[int, bool] = {}
         super().__init__(params, *args, **kwargs)
         if self.defaults.get("differentiable"):
@@ -60,11 +60,11 @@ class FunctionalOptimizer(Optimizer):
             )
 
     def _patch_step_function(self) -> None:
-        # torch would wrap each step in an event of its profiler, a third of a small step's price.
+        # torch would wrap each step in a profiler event, a third of a small step's time.
         self._zero_grad_profile_name = ""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with settings of their own; as torch's."""
+        """Add parameters with their own settings; as torch's."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         entries = param_group["params"]
@@ -84,7 +84,7 @@ class FunctionalOptimizer(Optimizer):
         self._contiguous.clear()
 
     def remove_last_group(self) -> None:
-        """Remove the group that was added last, and its state."""
+        """Remove the last added group and its state."""
         with self.locks:
             for alias in self.param_groups.pop()["params"]:
                 self.state.pop(alias, None)
@@ -98,8 +98,8 @@ class FunctionalOptimizer(Optimizer):
         Blocks: while another optimizer updates one of them. Does not wait for a CUDA stream.
 
         Args:
-            gradients: One for each of ``parameters``, of its shape, dtype and device; None leaves
-                it and its state alone. They are not changed.
+            gradients: One for each of ``parameters``, of its shape, dtype and device, or None: the
+                parameter and its state do not change. Gradients are not changed.
 
         Raises:
             ValueError: Another number of gradients.
@@ -142,14 +142,14 @@ class FunctionalOptimizer(Optimizer):
         with self.locks:
             _check_state(state_dict, self._aliases)
             _load_state_dict(self, state_dict)
-            # The fused kernels take a parameter and its state to have the same strides.
+            # Fused kernels need the same strides in a parameter and its state.
             for alias, state in self.state.items():
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.shape == alias.shape:
                         state[name] = fused.laid_out(value, alias)
 
     def _run(self) -> None:
-        """Update the parameters, by the fused kernel in groups where nothing speaks against it."""
+        """Update the parameters, with fused kernels in the groups that allow them."""
         chosen = [
             number
             for number, group in enumerate(self.param_groups)
@@ -163,8 +163,8 @@ class FunctionalOptimizer(Optimizer):
         try:
             self._update(self)
         finally:
-            # A fused kernel does not raise the version counters; without them the backward pass
-            # would not notice that a saved tensor has changed.
+            # Fused kernels do not increment version counters, which a backward pass checks for
+            # changes of saved tensors.
             for group in self.param_groups:
                 if group.get("fused"):
                     torch.autograd.graph.increment_version(
@@ -186,7 +186,7 @@ class FunctionalOptimizer(Optimizer):
             if is_contiguous
             else []
         )
-        # The fused SGD takes momenta of all parameters or of none; some may have none yet.
+        # Fused SGD needs momenta for all parameters or none; here some may have none yet.
         if group.get("momentum") and len({bool(self.state.get(alias)) for alias, _ in used}) > 1:
             return False
         return bool(used) and all(gradient.layout is torch.strided for _, gradient in used)
@@ -210,10 +210,11 @@ def _check(new: Sequence[Any], present: Iterable[Tensor]) -> None:
 
 
 def _check_state(state_dict: Mapping[str, Any], aliases: Sequence[Tensor]) -> None:
-    """Refuse tensors of another shape than the parameter: torch's fused kernels would read and write behind their memory."""
+    """Refuse tensors of another shape than the parameter."""
+    # torch's fused kernels would read and write beyond their memory.
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     state = state_dict["state"]
-    # another number of parameters is for torch to refuse
+    # torch itself refuses another number of parameters.
     for number, alias in zip(numbers, aliases, strict=False):
         for name, value in state.get(number, {}).items():
             if isinstance(value, Tensor):
