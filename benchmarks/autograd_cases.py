@@ -1,6 +1,6 @@
-"""Functions that are called, models over workers, and cases for both implementations of distributed autograd.
+"""Cases for two implementations of distributed autograd: models over workers, and called functions.
 
-Neither mpidist nor MPI is imported before its implementation is asked for: the processes of
+Neither mpidist nor MPI is imported until a case needs its implementation, because the processes of
 TensorPipe import this module, too.
 """
 
@@ -19,8 +19,8 @@ import torch
 Tensor = torch.Tensor
 Pass = Callable[[], Any]
 WIDTH, BATCH = 64, 16
-_RATE = 1e-3  # of SGD
-_TRAINED = 10  # passes of each trainer
+_RATE = 1e-3  # SGD
+_TRAINED = 10  # per trainer
 
 FEW = "4 layers"
 STEP = "4 layers and step"
@@ -29,11 +29,11 @@ TRAINERS = "trainers, one server"
 
 @dataclass(frozen=True)
 class Stack:
-    """RPC, autograd and optimizers that belong together.
+    """One implementation of RPC, autograd and optimizers.
 
     Attributes:
-        name: The contender's, for tables.
-        mode: Of ``backward``; None where it has none.
+        name: Contender's name in tables.
+        mode: Argument ``mode`` of ``backward``; None for torch, which has no modes.
     """
 
     name: str
@@ -68,7 +68,7 @@ def stack_of(name: str) -> Stack:
     return Stack(name, mpidist.rpc, mpidist.autograd, mpidist.optim.DistributedOptimizer, mode)
 
 
-# Functions that are called. They go by name, hence from this module.
+# Called functions. A call names its function by module and name, so they are defined here.
 
 
 class Layer:
@@ -83,13 +83,13 @@ class Layer:
 
 
 def run_layer(layer: Any, x: Tensor) -> Tensor:
-    """Apply a layer that lives here; (BATCH, WIDTH) in and out."""
+    """Apply a layer of this worker; input and output are (BATCH, WIDTH)."""
     result: Tensor = layer.local_value().linear(x)
     return result
 
 
 def gradients(name: str, layer: Any, context: int) -> list[Tensor]:
-    """Return the gradients that a context has for a layer that lives here."""
+    """Return the gradients of a context for a layer of this worker."""
     found = stack_of(name).autograd.get_gradients(context)
     return [found[parameter] for parameter in layer.local_value().linear.parameters()]
 
@@ -106,10 +106,10 @@ def parameter_references(name: str, layer: Any) -> list[Any]:
 
 
 def train(name: str, layer: Any, number: int, passes: int) -> list[list[Tensor]]:
-    """Run passes over an own layer and the server's, each in a context of its own.
+    """Run forward and backward passes over a local layer and the server's, each in its own context.
 
     Returns:
-        The gradients of the last pass: of the own layer, and of the server's.
+        The gradients of the last pass: of the local layer, and of the server's.
     """
     stack, own, x = stack_of(name), Layer(number), _input()
     made: list[list[Tensor]] = []
@@ -128,7 +128,7 @@ def train(name: str, layer: Any, number: int, passes: int) -> list[list[Tensor]]
 
 
 def resident_bytes() -> int:
-    """Return how much memory this process holds."""
+    """Return the resident memory of this process."""
     return int(psutil.Process().memory_info().rss)
 
 
@@ -137,12 +137,12 @@ def resident_bytes() -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train.
+    """One distributed model and its training.
 
     Attributes:
-        operation: For tables.
+        operation: Name in tables.
         passes: Forward and backward passes in one call.
-        make: (stack, workers) checks the results of one call against one process, and returns the
+        make: ``make(stack, workers)`` compares one call with a model in one process and returns the
             call.
     """
 
@@ -152,7 +152,7 @@ class Case:
 
 
 def chain_of(depth: int) -> str:
-    """Return the name of the case of a chain."""
+    """Return the name of a chain's case."""
     return FEW if depth == 4 else f"{depth} layer{'s' * (depth > 1)}"
 
 
@@ -160,8 +160,8 @@ def cases(depths: Sequence[int], workers: int) -> list[Case]:
     """Return the cases.
 
     Args:
-        depths: Of the chains.
-        workers: Several trainers need three or more.
+        depths: Layers of each chain.
+        workers: Number of workers; the case with several trainers needs three or more.
     """
     made = [Case(chain_of(depth), 1, partial(_chain, depth, False)) for depth in depths]
     made.append(Case(STEP, 1, partial(_chain, 4, True)))
@@ -171,7 +171,7 @@ def cases(depths: Sequence[int], workers: int) -> list[Case]:
 
 
 class Alone:
-    """As much of a communicator as timing in one process needs."""
+    """Communicator of one process, as far as ``timing`` uses one."""
 
     def Barrier(self) -> None:
         """Return."""
@@ -184,9 +184,9 @@ class Alone:
 def measure(
     stacks: Sequence[Stack], cases: Sequence[Case], workers: int, rounds: int, burst_s: float
 ) -> dict[str, list[timing.Series]]:
-    """Check and time all cases of some contenders that take turns; by operation.
+    """Check and time all cases; contenders take turns. Return the series by operation.
 
-    On worker 0 alone.
+    Only worker 0 calls this.
     """
     found = {}
     for case in cases:
@@ -206,10 +206,10 @@ def measure(
 
 
 class Chain:
-    """Layers on worker 1, called one after the other from worker 0, which applies relu between them.
+    """Layers on worker 1, called in turn from worker 0, which applies relu between the layers.
 
     Args:
-        with_step: Update the parameters after each pass.
+        with_step: Whether an optimizer updates the parameters after each pass.
     """
 
     def __init__(self, stack: Stack, depth: int, with_step: bool) -> None:
@@ -250,7 +250,7 @@ class Chain:
                 self._optimizer.step(context)
 
     def check(self) -> None:
-        """Compare the first pass with one process.
+        """Compare the first pass with the same model in one process.
 
         Raises:
             RuntimeError: Gradients or parameters differ.
@@ -282,7 +282,7 @@ def _chain(depth: int, with_step: bool, stack: Stack, workers: int) -> Pass:
 
 
 def _trainers(stack: Stack, workers: int) -> Pass:
-    # Worker 0 serves: its threads answer while it waits for the trainers.
+    # Worker 0 is the server: while it waits for the trainers, its RPC threads answer their calls.
     layer = stack.rpc.RRef(Layer(0))
 
     def run(passes: int = _TRAINED) -> list[Any]:
@@ -320,6 +320,6 @@ def _compare(
 
 
 def repeated(one_pass: Pass, passes: int) -> None:
-    """Run passes."""
+    """Run ``one_pass`` several times."""
     for _ in repeat(None, passes):
         one_pass()

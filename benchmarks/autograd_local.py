@@ -1,4 +1,4 @@
-"""Cost of distributed autograd without a network: planning, beside the local backward pass it is made for."""
+"""Planning time of distributed autograd, compared with the local backward pass; no network."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ _WIDTH, _BATCH = 64, 16
 
 
 class _Outlet:
-    """Takes what a part yields, and sends nothing."""
+    """Outlet that sends nothing."""
 
     def send(self, part: LocalPass, node: Any, gradients: list[Any]) -> None:
-        """Take the gradients of the received tensor."""
+        """Ignore the gradients of a received tensor."""
 
     def complete(self, part: LocalPass) -> None:
-        """Take note of nothing."""
+        """Ignore the end of a part."""
 
 
 def planning(nodes: int, sources: int, rounds: int) -> dict[str, Any]:
-    """Time the plan of a part, and the part.
+    """Time the plan of a part's backward pass, and the backward pass itself.
 
-    The part is a chain of linear layers below one received tensor: a product, the transposed
-    weight, and two leaves for each layer. The first source is its end; the others are results of
-    inner layers, evenly spread.
+    The part is a chain of linear layers on one received tensor: per layer a product, a transposed
+    weight, and two leaves. The first source is the end of the chain; the other sources are results
+    of inner layers at even distances.
 
     Args:
-        nodes: About how many the graph has.
-        sources: Sends.
-        rounds: Of which the medians are taken.
+        nodes: Approximate number of nodes of the graph.
+        sources: Number of sends.
+        rounds: Rounds of which the medians are returned.
 
     Returns:
-        The number of nodes and of sources, both times in µs, and the planning's share of their sum.
+        The number of nodes and of sources, both times in µs, and the share of planning in their
+        sum.
 
     Raises:
-        RuntimeError: The leaves' gradients are not those of ``torch.autograd.grad``.
+        RuntimeError: The leaves' gradients differ from ``torch.autograd.grad``.
     """
     layers = [torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(nodes // 4)]
     (x,) = received([torch.randn(_BATCH, _WIDTH, requires_grad=True)])

@@ -1,7 +1,8 @@
-"""Workers of torch's RPC over TensorPipe in processes of their own, which exist while they are measured.
+"""Workers of torch's RPC over TensorPipe, in processes that exist only while they are measured.
 
-Their references work after the first start in a process alone, and their threads never sleep: so
-worker 0 of mpidist starts all of them anew in each block, and waits asleep for what they print.
+TensorPipe's references work only after the first start in a process, and its threads never sleep.
+Therefore worker 0 of mpidist starts new processes in each block, and sleeps until they print their
+results.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _LIMIT_S = 120.0
 def measure(
     workers: int, depths: tuple[int, ...], only: tuple[str, ...], rounds: int, burst_s: float
 ) -> dict[str, timing.Series]:
-    """Start the workers, have the first measure, and return what it has found, by operation.
+    """Start the workers, let the first measure, and return its series by operation.
 
     Raises:
-        RuntimeError: A worker has failed, or they take longer than two minutes; its output stands
-            in it.
+        RuntimeError: A worker has failed, or ran for more than two minutes; the text includes the
+            worker's output.
     """
     with tempfile.TemporaryDirectory() as folder:
         said = json.dumps([workers, depths, only, rounds, burst_s, str(Path(folder, "store"))])

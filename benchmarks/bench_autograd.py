@@ -1,7 +1,7 @@
-"""Compare mpidist.autograd over mpidist.rpc with torch's distributed autograd over TensorPipe, in turns.
+"""Time distributed autograd in turns: mpidist over mpidist.rpc, and torch over TensorPipe.
 
-mpirun --bind-to none -n 2 python benchmarks/bench_autograd.py            (-n 3: trainers and a
-server)
+mpirun --bind-to none -n 2 python benchmarks/bench_autograd.py
+mpirun --bind-to none -n 3 python benchmarks/bench_autograd.py    (trainers and a server)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mpidist.autograd import _get_debug_info, _message_counts
 
 _PLAN_SHARE, _PLAN_SHARE_SEVERAL, _SEVERAL = 0.10, 0.25, 3
 _GROWTH_MIB = 4.0
-_COUNTED = 20  # passes whose messages are counted
+_COUNTED = 20  # passes
 _PATIENCE_S = 30.0
 
 
@@ -58,10 +58,10 @@ GOALS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure, and how long."""
+    """Sizes of the cases, and repetitions of the measurements."""
 
     depths: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    blocks: int = 4  # how often the implementations take turns
+    blocks: int = 4  # of each implementation
     rounds: int = 5
     burst_s: float = 0.04
     nodes: int = 12_000
@@ -73,7 +73,7 @@ QUICK = Plan((1, 4), 1, 1, 0.001, 400, 2, 60)
 
 
 def main() -> None:
-    """Run the benchmark."""
+    """Measure all contenders and write the record. Collective over all ranks."""
     options = _arguments()
     plan = QUICK if options.quick else Plan()
     contexts = plan.contexts if options.contexts is None else options.contexts
@@ -101,14 +101,15 @@ def main() -> None:
             for rank in range(1, group.size):
                 mpidist.rpc.rpc_sync(f"worker{rank}", rpc_cases.begin, args=("leave",))
     else:
-        rpc_cases.follow_phases()  # sleeps: an idle worker needs hardly any of TensorPipe's cores
+        # The main thread sleeps, so that an idle worker leaves the cores to TensorPipe.
+        rpc_cases.follow_phases()
     rpc_cases.end("mpidist", group)
 
 
 def _measure(
     plan: Plan, cases: list[Case], workers: int, about: dict[str, Any], options: argparse.Namespace
 ) -> None:
-    """Measure everything, on worker 0."""
+    """Measure everything; worker 0 only."""
     parts: dict[str, dict[str, list[timing.Series]]] = {case.operation: {} for case in cases}
 
     def note(operation: str, series: timing.Series) -> None:
@@ -153,7 +154,8 @@ def _measure(
         "burst_s": plan.burst_s,
         "layer": [autograd_cases.WIDTH, autograd_cases.WIDTH],
         "batch": autograd_cases.BATCH,
-        "results_checked": True,  # or the run had ended
+        # A wrong result ends the run with an error before this line.
+        "results_checked": True,
         "results": results,
         "planning": planning,
         "messages_per_pass": messages,
@@ -175,7 +177,7 @@ def _joined(parts: list[timing.Series]) -> timing.Series:
 
 
 def _messages(name: str, workers: int) -> dict[str, float]:
-    """Count the engine's messages of one pass and its context over 4 layers, on all workers together."""
+    """Count the engine's messages of one pass over 4 layers and its context, on all workers."""
     made = Chain(stack_of(name), 4, with_step=False)
     made.check()
     _wait_for_clean_up(workers)
@@ -195,13 +197,14 @@ def _all_counts(workers: int) -> Counter[str]:
 
 
 def _contexts(count: int, workers: int) -> dict[str, float]:
-    """Train in so many contexts, one after the other; by how much memory grows, on the worker where it grows most.
+    """Train in ``count`` contexts in turn; return the growth of memory on the worker with the most.
 
     Raises:
-        RuntimeError: Something of a context is left.
+        RuntimeError: A worker still holds entries of a context.
     """
     made = Chain(stack_of("mpidist"), 4, with_step=False)
-    autograd_cases.repeated(made, max(count // 5, 1))  # the first fill pools of memory
+    # The first passes fill the memory pools.
+    autograd_cases.repeated(made, max(count // 5, 1))
     before = [
         mpidist.rpc.rpc_sync(f"worker{rank}", autograd_cases.resident_bytes)
         for rank in range(workers)
@@ -219,7 +222,7 @@ def _contexts(count: int, workers: int) -> dict[str, float]:
 
 
 def _wait_for_clean_up(workers: int) -> None:
-    # Clean-ups are one-way: they arrive a little later than the pass's end.
+    # Clean-up messages are one-way, so they may arrive after the pass has ended.
     end = time.monotonic() + _PATIENCE_S
     for rank in range(workers):
         while any(

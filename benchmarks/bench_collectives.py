@@ -1,4 +1,4 @@
-"""Compare mpidist's collectives with Gloo's and mpi4py's, in one run, on the same buffers, in turn.
+"""Time collectives of mpidist, Gloo and mpi4py in one run, in turns, on the same buffers.
 
 mpirun --bind-to none -n 2 python benchmarks/bench_collectives.py
 """
@@ -26,7 +26,7 @@ _KI, _MI = 1 << 10, 1 << 20
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure, and how long."""
+    """Operations, sizes, and repetitions of the measurements."""
 
     operations: tuple[str, ...] = tuple(OPERATIONS)
     sizes_bytes: tuple[int, ...] = (
@@ -58,8 +58,7 @@ def main() -> None:
             "benchmarks/bench_collectives.py"
         )
     gloo = dist.new_group(backend="gloo")
-    # Only now: mpidist prepares the MPI library before it starts, and importing this module would
-    # start it.
+    # mpidist prepares the MPI library before the import of mpi4py.MPI starts MPI.
     from mpi4py import MPI
 
     raw = MPI.COMM_WORLD.Dup()
@@ -88,7 +87,8 @@ def main() -> None:
             "environment": about,
             "rounds": plan.rounds,
             "burst_s": plan.burst_s,
-            "results_checked": True,  # or measure() had raised
+            # A wrong result ends the run with an error before this line.
+            "results_checked": True,
             "results": results,
             "goals": verdicts,
         }
@@ -104,11 +104,14 @@ def main() -> None:
     raw.Barrier()
     raw.Free()
     mpidist.comm.default().close()
-    dist.destroy_process_group()  # Gloo's threads must be gone before the interpreter goes
+    # Gloo's threads must end before the interpreter does.
+    dist.destroy_process_group()
 
 
 def measure(operation: str, ways: Ways, plan: Plan) -> Iterator[dict[str, Any]]:
-    """Check and time one operation at each size. Collective over all ranks.
+    """Check and time one operation at each size.
+
+    Collective: over all ranks.
 
     Raises:
         RuntimeError: A contender's result is wrong; on all ranks.
@@ -126,7 +129,7 @@ def measure(operation: str, ways: Ways, plan: Plan) -> Iterator[dict[str, Any]]:
 
 
 def parse_size(text: str) -> int:
-    """Turn ``8``, ``64K`` or ``16M`` into bytes."""
+    """Convert ``8``, ``64K`` or ``16M`` to bytes."""
     units = {"K": _KI, "M": _MI, "G": 1 << 30}
     number, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1)
     size = int(number) * unit

@@ -1,4 +1,4 @@
-"""Compare a step of mpidist's DDP with one of torch's DDP, on Gloo and on mpidist's backend, and with one without communication.
+"""Time training steps: mpidist's DDP, torch's DDP on Gloo and on mpidist, and no communication.
 
 mpirun --bind-to none -n 2 python benchmarks/bench_ddp.py
 """
@@ -19,7 +19,8 @@ import training_run
 
 from mpidist.ddp import noop_hook
 
-_WRONG = 1e-4  # of the largest gradient: sums in another order differ by less
+# Relative to the largest gradient. Sums in different orders differ by less.
+_WRONG = 1e-4
 
 
 def main() -> None:
@@ -32,7 +33,9 @@ def main() -> None:
 
 
 def measure(raw: Any, model: cases.Model, options: argparse.Namespace) -> training_run.Measured:
-    """Check and time the ways to train one model, all with the same buckets. Collective over all ranks.
+    """Check and time the ways to train one model, all with the same buckets.
+
+    Collective: over all ranks.
 
     Raises:
         RuntimeError: A contender's gradients are wrong; on this rank.
@@ -77,7 +80,7 @@ def _gloo() -> Any:
 
 
 def _communication_alone(trained: timing.Contender) -> timing.Contender:
-    """Return the all-reduce of all gradients in one piece: what a step would wait for if it could hide nothing."""
+    """Return the all-reduce of all gradients in one call: the communication without any overlap."""
     flat = trained.outputs[0].new_zeros(sum(t.numel() for t in trained.outputs))
 
     def call() -> None:

@@ -1,4 +1,4 @@
-"""Compare the ways that a tensor on a device takes to another rank: by device pointer, around our ring, staged through the host.
+"""Time transfers of device tensors: device pointers, mpidist's ring, and staging through the host.
 
 mpirun --bind-to none -n 2 python benchmarks/bench_device.py --device cuda
 """
@@ -54,7 +54,7 @@ GOALS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure, and how long."""
+    """Sizes, and repetitions of the measurements."""
 
     sizes_bytes: tuple[int, ...] = (
         4 * _KI,
@@ -75,15 +75,17 @@ QUICK = Plan((4 * _KI, 1 * _MI), 2, 0.001)
 
 @dataclass(frozen=True)
 class Place:
-    """This rank, its device, and what MPI can do there."""
+    """This rank, its device, and MPI's abilities on that device."""
 
     comm: Communicator
     device: torch.device
-    queues: Device  # the device as comm sees it
-    able: frozenset[str]  # operations of MPI that take device memory
+    # The device as mpidist.comm represents it.
+    queues: Device
+    # MPI operations that accept device memory.
+    able: frozenset[str]
 
     def given(self, numel: int, rank: int) -> Tensor:
-        """Return what ``rank`` gives: sums of it are exact."""
+        """Return a rank's contribution, in values whose sum is exact."""
         return (torch.arange(numel, device=self.device) % 1000 + rank).float()
 
 
@@ -91,7 +93,7 @@ class Place:
 
 
 def all_reduce(place: Place, numel: int) -> list[Contender]:
-    """Return the algorithms that can be had, on one tensor."""
+    """Return the available all-reduce algorithms, on one tensor."""
     tensor = torch.zeros(numel, device=place.device)
     kind = (tensor.dtype, tensor.nbytes, SUM, place.device)
     able = device_all_reduce.able_algorithms(place.comm, tensor.dtype, SUM, place.device)
@@ -110,7 +112,7 @@ def _reduced(place: Place, reduce: Callable[..., None], tensor: Tensor) -> None:
 
 
 def is_sum(place: Place, contender: Contender) -> bool:
-    """Say whether an all-reduce gives the sum of what the ranks give."""
+    """Return whether an all-reduce yields the sum of all contributions."""
     (tensor,) = contender.outputs
     tensor.copy_(place.given(tensor.numel(), place.comm.rank))
     contender.calls[0]()
@@ -124,7 +126,7 @@ def is_sum(place: Place, contender: Contender) -> bool:
 
 
 def ping_pong(place: Place, numel: int) -> list[Contender]:
-    """Rank 0 sends to rank 1, which sends it back; one call is one way."""
+    """Send from rank 0 to rank 1 and back; a call is one way."""
     out, back = place.given(numel, 7), torch.zeros(numel, device=place.device)
     ways = {tuning.LIBRARY: (_send, _receive), tuning.STAGED: (_send_staged, _receive_staged)}
     if "point_to_point" not in place.able:
@@ -177,7 +179,7 @@ def _finish(fence: StreamFence) -> None:
 
 
 def is_back(place: Place, contender: Contender) -> bool:
-    """Say whether the message comes back as it went."""
+    """Return whether the message returns unchanged."""
     (back,) = contender.outputs
     back.fill_(-1)
     for call in contender.calls:
@@ -202,7 +204,8 @@ def main() -> None:
     torch.set_num_threads(1)
     device = devices.chosen(options.device)
     if options.device == "cpu":
-        os.environ["MPIDIST_CUDA_AWARE"] = "1"  # any MPI can do all of it on the host's memory
+        # Any MPI accepts host memory in all operations.
+        os.environ["MPIDIST_CUDA_AWARE"] = "1"
     world = runtime.world()
     if world.size < 2:
         raise SystemExit(
@@ -235,7 +238,9 @@ def _place(comm: Communicator, device: torch.device) -> Place:
 
 
 def measure(operation: str, place: Place, plan: Plan) -> Iterator[dict[str, Any]]:
-    """Check and time one operation at each size. Collective over all ranks.
+    """Check and time one operation at each size.
+
+    Collective: over all ranks.
 
     Raises:
         RuntimeError: A contender's result is wrong; on all ranks.
@@ -256,7 +261,8 @@ def measure(operation: str, place: Place, plan: Plan) -> Iterator[dict[str, Any]
                     f"{wrong}"
                 )
         for contender in contenders:
-            contender.outputs[0].zero_()  # sums of sums would overflow
+            # Repeated sums in place would overflow.
+            contender.outputs[0].zero_()
         series = timing.time_rounds(raw, contenders, plan.rounds, plan.burst_s)
         yield report.result_of(operation, size_bytes // 4, size_bytes, series)
 
@@ -279,8 +285,10 @@ def _write(
         "burst_s": plan.burst_s,
         "cuda_aware": told.cuda_aware,
         "cuda_source": told.cuda_source,
-        "operations": dict(told.operations),  # why a way is missing
-        "results_checked": True,  # or measure() had raised
+        # Per operation, whether MPI accepts device memory, and why not.
+        "operations": dict(told.operations),
+        # A wrong result ends the run with an error before this line.
+        "results_checked": True,
         "results": results,
         "goals": verdicts,
     }

@@ -1,11 +1,10 @@
-"""Compare the ways to execute an all-reduce: in the caller, on the group's thread, by MPI's non-blocking call.
+"""Time all-reduces executed in the caller, on the group's thread, and by MPI's non-blocking call.
 
-mpirun --bind-to none -n 2 python benchmarks/bench_execution.py     (once more with --bind-to core:
-one core a rank)
+mpirun --bind-to none -n 2 python benchmarks/bench_execution.py    (also with --bind-to core)
 
-The figures behind docs/decisions/0001. The case "looks" (``--only looks``) is what an operation
-pays for torch's tools while they are off: a look whether a profiler is on, and, in a torch group,
-one at the number of dispatch modes.
+These are the figures of docs/decisions/0001. The case "looks" (``--only looks``) measures the
+checks that an operation makes for torch's tools while the tools are off: whether a profiler runs,
+and, in a torch group, the number of dispatch modes.
 """
 
 from __future__ import annotations
@@ -28,14 +27,16 @@ import mpidist.comm
 
 _SIZES_BYTES = (8, 64 << 10, 1 << 20, 16 << 20)
 _OVERLAP_BYTES = 16 << 20
-_THREAD_CALLS = 200  # of each thread in one pass of the case with two groups
-_LOOKS = 1000  # in one pass: microseconds of a pass are nanoseconds of a look
+# Calls of each thread in one pass of the case with two groups.
+_THREAD_CALLS = 200
+# A thousand checks in one pass: microseconds per pass are nanoseconds per check.
+_LOOKS = 1000
 _ROUNDS = 15
 _BURST_S = 0.02
 
 
 class Ways:
-    """What the contenders call."""
+    """Group, communicator and torch group that the contenders call."""
 
     def __init__(self, raw: Any, mpi: Any) -> None:
         self.raw = raw
@@ -44,7 +45,7 @@ class Ways:
         self.second = self.group.clone("second")
 
     def all_reduces(self, tensor: torch.Tensor) -> dict[str, Callable[[], object]]:
-        """Return the ways to start an all-reduce and wait for it."""
+        """Return the ways to start an all-reduce and wait for the result."""
         message = [tensor.numpy(), self.mpi.FLOAT]
         return {
             "mpi4py": lambda: self.raw.Allreduce(self.mpi.IN_PLACE, message),
@@ -55,13 +56,13 @@ class Ways:
 
 
 def latency(ways: Ways, numel: int) -> list[Contender]:
-    """Start and wait at once: what a way costs."""
+    """Start and wait at once: the cost of each way."""
     tensor = torch.zeros(numel)
     return [Contender(name, (call,), (tensor,)) for name, call in ways.all_reduces(tensor).items()]
 
 
 def overlap(ways: Ways, numel: int) -> list[Contender]:
-    """Start, compute for about as long, wait: what a way hides."""
+    """Start, compute for about as long, and wait: the overlap of each way."""
     tensor, left = torch.zeros(numel), torch.rand(512, 512)
     message = [tensor.numpy(), ways.mpi.FLOAT]
 
@@ -94,7 +95,7 @@ def overlap(ways: Ways, numel: int) -> list[Contender]:
 
 
 def two_threads(ways: Ways, pool: ThreadPoolExecutor) -> list[Contender]:
-    """Two threads, each with a group of its own, against one: microseconds for 200 calls of each thread."""
+    """Run two threads with a group each, against one thread: microseconds for 200 calls per thread."""
     first, second = torch.zeros(2), torch.zeros(2)
 
     def loop(group: Any, tensor: torch.Tensor) -> None:
@@ -114,7 +115,7 @@ def two_threads(ways: Ways, pool: ThreadPoolExecutor) -> list[Contender]:
 
 
 def looks() -> list[Contender]:
-    """Ask a thousand times what an operation asks while torch's tools are off, in a loop as it stands and in an empty one."""
+    """Run an operation's checks for torch's tools, which are off, in a loop, against an empty loop."""
     turns, modes = range(_LOOKS), torch._C._len_torch_dispatch_stack
     found = torch.zeros(1)
 
@@ -157,7 +158,11 @@ def cases(ways: Ways, pool: ThreadPoolExecutor) -> Iterator[tuple[str, int, list
 
 
 def check(ways: Ways) -> None:
-    """Raise if a way computes a wrong sum."""
+    """Require correct sums.
+
+    Raises:
+        RuntimeError: A sum is wrong.
+    """
     for name, call in ways.all_reduces(tensor := torch.zeros(1000)).items():
         tensor.fill_(ways.group.rank + 1.0)
         call()
@@ -173,8 +178,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     mpidist.comm.init()
-    # Only now: mpidist prepares the MPI library before it starts, and importing this module would
-    # start it.
+    # mpidist prepares the MPI library before the import of mpi4py.MPI starts MPI.
     from mpi4py import MPI
 
     ways = Ways(MPI.COMM_WORLD.Dup(), MPI)

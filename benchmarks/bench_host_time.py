@@ -1,11 +1,11 @@
-"""The host's part of DDP on CUDA tensors, a bucket at a time: Python beside the backward pass, without a GPU.
+"""Host time of DDP on CUDA tensors, per bucket: Python's part of a backward pass, without a GPU.
 
-python benchmarks/bench_host_time.py                                (mpirun --bind-to none -n 2: two
-all-reduces of two ranks)
+python benchmarks/bench_host_time.py
+mpirun --bind-to none -n 2 python benchmarks/bench_host_time.py    (all-reduces of two ranks)
 
-A GPU's work is not done, and nothing is learned of it: see ``empty_device``. Networks are shrunk,
-each dimension by the same factor and buckets by its square, so that buckets hold the same tensors
-and torch's own work is next to nothing.
+No GPU work runs, and the figures say nothing about a GPU: see ``empty_device``. Networks are scaled
+down, each dimension by the same factor and buckets by its square, so that buckets hold the same
+tensors and torch's own work is negligible.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HOOKS = ("average", "powerSGD")
 
 
 class _Given(torch.autograd.Function):
-    """A scalar of all parameters, whose backward pass hands out gradients that were made before."""
+    """Scalar function of all parameters whose backward pass returns prepared gradients."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
@@ -47,13 +47,13 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *ignored: Tensor) -> Any:
-        # Autograd takes these over as they are: the same memory in each step, as torch's allocator
-        # of device memory has it.
+        # Autograd keeps these tensors without a copy: the same memory in each step, as torch's
+        # caching allocator returns on a device.
         return (None, *(gradient.detach() for gradient in ctx.gradients))
 
 
 class Model(torch.nn.Module):
-    """A network's parameters, shrunk; its forward pass costs nothing."""
+    """Parameters of a scaled-down network, with an almost empty forward pass."""
 
     def __init__(self, shapes: Sequence[Shape]) -> None:
         super().__init__()
@@ -70,13 +70,13 @@ def shrunk(shape: Shape) -> Shape:
 
 
 def wrapped(shapes: Sequence[Shape], hook: str, as_views: bool) -> ddp.DistributedDataParallel:
-    """Return the network in DDP, with the buckets that it has in its real size."""
+    """Return the network in DDP, with the buckets of its full size."""
     cap = _BUCKET_MIB / _SHRUNK_BY**2
     module = ddp.DistributedDataParallel(
         Model(shapes), bucket_cap_mb=cap, gradient_as_bucket_view=as_views
     )
     if hook == "powerSGD":
-        # Both sides of a matrix are shrunk, so the same matrices are worth it.
+        # Both dimensions of a matrix shrink alike, so PowerSGD compresses the same matrices.
         state = ddp.PowerSGDState(
             None, 4, start_powerSGD_iter=0, min_compression_rate=_LEAST_RATE / _SHRUNK_BY
         )
@@ -85,7 +85,7 @@ def wrapped(shapes: Sequence[Shape], hook: str, as_views: bool) -> ddp.Distribut
 
 
 def step_of(module: torch.nn.Module, keeps_gradients: bool) -> Callable[[], None]:
-    """Return one forward and backward pass; gradients are cleared to None before, or kept to be added to."""
+    """Return one forward and backward pass; gradients are None before the pass, or accumulate."""
 
     def step() -> None:
         if not keeps_gradients:
@@ -97,7 +97,7 @@ def step_of(module: torch.nn.Module, keeps_gradients: bool) -> Callable[[], None
 
 
 def best(steps: Sequence[Callable[[], None]], rounds: int) -> list[tuple[float, float]]:
-    """Return for each step the shortest time and the shortest processor time of all threads, in microseconds."""
+    """Return each step's shortest wall time and shortest CPU time of all threads, in microseconds."""
     for step in steps:
         for _ in range(5):
             step()
@@ -115,7 +115,7 @@ def best(steps: Sequence[Callable[[], None]], rounds: int) -> list[tuple[float, 
 
 
 def measure(name: str, hook: str, kind: str, rounds: int, counts: Counter[str]) -> dict[str, Any]:
-    """Return what DDP adds to a step of the network, for each bucket."""
+    """Return the time that DDP adds to a step of the network, per bucket."""
     shapes = LISTS[name]()
     keeps = kind == "views kept"
     module = wrapped(shapes, hook, as_views=kind != "copied back")
@@ -137,11 +137,12 @@ def measure(name: str, hook: str, kind: str, rounds: int, counts: Counter[str]) 
 
 
 def main() -> None:
-    """Measure and print. Collective: over all ranks of the job."""
+    """Measure and print. Collective over all ranks of the job."""
     from mpi4py import MPI
 
     options = _arguments()
-    os.environ.setdefault("MPIDIST_CUDA_AWARE", "1")  # the device's memory is the host's
+    # The memory of this device is host memory, which any MPI accepts.
+    os.environ.setdefault("MPIDIST_CUDA_AWARE", "1")
     torch.set_num_threads(1)
     group = comm.init()
     with in_place_of_cuda() as counts:

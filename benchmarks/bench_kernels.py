@@ -1,7 +1,6 @@
-"""Compare our kernels with torch and with the device's own copy: pack, unpack, accumulate, and PowerSGD without a network.
+"""Time kernels, torch and device copies: pack, unpack, accumulate, quantize, local PowerSGD.
 
-python benchmarks/bench_kernels.py --device cuda        (one process; an MPI library must be there,
-a launcher need not)
+python benchmarks/bench_kernels.py --device cuda    (one process; needs an MPI library, no launcher)
 """
 
 from __future__ import annotations
@@ -30,18 +29,20 @@ _MI = 1 << 20
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure, and how long."""
+    """Sizes, networks, and repetitions of the measurements."""
 
     copied_lists: tuple[str, ...] = ("ResNet-50", "GPT-2")
     sizes_bytes: tuple[int, ...] = (1 * _MI, 4 * _MI, 16 * _MI, 64 * _MI, 256 * _MI)
-    # The goals' cases first, in case time runs out.
+    # The cases of the goals come first, in case the time runs out.
     powersgd: tuple[tuple[str, int], ...] = tuple(
         (name, rank) for rank in (4, 1, 2, 8) for name in ("ResNet-50", "GPT-2", "BERT-large")
     )
-    most_numel: int | None = None  # of a list that PowerSGD compresses; None for all of it
+    # Elements of a list that PowerSGD compresses; None for all.
+    most_numel: int | None = None
     bucket_bytes: int = 25 * _MI
     rounds: int = 9
-    burst_s: float = 0.0003  # of a GPU's work; the host takes many times as long to start it
+    # GPU time. The host needs many times as long to start the work.
+    burst_s: float = 0.0003
 
 
 QUICK = Plan(("ResNet-50",), (_MI,), (("ResNet-50", 4), ("ResNet-50", 1)), _MI // 2, _MI, 2, 0.0005)
@@ -49,16 +50,18 @@ QUICK = Plan(("ResNet-50",), (_MI,), (("ResNet-50", 4), ("ResNet-50", 1)), _MI /
 
 @dataclass
 class Run:
-    """What the cases share, and what has come of them."""
+    """Settings and results that the cases share."""
 
     plan: Plan
     device: torch.device
-    deadline: float  # of time.monotonic(); no case begins after it
-    alone: Any  # an mpi4py communicator of this process
+    # In seconds of time.monotonic(); no case begins later.
+    deadline: float
+    # mpi4py communicator of this process alone.
+    alone: Any
     left_out: list[str]
 
     def has_time_for(self, what: str) -> bool:
-        """Say whether a case may begin; note it if not."""
+        """Return whether a case may begin; record it if not."""
         if time.monotonic() < self.deadline:
             return True
         self.left_out.append(what)
@@ -67,7 +70,7 @@ class Run:
     def times(
         self, contenders: list[timing.Contender], run_burst: timing.RunBurst | None
     ) -> dict[str, timing.Series]:
-        """Time contenders against each other; return their series by name."""
+        """Time contenders in turn; return their series by name."""
         series = timing.time_rounds(
             self.alone, contenders, self.plan.rounds, self.plan.burst_s, run_burst
         )
@@ -80,8 +83,7 @@ def main() -> None:
     torch.set_num_threads(1)
     device = devices.chosen(options.device)
     dist.init_process_group("mpidist")
-    # Only now: mpidist prepares the MPI library before it starts, and importing this module would
-    # start it.
+    # mpidist prepares the MPI library before the import of mpi4py.MPI starts MPI.
     from mpi4py import MPI
 
     if dist.get_world_size() > 1:
@@ -101,7 +103,8 @@ def main() -> None:
         "rounds": plan.rounds,
         "burst_s": plan.burst_s,
         "bucket_bytes": plan.bucket_bytes,
-        "results_checked": True,  # or a case had raised
+        # A wrong result ends the run with an error before this line.
+        "results_checked": True,
         "left_out_for_time": run.left_out,
         "copies": copied,
         "powersgd": compressed,
@@ -118,7 +121,7 @@ def main() -> None:
 
 
 def copies(run: Run) -> Iterator[dict[str, Any]]:
-    """Check and time what moves tensors.
+    """Check and time copies of tensors.
 
     Raises:
         RuntimeError: A contender's result is wrong.
@@ -153,7 +156,7 @@ def compressions(run: Run, copy_rate: float | None) -> Iterator[dict[str, Any]]:
         case = powersgd_cases.case(name, shapes, run.plan.bucket_bytes, rank, run.device)
         issued = run.times(case.contenders, devices.as_issued(run.device))
         alone = None
-        # the hooks wait for the device, so a head start would tell nothing of them
+        # Hooks wait for the device, so that HeadStart would measure nothing of them.
         if run.device.type == "cuda":
             alone = run.times(case.contenders[:1], devices.HeadStart(run.device))[
                 powersgd_cases.KERNELS
@@ -164,7 +167,7 @@ def compressions(run: Run, copy_rate: float | None) -> Iterator[dict[str, Any]]:
 def _printed(
     results: Iterator[dict[str, Any]], row: Callable[[dict[str, Any]], str]
 ) -> Iterator[dict[str, Any]]:
-    # Row by row: whoever ends a run early keeps what it had found.
+    # Each row is written at once, so that an interrupted run keeps its results.
     for result in results:
         print(row(result), flush=True)
         yield result

@@ -1,4 +1,4 @@
-"""All-reduce between nodes that have several ranks each: MPI's own against the one by levels, in turn.
+"""Time MPI's all-reduce against the hierarchical one, between nodes with several ranks each.
 
 RANKS=2 benchmarks/slow_link.sh 1gbit .mpich/bin/mpirun python benchmarks/bench_levels.py
 """

@@ -1,10 +1,11 @@
-"""Pauses of other Python threads during steps of functional optimizers, over 8.4 M parameters.
+"""Pauses of other Python threads during steps of functional optimizers over 8.4 M parameters.
 
-python benchmarks/bench_optim_pause.py            (--threads 1: torch's threads; the tick competes
-with them for cores)
+python benchmarks/bench_optim_pause.py
+python benchmarks/bench_optim_pause.py --threads 1    (torch's threads leave cores to the tick)
 
-A second thread sleeps 0.5 ms again and again, and notes how much later than that it runs on. It
-needs Python's lock for that, and a core: "nothing" has the same while the main thread sleeps.
+A second thread sleeps 0.5 ms repeatedly and records its delay. To continue, the thread needs
+Python's lock and a core. The contender "nothing" sleeps in the main thread: the delay without a
+step.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 
 
 class Ticks:
-    """A thread that ticks while its block runs.
+    """Ticking thread of a ``with`` block.
 
     Attributes:
-        late_ms: By how much each tick was late.
+        late_ms: Delay of each tick.
     """
 
     def __init__(self) -> None:
@@ -118,14 +119,14 @@ def main() -> None:
 
 
 def kernels_of(name: str) -> tuple[bool, ...]:
-    """Return what a class can do: fused or not."""
+    """Return the implementations of an optimizer class: fused or not."""
     if name == "FunctionalOptimizer":
         return ()
     return (True, False) if name in _FUSED else (False,)
 
 
 def one(name: str, fused: bool, numel: int, count: int, steps: int) -> dict[str, Any]:
-    """Measure one optimizer; its first step, which makes the state, counts.
+    """Measure one optimizer, including its first step, which creates the state.
 
     Raises:
         RuntimeError: A step of one tensor differs from torch's own loop.
@@ -154,7 +155,7 @@ def one(name: str, fused: bool, numel: int, count: int, steps: int) -> dict[str,
 
 
 def measured(step: Callable[[], Any], steps: int) -> dict[str, float]:
-    """Run steps beside a ticking thread."""
+    """Run steps while another thread ticks."""
     times = []
     with Ticks() as ticks:
         for _ in range(steps):

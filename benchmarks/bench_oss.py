@@ -1,9 +1,8 @@
-"""Compare sharded optimizers: a step and its parts, consolidation, state bytes.
+"""Time sharded optimizers: the step, its parts, consolidation, and bytes of state.
 
-mpirun --bind-to none -n 2 python benchmarks/bench_oss.py        (pip install fairscale for
-FairScale's OSS)
+mpirun --bind-to none -n 2 python benchmarks/bench_oss.py    (pip install fairscale for its OSS)
 
-A model of 8.4 M parameters whose gradients stay the same; fp32.
+The model has 8.4 M fp32 parameters; its gradients are constant.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _WAYS: dict[str, dict[str, Any]] = {
     "mpidist flat": {"partition": "flat"},
     "mpidist flat, one copy": {"partition": "flat", "one_copy": True},
 }
-# (case, faster, slower, at least so many times)
+# (case, faster contender, slower contender, smallest ratio)
 _GOALS = (
     ("Adam, loop", "mpidist", "FairScale on Gloo", 1.8),
     ("Adam, fused", "mpidist", "FairScale on Gloo", 2.6),
@@ -54,7 +53,7 @@ _GOALS = (
 
 
 class Peers:
-    """The groups that the contenders use."""
+    """Process groups of the contenders."""
 
     def __init__(self) -> None:
         self.native = mpidist.comm.init()
@@ -83,7 +82,7 @@ def with_gradients(model: torch.nn.Module) -> torch.nn.Module:
 def optimizers(
     peers: Peers, make: Callable[[], torch.nn.Module], **settings: Any
 ) -> dict[str, Any]:
-    """Build every contender over a model of its own."""
+    """Build each contender on a model of its own."""
     adam = torch.optim.Adam
     built: dict[str, Any] = {"unsharded": adam(with_gradients(make()).parameters(), **settings)}
     if FairScaleOSS is not None:
@@ -106,7 +105,11 @@ def optimizers(
 
 
 def check(peers: Peers, built: dict[str, Any]) -> None:
-    """Step all once. Raise if a result differs from the unsharded optimizer's, or ours by a bit."""
+    """Step all contenders once.
+
+    Raises:
+        RuntimeError: A result differs from the unsharded optimizer's, or mpidist's by one bit.
+    """
     for optimizer in built.values():
         optimizer.step()
     expected = built["unsharded"].param_groups[0]["params"]
@@ -121,7 +124,7 @@ def check(peers: Peers, built: dict[str, Any]) -> None:
 
 
 def parts_of(peers: Peers, built: dict[str, Any]) -> list[Contender]:
-    """A step's parts: the base optimizer's own step, the gather, and a plain copy of as many bytes as the others' shards."""
+    """Return a step's parts: the base optimizer, the gather, and a copy of the other shards' bytes."""
     found = []
     for name in _WAYS:
         oss = built[name]
@@ -139,7 +142,7 @@ def parts_of(peers: Peers, built: dict[str, Any]) -> list[Contender]:
 
 
 def muons(peers: Peers, depth: int, width: int) -> dict[str, Any]:
-    """Build Muon over matrices: its step costs matrix products, which shards share."""
+    """Build Muon over matrices: each step computes matrix products, which sharding divides."""
     built: dict[str, Any] = {}
     for name, make in (
         ("unsharded", lambda parameters: torch.optim.Muon(parameters, lr=1e-3)),
@@ -159,13 +162,15 @@ def consolidations(built: dict[str, Any]) -> Iterator[Contender]:
     held: list[Any] = []
 
     def again() -> None:
-        held.clear()  # nobody holds the last result
+        # The next result reuses the memory of the last one.
+        held.clear()
         ours.consolidate_state_dict(0)
 
     def fresh() -> None:
         ours.consolidate_state_dict(0)
         if ours.rank == 0:
-            held[:] = [ours.state_dict()]  # the next result needs memory of its own
+            # The next result needs new memory while this one is alive.
+            held[:] = [ours.state_dict()]
 
     yield _contender("mpidist, memory used again", again)
     yield _contender("mpidist, fresh memory", fresh)
@@ -182,7 +187,7 @@ def _contender(name: str, call: Callable[[], Any]) -> Contender:
 
 
 def measured_bytes(peers: Peers, built: dict[str, Any]) -> dict[str, list[int]]:
-    """Return the bytes of state of each rank, as they are held now."""
+    """Return each rank's bytes of optimizer state as allocated now."""
     found = {}
     for name, optimizer in built.items():
         held = getattr(optimizer, "optim", optimizer).state.values()
@@ -197,7 +202,7 @@ def measured_bytes(peers: Peers, built: dict[str, Any]) -> dict[str, list[int]]:
 
 
 def ratios(results: list[dict[str, Any]]) -> list[tuple[str, str, str, float, float]]:
-    """Return what was to be reached, and what was, as the ratio of medians."""
+    """Return the goals and the measured ratios of medians."""
     rows = []
     for case, ours, peer, goal in _GOALS:
         for result in results:
@@ -208,7 +213,7 @@ def ratios(results: list[dict[str, Any]]) -> list[tuple[str, str, str, float, fl
 
 
 def overheads(results: list[dict[str, Any]]) -> dict[str, float]:
-    """Return what a step costs beside the base optimizer, over the copy of the others' shards."""
+    """Return the step's time beyond the base optimizer, over the copy of the other shards."""
     found = {}
     cases = {
         result["operation"]: {
@@ -254,10 +259,8 @@ def main() -> None:
                 (s.name, s.median_us / 1e3, s.percentile_us(10) / 1e3, s.percentile_us(90) / 1e3)
                 for s in series
             ]
-            print(
-                f"\n{case}\n{tabulate(rows, ('contender', 'ms, median', 'p10', 'p90'), floatfmt='.2f')}",
-                flush=True,
-            )
+            headers = ("contender", "ms, median", "p10", "p90")
+            print(f"\n{case}\n{tabulate(rows, headers, floatfmt='.2f')}", flush=True)
 
     for kernel, settings in _KERNELS.items():
         built = optimizers(peers, lambda: mlp(depth, width), lr=1e-3, **settings)
@@ -273,9 +276,8 @@ def main() -> None:
     run("Muon", [_contender(name, optimizer.step) for name, optimizer in matrices.items()])
     if is_first:
         reached, by_arithmetic = ratios(results), state_bytes.rows()
-        print(
-            f"\n{tabulate(reached, ('case', 'ours', 'peer', 'to reach', 'times faster'), floatfmt='.2f')}"
-        )
+        headers = ("case", "ours", "peer", "to reach", "times faster")
+        print(f"\n{tabulate(reached, headers, floatfmt='.2f')}")
         print("\nStep less the base optimizer's, over a copy of the others' shards (1.5 to reach):")
         print(tabulate(sorted(overheads(results).items()), floatfmt=".2f"))
         print("\nState of each rank, MiB: ")

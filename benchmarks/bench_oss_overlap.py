@@ -1,10 +1,9 @@
-"""Training steps with a sharded optimizer: shards brought within step(), or while the next forward pass runs (overlap=True).
+"""Time steps of a sharded optimizer: shards gathered in step(), or during the next forward pass.
 
-mpirun -n 2 python benchmarks/bench_oss_overlap.py     (--layers, --width: the model;
---bucket-cap-mb: what travels together)
+mpirun -n 2 python benchmarks/bench_oss_overlap.py    (--layers, --width, --bucket-cap-mb)
 
-Each round runs a few steps of each, in turns; the parameters must be equal bit by bit in the end.
-Within a node there is nothing to gain: benchmarks/slow_link.sh RATE runs it on two nodes.
+Each round runs a few steps of each way, in turns; the parameters must be bitwise equal at the end.
+Within a node nothing is gained: benchmarks/slow_link.sh RATE runs two nodes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from mpidist import comm
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.optim import OSS
 
-_STEPS = 4  # of one way, one behind the other; what the last leaves under way counts
+# Consecutive steps of one way, with the communication that the last step leaves pending.
+_STEPS = 4
 _WAYS = {"in step()": False, "in the next forward pass": True}
 
 
@@ -83,7 +83,10 @@ def main() -> None:
 def trainer(
     group: Any, overlaps: bool, options: argparse.Namespace
 ) -> tuple[DistributedDataParallel, OSS]:
-    """Make a model of equal layers and its optimizer. Collective: over the group."""
+    """Build a model of equal layers and its optimizer.
+
+    Collective: over the group.
+    """
     torch.manual_seed(0)
     layers = [
         torch.nn.Sequential(torch.nn.Linear(options.width, options.width), torch.nn.Tanh())
@@ -103,7 +106,7 @@ def trainer(
 def step(
     ddp: DistributedDataParallel, optimizer: OSS, rank: int, options: argparse.Namespace
 ) -> None:
-    """Train once: what the last step has left under way, the forward pass waits for."""
+    """Run one training step; the forward pass waits for what the last step left pending."""
     torch.manual_seed(rank)
     ddp(torch.randn(options.batch, options.width)).square().mean().backward()
     optimizer.step()
@@ -111,7 +114,7 @@ def step(
 
 
 def require_equal(modules: list[DistributedDataParallel]) -> None:
-    """Compare all with the first.
+    """Compare all models with the first.
 
     Raises:
         RuntimeError: A parameter differs.

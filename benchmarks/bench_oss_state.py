@@ -1,11 +1,11 @@
-"""State of the sharded optimizer: consolidation, beside FairScale's on Gloo, saves beside the training, memory of both.
+"""State of the sharded optimizer: consolidation, saves during training, and their memory.
 
-mpirun --bind-to none -n 2 python benchmarks/bench_oss_state.py     (with 1 rank: a save whose
-writer has a core of its own)
+mpirun --bind-to none -n 2 python benchmarks/bench_oss_state.py
+mpirun -n 1 python benchmarks/bench_oss_state.py    (the writer has a core of its own)
 
-Adam over a perceptron of 8.4 M parameters, one thread of torch a rank. Contenders take turns.
-Without fairscale its rows are left out. Exposed is what a step takes longer while a save is under
-way.
+Adam over a perceptron of 8.4 M parameters, with one torch thread per rank, against FairScale's OSS
+on Gloo, in turns. Without fairscale its rows are missing. Exposed time is the increase of a step
+during a save.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from tabulate import tabulate
 import mpidist.comm
 from mpidist.zero.optimizer import OSS
 
-_GOALS = {"used again": 8.0, "fresh": 6.0}  # times FairScale's speed
-_EXPOSED_GOAL = 0.1  # of a step
+# Ratios to FairScale's speed.
+_GOALS = {"used again": 8.0, "fresh": 6.0}
+# Share of a step.
+_EXPOSED_GOAL = 0.1
 
 
 class Model:
-    """A perceptron, its optimizer and its steps.
+    """Perceptron with an optimizer.
 
     Args:
-        make: Makes the optimizer of the parameters.
+        make: Builds the optimizer of the parameters.
     """
 
     def __init__(self, make: Callable[[Any], Any], width: int, batch: int) -> None:
@@ -121,12 +123,12 @@ def _fairscale(group: Any, options: argparse.Namespace) -> Model | None:
 def consolidation(
     group: Any, model: Model, fairscale: Model | None, rounds: int
 ) -> dict[str, list[float]]:
-    """Return the times of each way, in milliseconds: of the slowest rank, for each round."""
+    """Return each way's times in milliseconds, of the slowest rank in each round."""
     optimizer = model.optimizer
     held: list[Any] = []
 
     def fresh() -> None:
-        # its memory cannot be used again
+        # The held result keeps its memory, so that the next one cannot reuse it.
         held.append(optimizer.state_dict() if group.rank == 0 else None)
 
     ways: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
@@ -150,7 +152,7 @@ def consolidation(
 
 
 def beside(group: Any, model: Model, rounds: int, has_file: bool) -> dict[str, Any]:
-    """Measure steps while saves are under way, and without, in turns."""
+    """Time steps with and without a save in progress, in turns."""
     optimizer = model.optimizer
     with tempfile.TemporaryDirectory() as folder:
         path = group.broadcast_object(f"{folder}/state.pt") if has_file else None
@@ -207,12 +209,13 @@ def beside(group: Any, model: Model, rounds: int, has_file: bool) -> dict[str, A
 
 
 def memory(group: Any, model: Model) -> dict[str, Any]:
-    """Return what a consolidation adds to each rank's peak resident memory, in MiB; None where the system does not tell."""
+    """Return the MiB that a consolidation adds to each rank's peak memory; None if unknown."""
     optimizer = model.optimizer
     own = optimizer.local_state_bytes()
     added: dict[str, list[Any]] = {}
     for name, recipient in (("to rank 0", 0), ("to all ranks", -1)):
-        held = optimizer.state_dict() if group.rank == 0 else None  # rank 0 takes fresh memory
+        # Rank 0 allocates new memory.
+        held = optimizer.state_dict() if group.rank == 0 else None
         group.barrier()
         before = _resident_mib("VmRSS") if _reset_peak() else None
         optimizer.consolidate_state_dict(recipient)
@@ -227,7 +230,11 @@ def memory(group: Any, model: Model) -> dict[str, Any]:
 
 
 def check(group: Any, model: Model, fairscale: Model | None) -> None:
-    """Raise if the consolidated state is not what the ranks hold."""
+    """Compare the consolidated state with the ranks' state.
+
+    Raises:
+        RuntimeError: The states differ.
+    """
     pending = model.optimizer.consolidate_async(0)
     told, now = pending.result(), model.optimizer.state_dict(all_ranks=True)
     for piece in model.optimizer._shards.pieces:
@@ -263,7 +270,7 @@ def timed(group: Any, call: Callable[[], Any]) -> float:
 
 
 def goals(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Say of each goal whether it was reached."""
+    """Return the verdict of each goal."""
     times = {name: statistics.median(values) for name, values in record["consolidation_ms"].items()}
     theirs = times.get("FairScale on Gloo")
     found = []

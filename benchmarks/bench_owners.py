@@ -1,4 +1,4 @@
-"""Compare gradients that leave to their owners with averages on all ranks: what a step takes, and what a rank holds.
+"""Time gradients reduced to their owners against averages on all ranks, with memory per rank.
 
 mpirun --bind-to none -n 2 python benchmarks/bench_owners.py
 """
@@ -19,7 +19,8 @@ from mpidist.ddp import to_owners
 
 Bounds = dict[torch.Tensor, tuple[tuple[int, int, int], ...]]
 
-_WRONG = 1e-4  # of the largest gradient: devices and networks add up in another order
+# Relative to the largest gradient. Devices and networks add in different orders.
+_WRONG = 1e-4
 
 
 def main() -> None:
@@ -30,11 +31,13 @@ def main() -> None:
 
 
 def measure(raw: Any, model: cases.Model, options: argparse.Namespace) -> training_run.Measured:
-    """Check and time the ways on one model, all with the same buckets; return the bytes of each as well. Collective.
+    """Check and time the ways on one model with equal buckets; return the bytes of each, too.
+
+    Collective: over all ranks.
 
     Raises:
-        RuntimeError: A rank's share differs from the average, or is not all that it has; on this
-            rank.
+        RuntimeError: A rank's share differs from the average, or the rank holds more than its
+            share; on this rank.
     """
     batch = cases.own_batch(model)
     ways: dict[str, Callable[[], torch.nn.Module]] = {
@@ -53,7 +56,7 @@ def measure(raw: Any, model: cases.Model, options: argparse.Namespace) -> traini
 
 
 def bounds_of(net: torch.nn.Module) -> Bounds:
-    """Give whole parameters to ranks: the biggest first, to the rank that has the least."""
+    """Assign whole parameters to ranks: the largest first, to the rank with the fewest elements."""
     owned = [0] * dist.get_world_size()
     bounds: Bounds = {}
     for parameter in sorted(net.parameters(), key=torch.Tensor.numel, reverse=True):
@@ -90,7 +93,7 @@ def _require_share(name: str, net: torch.nn.Module, plain: torch.nn.Module) -> N
 
 
 def _most_held(net: torch.nn.Module, contender: timing.Contender) -> int:
-    """Return the most bytes of gradients and buckets at any time of a step, on this rank."""
+    """Return the peak bytes of gradients and buckets during a step, on this rank."""
     most = 0
 
     def look(parameter: torch.Tensor) -> None:
@@ -111,7 +114,7 @@ def _held(net: torch.nn.Module) -> int:
     if reducer is not None:
         views: Mapping[int, torch.Tensor] = reducer.layout.views
         spans += [*views.values(), *(bucket.flat for bucket in reducer.layout.buckets)]
-    # Gradients and views lie in buckets, and buckets in each other's memory: count the union.
+    # Gradients and views lie in buckets, and buckets share memory: count the union of all spans.
     total = end = 0
     for start, stop in sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in spans):
         total += max(0, stop - max(start, end))

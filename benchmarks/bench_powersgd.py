@@ -1,12 +1,13 @@
-"""Compare communication hooks: what a step takes, and how many bytes it hands to the network.
+"""Time communication hooks, and count the bytes that each hook sends.
 
 mpirun --bind-to none -n 2 python benchmarks/bench_powersgd.py
-benchmarks/slow_link.sh 100mbit MPIRUN python benchmarks/bench_powersgd.py      (MPICH's mpirun)
+benchmarks/slow_link.sh 100mbit MPIRUN python benchmarks/bench_powersgd.py    (MPICH's mpirun)
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as to
 from mpidist import ddp
 
 _BYTES = ("quantization_pertensor_hook", "quantization_perchannel_hook")
-_TORCH_BYTES = "torch's quantization_pertensor_hook"  # the one per channel needs NCCL
-# of the largest gradient
+# The hook per channel needs NCCL.
+_TORCH_BYTES = "torch's quantization_pertensor_hook"
+# Relative to the largest gradient.
 _WRONG = {"fp16_compress_hook": 2e-3, "bf16_compress_hook": 2e-2, "torch on mpidist": 1e-4}
 _WRONG |= dict.fromkeys((*_BYTES, _TORCH_BYTES), 1e-2)
 
@@ -36,10 +38,12 @@ def main() -> None:
 
 
 def measure(raw: Any, model: cases.Model, options: argparse.Namespace) -> training_run.Measured:
-    """Check and time the hooks on one model, all with the same buckets; return the bytes of each as well. Collective.
+    """Check and time the hooks on one model with equal buckets; return the bytes of each, too.
+
+    Collective: over all ranks.
 
     Raises:
-        RuntimeError: A hook's gradients are wrong, or what it left out does not add up; on this
+        RuntimeError: A hook's gradients are wrong, or its error feedback loses something; on this
             rank.
     """
     cap = options.bucket_cap_mb
@@ -67,7 +71,10 @@ def measure(raw: Any, model: cases.Model, options: argparse.Namespace) -> traini
         "bf16_compress_hook": lambda: cases.ours(
             model, None, ddp.bf16_compress_hook, bucket_cap_mb=cap
         ),
-        **{f"PowerSGD rank {r}": lambda r=r: powersgd(f"PowerSGD rank {r}", r) for r in (1, 2, 4)},  # type: ignore[misc]
+        **{
+            f"PowerSGD rank {r}": functools.partial(powersgd, f"PowerSGD rank {r}", r)
+            for r in (1, 2, 4)
+        },
         **{
             name: lambda name=name: cases.ours(model, None, getattr(ddp, name), bucket_cap_mb=cap)
             for name in _BYTES
@@ -100,7 +107,7 @@ def measure(raw: Any, model: cases.Model, options: argparse.Namespace) -> traini
 def _require_nothing_lost(
     model: cases.Model, name: str, state: ddp.PowerSGDState, by_name: dict[str, Any]
 ) -> None:
-    """One step more: what it sent and what it left must add up to the average gradient and what was left before."""
+    """Run one more step: its sent part and its error must add up to the average plus the old error."""
     before = state.consolidated().error_dict
     by_name[name].calls[0]()
     after = state.consolidated().error_dict

@@ -1,4 +1,4 @@
-"""Price of a context of distributed autograd on a call: a stand-in engine that numbers messages and records nothing.
+"""Cost per call of a context of distributed autograd, with an engine that records nothing.
 
 mpirun --bind-to none -n 2 python benchmarks/bench_rpc_context.py
 """
@@ -23,7 +23,7 @@ BLOCKS, CALLS = 30, 200
 
 
 class Engine:
-    """What rpc asks of an engine, at the least price: a number for each message whose tensors need gradients."""
+    """Smallest engine that rpc accepts: numbers each message whose tensors need gradients."""
 
     def __init__(self) -> None:
         self.context = 0
@@ -44,7 +44,7 @@ class Engine:
         yield
 
     def worker_left(self, rank: int) -> None:
-        """Nothing is recorded."""
+        """Do nothing, because nothing is recorded."""
 
 
 def main() -> None:
@@ -76,9 +76,9 @@ def main() -> None:
 
 
 def _medians_us(engine: Any, case: Callable[[], Any]) -> tuple[float, float, float]:
-    """Time a case without an engine, with one, and within a context, in turn.
+    """Time a case without an engine, with an engine, and within a context, in turn.
 
-    The callee has an engine all the time.
+    The callee always has an engine.
     """
     rpc.rpc_sync("worker1", _register)
     times: list[list[float]] = [[], [], []]

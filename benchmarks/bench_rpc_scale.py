@@ -1,7 +1,7 @@
-"""Measure start-up, shutdown, memory and all-to-all calls of mpidist.rpc, many ranks on few cores.
+"""Time start-up, shutdown, memory and all-to-all calls of mpidist.rpc, many ranks on few cores.
 
-mpirun --oversubscribe -n 8 python benchmarks/bench_rpc_scale.py       # one job
-python benchmarks/bench_rpc_scale.py --jobs 2 4 8 16 32                # one job after the other
+mpirun --oversubscribe -n 8 python benchmarks/bench_rpc_scale.py     # one job
+python benchmarks/bench_rpc_scale.py --jobs 2 4 8 16 32              # one job after another
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ import mpidist.comm
 from mpidist.comm.mpi.launcher_env import without_launcher
 
 _MI = 1 << 20
-_END_S = 15.0  # for a job that was told to end
+# A job has this long to end after SIGTERM.
+_END_S = 15.0
 
 
 def main() -> None:
@@ -71,11 +72,12 @@ def _run_here(options: argparse.Namespace) -> None:
 
 
 def _measure(name: str, group: Any, window_s: float) -> dict[str, Any]:
-    """Start a contender, have all call all, and end it.
+    """Start a contender, call from all to all, and shut down. Return the figures of all ranks.
 
-    Collective: over ``group``. The result is of all ranks.
+    Collective: over ``group``.
     """
-    rpc_cases.modules()  # imports are no part of the start
+    # The start is measured without imports.
+    rpc_cases.modules()
     before = _resident_bytes()
     group.barrier()
     start = time.perf_counter()
@@ -83,9 +85,10 @@ def _measure(name: str, group: Any, window_s: float) -> dict[str, Any]:
     started_s = time.perf_counter() - start
     group.barrier()
     resident = _resident_bytes() - before
-    # Each begins with its neighbour, so that not all call the same.
+    # Each rank begins with its neighbor, so that the first calls go to different ranks.
     others = [f"worker{(group.rank + step) % group.size}" for step in range(1, group.size)]
-    _call_all(rpc, others)  # what the first call of each pair sets up is no part of the rate
+    # The first call of each pair sets up memory; the rate does not include this.
+    _call_all(rpc, others)
     group.barrier()
     rounds_s = _for_a_while(lambda: _call_all(rpc, others), window_s)
     group.barrier()
@@ -115,13 +118,13 @@ def _measure(name: str, group: Any, window_s: float) -> dict[str, Any]:
 
 
 def _call_all(rpc: Any, others: Sequence[str]) -> None:
-    """Call every other worker once, all at a time."""
+    """Call every other worker once; all calls are pending at the same time."""
     for future in [rpc.rpc_async(other, noop) for other in others]:
         future.wait()
 
 
 def _for_a_while(run: Callable[[], object], seconds: float) -> list[float]:
-    """Return how long each run took, of as many as begin within ``seconds``."""
+    """Run repeatedly for ``seconds``; return the duration of each run."""
     times_s = []
     now = time.perf_counter()
     end = now + seconds
@@ -134,13 +137,13 @@ def _for_a_while(run: Callable[[], object], seconds: float) -> list[float]:
 
 
 def _resident_bytes() -> int:
-    """Return the memory of this process that is in RAM (Linux)."""
+    """Return the resident memory of this process (Linux)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (kib,) = (int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
     return kib << 10
 
 
-# Jobs, one after the other.
+# Jobs in sequence.
 
 
 def _run_jobs(options: argparse.Namespace) -> None:
@@ -178,9 +181,9 @@ def _run_jobs(options: argparse.Namespace) -> None:
 
 
 def _launcher(text: str | None) -> list[str]:
-    """Return the beginning of a job's command line: the text's words.
+    """Return the words of the launcher's command.
 
-    Without a text the mpirun beside this Python, or else that of the path.
+    Without a text: the mpirun in the folder of this Python, or else the one on PATH.
     """
     if text is not None:
         return shlex.split(text)
@@ -189,7 +192,7 @@ def _launcher(text: str | None) -> list[str]:
 
 
 def run_limited(command: Sequence[str], limit_s: float) -> int | None:
-    """Run a command without its output; return its status, or None if it outlasted ``limit_s``."""
+    """Run a command without its output; return its status, or None after ``limit_s``."""
     job = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -199,7 +202,8 @@ def run_limited(command: Sequence[str], limit_s: float) -> int | None:
     try:
         return job.wait(limit_s)
     except subprocess.TimeoutExpired:
-        job.terminate()  # a launcher ends its ranks first
+        # The launcher ends its ranks before itself.
+        job.terminate()
         try:
             job.wait(_END_S)
         except subprocess.TimeoutExpired:

@@ -1,12 +1,10 @@
-"""Measure how a data-parallel step scales with the ranks, fit a latency–bandwidth model, predict more ranks and other links.
+"""Scaling of a data-parallel step: measurements, a latency-bandwidth model, and predictions.
 
-mpirun --bind-to none -n 2 python benchmarks/bench_scaling.py measure         # one job, at any
-number of ranks (or srun) python benchmarks/bench_scaling.py report scaling-*.json
-# jobs of several sizes: tables, model, plot python benchmarks/bench_scaling.py sweep --links 10gbit
-1gbit 100mbit         # both, on this machine python benchmarks/bench_scaling.py startup --jobs 2 4
-8 16 32                 # start-up, memory, files, threads, messages python
-benchmarks/bench_scaling.py advise --bandwidth 10 --parameters 350e6 --ranks 64     # which hook
-pays
+mpirun --bind-to none -n 2 python benchmarks/bench_scaling.py measure    # one job, any size
+python benchmarks/bench_scaling.py report scaling-*.json                 # tables, model, plot
+python benchmarks/bench_scaling.py sweep --links 10gbit 1gbit 100mbit    # both, on this machine
+python benchmarks/bench_scaling.py startup --jobs 2 4 8 16 32            # start-up and memory
+python benchmarks/bench_scaling.py advise --bandwidth 10 --parameters 350e6 --ranks 64
 """
 
 from __future__ import annotations
@@ -27,12 +25,13 @@ COMMANDS = ("measure", "report", "sweep", "startup", "advise")
 
 def main() -> None:
     words = sys.argv[1:]
-    # Without a command: the job in which it was started.
+    # Without a command: measure this job.
     if not words or (words[0] not in COMMANDS and words[0] not in ("-h", "--help")):
         words = ["measure", *words]
     options = _parser().parse_args(words)
     if words[0] in ("sweep", "startup", "advise"):
-        # They start jobs in sessions of their own: an end by the scheduler ends these first.
+        # Children have sessions of their own. At SIGTERM an exception unwinds, and ends the
+        # children first.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     options.run(options)
 

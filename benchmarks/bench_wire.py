@@ -1,7 +1,7 @@
-"""Compare wire formats of the sharded optimizer: the time in which all ranks get each other's parameters after a step.
+"""Time wire formats of the sharded optimizer: the exchange of parameters after a step.
 
 mpirun --bind-to none -n 2 python benchmarks/bench_wire.py
-benchmarks/slow_link.sh 1gbit MPIRUN python benchmarks/bench_wire.py      (MPICH's mpirun)
+benchmarks/slow_link.sh 1gbit MPIRUN python benchmarks/bench_wire.py    (MPICH's mpirun)
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _ALONE = "int8, no network"
 
 
 class Shared:
-    """A flat buffer, this rank's shard of it, and two masters that take turns, so that each share has a change to send."""
+    """Flat buffer, this rank's shard, and two masters in alternation, so each share has a change."""
 
     def __init__(self, group: Any, numel: int, device: torch.device) -> None:
         part = -(-numel // group.size // 64) * 64
         self.group, self.bounds = group, [min(rank * part, numel) for rank in range(group.size + 1)]
         torch.manual_seed(0)
         start = torch.randn(numel) * 0.02
-        # Changes as those of an Adam step: of one size but for a factor of ten.
+        # Changes like those of an Adam step: of one size, within a factor of ten.
         self.truths = [start, start + 1e-3 * torch.randn(numel).sign() * torch.rand(numel).add(0.1)]
         self.flat = start.to(device, copy=True)
         own = slice(self.bounds[group.rank], self.bounds[group.rank + 1])
@@ -46,16 +46,16 @@ class Shared:
         self.parts = [self.flat[start:stop] for start, stop in pairwise(self.bounds)]
 
     def by(self, wire: Wire) -> Callable[[], object]:
-        """Return a call that shares one master, then the other, and so on."""
+        """Return a call that shares the two masters alternately."""
         masters = cycle(self.masters)
         return lambda: wire.share(self.group, next(masters), self.flat, self.bounds)
 
     def whole(self) -> Callable[[], object]:
-        """Return a call that gathers the parameters as they are."""
+        """Return a call that gathers uncompressed parameters."""
         return partial(self.group.all_gather, self.parts, self.parts[self.group.rank])
 
     def arithmetic(self) -> Callable[[], object]:
-        """Return a call that computes what a share by int8 does, of the same sizes, and sends nothing."""
+        """Return a call with the arithmetic of an int8 share, at the same sizes, without sending."""
         masters, own = cycle(self.masters), self.parts[self.group.rank]
         q = torch.empty(own.numel(), dtype=torch.int8, device=own.device)
         scales = torch.empty(blocks_in(own.numel()), device=own.device)
@@ -68,20 +68,21 @@ class Shared:
         return compute
 
     def require(self, name: str, call: Callable[[], object]) -> None:
-        """Check a contender: where the parameters end, and that all ranks hold the same.
+        """Check one contender: correct parameters that are equal on all ranks.
 
         Raises:
-            RuntimeError: They do not; on this rank.
+            RuntimeError: The check fails on this rank.
         """
         for truth, master in zip(self.truths, self.masters, strict=True):
             if name == "fp32":
                 self.parts[self.group.rank].copy_(master)
-            before = self.flat.cpu().clone()  # on the host .cpu() copies nothing
+            # On the host .cpu() does not copy.
+            before = self.flat.cpu().clone()
             call()
             got = self.flat.cpu()
             if name == "int8":
-                # Half a step of the block with the largest change, which is what all blocks have
-                # here within a factor of two.
+                # Tolerance: half a step of the block with the largest change. All blocks here are
+                # within a factor of two.
                 is_right = bool(
                     ((got - truth).abs() <= 0.51 / 127 * (truth - before).abs().max()).all()
                 )
@@ -102,8 +103,7 @@ def main() -> None:
     torch.set_num_threads(1)
     device = devices.chosen(options.device)
     group = mpidist.comm.init()
-    # Only now: mpidist prepares the MPI library before it starts, and importing this module would
-    # start it.
+    # mpidist prepares the MPI library before the import of mpi4py.MPI starts MPI.
     from mpi4py import MPI
 
     if group.size == 1:
@@ -133,7 +133,8 @@ def main() -> None:
             "link": options.link,
             "environment": about,
             "rounds": options.rounds,
-            "results_checked": True,  # or a check had raised
+            # A wrong result ends the run with an error before this line.
+            "results_checked": True,
             "results": [result],
         }
         on = "" if device.type == "cpu" else devices.name_of(device)
@@ -150,7 +151,7 @@ def _nbytes(name: str, wires: dict[str, Any], bounds: list[int]) -> int:
 
 
 def _ended(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Return the call itself; on a GPU one that ends when the device has ended its work."""
+    """Return the call; on a GPU, a call that waits for the device's work."""
     if device.type == "cpu":
         return call
 

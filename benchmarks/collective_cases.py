@@ -1,8 +1,8 @@
-"""The operations under comparison: their buffers, the contenders on them, and what the buffers must hold afterwards.
+"""Collectives under test: buffers, contenders on these buffers, and expected contents.
 
-Letters: W ranks; N elements of one contribution. ``size_bytes`` is always the N elements of fp32:
-what one rank gives to an all-gather, what one rank keeps of a reduce-scatter, what one rank sends
-to each other in an all-to-all.
+Letters: W ranks; N elements of one contribution. ``size_bytes`` counts the N fp32 elements: a
+rank's input of an all-gather, a rank's output of a reduce-scatter, or a rank's message to each peer
+of an all-to-all.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ import torch.distributed as dist
 from timing import Contender
 
 FP32_BYTES = 4
-_PERIOD = 13  # values 0 … 12: sums over ranks are exact in fp32
+# Values are 0 to 12, so that sums over ranks are exact in fp32.
+_PERIOD = 13
 _LATE_S = 0.03
 
-# torch 2.13 gave these two new names, and each call by the old one pays for a warning.
+# torch 2.13 renamed these two functions; each call of an old name costs a warning.
 _all_gather_into_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass(frozen=True)
 class Ways:
-    """The ways to communicate, one process group or communicator each; mpidist's through torch is torch's default group."""
+    """Communicators of the contenders; torch's default group is mpidist's backend."""
 
     gloo: Any  # torch.distributed.ProcessGroup
     raw: Any  # mpi4py.MPI.Comm
@@ -50,14 +51,15 @@ class Ways:
 class Case:
     """One operation at one size.
 
-    ``expected(k)`` is what a contender's outputs, one behind the other, must hold after its k-th
-    call; None if nobody promises.
+    Attributes:
+        expected: ``expected(k)`` returns the required contents of all outputs, concatenated, after
+            call k of a contender; None if the contents are undefined.
+        inputs: Tensors, each with the values that ``wrong`` writes before each call.
     """
 
     operation: str
     numel: int
     contenders: list[Contender] = field(default_factory=list)
-    # and what they hold before a call
     inputs: list[tuple[torch.Tensor, np.ndarray]] = field(default_factory=list)
     expected: Callable[[int], np.ndarray | None] = lambda k: None
 
@@ -66,14 +68,14 @@ class Case:
         return self.numel * FP32_BYTES
 
     def wrong(self, ways: Ways) -> list[str]:
-        """Make every call of every contender once on fresh values; return on which ranks which one left a wrong result."""
+        """Run each call of each contender on fresh values; return wrong contenders of all ranks."""
         found = []
         for contender in self.contenders:
             for k, call in enumerate(contender.calls):
                 self._fill(contender)
                 call()
                 values, expected = self._values(contender), self.expected(k)
-                # Half types round once per addition; fp32 is exact, because the values are small
+                # bf16 rounds once per addition. fp32 is exact, because the values are small
                 # integers.
                 tolerance = (
                     0.02
@@ -87,7 +89,7 @@ class Case:
         return list(chain.from_iterable(ways.raw.allgather(found)))
 
     def zero(self) -> None:
-        """Make the buffers fit for any number of calls: sums in place must stay finite."""
+        """Set buffers to zero: repeated sums in place must stay finite."""
         for contender in self.contenders:
             for tensor in contender.outputs:
                 tensor.zero_()
@@ -105,7 +107,7 @@ class Case:
 
 
 class BarrierCase(Case):
-    """A barrier has no result but this: nobody leaves before the last has come."""
+    """Barrier, whose only result is that no rank leaves before the last rank has entered."""
 
     def wrong(self, ways: Ways) -> list[str]:
         found = []
@@ -136,7 +138,7 @@ def all_reduce(ways: Ways, numel: int) -> Case:
 
 
 def all_reduce_bf16(ways: Ways, numel: int) -> Case:
-    """bf16 has no MPI datatype; beside Gloo it competes with fp32 of as many elements."""
+    """Use bf16, which has no MPI datatype: against Gloo, and against fp32 with as many elements."""
     half, full = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel)
     own, total = _pattern(ways.rank, numel), _total(ways, numel)
     calls = {
@@ -153,7 +155,7 @@ def all_reduce_bf16(ways: Ways, numel: int) -> Case:
 
 
 def broadcast(ways: Ways, numel: int) -> Case:
-    """Ranks take turns as the root, or the root would run ahead and the burst would measure its send buffers."""
+    """Rotate the root: a fixed root would run ahead, and the burst would measure its send buffers."""
     tensor, own = torch.empty(numel), _pattern(ways.rank, numel)
     spec, roots = _spec(ways, tensor), range(ways.size)
     calls = {
@@ -172,7 +174,7 @@ def broadcast(ways: Ways, numel: int) -> Case:
 
 
 def reduce(ways: Ways, numel: int) -> Case:
-    """Ranks take turns as the root, as in broadcast."""
+    """Rotate the root, as in broadcast."""
     tensor, own = torch.empty(numel), _pattern(ways.rank, numel)
     spec, roots, total = _spec(ways, tensor), range(ways.size), _total(ways, numel)
 
@@ -187,7 +189,7 @@ def reduce(ways: Ways, numel: int) -> Case:
         "mpidist": [partial(dist.reduce, tensor, root) for root in roots],
         "native": [partial(ways.native.reduce, tensor, root) for root in roots],
     }
-    # What the others' tensors hold afterwards is nobody's promise.
+    # The tensors of the other ranks are undefined afterwards.
     return Case(
         "reduce",
         numel,
@@ -216,7 +218,7 @@ def all_gather_into_tensor(ways: Ways, numel: int) -> Case:
 
 
 def all_gather(ways: Ways, numel: int) -> Case:
-    """MPI knows no list of receive buffers: mpi4py gathers into one buffer here, and has less to do."""
+    """Gather into lists. MPI has none: mpi4py gathers into one buffer, which is less work."""
     source, flat = torch.empty(numel), torch.empty(ways.size * numel)
     targets = [torch.empty(numel) for _ in range(ways.size)]
     calls = {
@@ -261,7 +263,7 @@ def all_to_all_single(ways: Ways, numel: int) -> Case:
 
 
 def ping_pong(ways: Ways, numel: int) -> Case:
-    """The first and the last rank send a tensor to and fro; a call is one way.
+    """Send a tensor from the first rank to the last and back; a call is one way.
 
     The other ranks make no calls.
     """
@@ -284,7 +286,7 @@ def ping_pong(ways: Ways, numel: int) -> Case:
     calls: dict[str, Sequence[Callable[[], object]]] = {name: () for name in pairs}
     if ways.rank in players:
         calls = {name: pair if ways.rank == 0 else pair[::-1] for name, pair in pairs.items()}
-    # Rank 0 sends first: both hold its values then, and the last rank's after the answer.
+    # Rank 0 sends first, so both ranks have its values; after the reply both have the last rank's.
     return Case(
         "ping_pong",
         numel,
@@ -322,7 +324,7 @@ OPERATIONS: dict[str, Callable[[Ways, int], Case]] = {
 
 
 def cases_of(operation: str, ways: Ways, sizes_bytes: Sequence[int]) -> list[partial[Case]]:
-    """Return makers of the operation's cases: each has buffers of its own, so only one is to live at a time."""
+    """Return factories of the operation's cases, so that only one case's buffers exist at a time."""
     make = OPERATIONS[operation]
     sizes = [0] if make is barrier else sizes_bytes
     return [partial(make, ways, size // FP32_BYTES) for size in sizes]
@@ -345,7 +347,7 @@ def _repeat(period: np.ndarray, numel: int) -> np.ndarray:
 
 
 def _spec(ways: Ways, tensor: torch.Tensor) -> list[Any]:
-    # The datatype is named: mpi4py would otherwise look it up at each call, at 1 us.
+    # Naming the datatype saves mpi4py a lookup of 1 us per call.
     return [tensor.numpy(), ways.mpi.FLOAT]
 
 

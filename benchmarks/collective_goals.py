@@ -1,6 +1,6 @@
-"""The figures that the collectives are to reach, and whether a run has reached them.
+"""Performance goals of the collectives, and the verdict of a run.
 
-Informational: nothing fails on them.
+A missed goal fails nothing.
 """
 
 from __future__ import annotations
@@ -10,22 +10,25 @@ from dataclasses import dataclass
 from typing import Any
 
 _KI, _MI = 1 << 10, 1 << 20
-# Where the usual answer to "why not Gloo?" must hold at every size.
+# Operations that must beat Gloo at every size.
 _AHEAD = ("all_gather_into_tensor", "all_gather", "broadcast", "reduce_scatter_tensor", "barrier")
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A bound on one contender against another, over all sizes that it is for."""
+    """Bound on one contender relative to another, over a range of sizes."""
 
     text: str
     operation: str
     left: str
     right: str
-    figure: str  # of Comparison
+    # Field of Comparison.
+    figure: str
     bound: float
-    at_least: bool  # else at most
-    covers: Callable[[int], bool]  # sizes in bytes
+    # Whether the bound is a lower bound.
+    at_least: bool
+    # Whether a size in bytes is in range.
+    covers: Callable[[int], bool]
 
     def holds(self, value: float) -> bool:
         return value >= self.bound if self.at_least else value <= self.bound
@@ -100,7 +103,7 @@ GOALS = (
 
 
 def judge(results: Sequence[dict[str, Any]], goals: Sequence[Goal] = GOALS) -> list[dict[str, Any]]:
-    """Hold each goal against the results of a run, as they stand in its JSON; the worst size decides."""
+    """Compare the results of a run, as in its JSON, with each goal; the worst size decides."""
     return [_judge(goal, results) for goal in goals]
 
 
@@ -133,7 +136,7 @@ def _judge(goal: Goal, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def judge_below(text: str, value: float | None, bound: float) -> dict[str, Any]:
-    """Hold one figure against a bound that it must stay below; None if it was not measured."""
+    """Compare one figure with an upper bound; None if it was not measured."""
     verdict = "not measured" if value is None else "reached" if value < bound else "not reached"
     return {
         "goal": text,

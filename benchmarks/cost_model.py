@@ -1,30 +1,27 @@
-"""A latency–bandwidth model of collectives: times by ranks and bytes, fitted to measured points, checked on others. Pure.
+"""Latency-bandwidth model of collectives, fitted to measured points and checked on others. Pure.
 
-The time of an operation of N bytes on n nodes of p ranks each, W = n·p, is a sum of terms that its
-algorithm has, each times a parameter that is not negative:
+The time of an operation of N bytes on n nodes of p ranks each, W = n·p, is a sum of the algorithm's
+terms, each multiplied by a non-negative parameter:
 
-- the call itself, once, in a node; between nodes what a protocol for long messages adds, once.
-  Short messages between nodes have no such term: all of their time counts with the nodes, and long
-  ones have the same latency;
-- a message's latency, as often as messages follow each other: log2 p times in a node, log2 n times
+- the call itself, once, within a node; between nodes the overhead of a protocol for long messages,
+  once. Short messages between nodes have no such term: all of their time grows with the nodes, and
+  long ones have the same latency;
+- the latency of a message, once per consecutive message: log2 p times within a node, log2 n times
   between nodes;
-- bytes that a rank copies and adds up: log2 p · N for short messages (recursive doubling),
-  2·(p-1)/p · N for long ones (reduce-scatter and all-gather; half of that for one of the two
-  alone);
-- bytes that cross a node's link, which its p ranks share: p · 2·(n-1)/n · N, over the link's rate.
+- bytes that a rank copies and adds: log2 p · N for short messages (recursive doubling),
+  2·(p-1)/p · N for long ones (reduce-scatter and all-gather; half of that for one of the two alone);
+- bytes on a node's link, which its p ranks share: p · 2·(n-1)/n · N, over the link's rate.
 
-Short and long messages go by different algorithms and protocols, so a fit has up to three ranges of
-N with parameters of their own; where one range ends is chosen on the fitted points. More ranks than
-cores take turns: terms of computing count ``share`` times, the ranks of a core, and each of the
-log2 W messages that follow each other waits for ``share - 1`` others to have their turn. That is
-explicit in a ``Point``; ``share`` is 1, and turns cost nothing, in every prediction for other
-machines.
+MPI uses different algorithms and protocols for short and long messages, so a fit has up to three
+ranges of N, each with its own parameters; the fitted points determine the ends of the ranges. More
+ranks than cores take turns: computing terms count ``share`` times (ranks per core), and each of the
+log2 W consecutive messages waits for the turns of ``share - 1`` other ranks. ``Point`` states its
+share explicitly; predictions for other machines use ``share`` 1, without turns.
 
 Sources: Hockney (1994) for latency and bandwidth; Thakur, Rabenseifner and Gropp, "Optimization of
 Collective Communication Operations in MPICH" (2005), for the terms of the algorithms.
 
-Letters: W ranks, n nodes, p ranks of a node, N bytes (of the whole: ``scaling_measure`` says of
-what in which operation).
+Letters: W ranks, n nodes, p ranks per node, N bytes (``scaling_measure`` defines N per operation).
 """
 
 from __future__ import annotations
@@ -41,9 +38,10 @@ from scipy.optimize import nnls
 TRAINED_RANKS = (2, 4)
 TERMS = ("call", "node latency", "node bytes", "network latency", "network bytes", "turns")
 _RANGES = 3
-_LEAST_POINTS = 3  # of a range
-_WORTH_A_RANGE = 0.9  # of the mean error without it
-# Bytes that pass a rank or a link, of those that a reduce-scatter and an all-gather together move.
+_LEAST_POINTS = 3  # per range
+# Largest mean error, relative to the fit with fewer ranges, that justifies another range.
+_WORTH_A_RANGE = 0.9
+# Share of the bytes per rank or link, relative to a reduce-scatter plus an all-gather.
 _PASSES = {
     "all_reduce": 2.0,
     "average": 2.0,
@@ -56,14 +54,16 @@ _PASSES = {
 
 @dataclass(frozen=True)
 class Point:
-    """One case; ``seconds`` is its measured time, and 0 where only a prediction is wanted."""
+    """One case; ``seconds`` is the measured time, or 0 for a prediction."""
 
     operation: str
     nodes: int
     ranks_per_node: int
     nbytes: int
-    rate_gbit_s: float = math.inf  # of the link between nodes
-    share: float = 1.0  # ranks that take turns on one core
+    # Rate of the link between nodes.
+    rate_gbit_s: float = math.inf
+    # Ranks per core.
+    share: float = 1.0
     seconds: float = 0.0
 
     @property
@@ -72,10 +72,10 @@ class Point:
 
 
 def terms(point: Point, is_short: bool) -> tuple[float, ...]:
-    """Return how often each of ``TERMS`` counts; all 0 for one rank.
+    """Return the factor of each of ``TERMS``; all 0 for one rank.
 
-    Units: the bytes in a node in bytes, those of the network in seconds at the link's rate, the
-    rest are counts.
+    Units: bytes within a node are bytes; bytes on the network are seconds at the link's rate; all
+    others are counts.
     """
     n, p, nbytes = point.nodes, point.ranks_per_node, point.nbytes
     if point.ranks == 1:
@@ -83,7 +83,7 @@ def terms(point: Point, is_short: bool) -> tuple[float, ...]:
     passes = _PASSES[point.operation]
     steps_node, steps_net = math.log2(p), math.log2(n)
     in_node = max(steps_node if is_short else 0.0, passes * (p - 1) / p)
-    # On each node's way to the others what comes is added up as well, or copied.
+    # Data for other nodes is also added or copied on each node.
     if n > 1:
         in_node += passes * (n - 1) / n
     over_link = p * passes * (n - 1) / n * nbytes * 8 / (point.rate_gbit_s * 1e9)
@@ -104,9 +104,9 @@ class Fit:
     """Parameters of one operation on one class of links.
 
     Attributes:
-        ends: For each range the largest N that it holds for; the last is infinite.
-        parameters: For each range one of each of ``TERMS``: seconds; those of bytes a second a
-            byte, and of the link's own time.
+        ends: Per range the largest N of the range; the last is infinite.
+        parameters: Per range one for each of ``TERMS``: seconds, seconds per byte, or a factor of
+            the link's own time.
     """
 
     operation: str
@@ -114,7 +114,7 @@ class Fit:
     parameters: tuple[tuple[float, ...], ...]
 
     def seconds(self, point: Point) -> float:
-        """Return the time of a case; 0 for one rank. It never falls as N grows."""
+        """Return the time of a case; 0 for one rank. The time never falls as N grows."""
         if point.ranks == 1:
             return 0.0
         longest = 0.0
@@ -150,10 +150,11 @@ def fit(points: Iterable[Point]) -> Fit:
             if (found := _fitted(known, (*map(float, cut), math.inf))) is not None
         ]
         least = min(made, key=lambda found: found[0], default=None)
-        # One range more follows the noise as well: it must be worth its parameters.
+        # Another range also fits noise, so it must reduce the error by enough.
         if least is not None and (best is None or least[0] < _WORTH_A_RANGE * best[0]):
             best = least
-    assert best is not None  # one range takes all points
+    # One range accepts all points.
+    assert best is not None
     return best[1]
 
 
@@ -170,11 +171,11 @@ def _fitted(points: Sequence[Point], ends: tuple[float, ...]) -> tuple[float, Fi
         )
         wanted = np.ones(len(inside))
         if place:
-            # Few numbers of nodes tell little of what grows with them: the short messages' latency
-            # holds for the long ones.
+            # With few numbers of nodes the growth with nodes is uncertain: long messages use the
+            # latency of the short ones.
             wanted = np.maximum(wanted - rows[:, latency] * parameters[0][latency], 0.0)
             rows[:, latency] = 0.0
-        # Columns of bytes and of seconds differ by ten orders of magnitude.
+        # Columns in bytes and in seconds differ by ten orders of magnitude.
         scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
         found, _ = nnls(rows / scale, wanted)
         own = [float(value) for value in found / scale]
@@ -187,21 +188,21 @@ def _fitted(points: Sequence[Point], ends: tuple[float, ...]) -> tuple[float, Fi
 
 
 def relative_error(made: Fit, point: Point) -> float:
-    """Return by how much a fit's time is above (or below) the measured one, over the measured one."""
+    """Return the error of a fit's time relative to the measured time, with its sign."""
     return made.seconds(point) / point.seconds - 1
 
 
 def is_trained(point: Point, sizes: Sequence[int], ranks: Sequence[int] = TRAINED_RANKS) -> bool:
-    """Say whether a point is fitted to, not held out: every second of ``sizes``, at some numbers of ranks.
+    """Return whether a point is fitted (not held out): every second size, at ``ranks``.
 
-    The largest size is fitted to: what is held out then lies between sizes that are known.
+    The largest size is fitted, so that held-out sizes lie between fitted ones.
     """
     ordered = sorted(set(sizes))
     return point.ranks in ranks and (len(ordered) - 1 - ordered.index(point.nbytes)) % 2 == 0
 
 
 def split(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
-    """Return the points to fit to, and those that are held out; points of one rank are neither."""
+    """Return the fitted and the held-out points, without those of one rank."""
     known = [point for point in points if point.ranks > 1]
     sizes = [point.nbytes for point in known]
     trained = [point for point in known if is_trained(point, sizes)]
@@ -210,7 +211,7 @@ def split(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
 
 
 def validate(points: Sequence[Point]) -> tuple[dict[str, Fit], list[dict[str, Any]]]:
-    """Fit each operation to its part of the points; return the fits, and an entry with its error for each held-out point."""
+    """Fit each operation; return the fits, and each held-out point with its error."""
     fits: dict[str, Fit] = {}
     errors: list[dict[str, Any]] = []
     for operation, group in _grouped(points, lambda point: point.operation).items():
@@ -229,16 +230,16 @@ def validate(points: Sequence[Point]) -> tuple[dict[str, Fit], list[dict[str, An
 
 
 def median_error(errors: Iterable[dict[str, Any]]) -> float | None:
-    """Return the median of the absolute relative errors; None without any."""
+    """Return the median of the absolute relative errors; None without errors."""
     found = [abs(entry["relative_error"]) for entry in errors]
     return float(np.median(found)) if found else None
 
 
 def rate_of(link: str) -> float:
-    """Return Gbit/s of a link named as tc does (``100mbit``); infinite for the memory of a node (an empty name).
+    """Return the Gbit/s of a link named as in tc (``100mbit``); infinite for "", a node's memory.
 
     Raises:
-        ValueError: Another name.
+        ValueError: The name is unknown.
     """
     if not link:
         return math.inf

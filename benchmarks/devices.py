@@ -1,8 +1,8 @@
-"""The device that a benchmark measures: chosen, described, named in files, and its clock.
+"""Device of a benchmark: selection, description, file name, and clocks.
 
-Two clocks tell a GPU's times, both by events. ``as_issued`` runs a burst on an idle device, so what
-the host takes to start the work counts. ``HeadStart`` gives the host time, so that the device never
-waits for it: the work's own time.
+Two clocks measure a GPU by events. ``as_issued`` runs a burst on an idle device, so that the host's
+time to issue the work counts. ``HeadStart`` lets the host run ahead, so that the device never waits
+for the host: the device's own time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from timing import Contender, RunBurst
 
 from mpidist import comm
 
-# cycles: half a millisecond, and an eighth of a second
+# In cycles: half a millisecond, and an eighth of a second.
 _SHORTEST_NAP, _LONGEST_NAP = 1 << 20, 1 << 28
 
 
 def chosen(name: str) -> torch.device:
-    """Return the CPU, or this rank's GPU with CUDA started on it: MPI starts afterwards, and finds the context it needs."""
+    """Return the CPU, or this rank's GPU with a CUDA context, which MPI needs when MPI starts."""
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -31,14 +31,14 @@ def chosen(name: str) -> torch.device:
     device = comm.device()
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)
-    # What is compared must be the arithmetic that was asked for, the same each time.
+    # All contenders must use the same, deterministic arithmetic.
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic = True
     return device
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Describe a GPU and what drives it."""
+    """Describe a GPU, its driver and its libraries."""
     properties = torch.cuda.get_device_properties(device)
     return {
         "name": properties.name,
@@ -55,19 +55,19 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def name_of(device: torch.device) -> str:
-    """Return the device's name as it appears in file names: ``nvidia-h200``, ``cpu``."""
+    """Return the device's name for file names: ``nvidia-h200``, ``cpu``."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all that the device has been given."""
+    """Wait for all work that was issued to the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def as_issued(device: torch.device) -> RunBurst | None:
-    """Return the clock that counts the host's part; None, the host's own, for the CPU."""
+    """Return the clock that includes the host's time; for the CPU None, the host's clock."""
     if device.type != "cuda":
         return None
 
@@ -80,16 +80,16 @@ def as_issued(device: torch.device) -> RunBurst | None:
 
 
 class HeadStart:
-    """The clock that counts a GPU's part alone.
+    """Clock of a GPU's own time.
 
     Attributes:
-        behind: Names of contenders whose host's part counts still: they wait for the device, or
-            fill its queue.
+        behind: Names of contenders whose figures include host time, because they wait for the
+            device or fill the device's queue.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._naps: dict[str, int] = {}  # cycles, by contender
+        self._naps: dict[str, int] = {}  # cycles per contender
         self.behind: set[str] = set()
 
     def __call__(self, comm: Any, contender: Contender, passes: int) -> float:
@@ -109,7 +109,7 @@ class HeadStart:
 
 
 def _between_events(contender: Contender, passes: int) -> tuple[float, bool]:
-    """Return the seconds from the first call's beginning to the last one's end, and whether all were issued before it began."""
+    """Return the seconds between events around the calls, and whether the host stayed ahead."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
     for _ in range(passes):

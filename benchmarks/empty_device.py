@@ -1,7 +1,7 @@
-"""A CUDA device without a GPU: fp32 tensors on the CPU count as CUDA tensors, its streams hold nothing, its kernels do nothing.
+"""CUDA device without a GPU: CPU tensors that pass for CUDA tensors, empty streams and kernels.
 
-What remains of the code that serves CUDA tensors is the host's part. torch's own calls into CUDA
-are replaced by Python objects of about the same price, and counted.
+What remains of the code for CUDA tensors is the host's part. Python objects of similar cost replace
+torch's CUDA calls, and count them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _of_thread = threading.local()
 
 
 class _Event:
-    """An event behind which there is nothing."""
+    """Event that is always complete."""
 
     counts: Counter[str]
 
@@ -34,7 +34,7 @@ class _Event:
 
 
 class _Stream:
-    """A stream; a context manager, as ``torch.cuda.stream`` returns."""
+    """Stream, which is also a context manager, as in ``torch.cuda.stream``."""
 
     counts: Counter[str]
     cuda_stream = 1
@@ -62,7 +62,7 @@ class _Stream:
 
 
 class _Device(stream.CudaDevice):
-    """The device; memory to stage in needs no pinning."""
+    """Device whose staging memory needs no pinning."""
 
     def staging(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)
@@ -81,10 +81,9 @@ def _set_current(stream: _Stream) -> None:
 
 @contextmanager
 def in_place_of_cuda() -> Iterator[Counter[str]]:
-    """Let fp32 tensors count as CUDA tensors; yield the counts of kernels, events and waits.
+    """Let fp32 tensors pass for CUDA tensors; yield the counts of kernels, events and waits.
 
-    Tensors of other dtypes stay the host's, as the tables are in which ranks compare what they
-    have.
+    Tensors of other dtypes remain host tensors, for example the tables that ranks compare.
     """
     counts: Counter[str] = Counter()
     _Event.counts = _Stream.counts = counts
@@ -103,7 +102,7 @@ def in_place_of_cuda() -> Iterator[Counter[str]]:
         (torch._C, "_cuda_getCurrentRawStream", lambda device: _current().cuda_stream),
         (torch.cuda, "set_stream", _set_current),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
-        (torch.cuda, "current_device", lambda: None),  # the index of a device of the host
+        (torch.cuda, "current_device", lambda: None),  # index of the host's device
         (torch.cuda, "device", lambda device: nullcontext()),
         (execution, "device_at", lambda device: None if device is None else fake),
         (stream, "_cuda_device", lambda device: fake),

@@ -1,6 +1,6 @@
 """Environment of a measurement: versions, processor, binding, settings.
 
-No host name and no path is recorded.
+Neither host names nor paths are recorded.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ import torch
 
 import mpidist
 
-# Tables have signs beyond ASCII; where a batch system's stdout takes none, others stand for them.
+# Tables contain non-ASCII signs, which some batch systems cannot write to stdout.
 if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(errors="replace")
 
 _SETTINGS = (
-    "OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_mpi_ft_enable", "GLOO_SOCKET_IFNAME",
-    "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
+    "OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_mpi_ft_enable",
+    "GLOO_SOCKET_IFNAME", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
 )  # fmt: skip
 
 
 def describe(comm: Any, device: torch.device | None = None) -> dict[str, Any]:
-    """Describe the job. Collective over ``comm``, an mpi4py communicator of all ranks.
+    """Describe the job.
+
+    Collective: over ``comm``, an mpi4py communicator of all ranks.
 
     Args:
         device: Named in the description if it is a GPU.
@@ -42,7 +44,7 @@ def describe(comm: Any, device: torch.device | None = None) -> dict[str, Any]:
     vendor, numbers = MPI.get_vendor()
     on_gpu: dict[str, Any] = {}
     if device is not None and device.type == "cuda":
-        # Without the multi-process service ranks that share a GPU get it in turns.
+        # Without the multi-process service, ranks that share a GPU take turns.
         on_gpu = {
             "device": devices.describe(device),
             "mps": "CUDA_MPS_PIPE_DIRECTORY" in os.environ,
@@ -63,7 +65,7 @@ def describe(comm: Any, device: torch.device | None = None) -> dict[str, Any]:
         "cpu": _cpu_model(),
         "physical_cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
-        # The load before the benchmark's own: near 0 on a quiet machine.
+        # The load before the benchmark: near 0 on a quiet machine.
         "load_average": [round(load, 2) for load in psutil.getloadavg()],
         "cores_of_ranks": comm.allgather(sorted(os.sched_getaffinity(0))),
         "settings": {name: os.environ[name] for name in _SETTINGS if name in os.environ},
@@ -72,12 +74,12 @@ def describe(comm: Any, device: torch.device | None = None) -> dict[str, Any]:
 
 
 def processor(record: dict[str, Any]) -> str:
-    """Return the name of what computed: the GPU, or the CPU."""
+    """Return the name of the processor that computed: the GPU, or the CPU."""
     return record["device"]["name"] if "device" in record else record["cpu"]
 
 
 def binding(record: dict[str, Any]) -> str:
-    """Say in words where the ranks may run."""
+    """Describe in words on which cores the ranks may run."""
     cores = record["cores_of_ranks"]
     if any(len(own) < 2 for own in cores):
         return (
@@ -90,7 +92,7 @@ def binding(record: dict[str, Any]) -> str:
 
 
 def library_name(record: dict[str, Any]) -> str:
-    """Return the MPI library's name as it appears in file names: ``openmpi``, ``mpich``."""
+    """Return the MPI library's name for file names: ``openmpi``, ``mpich``."""
     return "".join(record["mpi_library"].split()[:-1]).lower()
 
 

@@ -1,11 +1,11 @@
-"""The shapes of three well-known networks' parameters, in the order in which their modules name them; no weights, no download.
+"""Parameter shapes of well-known networks, in the order of their modules; no weights, no download.
 
-Sources, and what the tests hold each list against: ResNet-50 is torchvision's ``resnet50`` (He et
-al., arXiv 1512.03385; the stride that it moved to the 3 × 3 convolution changes no shape), 161
-tensors, 25 557 032 parameters. BERT-large is ``bert-large-uncased`` without a head (Devlin et al.,
-arXiv 1810.04805), 391 tensors, 335 141 888. GPT-2 is the smallest of its four (Radford et al.,
-2019; the head shares the embedding), 148 tensors, 124 439 808; GPT-2 XL the largest, 580 tensors, 1
-557 611 200.
+Sources, which the tests compare with each list: ResNet-50 is torchvision's ``resnet50`` (He et al.,
+arXiv 1512.03385; moving the stride to the 3 × 3 convolution changes no shape), 161 tensors, 25 557
+032 parameters. BERT-large is ``bert-large-uncased`` without a head (Devlin et al., arXiv
+1810.04805), 391 tensors, 335 141 888. GPT-2 is the smallest of four (Radford et al., 2019; the head
+shares the embedding), 148 tensors, 124 439 808; GPT-2 XL is the largest, 580 tensors, 1 557 611
+200.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 def resnet50() -> list[Shape]:
-    """Convolutions without bias, each with the weight and bias of its normalisation; one linear layer."""
+    """Yield convolutions without bias, with their normalizations, and one linear layer."""
     return [*_convolution(64, 3, 7), *_bottlenecks(), (1000, 2048), (1000,)]
 
 
@@ -32,7 +32,7 @@ def _bottlenecks() -> Iterator[Shape]:
                 *_convolution(4 * width, width, 1),
             )
             if block == 0:
-                yield from _convolution(4 * width, inside, 1)  # the shortcut's
+                yield from _convolution(4 * width, inside, 1)  # of the shortcut
             inside = 4 * width
 
 
@@ -41,7 +41,7 @@ def _convolution(outside: int, inside: int, side: int) -> tuple[Shape, ...]:
 
 
 def bert_large() -> list[Shape]:
-    """24 layers of width 1024 over 30 522 words, and the pooler."""
+    """24 layers of width 1024, 30 522 words, and the pooler."""
     width, wide = 1024, 4096
     norm = ((width,), (width,))
     attention = _linear(width, width) * 4
@@ -50,7 +50,7 @@ def bert_large() -> list[Shape]:
 
 
 def gpt2(layers: int = 12, width: int = 768) -> list[Shape]:
-    """12 layers of width 768 over 50 257 words; its linear layers keep their weights transposed."""
+    """12 layers of width 768 and 50 257 words; weights of linear layers are transposed."""
     wide = 4 * width
     norm = ((width,), (width,))
     attention = ((width, 3 * width), (3 * width,), (width, width), (width,))
@@ -71,7 +71,7 @@ LISTS = {"ResNet-50": resnet50, "BERT-large": bert_large, "GPT-2": gpt2}
 
 
 def cut(shapes: Sequence[Shape], numel: int) -> list[Shape]:
-    """Return the beginning of a list that has ``numel`` elements: the last tensor is cut, a short list begins again."""
+    """Return ``numel`` elements of a list: the last tensor is cut; a short list repeats."""
     taken: list[Shape] = []
     for shape in cycle(shapes):
         size = math.prod(shape)

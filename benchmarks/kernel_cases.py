@@ -1,5 +1,8 @@
-"""Kernels that move tensors, ours and torch's beside a plain copy of as many bytes: many tensors into one flat buffer and back,
-sums across dtypes, changes as blockwise int8."""
+"""Kernels that move tensors, against torch and against a plain copy of as many bytes.
+
+The cases: many tensors into one flat buffer and back, sums across dtypes, and changes quantized to
+blockwise int8.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,7 @@ Tensor = torch.Tensor
 Call = Callable[[], object]
 
 OURS, THEIRS, COPY = "mpidist", "torch", "device copy"
-# A GPU's cache must not hold what the next pass reads: passes go around buffers of this size
-# together.
+# Passes rotate over buffers of this total size, so that no GPU cache holds the next input.
 _COLD_BYTES = 128 << 20
 
 
@@ -38,15 +40,16 @@ class Case:
     operation: str
     tensors_of: str
     tensors: int
-    dtypes: str  # of the tensors and of the flat buffer
-    size_bytes: int  # of the tensors, in fp32
-    moved_bytes: int  # read and written by one call, at least
+    dtypes: str  # dtypes of the tensors and of the flat buffer
+    size_bytes: int  # size of the tensors in fp32
+    moved_bytes: int  # least number of bytes that one call reads and writes
     contenders: list[Contender]
-    wrong: Callable[[], list[str]]  # names of contenders whose results are not what they should be
+    # Returns the names of contenders with wrong results.
+    wrong: Callable[[], list[str]]
 
 
 class Buffers:
-    """Tensors of a list and a flat buffer for them."""
+    """Tensors of a list, and a flat buffer of their size."""
 
     def __init__(self, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device) -> None:
         self.tensors = [torch.randn(shape, device=device) for shape in shapes]
@@ -57,7 +60,7 @@ class Buffers:
 
 
 def cases(lists: Sequence[str], sizes_bytes: Sequence[int], device: torch.device) -> Iterator[Case]:
-    """Yield all cases; each holds its memory until the next is asked for."""
+    """Yield all cases; the memory of one is freed when the next is built."""
     for size_bytes in sizes_bytes:
         for name in lists:
             shapes = cut(LISTS[name](), size_bytes // 4)
@@ -110,14 +113,16 @@ def _accumulation(size_bytes: int, y: torch.dtype, x: torch.dtype, device: torch
     numel = size_bytes // 4
     moved_bytes = numel * (2 * y.itemsize + x.itemsize)
     sets = [(torch.zeros(numel, dtype=y, device=device), torch.randn(numel, device=device).to(x))]
-    sets += [tuple(t.clone() for t in sets[0]) for _ in range(_sets(moved_bytes, device) - 1)]  # type: ignore[misc]
+    target, source = sets[0]
+    copies = _sets(moved_bytes, device) - 1
+    sets += [(target.clone(), source.clone()) for _ in range(copies)]
     calls: dict[str, list[Call]] = {
         OURS: [partial(accumulate, *pair) for pair in sets],
         THEIRS: [partial(pair[0].add_, pair[1]) for pair in sets],
     }
 
     def results() -> list[tuple[Tensor, Tensor]]:
-        # ``_wrong`` has filled y with what does not matter to a sum that begins here.
+        # ``_wrong`` has left arbitrary values in y; the sums need a defined start.
         for target, _ in sets:
             target.fill_(0.5)
         return [(target, (0.5 + term.float()).to(y)) for target, term in sets]
@@ -137,7 +142,7 @@ def _accumulation(size_bytes: int, y: torch.dtype, x: torch.dtype, device: torch
 
 
 class Change:
-    """A shard's master and visible parameters, and the change between them as int8, computed on the host."""
+    """Master and visible parameters of a shard, and their difference as int8, from the host."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         master, flat = torch.randn(2, numel)
@@ -176,7 +181,7 @@ def _dequantization(size_bytes: int, device: torch.device) -> Case:
     }
 
     def results() -> list[tuple[Tensor, Tensor]]:
-        # ``_wrong`` has filled the targets with what does not matter to a sum that begins here.
+        # ``_wrong`` has left arbitrary values in the targets; the sums need a defined start.
         return [(s.flat.copy_(s.start), s.sums) for s in sets]
 
     contenders = [*_contenders(calls), _copies(moved_bytes, len(sets), device)]
@@ -210,7 +215,7 @@ def _contenders(calls: dict[str, list[Call]]) -> list[Contender]:
 def _wrong(
     calls: dict[str, list[Call]], results: Callable[[], list[tuple[Tensor, Tensor]]]
 ) -> list[str]:
-    """Let each contender fill memory that held NaN; return the names of those that left something else than the truth."""
+    """Run each contender on memory full of NaN; return the names of those with wrong results."""
     names = []
     for name, own in calls.items():
         for got, _ in results():

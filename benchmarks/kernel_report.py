@@ -1,4 +1,4 @@
-"""Results of the kernels as rows, as JSON, against their goals, and as a plot."""
+"""Kernel results as table rows, JSON, verdicts of goals, and a plot."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def copy_result(
     alone: Mapping[str, Series],
     behind: Collection[str],
 ) -> dict[str, Any]:
-    """Return one case's entry.
+    """Return one case's entry in the JSON.
 
     Args:
-        issued: Times of a burst on an idle device, the host's part in them.
-        alone: Times of the device's work; the same on the CPU.
-        behind: Names of contenders whose host's part is in these, too.
+        issued: Times of a burst on an idle device, with the host's part.
+        alone: Times of the device's work; equal to ``issued`` on the CPU.
+        behind: Names of contenders whose ``alone`` includes the host's part.
     """
     return {
         "operation": case.operation,
@@ -65,7 +65,7 @@ def copy_result(
 def powersgd_result(
     case: powersgd.Case, issued: Mapping[str, Series], alone: Series | None, copy_rate: float | None
 ) -> dict[str, Any]:
-    """Return one list's entry at one rank.
+    """Return the entry of one list at one rank.
 
     Args:
         alone: The device's time of the kernels.
@@ -81,7 +81,8 @@ def powersgd_result(
         "matrices": case.matrices,
         "numel": case.numel,
         "fewest_bytes": case.moved_bytes,
-        "fewest_us": fewest_us,  # at the copy's rate
+        # Time of the fewest bytes at the copy's rate.
+        "fewest_us": fewest_us,
         "kernels_on_device": _times(kernels),
         "kernels_over_fewest": kernels.median_us / fewest_us if fewest_us else None,
         "launches_per_bucket": case.launches,
@@ -96,7 +97,7 @@ def powersgd_result(
 
 
 def memory_rate(results: Sequence[dict[str, Any]]) -> float | None:
-    """Return the bytes per second that the device's own copy read and wrote, of the largest size: no cache helps it there."""
+    """Return the bytes per second of the largest device copy, which no cache accelerates."""
     largest = max((result["size_bytes"] for result in results), default=0)
     rates = [
         r["contenders"][copies.COPY]["bytes_per_s"] for r in results if r["size_bytes"] == largest
@@ -117,7 +118,7 @@ def _times(series: Series) -> dict[str, Any]:
 
 
 def copy_row(result: dict[str, Any]) -> str:
-    """Return one line: rates of bytes read and written, and over the copy's."""
+    """Return one line: rates of bytes read and written, absolute and relative to the copy."""
     parts = []
     for name, values in result["contenders"].items():
         told = f"{values['over_copy']:.2f}, {values['issued']['median_us']:.0f} us issued"
@@ -130,7 +131,7 @@ def copy_row(result: dict[str, Any]) -> str:
 
 
 def powersgd_row(result: dict[str, Any]) -> str:
-    """Return one line: milliseconds of all buckets."""
+    """Return one line: milliseconds over all buckets."""
     parts = [
         f"{name} {values['issued']['median_us'] / 1e3:.2f}"
         for name, values in result["contenders"].items()
@@ -151,7 +152,7 @@ def powersgd_row(result: dict[str, Any]) -> str:
 def judge(
     copied: Sequence[dict[str, Any]], compressed: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Hold a run against the figures to reach; nothing fails on them."""
+    """Compare a run with its goals; a missed goal fails nothing."""
     large = [
         result
         for result in copied
@@ -218,7 +219,7 @@ def _copy_case(result: dict[str, Any]) -> str:
 
 
 def goals_table(verdicts: Sequence[dict[str, Any]]) -> str:
-    """Return the table of what was to be reached."""
+    """Return the table of the goals."""
     rows = [
         (
             one["goal"],
@@ -236,7 +237,7 @@ def goals_table(verdicts: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Plot rates over sizes above, PowerSGD's times below."""
+    """Plot rates over sizes above, and PowerSGD's times below."""
     operations = list(
         dict.fromkeys((r["operation"], r["tensors_of"], r["dtypes"]) for r in record["copies"])
     )
@@ -281,7 +282,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
 def _draw_rates(axes: Any, title: str, results: Sequence[dict[str, Any]]) -> None:
     sizes = [result["size_bytes"] / _MI for result in results]
     for name in results[0]["contenders"]:
-        moved = [result["moved_bytes"] / 1e3 for result in results]  # over microseconds: GB/s
+        moved = [result["moved_bytes"] / 1e3 for result in results]  # divided by microseconds: GB/s
         times = [result["contenders"][name]["device"] for result in results]
         axes.plot(
             sizes,

@@ -1,12 +1,11 @@
-"""PowerSGD's compression and decompression of a network's gradients, on one rank: our kernels, our hook, torch's hook.
+"""PowerSGD of a network's gradients on one rank: mpidist's kernels and hook, and torch's hook.
 
-The fewest bytes. Each stage needs the result of the stage before it from all ranks, so each must
-read the matrix again, and what a stage changes must be written. For n × m elements, with error
-feedback: M and E are read, X = M + E is written (3); X is read for Q (1); X is read, the
-approximation M and what it left out, E, are written (3): 7·n·m. Keeping no X costs more, because
-then M and E are both read in every stage. Each thin factor of rank r is read and written by its
-orthogonalisation, written by the stage that makes it and read by the two that use it: 5·r·(n + m).
-A tensor that travels whole is copied to its slot and back: 4.
+The fewest bytes. Each stage needs the result of the previous stage from all ranks, so each stage
+reads the matrix again; changed matrices are written. For n × m elements with error feedback: M and
+E are read, X = M + E is written (3); X is read for Q (1); X is read, the approximation M and the
+error E are written (3): 7·n·m. Without a stored X both M and E would be read in every stage, which
+is more. The orthogonalization reads and writes each thin factor of rank r, one stage writes the
+factor, two stages read it: 5·r·(n + m). An uncompressed tensor is copied to its slot and back: 4.
 
 Letters: n × m a matrix; r the approximation's rank.
 """
@@ -35,15 +34,19 @@ from mpidist.kernels import accumulate, pack, powersgd, powersgd_launches
 Tensor = torch.Tensor
 
 KERNELS, OURS, THEIRS, BATCHED = "kernels", "powerSGD_hook", "torch's hook", "torch's hook, batched"
-_LEAST_RATE = 2  # both hooks' default: what shrinks less travels whole
-_PLAIN_STEPS = 2  # torch's hook starts no earlier
-_WARM_STEPS = 6  # until warm-started factors stay where they are
-_SAME = 0.02  # of the gradient: by how much two contenders may differ in what they leave out
+# Default of both hooks: tensors that shrink less are not compressed.
+_LEAST_RATE = 2
+# The smallest start of torch's hook.
+_PLAIN_STEPS = 2
+# After so many steps warm-started factors have converged.
+_WARM_STEPS = 6
+# Largest difference of two contenders' errors, relative to the gradient.
+_SAME = 0.02
 
 
 @dataclass(frozen=True)
 class Case:
-    """One list at one rank."""
+    """One list of tensors at one rank."""
 
     tensors_of: str
     rank: int
@@ -51,16 +54,16 @@ class Case:
     tensors: int
     matrices: int
     numel: int
-    moved_bytes: int  # the fewest
+    moved_bytes: int  # fewest bytes
     contenders: list[Contender]
-    # of the kernels in one bucket, at most; None on the CPU, where their twins work
+    # Largest number of kernels per bucket; None on the CPU, where torch code replaces them.
     launches: dict[str, Any]
 
 
 def case(
     name: str, shapes: Sequence[Shape], bucket_bytes: int, rank: int, device: torch.device
 ) -> Case:
-    """Build and check all contenders, each with gradients and buckets of its own.
+    """Build and check all contenders, each with its own gradients and buckets.
 
     Raises:
         RuntimeError: A contender's result is wrong.
@@ -76,13 +79,23 @@ def case(
     launches[OURS] = _most_launches([_one_bucket(ours, bucket) for bucket in ours.buckets], device)
     matrices = [x for one in factors for x in one.bucket.matrices]
     return Case(
-        name, rank, len(buckets), len(shapes), len(matrices), sum(map(math.prod, shapes)), fewest_bytes(shapes, rank),
-        [_kernels(factors), *(Contender(hook.name, (hook.step,), ()) for hook in (ours, theirs, batched))], launches,
-    )  # fmt: skip
+        name,
+        rank,
+        len(buckets),
+        len(shapes),
+        len(matrices),
+        sum(map(math.prod, shapes)),
+        fewest_bytes(shapes, rank),
+        [
+            _kernels(factors),
+            *(Contender(hook.name, (hook.step,), ()) for hook in (ours, theirs, batched)),
+        ],
+        launches,
+    )
 
 
 def fewest_bytes(shapes: Sequence[Shape], rank: int, itemsize: int = 4) -> int:
-    """Return what compression and decompression must read and write; see the module's docstring."""
+    """Return the bytes that compression must read and write; see the module's docstring."""
     moved = 0
     for shape in shapes:
         numel = math.prod(shape)
@@ -100,7 +113,7 @@ def fewest_bytes(shapes: Sequence[Shape], rank: int, itemsize: int = 4) -> int:
 def buckets_of(
     shapes: Sequence[Shape], bucket_bytes: int, device: torch.device
 ) -> list[GradBucket]:
-    """Return the buckets in which DDP would send these gradients, filled: low rank and some noise, the same each time."""
+    """Return DDP's buckets of these gradients, filled reproducibly: low rank plus some noise."""
     sizes = [torch.empty(shape, device="meta") for shape in shapes]
     plan = assign(sizes, [bucket_bytes], order=range(len(shapes) - 1, -1, -1))
     parameters = [torch.empty(shape, device=device) for shape in shapes]
@@ -170,7 +183,7 @@ def _kernels(factors: Sequence[Factors]) -> Contender:
 
 
 def _check_kernels(name: str, factors: Sequence[Factors]) -> None:
-    """Do a step and hold it against plain products in fp64."""
+    """Run one step and compare with plain products in fp64."""
     for one in factors:
         matrices = one.bucket.matrices
         whole = [tensor.clone() for tensor in one.bucket.whole]
@@ -188,7 +201,7 @@ def _check_kernels(name: str, factors: Sequence[Factors]) -> None:
 
 
 def _distances(x: powersgd.Matrix, total: Tensor, old_q: Tensor) -> dict[str, float]:
-    """Return by how much each property of a step is missed, relative to what it is a property of."""
+    """Return the relative error of each property of a step."""
     assert x.e is not None
     m, p, q = x.m.double(), x.p.double(), x.q.double()
     projected = total @ old_q
@@ -210,7 +223,7 @@ def _relative(got: Tensor, wanted: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Hook:
-    """A communication hook with the buckets that it compresses."""
+    """Communication hook and the buckets that it compresses."""
 
     name: str
     call: Callable[[Any, Any], Any]
@@ -218,12 +231,12 @@ class Hook:
     buckets: list[GradBucket]
 
     def step(self) -> None:
-        """Launch all buckets, then wait for them, as DDP does."""
+        """Launch the hook on all buckets and wait, as DDP does."""
         for future in [self.call(self.state, bucket) for bucket in self.buckets]:
             future.wait()
 
     def left_out(self) -> list[Tensor]:
-        """Return what the last step left out of each bucket."""
+        """Return the error of each bucket after the last step."""
         return [self._left_out(bucket) for bucket in self.buckets]
 
     def _left_out(self, bucket: GradBucket) -> Tensor:
@@ -258,7 +271,7 @@ def _one_bucket(hook: Hook, bucket: GradBucket) -> Callable[[], None]:
 
 
 def _check_hooks(name: str, hooks: Sequence[Hook]) -> None:
-    """Step until the factors stay: nothing may be lost, and all must leave out as much."""
+    """Step until the factors converge; require that nothing is lost and that all errors agree."""
     shares = {}
     for hook in hooks:
         truth = [bucket.buffer().clone() for bucket in hook.buckets]
@@ -282,7 +295,7 @@ def _check_hooks(name: str, hooks: Sequence[Hook]) -> None:
 
 
 def _most_launches(calls: Sequence[Callable[[], None]], device: torch.device) -> int | None:
-    """Return how many of our kernels one of the calls launches at most; each call is of one bucket."""
+    """Return the largest number of mpidist's kernels in one call; each call has one bucket."""
     if device.type != "cuda":
         return None
     most = 0
@@ -295,7 +308,7 @@ def _most_launches(calls: Sequence[Callable[[], None]], device: torch.device) ->
 
 @contextmanager
 def _counted() -> Iterator[list[str]]:
-    """Note the names of our kernels that are launched within."""
+    """Record the names of mpidist's kernels launched within the block."""
     launched: list[str] = []
     modules: tuple[Any, ...] = (accumulate, pack, powersgd_launches)
     launch = powersgd_launches.launch

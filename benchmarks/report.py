@@ -1,4 +1,4 @@
-"""A run's results as tables, as JSON and as a plot."""
+"""Results of a run as tables, JSON and plots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from tabulate import tabulate
 from timing import Series, compare
 
-# What a reader wants to know of each operation, where both contenders take part.
+# Pairs shown for each operation in which both contenders take part.
 _PAIRS = (
     ("gloo", "mpidist"),
     ("gloo", "native"),
@@ -71,7 +71,7 @@ def result_of(
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return the table of one operation's results."""
-    # Not every contender takes part at every size.
+    # Some contenders lack some sizes.
     labels = list(dict.fromkeys(label for result in results for label in result["contenders"]))
     pairs = list(dict.fromkeys(_pair(pair) for result in results for pair in result["comparisons"]))
     rows = []
@@ -99,7 +99,7 @@ def _ratios(comparison: dict[str, Any]) -> str:
 
 
 def goals_table(verdicts: Sequence[dict[str, Any]]) -> str:
-    """Return the table of what was to be reached."""
+    """Return the table of the goals."""
     rows = []
     for verdict in verdicts:
         place = (
@@ -123,7 +123,7 @@ def write_json(record: dict[str, Any], path: Path) -> None:
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Plot a run: one panel for each operation, a line for each contender, a band from p10 to p90."""
+    """Plot one panel per operation: a line per contender, and a band from p10 to p90."""
     operations = list(dict.fromkeys(result["operation"] for result in record["results"]))
     columns = min(len(operations), 4)
     lines = -(-len(operations) // columns)

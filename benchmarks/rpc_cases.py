@@ -1,4 +1,4 @@
-"""Functions that are called, workers that answer, and cases for mpidist.rpc and for TensorPipe."""
+"""RPC cases for mpidist and TensorPipe: called functions, phases of the callee, contenders."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ import torch
 
 Tensor = torch.Tensor
 _KI = 1 << 10
-SMALL_BYTES = 64  # of each tensor where many go in one message
-_FLOODED = 50  # calls of each caller
-DATA_ONLY = "data only"  # mpidist between workers with a list of what may be called
+SMALL_BYTES = 64  # of each tensor in a message with many
+_FLOODED = 50  # calls per caller
+# mpidist between workers with a list of callable functions.
+DATA_ONLY = "data only"
 
-# Functions that are called. They go by name, hence from this module.
+# Called functions. A call names its function by module and name, so they are defined here.
 
 
 def noop() -> None:
@@ -29,41 +30,41 @@ def noop() -> None:
 
 
 def echo(value: Any) -> Any:
-    """Give back what came."""
+    """Return the argument."""
     return value
 
 
 def one() -> int:
-    """Return 1: what a reference is made of."""
+    """Return 1, the value behind a reference."""
     return 1
 
 
 def kept_tensor() -> Tensor:
-    """Return a tensor of 1 KiB that exists already."""
+    """Return an existing tensor of 1 KiB."""
     return _KEPT
 
 
 class Layer:
-    """A part of a model that computes nothing, so that only the call is timed."""
+    """Part of a model without computation, so that only the call is timed."""
 
     def forward(self, tensor: Tensor) -> Tensor:
         return tensor
 
 
 def forward(rref: Any, tensor: Tensor) -> Tensor:
-    """Call a layer that lives here; with a reference to it, the forward call of a split model."""
+    """Call a layer on this worker through a reference: the forward call of a split model."""
     result: Tensor = rref.local_value().forward(tensor)
     return result
 
 
 def forward_all(*, rref: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Call a layer with each tensor of a dict; by keywords alone."""
+    """Call a layer with each tensor of a dict; all arguments are keywords."""
     layer = rref.local_value()
     return {name: layer.forward(tensor) for name, tensor in tensors.items()}
 
 
 def flood(module: str, to: str, calls: int) -> int:
-    """Call ``noop`` on worker ``to``, one call after the other; run by each of many callers."""
+    """Call ``noop`` on worker ``to`` repeatedly; each of many callers runs this."""
     rpc = modules()[module]
     for _ in repeat(None, calls):
         rpc.rpc_sync(to, noop)
@@ -72,7 +73,7 @@ def flood(module: str, to: str, calls: int) -> int:
 
 _KEPT = torch.arange(_KI // 4, dtype=torch.float32)
 
-# The main thread of a worker that answers, and what it does meanwhile.
+# Phases of the main thread of a worker that answers calls.
 
 _phases: queue.SimpleQueue[tuple[str, float, float]] = queue.SimpleQueue()
 _shares: queue.SimpleQueue[float] = queue.SimpleQueue()
@@ -80,28 +81,27 @@ _busy = threading.Event()
 
 
 def begin(phase: str, settle_s: float = 0.0, seconds: float = 0.0) -> None:
-    """Have this worker's main thread do something else: see ``follow_phases``."""
+    """Start a phase of this worker's main thread; see ``follow_phases``."""
     if phase == "compute":
         _busy.set()
     _phases.put((phase, settle_s, seconds))
 
 
 def end_of_phase() -> None:
-    """Let the main thread end what it computes."""
+    """End the computing of the main thread."""
     _busy.clear()
 
 
 def idle_share() -> float:
-    """Return which part of a core this worker used while it was idle."""
+    """Return the share of a core that this worker used in its idle phase."""
     return _shares.get(timeout=30)
 
 
 def follow_phases() -> None:
-    """Do what ``begin`` says until it says ``leave``.
+    """Run the phases that ``begin`` requests, until ``leave``.
 
-    ``compute``: in Python until ``end_of_phase``. ``idle``: sleep for ``settle_s`` after the call
-    that said so, then measure for ``seconds`` what the process uses of a core; no call asks
-    meanwhile.
+    ``compute`` runs Python code until ``end_of_phase``. ``idle`` sleeps for ``settle_s``, then
+    measures for ``seconds`` the share of a core that the process uses, while no call arrives.
     """
     while (following := _phases.get())[0] != "leave":
         phase, settle_s, seconds = following
@@ -127,15 +127,15 @@ def modules() -> dict[str, Any]:
 
 
 def start(name: str, group: Any) -> Any:
-    """Start a contender, ``worker0`` and so on by rank, and return its module. Collective."""
+    """Start a contender, with workers ``worker0``, ``worker1``, …; return its module. Collective."""
     rpc, worker = modules()[name], f"worker{group.rank}"
     if name != "tensorpipe":
-        # With a list, workers read data only; it has all that is called here.
+        # With a list, workers read data only. The list covers all called functions.
         rpc.init_rpc(
             worker, allowed=[f"{__name__}.*", Layer, torch.add] if name == DATA_ONLY else None
         )
         return rpc
-    # A file that all can see, not a port: a store over TCP survives no second start in a process.
+    # A file rendezvous: a store over TCP does not survive a second start in one process.
     store = None
     if group.rank == 0:
         handle, store = tempfile.mkstemp()
@@ -148,13 +148,14 @@ def start(name: str, group: Any) -> Any:
 
 
 def end(name: str, group: Any) -> None:
-    """End a contender. Collective."""
+    """Shut a contender down. Collective."""
     rpc = modules()[name]
-    if name == "tensorpipe":  # or it prints a line for each reference
+    # Otherwise TensorPipe prints a line per reference.
+    if name == "tensorpipe":
         rpc.api._delete_all_user_and_unforked_owner_rrefs()
         time.sleep(0.5)
     group.barrier()
-    # TensorPipe's graceful shutdown does not end the second time within one process.
+    # TensorPipe's graceful shutdown hangs the second time in one process.
     rpc.shutdown(graceful=name != "tensorpipe")
     group.barrier()
 
@@ -180,16 +181,16 @@ class SeriesKey:
 
 @dataclass(frozen=True)
 class Case:
-    """One way to use a worker.
+    """One kind of call.
 
     Attributes:
-        operation: For tables.
-        size_bytes: Of what goes, or comes; 0 for next to nothing.
-        calls: By how many one pass is divided.
-        make: (rpc, worker) returns one pass.
-        is_right: Says whether a pass's result is.
-        against: What it is shown beside and held against, by label.
-        has_references: References to values on the worker take part.
+        operation: Name in tables.
+        size_bytes: Size of the argument or the result; 0 if negligible.
+        calls: Calls in one pass.
+        make: ``make(rpc, worker)`` returns one pass.
+        is_right: Returns whether a pass's result is correct.
+        against: Series that are compared with this case, by label.
+        has_references: Whether the case uses references to values on the worker.
     """
 
     operation: str
@@ -213,10 +214,10 @@ def cases(sizes_bytes: Sequence[int], burst: int, callers: int, many: Sequence[i
     """Return the cases.
 
     Args:
-        sizes_bytes: Of what is echoed.
-        burst: Asynchronous calls under way at once.
-        callers: Workers beside the first.
-        many: How many small tensors go in one message; two numbers or more.
+        sizes_bytes: Sizes of echoed tensors.
+        burst: Pending asynchronous calls.
+        callers: Workers except the first.
+        many: Numbers of small tensors in one message; at least two.
     """
     made = [Case("no-op", 0, 1, _sync(noop), lambda result: result is None, (FLOOR,))]
     for size in sizes_bytes:
@@ -252,7 +253,7 @@ def cases(sizes_bytes: Sequence[int], burst: int, callers: int, many: Sequence[i
         ),
         Case("rref.rpc_sync()", 4 * _KI, 1, partial(_proxy, layer), _is(layer), (NOOP,), True),
     ]
-    # The most are held against the second most: both have little but the tensors to pay for.
+    # The largest count is compared with the second largest: in both the tensors dominate the cost.
     second = SMALL_BYTES * sorted(many)[-2]
     fewer = (("mpidist, fewer", SeriesKey("mpidist", "tensor of many", second)),)
     for count in many:
@@ -274,9 +275,9 @@ def cases(sizes_bytes: Sequence[int], burst: int, callers: int, many: Sequence[i
 
 
 def chosen(made: Sequence[Case], names: Sequence[str]) -> list[Case]:
-    """Return the cases whose operation contains one of the names; all if there is no name.
+    """Return the cases whose operation contains one of the names; all without names.
 
-    What they are held against is taken, too.
+    Cases that these are compared with are included.
     """
     if not names:
         return list(made)

@@ -1,11 +1,11 @@
-"""Floor under a call: what the least request and answer in Python over mpi4py cost.
+"""Lower bound of a call: the smallest request and response in Python over mpi4py.
 
-``Floor`` pickles a function by name with its arguments, dispatches by kind from a table, keeps a
-pending table with a deadline for each call, and polls persistent receives: what any such layer has
-to do, and nothing else. One thread of each process does all of it: the callee's polls and runs the
-function at once, the caller's polls while it waits. ``round_trip`` is bare MPI: memory to and fro.
+``Floor`` pickles a function by name with its arguments, dispatches by message kind, keeps a table
+of pending calls with deadlines, and polls persistent receives: the minimum of any RPC layer. One
+thread per process does all of this: the callee's thread polls and runs functions inline, the
+caller's thread polls while waiting. ``round_trip`` is plain MPI.
 
-Its import starts MPI, so ``mpidist.comm.init()`` comes first.
+The import starts MPI, so call ``mpidist.comm.init()`` first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _TAG, _LAST_TAG = 1, 2
 
 
 class Floor:
-    """One process's end, on a duplicate of a communicator. Collective: to make and to ``close``."""
+    """One process's endpoint, on a duplicate of a communicator.
+
+    Collective: construction and ``close``.
+    """
 
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm = comm.Dup()
@@ -34,10 +37,11 @@ class Floor:
         ends = (MPI.ANY_SOURCE, _TAG)
         self._receives = [self._comm.Recv_init([own, MPI.BYTE], *ends) for own in self._buffers]
         MPI.Prequest.Startall(self._receives)
-        self._oldest = 0  # MPI fills receives in the order in which they were started
+        # MPI fills the receives in the order of their start.
+        self._oldest = 0
         self._status = MPI.Status()
         self._sends: deque[tuple[MPI.Request, bytes]] = deque()
-        self._pending: dict[int, float] = {}  # a call's number: its deadline
+        self._pending: dict[int, float] = {}  # deadline by call number
         self._results: dict[int, tuple[int, Any]] = {}
         self._number = 0
         self._serving = False
@@ -60,13 +64,13 @@ class Floor:
         return result
 
     def serve(self) -> None:
-        """Answer calls until another rank says ``leave``."""
+        """Answer calls until another rank calls ``leave``."""
         self._serving = True
         while self._serving:
             self._poll()
 
     def leave(self, to: int) -> None:
-        """Have rank ``to`` end ``serve``."""
+        """End ``serve`` on rank ``to``."""
         self._send(to, LEAVE, 0, None)
 
     def close(self) -> None:
@@ -86,7 +90,7 @@ class Floor:
             self._sends.popleft()
 
     def _poll(self) -> bool:
-        """Handle a message, if one has come."""
+        """Handle at most one message; return whether one had arrived."""
         place, status = self._oldest, self._status
         if not self._receives[place].Test(status):
             return False
@@ -106,7 +110,8 @@ class Floor:
         self._send(source, answer, number, result)
 
     def _end_call(self, source: int, kind: int, number: int, body: Any) -> None:
-        if self._pending.pop(number, None) is not None:  # else it was late
+        # A call without an entry has timed out.
+        if self._pending.pop(number, None) is not None:
             self._results[number] = kind, body
 
     def _leave(self, source: int, kind: int, number: int, body: Any) -> None:
@@ -116,7 +121,7 @@ class Floor:
 def round_trip(
     comm: MPI.Comm, to: int, memory: np.ndarray[Any, Any], back: np.ndarray[Any, Any]
 ) -> None:
-    """Send memory to a rank in ``bounce``, and receive as much: the same memory each time."""
+    """Send memory to a rank in ``bounce`` and receive as much."""
     comm.Send([memory, MPI.BYTE], to, _TAG)
     comm.Recv([back, MPI.BYTE], to, _TAG)
 

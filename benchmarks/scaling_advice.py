@@ -1,9 +1,9 @@
-"""Communication hook with the shortest step, by bandwidth, size of the network and ranks: PREDICTED from measured costs.
+"""Prediction of the fastest communication hook, by bandwidth, network size and number of ranks.
 
-Two kinds of processor. ``cpu`` is the one that was measured: its hooks, its computing, its host's
-part of a message. ``gpu`` takes the hooks' costs on an H100 from
-``results/kernels-nvidia-h100-80gb-hbm3.json``, assumes its computing (``GPU_FLOP_RATE``), and lets
-the network read and write its memory by itself (no term for bytes in the node). Latencies are the
+There are two kinds of processor. ``cpu`` is the measured one, with its hooks, its computing and its
+host's part of a message. ``gpu`` uses the hooks' costs on an H100
+(``results/kernels-nvidia-h100-80gb-hbm3.json``), an assumed computing rate (``GPU_FLOP_RATE``), and
+a network that accesses GPU memory directly (no term for bytes within the node). Latencies are the
 measured ones, of TCP.
 """
 
@@ -26,18 +26,20 @@ from tabulate import tabulate
 
 BANDWIDTHS = (0.1, 1.0, 10.0, 25.0, 100.0, 200.0)  # Gbit/s
 RANKS = (4, 64, 1024, 4096)
-CPU_SAMPLES = 64  # of a rank, each of which passes every weight once
-# tokens of a rank; of an H100 that trains in bf16, 40 % of its peak
+# Samples per rank; each uses every weight once.
+CPU_SAMPLES = 64
+# Tokens per rank, and 40 % of an H100's peak when training in bf16.
 GPU_SAMPLES, GPU_FLOP_RATE = 8192, 4e14
 GPU_FILE = Path(__file__).resolve().parent / "results" / "kernels-nvidia-h100-80gb-hbm3.json"
-_LEAST, _MOST = 0.01, 1000.0  # Gbit/s, between which choices are looked for
+# In Gbit/s; choices are searched between these.
+_LEAST, _MOST = 0.01, 1000.0
 _STEPS = 26
 _HALVINGS = 6
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a step is predicted for; ``compute_s`` is forward and backward pass of one rank."""
+    """Step to predict; ``compute_s`` is the time of one rank's forward and backward pass."""
 
     compute_s: float
     buckets: Sequence[steps.Bucket]
@@ -47,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Processor:
-    """What computes: its hooks' costs, all-reduces between its nodes, and how many floating-point operations a second."""
+    """Processor of a rank: costs of hooks, all-reduces between nodes, and operations per second."""
 
     name: str
     costs: Mapping[str, steps.HookCost]
@@ -56,14 +58,17 @@ class Processor:
     samples: int
 
     def compute_s(self, parameters: float) -> float:
-        """Return the computing of a step: 6 operations for each parameter and sample."""
+        """Return the computing time of a step: 6 operations per parameter and sample."""
         return 6 * parameters * self.samples / self.flop_rate
 
 
 def shapes_of(parameters: int) -> list[Shape]:
-    """Return gradients of a network of so many parameters: GPT-2's, and from 500 million on GPT-2 XL's, cut or repeated."""
+    """Return gradient shapes for a number of parameters: GPT-2's, or GPT-2 XL's from 500 million.
+
+    The list is cut or repeated.
+    """
     whole = gradient_lists.gpt2_xl() if parameters >= 500e6 else gradient_lists.gpt2()
-    # a small one without the table of words
+    # A small network has no embedding of words.
     return gradient_lists.cut(whole if parameters >= 50e6 else whole[2:], parameters)
 
 
@@ -78,7 +83,7 @@ NETWORKS = {
 
 
 def processors(model: models.Model) -> list[Processor]:
-    """Return the processors that can be told about: none without links that were measured."""
+    """Return the processors with predictions; none without measured links."""
     fits = model.fits.get(models.BETWEEN, {})
     if "all_reduce" not in fits:
         return []
@@ -93,7 +98,7 @@ def processors(model: models.Model) -> list[Processor]:
 
 
 def without_host_bytes(fit: cost_model.Fit) -> cost_model.Fit:
-    """Return a fit whose bytes cost a node's processor nothing."""
+    """Return a fit without the cost of bytes on a node's processor."""
     place = cost_model.TERMS.index("node bytes")
     return replace(
         fit, parameters=tuple((*row[:place], 0.0, *row[place + 1 :]) for row in fit.parameters)
@@ -101,7 +106,10 @@ def without_host_bytes(fit: cost_model.Fit) -> cost_model.Fit:
 
 
 def gpu_costs(data: Mapping[str, Any]) -> dict[str, steps.HookCost]:
-    """Return the hooks' costs from a record of ``bench_kernels.py``; PowerSGD's of rank 16 goes on as from rank 4 to 8."""
+    """Return the hooks' costs from a record of ``bench_kernels.py``.
+
+    PowerSGD's cost at rank 16 extrapolates the costs at ranks 4 and 8.
+    """
     hooks = {
         rank: statistics.median(
             one["contenders"]["powerSGD_hook"]["issued"]["median_us"] / 1e6 / one["numel"]
@@ -125,7 +133,7 @@ def gpu_costs(data: Mapping[str, Any]) -> dict[str, steps.HookCost]:
 
 
 def times(case: Case, bandwidth: float, processor: Processor) -> dict[str, float]:
-    """Return the predicted seconds of a step with each hook."""
+    """Return the predicted seconds of a step by hook."""
     nodes = -(-case.ranks // case.ranks_per_node)
     at = steps.Layout(nodes, case.ranks_per_node, bandwidth)
     hooks = ["none", *(hook for hook in steps.HOOKS if hook in processor.costs)]
@@ -138,14 +146,14 @@ def times(case: Case, bandwidth: float, processor: Processor) -> dict[str, float
 
 
 def fastest(found: Mapping[str, float]) -> str:
-    """Return the fastest hook; of equals (0.1 %) the one that changes the gradients least."""
+    """Return the fastest hook; within 0.1 %, the one that changes the gradients least."""
     shortest = min(found.values())
     order = ("none", "bf16", "powersgd-16", "powersgd-4", "powersgd-1")
     return next(hook for hook in order if hook in found and found[hook] <= 1.001 * shortest)
 
 
 def crossings(case: Case, processor: Processor) -> list[tuple[str, float]]:
-    """Return the fastest hooks as the bandwidth rises, each with the Gbit/s up to which it is."""
+    """Return the fastest hooks by rising bandwidth, each with its upper limit in Gbit/s."""
 
     def choice(bandwidth: float) -> str:
         return fastest(times(case, bandwidth, processor))
@@ -167,7 +175,10 @@ def crossings(case: Case, processor: Processor) -> list[tuple[str, float]]:
 
 
 def table_of(model: models.Model) -> list[dict[str, Any]]:
-    """Return the predicted times of all hooks by processor, network, ranks and bandwidth, and where the choice changes."""
+    """Return predicted times of all hooks by processor, network, ranks and bandwidth.
+
+    Each row has the bandwidths at which the fastest hook changes.
+    """
     rows = []
     for processor in processors(model):
         for name, shapes in NETWORKS.items():
@@ -249,10 +260,10 @@ def text_of(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def answer(options: Any) -> str:
-    """Return which hook pays in a user's own case, with what was assumed.
+    """Return the fastest hook for a user's case, with all assumptions.
 
     Raises:
-        SystemExit: There is no model, or one without links; the text says how to make it.
+        SystemExit: There is no model, or none with links; the text describes how to measure one.
     """
     path = options.model
     if path is None:

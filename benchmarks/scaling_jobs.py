@@ -1,4 +1,4 @@
-"""Jobs of several sizes, one after the other: on this machine, and between two network namespaces joined by a limited link."""
+"""Jobs in sequence, on this machine or between two network namespaces over a limited link."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from typing import Any
 
 from mpidist.comm.mpi.launcher_env import without_launcher
 
-_END_S = 15.0  # for a job that was told to end
-_SKIPPED = 77  # slow_link.sh's, where namespaces are not allowed
+# A job has this long to end after SIGTERM.
+_END_S = 15.0
+# Status of slow_link.sh where namespaces are not allowed.
+_SKIPPED = 77
 _HERE = Path(__file__).resolve().parent
 PROGRAM = _HERE / "bench_scaling.py"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command line, its environment beyond this one's, and what it is called."""
+    """Command line with its name and its additional environment variables."""
 
     name: str
     command: tuple[str, ...]
@@ -41,7 +43,10 @@ def plain(ranks: int, passed: Sequence[str], launcher: str | None = None) -> Job
 
 
 def start_of(launcher: str | None) -> list[str]:
-    """Return the words of a launcher up to ``-n``; without one the mpirun beside this Python, or that of the path."""
+    """Return the words of a launcher up to ``-n``.
+
+    Without a text: the mpirun in the folder of this Python, or else the one on PATH.
+    """
     if launcher is not None:
         return shlex.split(launcher)
     beside = Path(sys.executable).with_name("mpirun")
@@ -49,9 +54,10 @@ def start_of(launcher: str | None) -> list[str]:
 
 
 def on_link(link: str, ranks_per_node: int, passed: Sequence[str], mpich: Path) -> Job:
-    """Return the job of two namespaces with ``ranks_per_node`` ranks each, joined at the rate ``link``; MPICH over TCP.
+    """Return the job of two namespaces with ``ranks_per_node`` ranks each, on MPICH over TCP.
 
     Args:
+        link: Rate of the link between the namespaces, as in tc.
         mpich: Folder of an MPICH, with ``bin/mpirun`` and ``lib/libmpi.so.12``.
     """
     command = (
@@ -67,7 +73,7 @@ def on_link(link: str, ranks_per_node: int, passed: Sequence[str], mpich: Path) 
 
 
 def why_no_link(mpich: Path) -> str | None:
-    """Say why jobs between namespaces cannot be started here; None if nothing is known to be in their way."""
+    """Return a known obstacle to jobs between namespaces; None without one."""
     for needed in (mpich / "bin" / "mpirun", mpich / "lib" / "libmpi.so.12"):
         if not needed.exists():
             return (
@@ -80,7 +86,7 @@ def why_no_link(mpich: Path) -> str | None:
 
 
 def run(job: Job, limit_s: float) -> tuple[list[dict[str, Any]], str | None]:
-    """Run a job; return the records that it wrote, and why there are none."""
+    """Run a job; return its records, and the reason if there are none."""
     with tempfile.TemporaryDirectory() as folder:
         status, said = run_limited([*job.command, "--output", folder], job.variables, limit_s)
         written = [
@@ -97,7 +103,7 @@ def run(job: Job, limit_s: float) -> tuple[list[dict[str, Any]], str | None]:
 
 
 def _reason(said: str) -> str:
-    """Return the line of a job's stderr that most likely says why it ended: the first of an error, not the launcher's summary."""
+    """Return the line of stderr with the likely cause: the first error, not the launcher's summary."""
     lines = [
         re.sub(r"^\[rank \d+\] ", "", line).strip() for line in said.splitlines() if line.strip()
     ]
@@ -108,10 +114,10 @@ def _reason(said: str) -> str:
 def run_limited(
     command: Sequence[str], variables: dict[str, str], limit_s: float
 ) -> tuple[int | None, str]:
-    """Run a command; return its status, None if it outlasted ``limit_s``, and what it wrote to stderr."""
+    """Run a command; return its status (None after ``limit_s``) and its stderr."""
     environment = {**without_launcher(os.environ), **variables}
     with tempfile.TemporaryFile() as errors:
-        # A session of its own: slow_link.sh waits for its mpirun, so both are told to end.
+        # The job has a session of its own, so that one signal reaches slow_link.sh and its mpirun.
         job = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -133,7 +139,8 @@ def run_limited(
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
-    os.killpg(job.pid, signal.SIGTERM)  # a launcher ends its ranks first
+    # The launcher ends its ranks before itself.
+    os.killpg(job.pid, signal.SIGTERM)
     try:
         job.wait(_END_S)
     except subprocess.TimeoutExpired:

@@ -1,8 +1,8 @@
-"""One job of the scaling benchmark: collectives by size, training steps, memory. Called by all ranks at any W.
+"""One job of the scaling benchmark: collectives by size, training steps, memory.
 
-Letters: W ranks of the job; N bytes of an operation: what a rank has in the end of an all-reduce
-and a broadcast, all ranks' shares of an all-gather (its output) and of a reduce-scatter (its
-input), as in Thakur, Rabenseifner and Gropp (2005).
+Letters: W ranks of the job; N bytes of an operation: a rank's output of an all-reduce or a
+broadcast, an all-gather's whole output, a reduce-scatter's whole input, as in Thakur, Rabenseifner
+and Gropp (2005).
 """
 
 from __future__ import annotations
@@ -32,21 +32,24 @@ from mpidist.ddp.bucket import GradBucket
 from mpidist.ddp.hooks.stages import in_order
 
 _MI = 1 << 20
-# 8 B … 2 KiB, then 4 KiB … 32 MiB in smaller steps: there protocols and algorithms change.
+# 8 B to 2 KiB, then 4 KiB to 32 MiB in smaller steps, where protocols and algorithms change.
 SIZES = (*(8 << (2 * power) for power in range(5)), *(4096 << power for power in range(14)))
 HOOKS = ("none", "bf16", "powersgd-1", "powersgd-4", "powersgd-16")
 _PROFILED = 7  # steps
 _LENT_BYTES = 256 << 10
-_DRAINED_FROM_BYTES = 4 << 10  # smaller messages do not reach a link's rate
+# Smaller messages do not reach a link's rate.
+_DRAINED_FROM_BYTES = 4 << 10
 
 
 def run(options: Any) -> dict[str, Any] | None:
-    """Measure this job; return its record on rank 0. Collective: over all ranks."""
+    """Measure this job; return its record on rank 0.
+
+    Collective: over all ranks.
+    """
     torch.set_num_threads(1)
     device = devices.chosen(options.device)
     dist.init_process_group("mpidist")
-    # Only now: mpidist prepares the MPI library before it starts, and importing this module would
-    # start it.
+    # mpidist prepares the MPI library before the import of mpi4py.MPI starts MPI.
     from mpi4py import MPI
 
     raw = MPI.COMM_WORLD.Dup()
@@ -59,8 +62,8 @@ def run(options: Any) -> dict[str, Any] | None:
         raise SystemExit(
             "the ranks are on several nodes: name the rate of the link between them, --link 100gbit"
         )
-    # At its first touch a page of a virtual machine is dear; little memory, because 8 ranks may
-    # share a small machine.
+    # The first touch of a page is expensive on a virtual machine. Touch little memory, because 8
+    # ranks may share a small machine.
     torch.empty(128 * _MI, dtype=torch.uint8).fill_(1)
     record = {
         "benchmark": "scaling",
@@ -83,7 +86,7 @@ def run(options: Any) -> dict[str, Any] | None:
     biggest = 0
     for text in options.networks:
         model = network(text)
-        # A network so much larger than the last one would take too long on this link.
+        # Skip a network that would take too long, judging by the previous ones.
         if biggest and slowest_s * model.numel() / biggest > options.longest_step_s:
             continue
         steps, memory = training(raw, text, options, device, memory)
@@ -102,7 +105,10 @@ def run(options: Any) -> dict[str, Any] | None:
 def collectives(
     raw: Any, group: Any, options: Any, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Yield one entry for each operation and size, the slowest rank's median; an operation ends at the first long call."""
+    """Yield one entry per operation and size: the median of the slowest rank.
+
+    An operation ends at the first long call.
+    """
     for operation in options.operations:
         for nbytes in (0,) if operation == "barrier" else options.sizes:
             made = _call(operation, nbytes, group, device)
@@ -123,12 +129,13 @@ def collectives(
 
 
 def _call(operation: str, nbytes: int, group: Any, device: torch.device) -> Any:
-    """Return the calls of a pass and the memory they use; None where the operation is not to be had, on all ranks."""
+    """Return a pass's calls and their memory; None, on all ranks, if the operation is unavailable."""
     whole = max(nbytes // 4, 1)
     part = max(whole // group.size, 1)
     if operation == "barrier":
         return (group.barrier,), ()
-    if operation == "average":  # as DDP averages a bucket on one node
+    # As DDP averages a bucket on one node.
+    if operation == "average":
         memory = share(group, 4 * whole) if device.type == "cpu" else None
         if memory is None:
             return None
@@ -143,17 +150,17 @@ def _call(operation: str, nbytes: int, group: Any, device: torch.device) -> Any:
         "all_reduce": (partial(group.all_reduce, full, AVG),),
         "all_gather": (partial(group.all_gather_into_tensor, full, own),),
         "reduce_scatter": (partial(group.reduce_scatter_tensor, own, full),),
-        # Ranks take turns as the root, or the root would run ahead.
+        # The root rotates: a fixed root would run ahead.
         "broadcast": tuple(partial(group.broadcast, full, root) for root in range(group.size)),
     }
     return tuple(_ended(call, device) for call in calls[operation]), (full, own)
 
 
 def drained(group: Any, link: str) -> timing.RunBurst | None:
-    """Return a burst that first uses up what a limited link lends; None without such a link.
+    """Return a burst that first exhausts the credit of a limited link; None without such a link.
 
-    tc's token bucket lets 256 KiB pass at once (``slow_link.sh``), which is 20 ms of a link of 100
-    Mbit/s: messages of middle size would look as fast as those of a link without a limit.
+    tc's token bucket passes 256 KiB at once (``slow_link.sh``), which is 20 ms of a link of 100
+    Mbit/s: messages of medium size would appear unlimited.
     """
     if not link or group.is_single_node:
         return None
@@ -186,7 +193,7 @@ def _ended(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
 
 
 def network(text: str) -> cases.Model:
-    """Return an MLP of ``WIDTHxDEPTH`` (512x4: four layers of 512); its batch is chosen later."""
+    """Return an MLP of ``WIDTHxDEPTH`` (512x4: four layers of 512); its batch is set later."""
     width, depth = map(int, text.split("x"))
 
     def build() -> nn.Module:
@@ -231,8 +238,7 @@ def training(
                 "scaling": scaling,
                 "batch": batch,
                 "us": us,
-                # What communication adds to the same step without it, the compression of the hook
-                # included.
+                # Communication's addition to the step, including the hook's compression.
                 "exposed_us": {hook: us[hook] - us["noop"] for hook in hooks},
                 "buckets": profile,
             }
@@ -261,7 +267,7 @@ def _noted(state: list[list[tuple[int, float]]], bucket: GradBucket) -> Any:
 def _profile(
     step: Callable[[], Any], noted: list[list[tuple[int, float]]]
 ) -> list[dict[str, float]]:
-    """Return each bucket's bytes and when it is ready, as a share of the step without communication: the median of a few."""
+    """Return each bucket's bytes and time of readiness, as median share of the bare step."""
     shares = []
     noted.clear()
     for _ in range(_PROFILED):
@@ -282,10 +288,11 @@ def _profile(
 def memory_of(
     raw: Any, model: cases.Model, batch: torch.Tensor, options: Any, device: torch.device
 ) -> dict[str, Any]:
-    """Return the memory of the rank that has the most, in MiB: before the model, and with it in DDP after two steps."""
+    """Return the largest memory of a rank, in MiB: before the model, and in DDP after two steps."""
     before = resident_mib()
     net = with_hook(model, "none", options.bucket_cap_mb)
-    cases.contender("memory", net, batch)  # makes two steps
+    # This makes two steps.
+    cases.contender("memory", net, batch)
     own = (
         *before,
         *resident_mib(),
@@ -297,13 +304,13 @@ def memory_of(
 
 
 def resident_mib() -> tuple[float, float]:
-    """Return this process's resident memory, and its proportional share of it (PSS; pages of several processes are divided)."""
+    """Return this process's resident memory and its proportional share (PSS), in MiB."""
     info = psutil.Process().memory_full_info()
     return info.rss / _MI, getattr(info, "pss", info.rss) / _MI
 
 
 def _machine() -> str:
-    """Return what ranks on one machine have in common, even in separate network namespaces."""
+    """Return an identity of the machine that is equal in separate network namespaces."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""From the records of jobs to a model of this system: points, fits, what they miss, hooks' costs; as JSON and back. Pure."""
+"""Model of a system from the records of its jobs: points, fits, errors, costs of hooks. Pure."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ import scaling_steps as steps
 from cost_model import Fit, Point
 
 NODE, BETWEEN = "within a node", "between nodes"
-TARGET = 0.2  # of the median error on points that nothing was fitted to
+# Goal of the median error on held-out points.
+TARGET = 0.2
 _MEASURED_AT_MOST = "largest job measured"
 
 
 @dataclass(frozen=True)
 class Model:
-    """What predictions need.
+    """Parameters of all predictions.
 
     Attributes:
         fits: By class of links (``NODE``, ``BETWEEN``), then by operation.
-        costs: Of the hooks, on one rank.
+        costs: Costs of the hooks on one rank.
         compute_s: Seconds of a step without communication, by network and batch, from the job of
             one rank.
-        flop_rate: Floating-point operations a second that these are, the most of all networks.
+        flop_rate: Floating-point operations per second in these steps, the maximum over networks.
     """
 
     fits: Mapping[str, Mapping[str, Fit]]
@@ -35,7 +36,7 @@ class Model:
 
 
 def share_of(record: Mapping[str, Any]) -> float:
-    """Return how many ranks of a job take turns on a core; 1 where each has its own."""
+    """Return the number of ranks per core; at least 1."""
     return (
         max(1.0, record["ranks"] / record["machines"] / record["cores"])
         if record["oversubscribed"]
@@ -44,13 +45,13 @@ def share_of(record: Mapping[str, Any]) -> float:
 
 
 def layout_of(record: Mapping[str, Any]) -> steps.Layout:
-    """Return where a job's ranks were."""
+    """Return the layout of a job's ranks."""
     rate = cost_model.rate_of(record["link"] if record["nodes"] > 1 else "")
     return steps.Layout(record["nodes"], record["ranks_per_node"], rate, share_of(record))
 
 
 def points_of(records: Iterable[Mapping[str, Any]]) -> list[Point]:
-    """Return the measured collectives of jobs of several ranks."""
+    """Return the measured collectives of jobs with several ranks."""
     found = []
     for record in records:
         at = layout_of(record)
@@ -61,7 +62,7 @@ def points_of(records: Iterable[Mapping[str, Any]]) -> list[Point]:
 
 
 def fitted(records: Sequence[Mapping[str, Any]]) -> tuple[Model, list[dict[str, Any]]]:
-    """Fit a model to a part of the records' points; return it, and its errors on the others."""
+    """Fit a model to a part of the records' points; return the model and its errors on the others."""
     fits: dict[str, dict[str, Fit]] = {}
     errors: list[dict[str, Any]] = []
     points = points_of(records)
@@ -79,7 +80,7 @@ def fitted(records: Sequence[Mapping[str, Any]]) -> tuple[Model, list[dict[str, 
     for one in alone:
         seconds = one["us"]["noop"] / 1e6
         compute.setdefault(one["network"], {})[one["batch"]] = seconds
-        # A multiplication and an addition for each weight and sample, forward once and backward
+        # One multiplication and one addition per weight and sample, forward once and backward
         # twice.
         rates.append(6 * one["parameters"] * one["batch"] / seconds)
     weak = [one for one in alone if one["scaling"] == "weak"]
@@ -87,7 +88,10 @@ def fitted(records: Sequence[Mapping[str, Any]]) -> tuple[Model, list[dict[str, 
 
 
 def measured_steps(model: Model, records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return an entry for each measured step: what it took and, of several ranks, what the model says; none was fitted to."""
+    """Return an entry per measured step: its time, and for several ranks the prediction.
+
+    No step was used for fitting.
+    """
     found = []
     for record in records:
         at = layout_of(record)
@@ -134,15 +138,15 @@ def measured_steps(model: Model, records: Sequence[Mapping[str, Any]]) -> list[d
 def efficiency(
     model: Model, record: Mapping[str, Any], one: Mapping[str, Any], hook: str
 ) -> float | None:
-    """Return the time of the same samples on one rank without communication, over the measured time and the ranks.
+    """Return the speed-up over one rank without communication, divided by the number of ranks.
 
-    Ranks that take turns on a core count as its share of them: 8 ranks on 2 cores would else reach
-    a quarter at best.
+    Ranks that share a core count as their share of the core: otherwise 8 ranks on 2 cores would
+    reach a quarter at best.
     """
     known = model.compute_s.get(one["network"])
     if known is None:
         return None
-    # In strong scaling one rank would compute all ranks' samples in one step.
+    # In strong scaling one rank would compute the samples of all ranks in one step.
     together = record["ranks"] if one["scaling"] == "strong" else 1
     return (
         steps.compute_of(known, one["batch"] * together)
@@ -153,9 +157,9 @@ def efficiency(
 
 
 def choices(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each measured weak step of several ranks the hook that was fastest, and the one that the model chose.
+    """Return the fastest and the predicted hook of each measured weak step of several ranks.
 
-    ``lost`` is by how much the step with the chosen one took longer than the fastest, as a share.
+    ``lost`` is the predicted hook's extra time, relative to the fastest step.
     """
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for one in measured:
@@ -184,10 +188,10 @@ def choices(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def predictions(
     model: Model, records: Sequence[Mapping[str, Any]], most: int = 4096
 ) -> list[dict[str, Any]]:
-    """Return predicted weak steps of 1 to ``most`` ranks, one a node, over each measured link, and how many were measured.
+    """Return predicted weak steps of 1 to ``most`` ranks, one per node, over each measured link.
 
-    Every rank has a core of its own. Without a measured link there are none: a node has no 4096
-    ranks.
+    Every rank has a core of its own. Without a measured link the result is empty, because no node
+    has 4096 ranks.
     """
     links = sorted(
         {record["link"] for record in records if record["nodes"] > 1}, key=cost_model.rate_of
@@ -235,7 +239,7 @@ def _number(value: float | None) -> float:
 
 
 def to_json(model: Model) -> dict[str, Any]:
-    """Return a model as plain data; a range without an end has an infinite one, which a file holds as null."""
+    """Return a model as plain data; an infinite end of a range becomes null in a file."""
     return {
         "terms": list(cost_model.TERMS),
         "fits": {
@@ -255,7 +259,7 @@ def from_json(data: Mapping[str, Any]) -> Model:
     """Return the model that ``to_json`` wrote.
 
     Raises:
-        ValueError: Other data, or of a version with other terms.
+        ValueError: The data is something else, or its version has other terms.
     """
     if list(data.get("terms", ())) != list(cost_model.TERMS):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The plot of a scaling report: measured points as markers, and in panels of their own, shaded, what the model predicts."""
+"""Plot of a scaling report: measured points as markers, predictions in shaded panels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHADE = "#f3f0e6"
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
-    """Write the PNG: steps and all-reduces as measured, the model against held-out points, predicted steps and efficiency."""
+    """Write the PNG: measured steps and all-reduces, held-out points, and predictions."""
     figure = Figure(figsize=(15, 9), layout="constrained")
     about = record["jobs"][0]["environment"]
     figure.suptitle(
@@ -178,7 +178,7 @@ def _marker(one: Mapping[str, Any], color: str) -> dict[str, Any]:
 
 
 def _largest(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the entries of each link's last network, which is its largest."""
+    """Return the entries of each link's last network, which is the largest."""
     last = {one["link"]: one["network"] for one in found}
     return [one for one in found if last[one["link"]] == one["network"]]
 

@@ -1,4 +1,4 @@
-"""Jobs of several sizes as tables, as one JSON and as a plot: what was measured, and apart from it what the model says."""
+"""Report on jobs of several sizes: tables, JSON and plot, with predictions apart from measurements."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from cost_model import median_error, rate_of
 from tabulate import tabulate
 
 Table = tuple[Sequence[str], list[list[Any]]]
-MARK = "*"  # behind every number of ranks that were more than the cores
+# Marks numbers of ranks larger than the number of cores.
+MARK = "*"
 _SHOWN_SIZES = 6
 SHOWN_RANKS = (2, 8, 64, 512, 4096)
 
 
 def write(records: Sequence[dict[str, Any]], missed: Mapping[str, str], output: Path) -> str:
-    """Write ``scaling-<MPI library>.json`` and ``.png`` of jobs of several sizes; return the tables."""
-    # Those within a node first, then from the fastest link to the slowest.
+    """Write ``scaling-<MPI library>.json`` and ``.png``; return the tables."""
+    # Jobs within a node first, then by falling rate of the link.
     jobs = sorted(records, key=lambda one: (-rate_of(one["link"]), one["link"], one["ranks"]))
     model, errors = models.fitted(jobs)
     measured = models.measured_steps(model, jobs)
@@ -52,7 +53,7 @@ def write(records: Sequence[dict[str, Any]], missed: Mapping[str, str], output: 
 
 
 def finite(data: Any) -> Any:
-    """Return plain data with None for infinite numbers, which JSON has not: a link without a limit, a range without an end."""
+    """Return plain data with None for infinite numbers, which JSON lacks."""
     if isinstance(data, dict):
         return {key: finite(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
@@ -63,7 +64,7 @@ def finite(data: Any) -> Any:
 def validation(
     errors: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the medians of the errors on points that nothing was fitted to: of collectives, and of steps."""
+    """Return the median errors on held-out points, of collectives and of steps."""
     steps = [one for one in measured if "relative_error" in one]
     middle = median_error(errors)
     return {
@@ -98,7 +99,7 @@ def _medians(entries: Sequence[Mapping[str, Any]], key: Any) -> dict[str, float]
 
 
 def text_of(record: Mapping[str, Any]) -> str:
-    """Return the tables of a report, each below its title."""
+    """Return the report's tables with their titles."""
     titles = {
         "Steps, measured. *: more ranks than cores; their efficiency counts the cores": _steps(
             record["steps"]
@@ -114,8 +115,9 @@ def text_of(record: Mapping[str, Any]) -> str:
         f"PREDICTED, one rank a node, a core each; beyond {_most(record)} ranks nothing was "
         "measured": _predicted(record),
     }
+    style = {"tablefmt": "simple", "disable_numparse": True, "stralign": "right"}
     return "\n\n".join(
-        f"{title}\n{tabulate(rows, headers, tablefmt='simple', disable_numparse=True, stralign='right')}"
+        f"{title}\n{tabulate(rows, headers, **style)}"
         for title, (headers, rows) in titles.items()
         if rows
     )

@@ -1,14 +1,13 @@
-"""Costs of a rank before its first step: time, memory, open files, threads, and what it sends, by the number of ranks.
+"""Costs of a rank before its first step: time, memory, files, threads, messages, by rank count.
 
 Two jobs start at each size: mpi4py alone, and mpidist (its group, then DDP on a small network and
-one step). The processes of the second then leave mpidist's group and start torch's own on Gloo,
-over a TCPStore. A figure is that of the slowest rank, or of the one that has most. ``ready`` counts
-from the start of the interpreter, imports included; Gloo's is its own start behind the same
-imports.
+one step). The processes of the second job then leave mpidist's group and start torch's own on Gloo,
+over a TCPStore. A figure is the maximum over the ranks. ``ready`` counts from the start of the
+interpreter, imports included; Gloo's is its own start plus the same imports.
 
-What our code sends is counted by a communicator that stands for MPI_COMM_WORLD and counts its
-calls: collectives, makers of communicators, and messages. Rank 0 holds torch's store and answers
-all others, so the median rank's messages stand beside.
+A communicator in place of MPI_COMM_WORLD counts the calls of mpidist: collectives, constructors of
+communicators, and messages. Rank 0 holds torch's store and answers all others, so the messages of
+the median rank are shown, too.
 """
 
 from __future__ import annotations
@@ -28,15 +27,16 @@ from pathlib import Path
 from typing import Any
 
 _COLLECTIVES = (
-    "Allreduce", "allreduce", "Allgather", "allgather", "Allgatherv", "Bcast", "bcast", "Barrier", "Gather", "gather", "Scatter",
-    "scatter", "Alltoall", "alltoall", "Reduce", "Reduce_scatter_block", "Iallreduce", "Ibarrier", "Iallgather", "Ibcast",
+    "Allreduce", "allreduce", "Allgather", "allgather", "Allgatherv", "Bcast", "bcast", "Barrier",
+    "Gather", "gather", "Scatter", "scatter", "Alltoall", "alltoall", "Reduce",
+    "Reduce_scatter_block", "Iallreduce", "Ibarrier", "Iallgather", "Ibcast",
 )  # fmt: skip
 _MESSAGES = ("Send", "Isend", "Ssend", "Issend", "send", "isend", "Sendrecv", "sendrecv")
 _MAKERS = ("Dup", "Split", "Split_type", "Create_group")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Start the jobs of all sizes, or be a rank of one of them."""
+    """Start the jobs of all sizes, or run as a rank of one job."""
     if options.what == "mpi4py":
         _mpi4py(options)
     elif options.what == "mpidist":
@@ -122,7 +122,7 @@ def _free_address(nodes: int) -> tuple[str, int]:
 
 
 def _held() -> dict[str, float]:
-    """Return what this process holds: RSS and PSS in MiB, open files, threads (Linux)."""
+    """Return this process's RSS and PSS in MiB, open files and threads (Linux)."""
     kib = {}
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
         name, _, value = line.partition(":")
@@ -130,15 +130,16 @@ def _held() -> dict[str, float]:
     return {
         "rss_mib": kib["Rss"] / 1024,
         "pss_mib": kib["Pss"] / 1024,
-        "files": len(os.listdir("/proc/self/fd")) - 1,  # one reads the folder
+        # One file is the folder itself.
+        "files": len(os.listdir("/proc/self/fd")) - 1,
         "threads": len(os.listdir("/proc/self/task")),
     }
 
 
 def counted(comm: Any, counts: collections.Counter[str]) -> Any:
-    """Return a communicator like ``comm`` that counts calls of collectives, makers of communicators, and sends.
+    """Return a communicator like ``comm`` that counts collectives, new communicators, and sends.
 
-    Communicators made of it count, too.
+    Communicators derived from it count, too.
     """
     base = type(comm)
     lock = threading.Lock()
@@ -160,7 +161,8 @@ def counted(comm: Any, counts: collections.Counter[str]) -> Any:
     def idup(self: Any) -> Any:
         count("maker", "Idup")
         made, request = base.Idup(self)
-        request.Wait()  # its handle can be copied from then on
+        # The handle can be copied after the request has completed.
+        request.Wait()
         return kind_of(made), request
 
     methods = {name: counting("collective", name) for name in _COLLECTIVES if hasattr(base, name)}
@@ -203,7 +205,7 @@ def _write(
     print(f"{len(all_own)} ranks, {options.what}: {path.name}", flush=True)
 
 
-# Jobs, one after the other.
+# Jobs in sequence.
 
 
 def _jobs(options: argparse.Namespace) -> None:
@@ -250,14 +252,14 @@ def _jobs(options: argparse.Namespace) -> None:
 
 
 def _about(environment: Any) -> dict[str, Any]:
-    """Describe the machine; this process is an MPI job of one rank, when all others have ended."""
+    """Describe the machine; this process becomes an MPI job of one rank after all others."""
     from mpi4py import MPI
 
     return dict(environment.describe(MPI.COMM_SELF))
 
 
 def row_of(alone: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one size's line: seconds, MiB beyond the imports, and numbers a rank."""
+    """Return one size's row: seconds, MiB beyond the imports, and counts per rank."""
     most = ours["most"]
     return {
         "ranks": ours["ranks"],
@@ -283,8 +285,8 @@ def row_of(alone: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
         "group_messages_of_rank_0": most["group_messages"],
         "ddp_collectives": most["ddp_collectives"] - most["group_collectives"],
         "ddp_messages": most["ddp_messages"] - most["group_messages"],
-        # By arithmetic: a collective, or a maker of a communicator, costs a rank log2 W messages;
-        # up to DDP's first step.
+        # By arithmetic, up to DDP's first step: a collective or a new communicator costs a rank
+        # log2 W messages.
         "sent_by_formula": (most["ddp_collectives"] + most["ddp_makers"])
         * math.ceil(math.log2(ours["ranks"]))
         + ours["median"]["ddp_messages"],
@@ -292,9 +294,9 @@ def row_of(alone: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def growth(values: Sequence[tuple[int, float]]) -> str:
-    """Say how a figure grows with the ranks, from the first job to the last: ``flat``, ``logarithmic`` or ``faster``.
+    """Return a figure's growth over the jobs: ``flat``, ``logarithmic`` or ``faster``.
 
-    Flat is within a quarter (or within 1 unit of a count); logarithmic no faster than log2 of the
+    Flat is within a quarter (or within 1 unit of a count); logarithmic is at most log2 of the
     ranks, with the same margin.
     """
     (few, first), (many, last) = min(values), max(values)
@@ -308,7 +310,7 @@ def growth(values: Sequence[tuple[int, float]]) -> str:
 
 
 def text_of(rows: Sequence[Mapping[str, Any]], judged: Mapping[str, str]) -> str:
-    """Return the table: a line a figure, a column a size."""
+    """Return the table: a row per figure, a column per size."""
     from tabulate import tabulate
 
     headers = (

@@ -1,8 +1,8 @@
-"""Time of a data-parallel step: computing, buckets that are sent while the backward pass goes on, hooks that compress them. Pure.
+"""Time of a data-parallel step: computing, overlapped buckets, compressing hooks. Pure.
 
-A bucket is ready at a share of the step's computing. Its hook computes first (that delays the
-backward pass: it needs the same core, or the same GPU), then its bytes travel, one bucket after the
-other over one channel: beside the backward pass between nodes, within it on one node of CPU ranks,
+A bucket is ready at a share of the step's computing. Its hook computes first, which delays the
+backward pass (same core, or same GPU). Then its bytes travel, one bucket after another on one
+channel: in parallel to the backward pass between nodes, but serially on one node of CPU ranks,
 where a transfer is processor time (``mpidist/ddp/hooks/default.py``).
 
 Letters: n × m a gradient as a matrix; r the rank of its approximation.
@@ -24,14 +24,15 @@ from mpidist.ddp import plan
 from mpidist.ddp.hooks import lowrank
 
 HOOKS = ("none", "bf16", "powersgd-1", "powersgd-4", "powersgd-16")
-# of a step's computing: a backward pass multiplies twice where the forward pass does once
+# Share of the forward pass: the backward pass has two products per product of the forward pass.
 FORWARD_SHARE = 1 / 3
-_LEAST_RATE = 2  # of PowerSGD's hook: what shrinks less travels whole
+# PowerSGD's hook does not compress tensors that shrink less.
+_LEAST_RATE = 2
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The shapes of its gradients, and when the last of them is there, as a share of the step's computing."""
+    """Shapes of the gradients, and the share of the step's computing after which all are ready."""
 
     shapes: tuple[Shape, ...]
     ready: float
@@ -50,7 +51,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class HookCost:
-    """What a hook computes on one rank: seconds for each element of a bucket, and for each bucket."""
+    """Computing of a hook on one rank: seconds per element and per bucket."""
 
     element_s: float = 0.0
     bucket_s: float = 0.0
@@ -58,7 +59,7 @@ class HookCost:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the ranks are: nodes, ranks of a node, the rate of the link between nodes, and ranks that take turns on a core."""
+    """Placement of the ranks: nodes, ranks per node, rate of the link, and ranks per core."""
 
     nodes: int
     ranks_per_node: int
@@ -72,7 +73,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Step:
-    """A predicted step, in seconds; ``exposed_s`` is what it takes more than its computing alone."""
+    """Predicted step in seconds; ``exposed_s`` is the time beyond its computing."""
 
     seconds: float
     exposed_s: float
@@ -86,13 +87,13 @@ def overlapped(
     wire_s: Sequence[float],
     beside: bool,
 ) -> float:
-    """Return the length of a step whose buckets travel in order over one channel.
+    """Return the length of a step whose buckets travel in order on one channel.
 
     Args:
-        ready_s: When each bucket would be ready without the hooks before it; ascending.
-        host_s: What each bucket's hook computes.
-        wire_s: How long each bucket travels.
-        beside: Whether it travels while the rank computes on.
+        ready_s: Time of each bucket's readiness without the hooks before it; ascending.
+        host_s: Computing of each bucket's hook.
+        wire_s: Travel time of each bucket.
+        beside: Whether the rank computes during the travel.
     """
     hooks_s = channel_s = 0.0
     for ready, host, wire in zip(ready_s, host_s, wire_s, strict=True):
@@ -105,7 +106,7 @@ def overlapped(
 
 
 def buckets_of(shapes: Sequence[Shape], bucket_cap_mb: float | None = None) -> list[Bucket]:
-    """Return the buckets of a network's gradients; each layer's backward pass takes as long as it has elements."""
+    """Return the buckets of a network's gradients; backward time is proportional to elements."""
     sizes = [torch.empty(shape, device="meta") for shape in shapes]
     assigned = plan.assign(
         sizes, plan.limits_of(bucket_cap_mb), order=range(len(shapes) - 1, -1, -1)
@@ -121,10 +122,10 @@ def buckets_of(shapes: Sequence[Shape], bucket_cap_mb: float | None = None) -> l
 
 @functools.lru_cache(maxsize=1 << 14)
 def messages(bucket: Bucket, hook: str) -> tuple[int, ...]:
-    """Return the bytes of each all-reduce that a hook makes of a bucket of fp32.
+    """Return the bytes of each all-reduce that a hook makes for a bucket of fp32.
 
     Raises:
-        ValueError: No such hook.
+        ValueError: The hook is unknown.
     """
     if hook == "none":
         return (4 * bucket.numel,)
@@ -133,7 +134,7 @@ def messages(bucket: Bucket, hook: str) -> tuple[int, ...]:
     kind, _, wanted = hook.partition("-")
     if kind != "powersgd" or not wanted.isdigit():
         raise ValueError(f"no hook {hook!r}; there are {', '.join(HOOKS)}")
-    first = second = 0  # P and what travels whole; Q
+    first = second = 0  # P and uncompressed tensors; Q
     for shape in bucket.shapes:
         numel = math.prod(shape)
         if lowrank.is_worth_it(shape, int(wanted), _LEAST_RATE):
@@ -156,7 +157,7 @@ def step(
     """Predict a step.
 
     Args:
-        compute_s: Forward and backward pass of one rank that has a core (or a GPU) of its own.
+        compute_s: Forward and backward pass of one rank with its own core or GPU.
         fits: ``all_reduce`` of the layout's class of links; on one node also ``average``, which DDP
             uses there without a hook.
     """
@@ -176,7 +177,7 @@ def step(
 
 
 def _timer(fit: Fit, operation: str, layout: Layout) -> Callable[[int], float]:
-    @functools.cache  # many buckets are of one size
+    @functools.cache  # many buckets have equal sizes
     def seconds(nbytes: int) -> float:
         return fit.seconds(
             Point(
@@ -193,7 +194,7 @@ def _timer(fit: Fit, operation: str, layout: Layout) -> Callable[[int], float]:
 
 
 def compute_of(batches_s: Mapping[int, float], batch: int) -> float:
-    """Return the computing of a step at a batch, on the line through two measured batches (in proportion, with one)."""
+    """Return the computing at a batch size: linear in two measured batches, or proportional to one."""
     (small, small_s), (large, large_s) = min(batches_s.items()), max(batches_s.items())
     if small == large:
         return small_s * batch / small
@@ -201,7 +202,7 @@ def compute_of(batches_s: Mapping[int, float], batch: int) -> float:
 
 
 def hook_costs(steps: Sequence[Mapping[str, Any]]) -> dict[str, HookCost]:
-    """Return the hooks' costs, from steps of one rank: the median over the networks of what each adds to an element."""
+    """Return the hooks' costs per element, as median over the networks of one rank's steps."""
     found: dict[str, list[float]] = {}
     for one in steps:
         for hook, added_us in one["exposed_us"].items():

@@ -1,4 +1,4 @@
-"""Call, reference and drop for long, and see that nothing grows: memory, tables, threads.
+"""Soak test of mpidist.rpc: many calls and references, with constant memory, tables and threads.
 
 mpirun -n 2 python benchmarks/soak_rpc.py --calls 1000000 --references 100000
 """
@@ -19,18 +19,21 @@ import mpidist.comm
 import mpidist.rpc as rpc
 from mpidist.rpc import api
 
-_PARTS = 10  # memory is read so often
-_GROWTH = 0.05  # what the second half may add to the memory of the first
-_SLACK_BYTES = 16 << 20  # … beside what the allocator keeps
+# Memory is measured after each part.
+_PARTS = 10
+# Allowed growth in the second half, relative to the first half.
+_GROWTH = 0.05
+# Allowed growth that the allocator may cause.
+_SLACK_BYTES = 16 << 20
 
 
 def echo(value: Any) -> Any:
-    """Give back what came."""
+    """Return the argument."""
     return value
 
 
 def hold(reference: Any) -> float:
-    """Use a reference on a worker that is not its owner, and drop it."""
+    """Use a reference on a worker that is not its owner, and drop the reference."""
     return float(reference.to_here().sum())
 
 
@@ -92,7 +95,7 @@ def _soak(calls: int, references: int, group: Any, rng: random.Random) -> int:
 
 
 def _problem(memory: list[int], agent: Any) -> str:
-    """Say what is left, or has grown; empty if nothing."""
+    """Return a description of leaks or growth; empty without any."""
     half = max(memory[1 : _PARTS // 2])
     if memory[-1] > half * (1 + _GROWTH) + _SLACK_BYTES:
         return f"resident memory grew from {half >> 20} to {memory[-1] >> 20} MiB"

@@ -1,6 +1,6 @@
-"""Bytes of optimizer state on the rank that holds most, by arithmetic: partitions of the parameters of known networks.
+"""Bytes of optimizer state on the fullest rank, computed for partitions of known networks.
 
-Adam and AdamW keep two fp32 values for each element.
+Adam and AdamW keep two fp32 values per element.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BYTES = 8  # exp_avg and exp_avg_sq
 
 
 def most_elements(sizes: Sequence[int], ranks: int, name: str) -> int:
-    """Return how many elements the rank with most of them owns."""
+    """Return the number of elements on the rank with the most."""
     if name == partition.FLAT:
         total = sum(map(buffer_plan.padded, sizes))
         bounds = partition.cuts(total, ranks, buffer_plan.UNIT)
@@ -38,7 +38,7 @@ def most_elements(sizes: Sequence[int], ranks: int, name: str) -> int:
 
 
 def rows() -> list[dict[str, Any]]:
-    """Return for each network, world and partition the bytes, and their share of the whole."""
+    """Return the bytes and their share of the total, by network, world size and partition."""
     found = []
     for network, shapes in _NETWORKS.items():
         sizes = [math.prod(shape) for shape in shapes()]
@@ -61,7 +61,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """Return the table of what the fullest rank holds, and of its ratio to an even share."""
+    """Return the table: bytes of the fullest rank, and their ratio to an even share."""
     lines = []
     for network, ranks in dict.fromkeys((row["network"], row["ranks"]) for row in found):
         by_name = {

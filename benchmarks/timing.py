@@ -1,8 +1,8 @@
-"""Bursts of calls, contenders in turn, and what is reported of them.
+"""Timed bursts of calls, with contenders in turns, and their statistics.
 
-A contender is measured in bursts: calls back to back, long enough for the clock, all ranks starting
-together. In each round every contender runs one burst, and the order changes from round to round,
-so that what disturbs the machine disturbs all alike.
+A burst is consecutive calls, long enough for the clock; all ranks start a burst together. In each
+round every contender runs one burst, and the order rotates from round to round, so that
+disturbances of the machine affect all contenders alike.
 """
 
 from __future__ import annotations
@@ -24,24 +24,28 @@ _LONGEST_BURST = 1_000_000  # passes
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to do an operation."""
+    """One implementation of an operation."""
 
     name: str
-    calls: tuple[Callable[[], object], ...]  # this rank's; one after the other they make one pass
-    outputs: tuple[torch.Tensor, ...]  # where its results appear
+    # This rank's calls, which make one pass in sequence.
+    calls: tuple[Callable[[], object], ...]
+    # Tensors with the results.
+    outputs: tuple[torch.Tensor, ...]
 
 
-RunBurst = Callable[[Any, Contender, int], float]  # (communicator, contender, passes) to seconds
+# (communicator, contender, passes) to seconds
+RunBurst = Callable[[Any, Contender, int], float]
 
 
 @dataclass(frozen=True)
 class Series:
-    """What one contender took, in microseconds a call."""
+    """One contender's times, in microseconds per call."""
 
     name: str
     passes_per_burst: int
     calls_per_pass: int
-    rounds_us: tuple[float, ...]  # of the slowest rank in each round
+    # Time of the slowest rank in each round.
+    rounds_us: tuple[float, ...]
 
     @property
     def median_us(self) -> float:
@@ -53,7 +57,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One contender against another, ``left`` over (or minus) ``right``, as the median over rounds and as that of the medians."""
+    """``left`` relative to ``right``: ratios and differences, as median of rounds and of medians."""
 
     left: str
     right: str
@@ -76,7 +80,10 @@ def compare(left: Series, right: Series) -> Comparison:
 
 
 def touch_memory() -> None:
-    """Touch and free memory: on a virtual machine the first touch of a page is dear, and whoever comes first would pay it."""
+    """Touch and free memory, so that no contender pays for the first touch of a page.
+
+    On a virtual machine the first touch is expensive.
+    """
     torch.empty(TOUCHED_BYTES, dtype=torch.uint8).fill_(1)
 
 
@@ -87,10 +94,12 @@ def time_rounds(
     burst_s: float,
     run_burst: RunBurst | None = None,
 ) -> list[Series]:
-    """Warm up, size the bursts, and time ``rounds`` rounds. Collective over ``comm``, an mpi4py communicator.
+    """Warm up, size the bursts, and time ``rounds`` rounds.
+
+    Collective: over ``comm``, an mpi4py communicator.
 
     Args:
-        run_burst: Runs passes of a contender and says what they took; by the host's clock if None.
+        run_burst: Runs passes of a contender and returns the seconds; the host's clock if None.
     """
     run = run_burst or _run_burst
     passes = [_size_burst(comm, contender, burst_s, run) for contender in contenders]
@@ -103,8 +112,7 @@ def time_rounds(
                 elapsed_s[place, round_number] = run(comm, contenders[place], passes[place])
     finally:
         gc.enable()
-    # The slowest rank counts. A rank without a part in a pass (ping-pong has two players) makes no
-    # calls.
+    # The slowest rank counts. A rank may have no calls in a pass: ping-pong involves two ranks.
     slowest_s = np.max(comm.allgather(elapsed_s), axis=0)
     calls = np.max(
         comm.allgather([len(contender.calls) for contender in contenders]), axis=0
@@ -136,7 +144,7 @@ def _run_burst(comm: Any, contender: Contender, passes: int) -> float:
 
 
 def _size_burst(comm: Any, contender: Contender, burst_s: float, run: RunBurst) -> int:
-    """Return after how many passes the slowest rank has worked for ``burst_s``; finding out is the warm-up."""
+    """Return the passes in which the slowest rank works for ``burst_s``; this is also the warm-up."""
     run(comm, contender, 2)
     passes = 1
     while True:

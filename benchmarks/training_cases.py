@@ -1,4 +1,4 @@
-"""Models to train data-parallel, and the ways to do it: each a step of forward and backward on a batch of random numbers."""
+"""Models for data-parallel training, and steps of forward and backward passes on random batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Model:
-    """A network and one rank's batch."""
+    """Network and batch of one rank."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -31,14 +31,14 @@ class Model:
         return sum(p.numel() for p in self.build().parameters())
 
     def on(self, device: torch.device) -> Model:
-        """Return the same network and batch on a device; the random numbers are the host's on all of them."""
+        """Return the model on a device; its random numbers are those of the host."""
         return replace(
             self, build=lambda: self.build().to(device), batch=lambda: self.batch().to(device)
         )
 
 
 def mlp(batch: int) -> Model:
-    """8.4 million parameters in 8 layers of 1024."""
+    """Return an MLP: 8.4 million parameters in 8 layers of 1024."""
 
     def build() -> nn.Module:
         layers = [part for _ in range(8) for part in (nn.Linear(1024, 1024), nn.ReLU())]
@@ -48,7 +48,7 @@ def mlp(batch: int) -> Model:
 
 
 def many(batch: int) -> Model:
-    """240 tensors, 2 million parameters."""
+    """Return a network of 240 tensors with 2 million parameters."""
 
     def build() -> nn.Module:
         layers = [part for _ in range(120) for part in (nn.Linear(128, 128), nn.ReLU())]
@@ -76,7 +76,7 @@ class _Block(nn.Module):
 
 
 def resnet18(batch: int) -> Model:
-    """ResNet-18's shapes for images of 32 × 32: 11 million parameters."""
+    """Return a network with ResNet-18's shapes for images of 32 × 32: 11 million parameters."""
 
     def build() -> nn.Module:
         layers: list[nn.Module] = [
@@ -103,7 +103,7 @@ def resnet18(batch: int) -> Model:
 
 
 def transformer(batch: int) -> Model:
-    """Four encoder layers of width 256: 3 million parameters, sequences of 64."""
+    """Return four encoder layers of width 256: 3 million parameters, sequences of 64."""
 
     def build() -> nn.Module:
         layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
@@ -116,7 +116,7 @@ MODELS = {"mlp": mlp, "many": many, "resnet18": resnet18, "transformer": transfo
 
 
 def contender(name: str, net: nn.Module, batch: Tensor, set_to_none: bool = True) -> Contender:
-    """Return forward and backward of a module as a contender; its outputs are the gradients."""
+    """Return forward and backward pass of a module as a contender; the gradients are its outputs."""
 
     def step() -> None:
         net.zero_grad(set_to_none=set_to_none)
@@ -124,12 +124,13 @@ def contender(name: str, net: nn.Module, batch: Tensor, set_to_none: bool = True
         devices.synchronize(batch.device)
 
     step()
-    step()  # buckets are laid out again after the first
+    # DDP rebuilds its buckets after the first step.
+    step()
     return Contender(name, (step,), tuple(p.grad for p in net.parameters() if p.grad is not None))
 
 
 def build(model: Model, seed: int = 0) -> nn.Module:
-    """Return the model with weights that are the same on all ranks."""
+    """Return the model with equal weights on all ranks."""
     torch.manual_seed(seed)
     return model.build()
 
@@ -151,7 +152,7 @@ def ours(model: Model, state: Any = None, hook: Any = None, **options: Any) -> n
 def theirs(
     model: Model, group: Any, state: Any = None, hook: Any = None, **options: Any
 ) -> nn.Module:
-    """Return the model in torch's DDP, with gradients as views, which is its faster way."""
+    """Return the model in torch's DDP, with gradients as views, which is faster there."""
     net = TorchDDP(build(model), process_group=group, gradient_as_bucket_view=True, **options)
     if hook is not None:
         net.register_comm_hook(state, hook)
@@ -159,7 +160,7 @@ def theirs(
 
 
 def farthest(left: Contender, right: Contender) -> float:
-    """Return the largest difference of two contenders' gradients, over the largest gradient."""
+    """Return the largest difference of two contenders' gradients, relative to the largest gradient."""
     pairs = zip(left.outputs, right.outputs, strict=True)
     largest = max(float(t.abs().max()) for t in right.outputs)
     return max(float((a - b).abs().max()) for a, b in pairs) / largest

@@ -1,4 +1,4 @@
-"""Steps of training as tables, as JSON and as bars."""
+"""Training steps as tables, JSON and bar plots."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def result_of(model: Any, series: Sequence[Series], base: str) -> dict[str, Any]
     """Return one model's entry in the JSON.
 
     Args:
-        base: The step without communication; the faster of it and its namesakes counts. Exposed is
-            what a step takes more.
+        base: Prefix of the contenders without communication; the fastest of these counts. Exposed
+            time is the difference to that step.
     """
     bare_us = min(one.median_us for one in series if one.name.startswith(base))
     return {
@@ -59,7 +59,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def write(record: dict[str, Any], path: Path) -> None:
-    """Write the JSON, and the plot beside it."""
+    """Write the JSON, and the plot next to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     _draw(record, path.with_suffix(".png"))
@@ -70,7 +70,7 @@ def write(record: dict[str, Any], path: Path) -> None:
 
 
 def _draw(record: dict[str, Any], path: Path) -> None:
-    """One panel for each model: what a step takes, with the bare step as a line."""
+    """Plot one panel per model: bars of the steps, and a line at the bare step."""
     results = record["results"]
     figure = Figure(figsize=(4.6 * len(results), 4.2), layout="constrained")
     about = record["environment"]

@@ -1,4 +1,4 @@
-"""One run of a benchmark of training steps: from the command line to the record."""
+"""Common run of the benchmarks of training steps: command line, measurement, record."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ def run(
     options: argparse.Namespace,
     counted: str = "bytes_sent",
 ) -> None:
-    """Measure each model, and write the record. Called by all ranks.
+    """Measure each model and write the record.
+
+    Collective: over all ranks.
 
     Args:
-        measure: Gets an mpi4py communicator, a model and the options; returns the contenders'
-            times, and the bytes each sends where that is known, or another figure.
-        counted: The figure's name in the record.
+        measure: Receives an mpi4py communicator, a model and the options; returns the contenders'
+            times, and per contender the bytes that it sends, or another figure.
+        counted: Name of that figure in the record.
     """
     torch.set_num_threads(1)
     device = devices.chosen(options.device)
     dist.init_process_group("mpidist")
-    # Only now: mpidist prepares the MPI library before it starts, and importing this module would
-    # start it.
+    # mpidist prepares the MPI library before the import of mpi4py.MPI starts MPI.
     from mpi4py import MPI
 
     raw = MPI.COMM_WORLD.Dup()
@@ -60,7 +61,8 @@ def run(
             "environment": about,
             "bucket_cap_mb": options.bucket_cap_mb,
             "rounds": options.rounds,
-            "results_checked": True,  # or measure() had raised
+            # A wrong result ends the run with an error before this line.
+            "results_checked": True,
             "results": results,
         }
         on = "" if device.type == "cpu" else devices.name_of(device)
@@ -75,13 +77,14 @@ def run(
         training_report.write(record, options.output / f"{'-'.join(filter(None, parts))}.json")
     raw.Barrier()
     raw.Free()
-    dist.destroy_process_group()  # Gloo's threads must be gone before the interpreter goes
+    # Gloo's threads must end before the interpreter does.
+    dist.destroy_process_group()
 
 
 def arguments(
     description: str, models: Sequence[str], rounds: int, bucket_cap_mb: float | None
 ) -> argparse.Namespace:
-    """Read the command line; a cap other than the default is named in the file's name."""
+    """Parse the command line; a cap other than the default becomes part of the file's name."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--models", nargs="+", default=models, metavar="NAME:BATCH", help=", ".join(cases.MODELS)
