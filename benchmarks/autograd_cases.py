@@ -1,7 +1,6 @@
-"""Cases for two implementations of distributed autograd: models over workers, and called functions.
+"""Cases of distributed autograd: models over workers, checked against one process.
 
-Neither mpidist nor MPI is imported until a case needs its implementation, because the processes of
-TensorPipe import this module, too.
+The processes of TensorPipe import this module, so that it imports neither mpidist nor MPI.
 """
 
 from __future__ import annotations
@@ -12,127 +11,28 @@ from functools import partial
 from itertools import repeat
 from typing import Any
 
-import psutil
 import timing
 import torch
+from autograd_stacks import (
+    RATE,
+    TRAINED,
+    Layer,
+    Stack,
+    gradients,
+    input_of_chain,
+    loss_of,
+    parameter_references,
+    parameters,
+    run_layer,
+    train,
+)
 
 Tensor = torch.Tensor
 Pass = Callable[[], Any]
-WIDTH, BATCH = 64, 16
-_RATE = 1e-3  # SGD
-_TRAINED = 10  # per trainer
 
 FEW = "4 layers"
 STEP = "4 layers and step"
 TRAINERS = "trainers, one server"
-
-
-@dataclass(frozen=True)
-class Stack:
-    """One implementation of RPC, autograd and optimizers.
-
-    Attributes:
-        name: Contender's name in tables.
-        mode: Argument ``mode`` of ``backward``; None for torch, which has no modes.
-    """
-
-    name: str
-    rpc: Any
-    autograd: Any
-    optimizer: Any
-    mode: str | None
-
-    def backward(self, context: int, root: Tensor) -> None:
-        """Run a backward pass from one root."""
-        if self.mode is None:
-            self.autograd.backward(context, [root])
-        else:
-            self.autograd.backward(context, [root], mode=self.mode)
-
-
-def stack_of(name: str) -> Stack:
-    """Return a contender: ``tensorpipe``, ``mpidist`` (FAST mode) or ``smart``."""
-    if name == "tensorpipe":
-        import torch.distributed.autograd
-        import torch.distributed.rpc
-        from torch.distributed.optim import DistributedOptimizer
-
-        return Stack(
-            name, torch.distributed.rpc, torch.distributed.autograd, DistributedOptimizer, None
-        )
-    import mpidist.autograd
-    import mpidist.optim
-    import mpidist.rpc
-
-    mode = "smart" if name == "smart" else "fast"
-    return Stack(name, mpidist.rpc, mpidist.autograd, mpidist.optim.DistributedOptimizer, mode)
-
-
-# Called functions. A call names its function by module and name, so they are defined here.
-
-
-class Layer:
-    """A linear layer, WIDTH × WIDTH, whose parameters depend on its number alone."""
-
-    def __init__(self, number: int) -> None:
-        self.linear = torch.nn.Linear(WIDTH, WIDTH)
-        generator = torch.Generator().manual_seed(number)
-        with torch.no_grad():
-            for parameter in self.linear.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / WIDTH**0.5)
-
-
-def run_layer(layer: Any, x: Tensor) -> Tensor:
-    """Apply a layer of this worker; input and output are (BATCH, WIDTH)."""
-    result: Tensor = layer.local_value().linear(x)
-    return result
-
-
-def gradients(name: str, layer: Any, context: int) -> list[Tensor]:
-    """Return the gradients of a context for a layer of this worker."""
-    found = stack_of(name).autograd.get_gradients(context)
-    return [found[parameter] for parameter in layer.local_value().linear.parameters()]
-
-
-def parameters(layer: Any) -> list[Tensor]:
-    """Return a layer's parameters."""
-    return [parameter.detach() for parameter in layer.local_value().linear.parameters()]
-
-
-def parameter_references(name: str, layer: Any) -> list[Any]:
-    """Return references to a layer's parameters."""
-    rpc = stack_of(name).rpc
-    return [rpc.RRef(parameter) for parameter in layer.local_value().linear.parameters()]
-
-
-def train(name: str, layer: Any, number: int, passes: int) -> list[list[Tensor]]:
-    """Run forward and backward passes over a local layer and the server's, each in its own context.
-
-    Returns:
-        The gradients of the last pass: of the local layer, and of the server's.
-    """
-    stack, own, x = stack_of(name), Layer(number), _input()
-    made: list[list[Tensor]] = []
-    for left in reversed(range(passes)):
-        with stack.autograd.context() as context:
-            hidden = torch.relu(own.linear(x))
-            result = stack.rpc.rpc_sync(layer.owner(), run_layer, args=(layer, hidden))
-            stack.backward(context, _loss(result))
-            found = stack.autograd.get_gradients(context)
-            if not left:
-                made.append([found[parameter] for parameter in own.linear.parameters()])
-                made.append(
-                    stack.rpc.rpc_sync(layer.owner(), gradients, args=(name, layer, context))
-                )
-    return made
-
-
-def resident_bytes() -> int:
-    """Return the resident memory of this process."""
-    return int(psutil.Process().memory_info().rss)
-
-
-# Cases.
 
 
 @dataclass(frozen=True)
@@ -166,7 +66,7 @@ def cases(depths: Sequence[int], workers: int) -> list[Case]:
     made = [Case(chain_of(depth), 1, partial(_chain, depth, False)) for depth in depths]
     made.append(Case(STEP, 1, partial(_chain, 4, True)))
     if workers > 2:
-        made.append(Case(TRAINERS, _TRAINED, _trainers))
+        made.append(Case(TRAINERS, TRAINED, _trainers))
     return made
 
 
@@ -217,7 +117,7 @@ class Chain:
         self._layers = [
             stack.rpc.remote("worker1", Layer, args=(number,)) for number in range(depth)
         ]
-        self._x = _input()
+        self._x = input_of_chain()
         self._optimizer: Any = None
         if with_step:
             references = [
@@ -225,7 +125,7 @@ class Chain:
                 for layer in self._layers
                 for one in self._of_layer(layer, parameter_references, stack.name)
             ]
-            self._optimizer = stack.optimizer(torch.optim.SGD, references, lr=_RATE)
+            self._optimizer = stack.optimizer(torch.optim.SGD, references, lr=RATE)
 
     def _of_layer(
         self, layer: Any, function: Callable[..., Any], name: str | None = None, *args: Any
@@ -240,7 +140,7 @@ class Chain:
             x = self._stack.rpc.rpc_sync(
                 "worker1", run_layer, args=(layer, torch.relu(x) if place else x)
             )
-        return _loss(x)
+        return loss_of(x)
 
     def __call__(self) -> None:
         """Run a forward and a backward pass, and a step."""
@@ -259,7 +159,7 @@ class Chain:
         x = self._x
         for place, twin in enumerate(twins):
             x = twin(torch.relu(x) if place else x)
-        _loss(x).backward()
+        loss_of(x).backward()
         with self._stack.autograd.context() as context:
             self._stack.backward(context, self.loss())
             found = [
@@ -270,7 +170,7 @@ class Chain:
                 self._optimizer.step(context)
         _compare(self._stack, found, [[one.grad for one in twin.parameters()] for twin in twins])
         if self._optimizer is not None:
-            torch.optim.SGD([one for twin in twins for one in twin.parameters()], lr=_RATE).step()
+            torch.optim.SGD([one for twin in twins for one in twin.parameters()], lr=RATE).step()
         now = [self._of_layer(layer, parameters) for layer in self._layers]
         _compare(self._stack, now, [[one.detach() for one in twin.parameters()] for twin in twins])
 
@@ -285,7 +185,7 @@ def _trainers(stack: Stack, workers: int) -> Pass:
     # Worker 0 is the server: while it waits for the trainers, its RPC threads answer their calls.
     layer = stack.rpc.RRef(Layer(0))
 
-    def run(passes: int = _TRAINED) -> list[Any]:
+    def run(passes: int = TRAINED) -> list[Any]:
         futures = [
             stack.rpc.rpc_async(f"worker{number}", train, args=(stack.name, layer, number, passes))
             for number in range(1, workers)
@@ -294,17 +194,9 @@ def _trainers(stack: Stack, workers: int) -> Pass:
 
     for number, found in enumerate(run(2), 1):
         own, server = Layer(number).linear, Layer(0).linear
-        _loss(server(torch.relu(own(_input())))).backward()
+        loss_of(server(torch.relu(own(input_of_chain())))).backward()
         _compare(stack, found, [[one.grad for one in twin.parameters()] for twin in (own, server)])
     return run
-
-
-def _input() -> Tensor:
-    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
-
-
-def _loss(result: Tensor) -> Tensor:
-    return result.square().mean()
 
 
 def _compare(

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import autograd_cases
+import autograd_stacks
 import timing
 import torch
 
@@ -72,7 +73,7 @@ def main() -> None:
     if rank == 0:
         chosen = [case for case in autograd_cases.cases(depths, workers) if case.operation in only]
         found = autograd_cases.measure(
-            [autograd_cases.stack_of("tensorpipe")], chosen, workers, rounds, burst_s
+            [autograd_stacks.stack_of("tensorpipe")], chosen, workers, rounds, burst_s
         )
         print(json.dumps({operation: asdict(one) for operation, (one,) in found.items()}))
     rpc.shutdown()

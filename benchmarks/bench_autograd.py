@@ -7,33 +7,30 @@ mpirun --bind-to none -n 3 python benchmarks/bench_autograd.py    (trainers and 
 from __future__ import annotations
 
 import argparse
-import time
-from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import autograd_cases
 import autograd_local
 import autograd_tensorpipe
+import benchmark_options
 import collective_goals
 import environment
 import report
-import rpc_cases
+import rpc_workers
 import timing
 import torch
-from autograd_cases import FEW, STEP, TRAINERS, Case, Chain, stack_of
+from autograd_cases import FEW, STEP, TRAINERS, Case
+from autograd_counts import memory_growth, messages_per_pass
+from autograd_stacks import BATCH, WIDTH, stack_of
 from collective_goals import Goal, judge_below
 from tabulate import tabulate
 
 import mpidist.comm
 import mpidist.rpc
-from mpidist.autograd import _get_debug_info, _message_counts
 
 _PLAN_SHARE, _PLAN_SHARE_SEVERAL, _SEVERAL = 0.10, 0.25, 3
 _GROWTH_MIB = 4.0
-_COUNTED = 20  # passes
-_PATIENCE_S = 30.0
 
 
 def _goal(operation: str, left: str, right: str, factor: float, at_least: bool) -> Goal:
@@ -91,7 +88,7 @@ def main() -> None:
     cases = [case for case in cases if not options.only or case.operation in options.only]
     if not cases:
         raise SystemExit(f"no case is named {', '.join(options.only)}")
-    rpc_cases.start("mpidist", group)
+    rpc_workers.start("mpidist", group)
     if group.rank == 0:
         print(f"{about['mpi_library']}, torch {about['torch']}, {group.size} ranks, {about['cpu']}")
         print(environment.binding(about), flush=True)
@@ -99,11 +96,11 @@ def main() -> None:
             _measure(plan, cases, group.size, about, options)
         finally:
             for rank in range(1, group.size):
-                mpidist.rpc.rpc_sync(f"worker{rank}", rpc_cases.begin, args=("leave",))
+                mpidist.rpc.rpc_sync(f"worker{rank}", rpc_workers.begin, args=("leave",))
     else:
         # The main thread sleeps, so that an idle worker leaves the cores to TensorPipe.
-        rpc_cases.follow_phases()
-    rpc_cases.end("mpidist", group)
+        rpc_workers.follow_phases()
+    rpc_workers.end("mpidist", group)
 
 
 def _measure(
@@ -138,8 +135,8 @@ def _measure(
         autograd_local.planning(plan.nodes, sources, plan.planning_rounds)
         for sources in (1, _SEVERAL)
     ]
-    messages = {name: _messages(name, workers) for name in ("mpidist", "smart")}
-    contexts = _contexts(plan.contexts, workers) if plan.contexts else {}
+    messages = {name: messages_per_pass(name, workers) for name in ("mpidist", "smart")}
+    contexts = memory_growth(plan.contexts, workers) if plan.contexts else {}
     results = [
         report.result_of(operation, 0, 0, [_joined(each) for each in found.values()])
         for operation, found in parts.items()
@@ -152,8 +149,8 @@ def _measure(
         "blocks": plan.blocks,
         "rounds": plan.rounds,
         "burst_s": plan.burst_s,
-        "layer": [autograd_cases.WIDTH, autograd_cases.WIDTH],
-        "batch": autograd_cases.BATCH,
+        "layer": [WIDTH, WIDTH],
+        "batch": BATCH,
         # A wrong result ends the run with an error before this line.
         "results_checked": True,
         "results": results,
@@ -174,65 +171,6 @@ def _measure(
 def _joined(parts: list[timing.Series]) -> timing.Series:
     """Return all blocks of a contender as one series."""
     return replace(parts[0], rounds_us=tuple(us for part in parts for us in part.rounds_us))
-
-
-def _messages(name: str, workers: int) -> dict[str, float]:
-    """Count the engine's messages of one pass over 4 layers and its context, on all workers."""
-    made = Chain(stack_of(name), 4, with_step=False)
-    made.check()
-    _wait_for_clean_up(workers)
-    before = _all_counts(workers)
-    autograd_cases.repeated(made, _COUNTED)
-    _wait_for_clean_up(workers)
-    sent = _all_counts(workers)
-    sent.subtract(before)
-    return {kind: count / _COUNTED for kind, count in sorted(sent.items()) if count}
-
-
-def _all_counts(workers: int) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for rank in range(workers):
-        total.update(mpidist.rpc.rpc_sync(f"worker{rank}", _message_counts))
-    return total
-
-
-def _contexts(count: int, workers: int) -> dict[str, float]:
-    """Train in ``count`` contexts in turn; return the growth of memory on the worker with the most.
-
-    Raises:
-        RuntimeError: A worker still holds entries of a context.
-    """
-    made = Chain(stack_of("mpidist"), 4, with_step=False)
-    # The first passes fill the memory pools.
-    autograd_cases.repeated(made, max(count // 5, 1))
-    before = [
-        mpidist.rpc.rpc_sync(f"worker{rank}", autograd_cases.resident_bytes)
-        for rank in range(workers)
-    ]
-    start = time.perf_counter()
-    autograd_cases.repeated(made, count)
-    seconds = time.perf_counter() - start
-    _wait_for_clean_up(workers)
-    after = [
-        mpidist.rpc.rpc_sync(f"worker{rank}", autograd_cases.resident_bytes)
-        for rank in range(workers)
-    ]
-    grown = max(late - early for late, early in zip(after, before, strict=True))
-    return {"contexts": count, "seconds": seconds, "growth_mib": grown / (1 << 20)}
-
-
-def _wait_for_clean_up(workers: int) -> None:
-    # Clean-up messages are one-way, so they may arrive after the pass has ended.
-    end = time.monotonic() + _PATIENCE_S
-    for rank in range(workers):
-        while any(
-            map(int, (left := mpidist.rpc.rpc_sync(f"worker{rank}", _get_debug_info)).values())
-        ):
-            if time.monotonic() > end:
-                raise RuntimeError(
-                    f"worker{rank} has something left of contexts that have ended: {left}"
-                )
-            time.sleep(1e-3)
 
 
 def _other_verdicts(
@@ -308,14 +246,8 @@ def _print(
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON"
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="see that it runs: few cases, few rounds, figures of no worth",
-    )
+    benchmark_options.add_output(parser)
+    benchmark_options.add_quick(parser)
     parser.add_argument(
         "--only",
         nargs="+",

@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import benchmark_options
 import collective_goals
 import environment
 import report
@@ -151,17 +151,8 @@ def _arguments() -> argparse.Namespace:
         "--sizes", nargs="+", type=parse_size, metavar="BYTES", help="multiples of 4: 8 64K 16M"
     )
     parser.add_argument("--rounds", type=int, help=f"for each case; {Plan.rounds} if not given")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path(__file__).parent / "results",
-        help="folder of the JSON and the plot",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="see that it runs: few sizes, few rounds, figures of no worth",
-    )
+    benchmark_options.add_output(parser, "JSON and the plot")
+    benchmark_options.add_quick(parser)
     return parser.parse_args()
 
 

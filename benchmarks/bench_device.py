@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import benchmark_options
 import collective_goals
 import devices
 import environment
@@ -314,17 +315,8 @@ def _arguments() -> argparse.Namespace:
         default="cuda",
         help="cpu: see that it runs, with the host as the device",
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path(__file__).parent / "results",
-        help="folder of the JSON and the plot",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="see that it runs: few sizes, few rounds, figures of no worth",
-    )
+    benchmark_options.add_output(parser, "JSON and the plot")
+    benchmark_options.add_quick(parser)
     return parser.parse_args()
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+import benchmark_options
 import environment
 import report
 import timing
@@ -95,7 +95,7 @@ def overlap(ways: Ways, numel: int) -> list[Contender]:
 
 
 def two_threads(ways: Ways, pool: ThreadPoolExecutor) -> list[Contender]:
-    """Run two threads with a group each, against one thread: microseconds for 200 calls per thread."""
+    """Run two threads with a group each, against one thread: microseconds of 200 calls a thread."""
     first, second = torch.zeros(2), torch.zeros(2)
 
     def loop(group: Any, tensor: torch.Tensor) -> None:
@@ -115,7 +115,7 @@ def two_threads(ways: Ways, pool: ThreadPoolExecutor) -> list[Contender]:
 
 
 def looks() -> list[Contender]:
-    """Run an operation's checks for torch's tools, which are off, in a loop, against an empty loop."""
+    """Run an operation's checks for torch's tools, which are off, against an empty loop."""
     turns, modes = range(_LOOKS), torch._C._len_torch_dispatch_stack
     found = torch.zeros(1)
 
@@ -174,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=_ROUNDS)
     parser.add_argument("--only", help="one case: looks, latency, overlap, two threads")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    benchmark_options.add_output(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     mpidist.comm.init()

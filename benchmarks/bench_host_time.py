@@ -18,9 +18,9 @@ import pstats
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+import benchmark_options
 import environment
 import report
 import torch
@@ -97,7 +97,7 @@ def step_of(module: torch.nn.Module, keeps_gradients: bool) -> Callable[[], None
 
 
 def best(steps: Sequence[Callable[[], None]], rounds: int) -> list[tuple[float, float]]:
-    """Return each step's shortest wall time and shortest CPU time of all threads, in microseconds."""
+    """Return each step's shortest wall time and shortest CPU time of all threads, in us."""
     for step in steps:
         for _ in range(5):
             step()
@@ -213,9 +213,7 @@ def _arguments() -> argparse.Namespace:
     kinds = ["views kept", "views", "copied back"]
     parser.add_argument("--gradients", nargs="+", default=kinds, choices=kinds)
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON"
-    )
+    benchmark_options.add_output(parser)
     parser.add_argument(
         "--profile",
         action="store_true",

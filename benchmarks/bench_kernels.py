@@ -10,12 +10,13 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import benchmark_options
 import devices
 import environment
 import kernel_cases
+import kernel_goals
 import kernel_report
 import powersgd_cases
 import report
@@ -95,8 +96,8 @@ def main() -> None:
     compressed = list(
         _printed(compressions(run, kernel_report.memory_rate(copied)), kernel_report.powersgd_row)
     )
-    verdicts = kernel_report.judge(copied, compressed)
-    print(f"\n{kernel_report.goals_table(verdicts)}", flush=True)
+    verdicts = kernel_goals.judge(copied, compressed)
+    print(f"\n{kernel_goals.goals_table(verdicts)}", flush=True)
     record = {
         "benchmark": "kernels",
         "environment": about,
@@ -185,17 +186,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--limit-s", type=float, default=float("inf"), help="begin no case after so many seconds"
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path(__file__).parent / "results",
-        help="folder of the JSON and the plot",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="see that it runs: few sizes, few rounds, figures of no worth",
-    )
+    benchmark_options.add_output(parser, "JSON and the plot")
+    benchmark_options.add_quick(parser)
     return parser.parse_args()
 
 

@@ -16,9 +16,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import benchmark_options
 import environment
 import report
 import torch
@@ -74,10 +74,8 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch's")
-    parser.add_argument(
-        "--quick", action="store_true", help="few parameters and steps: only shows that it runs"
-    )
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    benchmark_options.add_quick(parser)
+    benchmark_options.add_output(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     numel, steps = (1 << 14, 3) if options.quick else (_NUMEL, options.steps)

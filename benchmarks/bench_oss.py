@@ -10,36 +10,23 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+import benchmark_options
 import environment
 import report
 import state_bytes
 import timing
 import torch
 import torch.distributed as dist
+from oss_cases import WAYS, Peers, check, mlp, muons, optimizers
 from tabulate import tabulate
 from timing import Contender, Series
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
-import mpidist.comm
-from mpidist.optim import OSS
 from mpidist.zero.pieces import Gradients
-
-try:
-    from fairscale.optim import OSS as FairScaleOSS
-except ImportError:
-    FairScaleOSS = None
 
 _ROUNDS, _BURST_S = 15, 0.05
 _KERNELS: dict[str, dict[str, Any]] = {"loop": {"foreach": False}, "fused": {"fused": True}}
-_WAYS: dict[str, dict[str, Any]] = {
-    "mpidist": {},
-    "mpidist balanced": {"partition": "balanced"},
-    "mpidist flat": {"partition": "flat"},
-    "mpidist flat, one copy": {"partition": "flat", "one_copy": True},
-}
 # (case, faster contender, slower contender, smallest ratio)
 _GOALS = (
     ("Adam, loop", "mpidist", "FairScale on Gloo", 1.8),
@@ -52,81 +39,10 @@ _GOALS = (
 )
 
 
-class Peers:
-    """Process groups of the contenders."""
-
-    def __init__(self) -> None:
-        self.native = mpidist.comm.init()
-        dist.init_process_group("mpidist", init_method="mpi://")
-        self.ours = dist.group.WORLD
-        self.gloo = dist.new_group(backend="gloo")
-
-
-def mlp(depth: int, width: int, bias: bool = True) -> torch.nn.Module:
-    torch.manual_seed(0)
-    layers = [
-        layer
-        for _ in range(depth)
-        for layer in (torch.nn.Linear(width, width, bias), torch.nn.GELU())
-    ]
-    return torch.nn.Sequential(*layers, torch.nn.Linear(width, 10, bias))
-
-
-def with_gradients(model: torch.nn.Module) -> torch.nn.Module:
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator) * 1e-3
-    return model
-
-
-def optimizers(
-    peers: Peers, make: Callable[[], torch.nn.Module], **settings: Any
-) -> dict[str, Any]:
-    """Build each contender on a model of its own."""
-    adam = torch.optim.Adam
-    built: dict[str, Any] = {"unsharded": adam(with_gradients(make()).parameters(), **settings)}
-    if FairScaleOSS is not None:
-        built["FairScale on Gloo"] = FairScaleOSS(
-            with_gradients(make()).parameters(), adam, peers.gloo, **settings
-        )
-    for name, group in (("torch on Gloo", peers.gloo), ("torch on mpidist", peers.ours)):
-        built[name] = ZeroRedundancyOptimizer(
-            with_gradients(make()).parameters(),
-            adam,
-            process_group=group,
-            parameters_as_bucket_view=True,
-            **settings,
-        )
-    for name, way in _WAYS.items():
-        built[name] = OSS(
-            with_gradients(make()).parameters(), adam, peers.native, **way, **settings
-        )
-    return built
-
-
-def check(peers: Peers, built: dict[str, Any]) -> None:
-    """Step all contenders once.
-
-    Raises:
-        RuntimeError: A result differs from the unsharded optimizer's, or mpidist's by one bit.
-    """
-    for optimizer in built.values():
-        optimizer.step()
-    expected = built["unsharded"].param_groups[0]["params"]
-    for name, optimizer in built.items():
-        found = optimizer.param_groups[0]["params"]
-        is_right = all(
-            torch.equal(a, b) if name.startswith("mpidist") else torch.allclose(a, b)
-            for a, b in zip(found, expected, strict=True)
-        )
-        if not all(peers.native.all_gather_object(is_right)):
-            raise RuntimeError(f"{name}: wrong parameters after a step")
-
-
 def parts_of(peers: Peers, built: dict[str, Any]) -> list[Contender]:
-    """Return a step's parts: the base optimizer, the gather, and a copy of the other shards' bytes."""
+    """Return a step's parts: base optimizer, gather, and a copy of the other shards' bytes."""
     found = []
-    for name in _WAYS:
+    for name in WAYS:
         oss = built[name]
         if not oss._shards.steps_parameters:
             Gradients(oss._shards.pieces, []).attach()
@@ -139,22 +55,6 @@ def parts_of(peers: Peers, built: dict[str, Any]) -> list[Contender]:
     source, target = (torch.ones(plan.numel - own) for _ in range(2))
     found.append(_contender("copy of the others' shards", lambda: target.copy_(source)))
     return found
-
-
-def muons(peers: Peers, depth: int, width: int) -> dict[str, Any]:
-    """Build Muon over matrices: each step computes matrix products, which sharding divides."""
-    built: dict[str, Any] = {}
-    for name, make in (
-        ("unsharded", lambda parameters: torch.optim.Muon(parameters, lr=1e-3)),
-        (
-            "mpidist balanced",
-            lambda parameters: OSS(
-                parameters, torch.optim.Muon, peers.native, partition="balanced", lr=1e-3
-            ),
-        ),
-    ):
-        built[name] = make(with_gradients(mlp(depth, width, bias=False)).parameters())
-    return built
 
 
 def consolidations(built: dict[str, Any]) -> Iterator[Contender]:
@@ -223,7 +123,7 @@ def overheads(results: list[dict[str, Any]]) -> dict[str, float]:
     }
     for kernel in _KERNELS:
         whole, parts = cases[f"Adam, {kernel}"], cases[f"parts of Adam, {kernel}"]
-        for name in _WAYS:
+        for name in WAYS:
             rest = whole[name] - parts[f"{name}: base optimizer"]
             found[f"Adam, {kernel}: {name}"] = rest / parts["copy of the others' shards"]
     return found
@@ -232,10 +132,8 @@ def overheads(results: list[dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=_ROUNDS)
-    parser.add_argument(
-        "--quick", action="store_true", help="a small model and few rounds: only shows that it runs"
-    )
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    benchmark_options.add_quick(parser)
+    benchmark_options.add_output(parser)
     options = parser.parse_args()
     rounds, burst_s = (2, 0.001) if options.quick else (options.rounds, _BURST_S)
     depth, width = (2, 64) if options.quick else (8, 1024)

@@ -12,9 +12,9 @@ import argparse
 import os
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
+import benchmark_options
 import environment
 import report
 import torch
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument(
         "--link", default=os.environ.get("MPIDIST_LINK", "node"), help="named in the record"
     )
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    benchmark_options.add_output(parser)
     options = parser.parse_args()
     group = comm.init()
     made = {way: trainer(group, overlaps, options) for way, overlaps in _WAYS.items()}

@@ -15,22 +15,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import benchmark_options
 import environment
+import process_memory
 import report
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
+from oss_state_report import goals, show
 
 import mpidist.comm
 from mpidist.zero.optimizer import OSS
-
-# Ratios to FairScale's speed.
-_GOALS = {"used again": 8.0, "fresh": 6.0}
-# Share of a step.
-_EXPOSED_GOAL = 0.1
 
 
 class Model:
@@ -61,10 +57,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--quick", action="store_true", help="few parameters and rounds: only shows that it runs"
-    )
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    benchmark_options.add_quick(parser)
+    benchmark_options.add_output(parser)
     options = parser.parse_args()
     if options.quick:
         options.width, options.batch, options.rounds = 64, 4, 2
@@ -217,9 +211,9 @@ def memory(group: Any, model: Model) -> dict[str, Any]:
         # Rank 0 allocates new memory.
         held = optimizer.state_dict() if group.rank == 0 else None
         group.barrier()
-        before = _resident_mib("VmRSS") if _reset_peak() else None
+        before = process_memory.resident_mib() if process_memory.reset_peak() else None
         optimizer.consolidate_state_dict(recipient)
-        peak = _resident_mib("VmHWM")
+        peak = process_memory.peak_mib()
         del held
         added[name] = group.all_gather_object(None if before is None else round(peak - before, 1))
         optimizer.consolidate_state_dict(0)
@@ -267,68 +261,6 @@ def timed(group: Any, call: Callable[[], Any]) -> float:
     passed = torch.tensor([1e3 * (time.perf_counter() - start)], dtype=torch.float64)
     group.all_reduce(passed, "max")
     return float(passed)
-
-
-def goals(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the verdict of each goal."""
-    times = {name: statistics.median(values) for name, values in record["consolidation_ms"].items()}
-    theirs = times.get("FairScale on Gloo")
-    found = []
-    for name, least in _GOALS.items():
-        ratio = None if theirs is None else theirs / times[name]
-        goal = f"consolidation into memory {name}: {least:g} x FairScale's"
-        found.append({"goal": goal, "value": ratio, "reached": _at_least(ratio, least)})
-    for one in record["save"]:
-        exposed = one["exposed, of each step"]
-        goal = (
-            f"at most {_EXPOSED_GOAL:.0%} of a step exposed while state is "
-            f"{'written' if one['to a file'] else 'consolidated'}"
-        )
-        found.append({"goal": goal, "value": exposed, "reached": exposed <= _EXPOSED_GOAL})
-    return found
-
-
-def show(record: dict[str, Any]) -> None:
-    """Print the tables."""
-    rows = [
-        (name, statistics.median(values), min(values), max(values))
-        for name, values in record["consolidation_ms"].items()
-    ]
-    print(f"{record['parameters']} parameters, {record['environment']['ranks']} ranks")
-    print(tabulate(rows, ("consolidation", "ms, median", "least", "most"), floatfmt=".1f"))
-    print(tabulate(record["memory_mib"].items(), ("MiB of each rank", "")))
-    print(
-        tabulate(
-            [list(one.values()) for one in record["save"]], list(record["save"][0]), floatfmt=".2f"
-        )
-    )
-    print(
-        tabulate(
-            [list(one.values()) for one in record["goals"]],
-            ("goal", "value", "reached"),
-            floatfmt=".2f",
-        )
-    )
-
-
-def _at_least(value: float | None, least: float) -> bool | None:
-    return None if value is None else value >= least
-
-
-def _reset_peak() -> bool:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def _resident_mib(name: str) -> float:
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return float("nan")
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def measure(raw: Any, model: cases.Model, options: argparse.Namespace) -> traini
 def _require_nothing_lost(
     model: cases.Model, name: str, state: ddp.PowerSGDState, by_name: dict[str, Any]
 ) -> None:
-    """Run one more step: its sent part and its error must add up to the average plus the old error."""
+    """Require that the next step's sent part and error add up to the average plus the old error."""
     before = state.consolidated().error_dict
     by_name[name].calls[0]()
     after = state.consolidated().error_dict

@@ -14,12 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import benchmark_options
 import environment
 import numpy as np
 import report
 import rpc_cases
 import rpc_goals
 import rpc_run
+import rpc_workers
 import timing
 import torch
 from tabulate import tabulate
@@ -50,7 +52,7 @@ def main() -> None:
     )
     if not cases:
         raise SystemExit(f"no case is named like {', '.join(options.only)}")
-    names = [name for name in rpc_cases.modules() if options.tensorpipe or name != "tensorpipe"]
+    names = [name for name in rpc_workers.modules() if options.tensorpipe or name != "tensorpipe"]
     run = rpc_run.Run(MPI.COMM_SELF, settings, cases, names, measures_threads=not options.only)
     blocks = [
         partial(rpc_run.floor_block, MPI.COMM_WORLD, run),
@@ -113,12 +115,8 @@ def _threads_table(busy: dict[str, dict[str, float]], idle: dict[str, float]) ->
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="check that all runs: figures without meaning"
-    )
+    benchmark_options.add_output(parser)
+    benchmark_options.add_quick(parser)
     parser.add_argument(
         "--only",
         nargs="+",

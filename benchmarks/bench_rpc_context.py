@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rpc_cases import echo, noop
+from rpc_workers import echo, noop
 from tabulate import tabulate
 
 import mpidist.comm

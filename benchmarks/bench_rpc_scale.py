@@ -9,9 +9,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,20 +16,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import benchmark_options
 import environment
 import numpy as np
+import process_memory
 import report
-import rpc_cases
+import rpc_workers
+import scaling_jobs
 import torch
-from rpc_cases import noop
+from rpc_workers import noop
 from tabulate import tabulate
 
 import mpidist.comm
-from mpidist.comm.mpi.launcher_env import without_launcher
-
-_MI = 1 << 20
-# A job has this long to end after SIGTERM.
-_END_S = 15.0
 
 
 def main() -> None:
@@ -77,14 +72,14 @@ def _measure(name: str, group: Any, window_s: float) -> dict[str, Any]:
     Collective: over ``group``.
     """
     # The start is measured without imports.
-    rpc_cases.modules()
-    before = _resident_bytes()
+    rpc_workers.modules()
+    before = process_memory.resident_mib()
     group.barrier()
     start = time.perf_counter()
-    rpc = rpc_cases.start(name, group)
+    rpc = rpc_workers.start(name, group)
     started_s = time.perf_counter() - start
     group.barrier()
-    resident = _resident_bytes() - before
+    resident = process_memory.resident_mib() - before
     # Each rank begins with its neighbor, so that the first calls go to different ranks.
     others = [f"worker{(group.rank + step) % group.size}" for step in range(1, group.size)]
     # The first call of each pair sets up memory; the rate does not include this.
@@ -95,7 +90,7 @@ def _measure(name: str, group: Any, window_s: float) -> dict[str, Any]:
     in_turn = itertools.cycle(others)
     calls_s = _for_a_while(lambda: rpc.rpc_sync(next(in_turn), noop), window_s)
     group.barrier()
-    called = _resident_bytes() - before
+    called = process_memory.resident_mib() - before
     start = time.perf_counter()
     rpc.shutdown()
     ended_s = time.perf_counter() - start
@@ -107,9 +102,9 @@ def _measure(name: str, group: Any, window_s: float) -> dict[str, Any]:
     return {
         "start_s": max(starts),
         "shutdown_s": max(ends),
-        "resident_mib": float(np.median(residents)) / _MI,
-        "resident_most_mib": max(residents) / _MI,
-        "resident_after_calls_mib": float(np.median(after_calls)) / _MI,
+        "resident_mib": float(np.median(residents)),
+        "resident_most_mib": max(residents),
+        "resident_after_calls_mib": float(np.median(after_calls)),
         "async_calls_per_s": sum(len(others) * len(each) / sum(each) for each in rounds),
         "async_rounds_least": min(map(len, rounds)),
         "sync_calls_per_s": sum(len(each) / sum(each) for each in calls),
@@ -136,13 +131,6 @@ def _for_a_while(run: Callable[[], object], seconds: float) -> list[float]:
     return times_s
 
 
-def _resident_bytes() -> int:
-    """Return the resident memory of this process (Linux)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (kib,) = (int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
-    return kib << 10
-
-
 # Jobs in sequence.
 
 
@@ -153,14 +141,14 @@ def _run_jobs(options: argparse.Namespace) -> None:
             passed = ["--output", folder, "--window-s", str(options.window_s)]
             passed += ["--tensorpipe"] * options.tensorpipe + ["--quick"] * options.quick
             command = [
-                *_launcher(options.launcher),
+                *scaling_jobs.start_of(options.launcher, ("--oversubscribe",)),
                 "-n",
                 str(ranks),
                 sys.executable,
                 __file__,
                 *passed,
             ]
-            status = run_limited(command, options.limit_s)
+            status, _ = scaling_jobs.run_limited(command, {}, options.limit_s)
             written = list(Path(folder).glob("*.json"))
             if status == 0 and written:
                 records.append(json.loads(written[0].read_text(encoding="utf-8")))
@@ -178,38 +166,6 @@ def _run_jobs(options: argparse.Namespace) -> None:
     print(f"\nwritten to {options.output.name}: {path.name}", flush=True)
     if missed:
         raise SystemExit(1)
-
-
-def _launcher(text: str | None) -> list[str]:
-    """Return the words of the launcher's command.
-
-    Without a text: the mpirun in the folder of this Python, or else the one on PATH.
-    """
-    if text is not None:
-        return shlex.split(text)
-    beside = Path(sys.executable).with_name("mpirun")
-    return [str(beside) if beside.exists() else "mpirun", "--oversubscribe"]
-
-
-def run_limited(command: Sequence[str], limit_s: float) -> int | None:
-    """Run a command without its output; return its status, or None after ``limit_s``."""
-    job = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        env=without_launcher(os.environ),
-    )
-    try:
-        return job.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        # The launcher ends its ranks before itself.
-        job.terminate()
-        try:
-            job.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            job.kill()
-            job.wait()
-        return None
 
 
 def _print(jobs: Sequence[dict[str, Any]]) -> None:
@@ -252,12 +208,8 @@ def _arguments() -> argparse.Namespace:
         "--window-s", type=float, default=1.5, help="how long all call all, in each of the two ways"
     )
     parser.add_argument("--tensorpipe", action="store_true", help="measure TensorPipe, too")
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="see that it runs: figures of no worth"
-    )
+    benchmark_options.add_output(parser)
+    benchmark_options.add_quick(parser)
     return parser.parse_args()
 
 

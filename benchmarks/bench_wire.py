@@ -11,9 +11,9 @@ import os
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle, pairwise
-from pathlib import Path
 from typing import Any
 
+import benchmark_options
 import devices
 import environment
 import report
@@ -31,7 +31,7 @@ _ALONE = "int8, no network"
 
 
 class Shared:
-    """Flat buffer, this rank's shard, and two masters in alternation, so each share has a change."""
+    """Flat buffer, this rank's shard, and two alternating masters, so each share has a change."""
 
     def __init__(self, group: Any, numel: int, device: torch.device) -> None:
         part = -(-numel // group.size // 64) * 64
@@ -55,7 +55,7 @@ class Shared:
         return partial(self.group.all_gather, self.parts, self.parts[self.group.rank])
 
     def arithmetic(self) -> Callable[[], object]:
-        """Return a call with the arithmetic of an int8 share, at the same sizes, without sending."""
+        """Return a call with the arithmetic of an int8 share of the same size, without sending."""
         masters, own = cycle(self.masters), self.parts[self.group.rank]
         q = torch.empty(own.numel(), dtype=torch.int8, device=own.device)
         scales = torch.empty(blocks_in(own.numel()), device=own.device)
@@ -179,9 +179,7 @@ def _arguments() -> argparse.Namespace:
         default=os.environ.get("MPIDIST_LINK", ""),
         help="name of the network, for the record",
     )
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON"
-    )
+    benchmark_options.add_output(parser)
     return parser.parse_args()
 
 

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import benchmark_options
 import environment
 import numpy as np
 import report
@@ -257,7 +258,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--launcher", help="command up to -n; mpirun --oversubscribe --bind-to none if omitted"
     )
-    parser.add_argument("--output", type=Path, default=_HERE / "results", help="folder of the JSON")
+    benchmark_options.add_output(parser)
     return parser.parse_args()
 
 

@@ -9,7 +9,7 @@ terms, each multiplied by a non-negative parameter:
 - the latency of a message, once per consecutive message: log2 p times within a node, log2 n times
   between nodes;
 - bytes that a rank copies and adds: log2 p · N for short messages (recursive doubling),
-  2·(p-1)/p · N for long ones (reduce-scatter and all-gather; half of that for one of the two alone);
+  2·(p-1)/p · N for long ones (reduce-scatter and all-gather; half of that for only one of them);
 - bytes on a node's link, which its p ranks share: p · 2·(n-1)/n · N, over the link's rate.
 
 MPI uses different algorithms and protocols for short and long messages, so a fit has up to three

@@ -96,6 +96,14 @@ def library_name(record: dict[str, Any]) -> str:
     return "".join(record["mpi_library"].split()[:-1]).lower()
 
 
+def machine_identity() -> str:
+    """Return an identity of the machine that is equal in separate network namespaces."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
+
+
 def _nodes(comm: Any) -> int:
     from mpi4py import MPI
 

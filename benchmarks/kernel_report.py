@@ -11,7 +11,6 @@ import kernel_cases as copies
 import powersgd_cases as powersgd
 from collective_goals import format_bytes
 from matplotlib.figure import Figure
-from tabulate import tabulate
 from timing import Series, compare
 
 _MI = 1 << 20
@@ -143,93 +142,6 @@ def powersgd_row(result: dict[str, Any]) -> str:
     return (
         f"PowerSGD {result['tensors_of']:10} rank {result['rank']} ms:  "
         f"{'  '.join(parts)}{on_device}{fewest}"
-    )
-
-
-# --- goals ---
-
-
-def judge(
-    copied: Sequence[dict[str, Any]], compressed: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Compare a run with its goals; a missed goal fails nothing."""
-    large = [
-        result
-        for result in copied
-        if result["operation"] in ("pack", "unpack") and result["size_bytes"] >= 16 * _MI
-    ]
-    shares = {
-        _copy_case(result): result["contenders"][copies.OURS]["over_copy"] for result in large
-    }
-    verdicts = [
-        _verdict("pack, unpack ≥ 0.85 of the device copy's rate, from 16 MiB", shares, 0.85, True)
-    ]
-    for name in (powersgd.OURS, powersgd.KERNELS):
-        factors = {
-            f"{result['tensors_of']}, rank {result['rank']}": result["contenders"][name][
-                "torchs_over_it"
-            ]
-            for result in compressed
-            if result["rank"] == 4 and result["tensors_of"] in ("ResNet-50", "GPT-2")
-        }
-        verdicts.append(
-            _verdict(f"PowerSGD, rank 4: time of torch's hook over {name} ≥ 3", factors, 3, True)
-        )
-    counts = {
-        f"{result['tensors_of']}, rank {result['rank']}": float(
-            max(result["launches_per_bucket"].values())
-        )
-        for result in compressed
-        if None not in result["launches_per_bucket"].values()
-    }
-    verdicts.append(_verdict("PowerSGD: launches of our kernels a bucket ≤ 6", counts, 6, False))
-    return verdicts
-
-
-def _verdict(
-    goal: str, values: Mapping[str, float], bound: float, at_least: bool
-) -> dict[str, Any]:
-    if not values:
-        return {
-            "goal": goal,
-            "verdict": "not measured",
-            "worst": None,
-            "worst_case": "",
-            "missed": [],
-        }
-    missed = [
-        case for case, value in values.items() if (value < bound if at_least else value > bound)
-    ]
-    worst = min(values, key=values.__getitem__) if at_least else max(values, key=values.__getitem__)
-    verdict = "not reached" if missed else "reached"
-    return {
-        "goal": goal,
-        "verdict": verdict,
-        "worst": values[worst],
-        "worst_case": worst,
-        "missed": missed,
-    }
-
-
-def _copy_case(result: dict[str, Any]) -> str:
-    return (
-        f"{result['operation']}, {result['tensors_of']}, {result['dtypes']}, "
-        f"{format_bytes(result['size_bytes'])}"
-    )
-
-
-def goals_table(verdicts: Sequence[dict[str, Any]]) -> str:
-    """Return the table of the goals."""
-    rows = [
-        (
-            one["goal"],
-            "" if one["worst"] is None else f"{one['worst']:.2f} ({one['worst_case']})",
-            one["verdict"],
-        )
-        for one in verdicts
-    ]
-    return tabulate(
-        rows, ("to reach", "worst", "verdict"), tablefmt="simple", disable_numparse=True
     )
 
 

@@ -13,13 +13,13 @@ Letters: n × m a matrix; r the approximation's rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from gradient_lists import Shape
+from kernel_launches import most_launches
 from timing import Contender
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
@@ -29,7 +29,7 @@ from mpidist.ddp.hooks.lowrank import Factors
 from mpidist.ddp.hooks.powersgd import powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.plan import assign
-from mpidist.kernels import accumulate, pack, powersgd, powersgd_launches
+from mpidist.kernels import powersgd
 
 Tensor = torch.Tensor
 
@@ -71,12 +71,12 @@ def case(
     buckets = buckets_of(shapes, bucket_bytes, device)
     factors = [found for bucket in buckets if (found := _factors(bucket, rank)) is not None]
     _check_kernels(name, factors)
-    launches = {KERNELS: _most_launches([_stages_of(one) for one in factors], device)}
+    launches = {KERNELS: most_launches([_stages_of(one) for one in factors], device)}
     ours, theirs, batched = (
         _hook(kind, shapes, bucket_bytes, rank, device) for kind in (OURS, THEIRS, BATCHED)
     )
     _check_hooks(name, [ours, theirs, batched])
-    launches[OURS] = _most_launches([_one_bucket(ours, bucket) for bucket in ours.buckets], device)
+    launches[OURS] = most_launches([_one_bucket(ours, bucket) for bucket in ours.buckets], device)
     matrices = [x for one in factors for x in one.bucket.matrices]
     return Case(
         name,
@@ -289,38 +289,3 @@ def _check_hooks(name: str, hooks: Sequence[Hook]) -> None:
         raise RuntimeError(
             f"{name}: the hooks leave out different shares of the gradients: {shares}"
         )
-
-
-# --- launches ---
-
-
-def _most_launches(calls: Sequence[Callable[[], None]], device: torch.device) -> int | None:
-    """Return the largest number of mpidist's kernels in one call; each call has one bucket."""
-    if device.type != "cuda":
-        return None
-    most = 0
-    for call in calls:
-        with _counted() as launched:
-            call()
-        most = max(most, len(launched))
-    return most
-
-
-@contextmanager
-def _counted() -> Iterator[list[str]]:
-    """Record the names of mpidist's kernels launched within the block."""
-    launched: list[str] = []
-    modules: tuple[Any, ...] = (accumulate, pack, powersgd_launches)
-    launch = powersgd_launches.launch
-
-    def noted(file: str, name: str, *args: Any, **options: Any) -> None:
-        launched.append(name)
-        launch(file, name, *args, **options)
-
-    try:
-        for module in modules:
-            module.launch = noted
-        yield launched
-    finally:
-        for module in modules:
-            module.launch = launch

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import rpc_cases
+import rpc_workers
 from collective_goals import Goal, format_bytes, judge, judge_below
 from rpc_cases import Case
 
@@ -75,7 +76,7 @@ def _data_only(case: Case) -> Goal:
     """Return the bound on a call between data-only workers over one between other workers."""
     operation, size = case.operation, case.size_bytes
     text = f"{_named(operation, size)}: data only over what may be pickles ≤ 1.3"
-    return _ratio(text, (operation, size), rpc_cases.DATA_ONLY, "mpidist", 1.3)
+    return _ratio(text, (operation, size), rpc_workers.DATA_ONLY, "mpidist", 1.3)
 
 
 def _faster(operation: str, size: int, factor: float) -> Goal:

@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import rpc_cases
+import rpc_workers
 import timing
-from rpc_cases import Case, SeriesKey, begin, end_of_phase, follow_phases, noop
+from rpc_cases import Case, SeriesKey
 from rpc_goals import FLOOR, PING_PONG
+from rpc_workers import begin, end_of_phase, follow_phases, noop
 from timing import Contender
 
 _KI, _MI = 1 << 10, 1 << 20
@@ -129,7 +131,7 @@ def floor_block(comm: Any, run: Run) -> None:
 
     floor = rpc_floor.Floor(comm)
     if comm.Get_rank() == 0:
-        if floor.rpc_sync(1, rpc_cases.one) != 1:
+        if floor.rpc_sync(1, rpc_workers.one) != 1:
             raise RuntimeError("wrong result of the floor")
         run.time(SeriesKey(FLOOR, "no-op", 0), partial(floor.rpc_sync, 1, noop))
         for rank in range(1, comm.Get_size()):
@@ -159,7 +161,7 @@ def contender_block(name: str, group: Any, run: Run) -> None:
     Collective: over ``group``.
     """
     # TensorPipe's threads never sleep: a contender that stayed up would take cores from the next.
-    rpc = rpc_cases.start(name, group)
+    rpc = rpc_workers.start(name, group)
     if group.rank == 0:
         try:
             run.measure(name, rpc)
@@ -168,7 +170,7 @@ def contender_block(name: str, group: Any, run: Run) -> None:
                 rpc.rpc_sync(f"worker{rank}", begin, args=("leave",))
     else:
         follow_phases()
-    rpc_cases.end(name, group)
+    rpc_workers.end(name, group)
 
 
 def _busy_callee(rpc: Any, settings: Settings) -> dict[str, float]:
@@ -191,4 +193,4 @@ def _idle_share(rpc: Any, settings: Settings) -> float:
     """Return the share of a core that a worker without calls uses."""
     rpc.rpc_sync("worker1", begin, args=("idle", settings.settle_s, settings.idle_s))
     time.sleep(settings.settle_s + settings.idle_s + 0.1)
-    return float(rpc.rpc_sync("worker1", rpc_cases.idle_share))
+    return float(rpc.rpc_sync("worker1", rpc_workers.idle_share))

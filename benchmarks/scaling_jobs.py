@@ -42,15 +42,18 @@ def plain(ranks: int, passed: Sequence[str], launcher: str | None = None) -> Job
     )
 
 
-def start_of(launcher: str | None) -> list[str]:
+def start_of(
+    launcher: str | None, options: Sequence[str] = ("--oversubscribe", "--bind-to", "none")
+) -> list[str]:
     """Return the words of a launcher up to ``-n``.
 
-    Without a text: the mpirun in the folder of this Python, or else the one on PATH.
+    Without a text: the mpirun in the folder of this Python, or else the one on PATH, with
+    ``options``.
     """
     if launcher is not None:
         return shlex.split(launcher)
     beside = Path(sys.executable).with_name("mpirun")
-    return [str(beside) if beside.exists() else "mpirun", "--oversubscribe", "--bind-to", "none"]
+    return [str(beside) if beside.exists() else "mpirun", *options]
 
 
 def on_link(link: str, ranks_per_node: int, passed: Sequence[str], mpich: Path) -> Job:
@@ -103,7 +106,7 @@ def run(job: Job, limit_s: float) -> tuple[list[dict[str, Any]], str | None]:
 
 
 def _reason(said: str) -> str:
-    """Return the line of stderr with the likely cause: the first error, not the launcher's summary."""
+    """Return the line of stderr with the likely cause: the first error, not the summary."""
     lines = [
         re.sub(r"^\[rank \d+\] ", "", line).strip() for line in said.splitlines() if line.strip()
     ]

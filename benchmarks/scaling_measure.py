@@ -7,17 +7,15 @@ and Gropp (2005).
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import devices
 import environment
 import numpy as np
-import psutil
+import process_memory
 import timing
 import torch
 import torch.distributed as dist
@@ -55,7 +53,7 @@ def run(options: Any) -> dict[str, Any] | None:
     raw = MPI.COMM_WORLD.Dup()
     group = native_group(None)
     about = environment.describe(raw, device)
-    machines = raw.allgather(_machine())
+    machines = raw.allgather(environment.machine_identity())
     cores = len(set().union(*(set(own) for own in about["cores_of_ranks"])))
     on_one = max(machines.count(machine) for machine in machines)
     if len(set(group._comm.nodes)) > 1 and not options.link:
@@ -129,7 +127,7 @@ def collectives(
 
 
 def _call(operation: str, nbytes: int, group: Any, device: torch.device) -> Any:
-    """Return a pass's calls and their memory; None, on all ranks, if the operation is unavailable."""
+    """Return a pass's calls and their memory; None, on all ranks, if unavailable."""
     whole = max(nbytes // 4, 1)
     part = max(whole // group.size, 1)
     if operation == "barrier":
@@ -207,7 +205,7 @@ def network(text: str) -> cases.Model:
 def training(
     raw: Any, text: str, options: Any, device: torch.device, memory: Any
 ) -> tuple[list[dict[str, Any]], Any]:
-    """Measure one network, weak and strong: steps with each hook and without communication, and when buckets are ready."""
+    """Measure one network, weak and strong: steps by hook, and readiness of the buckets."""
     size = raw.Get_size()
     width = int(text.split("x")[0])
     made = []
@@ -289,29 +287,15 @@ def memory_of(
     raw: Any, model: cases.Model, batch: torch.Tensor, options: Any, device: torch.device
 ) -> dict[str, Any]:
     """Return the largest memory of a rank, in MiB: before the model, and in DDP after two steps."""
-    before = resident_mib()
+    before = process_memory.resident_and_shared_mib()
     net = with_hook(model, "none", options.bucket_cap_mb)
     # This makes two steps.
     cases.contender("memory", net, batch)
     own = (
         *before,
-        *resident_mib(),
+        *process_memory.resident_and_shared_mib(),
         torch.cuda.max_memory_allocated() / _MI if device.type == "cuda" else 0.0,
     )
     names = ("rss_before_mib", "pss_before_mib", "rss_mib", "pss_mib", "device_mib")
     most = dict(zip(names, map(max, zip(*raw.allgather(own), strict=True)), strict=True))
     return {"network": model.name, "batch": len(batch), **most}
-
-
-def resident_mib() -> tuple[float, float]:
-    """Return this process's resident memory and its proportional share (PSS), in MiB."""
-    info = psutil.Process().memory_full_info()
-    return info.rss / _MI, getattr(info, "pss", info.rss) / _MI
-
-
-def _machine() -> str:
-    """Return an identity of the machine that is equal in separate network namespaces."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return os.uname().nodename

@@ -62,7 +62,7 @@ def points_of(records: Iterable[Mapping[str, Any]]) -> list[Point]:
 
 
 def fitted(records: Sequence[Mapping[str, Any]]) -> tuple[Model, list[dict[str, Any]]]:
-    """Fit a model to a part of the records' points; return the model and its errors on the others."""
+    """Fit a model to a part of the points; return the model and its errors on the others."""
     fits: dict[str, dict[str, Fit]] = {}
     errors: list[dict[str, Any]] = []
     points = points_of(records)

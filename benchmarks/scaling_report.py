@@ -1,4 +1,4 @@
-"""Report on jobs of several sizes: tables, JSON and plot, with predictions apart from measurements."""
+"""Report on jobs of several sizes: tables, JSON and plot; predictions apart from measurements."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import environment
 import report
 import scaling_advice
+import scaling_answer
 import scaling_model as models
 import scaling_plot
 from collective_goals import format_bytes
@@ -46,7 +47,7 @@ def write(records: Sequence[dict[str, Any]], missed: Mapping[str, str], output: 
     path = output / f"scaling-{environment.library_name(jobs[0]['environment'])}.json"
     report.write_json(finite(record), path)
     scaling_plot.draw(record, path.with_suffix(".png"))
-    texts = [text_of(record), scaling_advice.text_of(pays)]
+    texts = [text_of(record), scaling_answer.text_of(pays)]
     return "\n\n".join(
         [*texts, f"written to {output.name}: {path.name} and {path.with_suffix('.png').name}"]
     )

@@ -19,20 +19,14 @@ import math
 import os
 import socket
 import statistics
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-_COLLECTIVES = (
-    "Allreduce", "allreduce", "Allgather", "allgather", "Allgatherv", "Bcast", "bcast", "Barrier",
-    "Gather", "gather", "Scatter", "scatter", "Alltoall", "alltoall", "Reduce",
-    "Reduce_scatter_block", "Iallreduce", "Ibarrier", "Iallgather", "Ibcast",
-)  # fmt: skip
-_MESSAGES = ("Send", "Isend", "Ssend", "Issend", "send", "isend", "Sendrecv", "sendrecv")
-_MAKERS = ("Dup", "Split", "Split_type", "Create_group")
+import process_memory
+from counted_communicator import counted, counts_by_kind
 
 
 def run(options: argparse.Namespace) -> None:
@@ -85,13 +79,13 @@ def _mpidist(options: argparse.Namespace) -> None:
         "ready_s": _age_s(),
         "cpu_s": time.process_time(),
         **_held(),
-        **_counted(counts, "group"),
+        **counts_by_kind(counts, "group"),
     }
     net = DistributedDataParallel(torch.nn.Linear(256, 256))
     net(torch.zeros(1, 256)).sum().backward()
-    own |= {f"ddp_{name}": value for name, value in {"s": _age_s(), **_held()}.items()} | _counted(
-        counts, "ddp"
-    )
+    own |= {
+        f"ddp_{name}": value for name, value in {"s": _age_s(), **_held()}.items()
+    } | counts_by_kind(counts, "ddp")
     about = {"nodes": len(set(group._comm.nodes)), "cores": len(os.sched_getaffinity(0))}
     host, port = group.all_gather_object(_free_address(about["nodes"]))[0]
     rank, size = group.rank, group.size
@@ -123,62 +117,14 @@ def _free_address(nodes: int) -> tuple[str, int]:
 
 def _held() -> dict[str, float]:
     """Return this process's RSS and PSS in MiB, open files and threads (Linux)."""
-    kib = {}
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
-        name, _, value = line.partition(":")
-        kib[name] = int(value.split()[0])
+    rss_mib, pss_mib = process_memory.resident_and_shared_mib()
     return {
-        "rss_mib": kib["Rss"] / 1024,
-        "pss_mib": kib["Pss"] / 1024,
+        "rss_mib": rss_mib,
+        "pss_mib": pss_mib,
         # One file is the folder itself.
         "files": len(os.listdir("/proc/self/fd")) - 1,
         "threads": len(os.listdir("/proc/self/task")),
     }
-
-
-def counted(comm: Any, counts: collections.Counter[str]) -> Any:
-    """Return a communicator like ``comm`` that counts collectives, new communicators, and sends.
-
-    Communicators derived from it count, too.
-    """
-    base = type(comm)
-    lock = threading.Lock()
-
-    def count(kind: str, name: str) -> None:
-        with lock:
-            counts[f"{kind} {name}"] += 1
-
-    def counting(kind: str, name: str) -> Any:
-        call = getattr(base, name)
-
-        def method(self: Any, *args: Any, **options: Any) -> Any:
-            count(kind, name)
-            made = call(self, *args, **options)
-            return kind_of(made) if kind == "maker" and made else made
-
-        return method
-
-    def idup(self: Any) -> Any:
-        count("maker", "Idup")
-        made, request = base.Idup(self)
-        # The handle can be copied after the request has completed.
-        request.Wait()
-        return kind_of(made), request
-
-    methods = {name: counting("collective", name) for name in _COLLECTIVES if hasattr(base, name)}
-    methods |= {name: counting("message", name) for name in _MESSAGES} | {
-        name: counting("maker", name) for name in _MAKERS
-    }
-    kind_of: Any = type("Counted", (base,), {**methods, "Idup": idup})
-    return kind_of(comm)
-
-
-def _counted(counts: collections.Counter[str], when: str) -> dict[str, float]:
-    """Return this rank's calls so far by kind."""
-    kinds: collections.Counter[str] = collections.Counter()
-    for name, number in counts.items():
-        kinds[name.split()[0]] += number
-    return {f"{when}_{kind}s": float(kinds[kind]) for kind in ("collective", "maker", "message")}
 
 
 def _write(

@@ -194,7 +194,7 @@ def _timer(fit: Fit, operation: str, layout: Layout) -> Callable[[int], float]:
 
 
 def compute_of(batches_s: Mapping[int, float], batch: int) -> float:
-    """Return the computing at a batch size: linear in two measured batches, or proportional to one."""
+    """Return the computing of a batch, linear in two measured batches or proportional to one."""
     (small, small_s), (large, large_s) = min(batches_s.items()), max(batches_s.items())
     if small == large:
         return small_s * batch / small

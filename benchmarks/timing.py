@@ -57,7 +57,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``left`` relative to ``right``: ratios and differences, as median of rounds and of medians."""
+    """``left`` relative to ``right``: ratio and difference, as median of rounds and of medians."""
 
     left: str
     right: str
@@ -144,7 +144,7 @@ def _run_burst(comm: Any, contender: Contender, passes: int) -> float:
 
 
 def _size_burst(comm: Any, contender: Contender, burst_s: float, run: RunBurst) -> int:
-    """Return the passes in which the slowest rank works for ``burst_s``; this is also the warm-up."""
+    """Return the passes in which the slowest rank works for ``burst_s``; also the warm-up."""
     run(comm, contender, 2)
     passes = 1
     while True:

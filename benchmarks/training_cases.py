@@ -61,7 +61,8 @@ class _Block(nn.Module):
     def __init__(self, inside: int, outside: int, stride: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(inside, outside, 3, stride, 1, bias=False), nn.BatchNorm2d(outside), nn.ReLU(),
+            nn.Conv2d(inside, outside, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(outside), nn.ReLU(),
             nn.Conv2d(outside, outside, 3, 1, 1, bias=False), nn.BatchNorm2d(outside),
         )  # fmt: skip
         is_same = inside == outside and stride == 1
@@ -116,7 +117,7 @@ MODELS = {"mlp": mlp, "many": many, "resnet18": resnet18, "transformer": transfo
 
 
 def contender(name: str, net: nn.Module, batch: Tensor, set_to_none: bool = True) -> Contender:
-    """Return forward and backward pass of a module as a contender; the gradients are its outputs."""
+    """Return a module's forward and backward pass as a contender; the gradients are its outputs."""
 
     def step() -> None:
         net.zero_grad(set_to_none=set_to_none)
@@ -160,7 +161,7 @@ def theirs(
 
 
 def farthest(left: Contender, right: Contender) -> float:
-    """Return the largest difference of two contenders' gradients, relative to the largest gradient."""
+    """Return the largest difference of gradients, relative to the largest gradient."""
     pairs = zip(left.outputs, right.outputs, strict=True)
     largest = max(float(t.abs().max()) for t in right.outputs)
     return max(float((a - b).abs().max()) for a, b in pairs) / largest

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+import benchmark_options
 import devices
 import environment
 import timing
@@ -107,12 +107,7 @@ def arguments(
         default=os.environ.get("MPIDIST_LINK", ""),
         help="name of the network, for the record",
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path(__file__).parent / "results",
-        help="folder of the JSON and the plot",
-    )
+    benchmark_options.add_output(parser, "JSON and the plot")
     options = parser.parse_args()
     options.suffix = (
         "" if options.bucket_cap_mb == bucket_cap_mb else f"cap{options.bucket_cap_mb:g}"

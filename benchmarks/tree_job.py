@@ -14,10 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import benchmark_options
 import collective_cases
 import environment
 import rpc_cases
 import rpc_run
+import rpc_workers
 import timing
 import torch
 import torch.distributed as dist
@@ -144,7 +146,7 @@ def _rpc(raw: Any, mpi: Any, settings: Settings) -> Iterator[Row]:
         burst_s=settings.long_burst_s,
     )
     cases = rpc_cases.cases(calls.sizes_bytes, calls.burst, group.size - 1, calls.many)
-    names = ["mpidist", rpc_cases.DATA_ONLY]
+    names = ["mpidist", rpc_workers.DATA_ONLY]
     run = rpc_run.Run(mpi.COMM_SELF, calls, cases, names, measures_threads=False)
     rpc_run.floor_block(raw, run)
     for name in names:
@@ -171,9 +173,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("benchmark", choices=tuple(_BENCHMARKS))
     parser.add_argument("--rounds", type=int, help="of each case")
-    parser.add_argument(
-        "--quick", action="store_true", help="check that all runs: figures without meaning"
-    )
+    benchmark_options.add_quick(parser)
     parser.add_argument("--output", type=Path, required=True, help="folder of the JSON")
     return parser.parse_args()
 

@@ -553,8 +553,12 @@ def test_launches_of_a_bucket_are_counted(monkeypatch):
     monkeypatch.setattr(powersgd, "launch", lambda *args: None)
     (bucket,) = powersgd_cases.buckets_of([(60, 70), (9,), (80, 50)], 1 << 20, torch.device("cpu"))
     calls = [powersgd_cases._stages_of(powersgd_cases._factors(bucket, 2))]
-    assert powersgd_cases._most_launches(calls, torch.device("cuda")) == 5
-    assert powersgd_cases._most_launches(calls, torch.device("cpu")) is None
+    assert (
+        importlib.import_module("kernel_launches").most_launches(calls, torch.device("cuda")) == 5
+    )
+    assert (
+        importlib.import_module("kernel_launches").most_launches(calls, torch.device("cpu")) is None
+    )
 
 
 def test_a_head_start_grows_until_the_host_is_ahead(monkeypatch):
@@ -583,7 +587,7 @@ def test_a_head_start_grows_until_the_host_is_ahead(monkeypatch):
 
 
 def test_kernel_goals_are_reached_missed_or_not_measured():
-    report = importlib.import_module("kernel_report")
+    report = importlib.import_module("kernel_goals")
     values = {"a": 1.0, "b": 0.5}
     assert report._verdict("it", values, 0.5, True)["verdict"] == "reached"
     missed = report._verdict("it", values, 0.8, True)
@@ -686,9 +690,9 @@ def test_cases_are_chosen_with_what_they_are_held_against():
 
 
 def test_a_job_over_its_limit_is_ended():
-    run_limited = importlib.import_module("bench_rpc_scale").run_limited
-    assert run_limited([sys.executable, "-c", "raise SystemExit(3)"], 60) == 3
-    assert run_limited([sys.executable, "-c", "import time; time.sleep(600)"], 0.2) is None
+    run_limited = importlib.import_module("scaling_jobs").run_limited
+    assert run_limited([sys.executable, "-c", "raise SystemExit(3)"], {}, 60)[0] == 3
+    assert run_limited([sys.executable, "-c", "import time; time.sleep(600)"], {}, 0.2)[0] is None
 
 
 def test_comparison_takes_rounds_as_pairs():

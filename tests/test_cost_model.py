@@ -393,7 +393,7 @@ def test_growth_is_told_in_words():
 
 
 def test_calls_are_counted_on_communicators_and_those_made_of_them():
-    startup = importlib.import_module("scaling_startup")
+    counted = importlib.import_module("counted_communicator")
 
     class Comm:
         def __init__(self, other=None):
@@ -408,14 +408,14 @@ def test_calls_are_counted_on_communicators_and_those_made_of_them():
         def Idup(self):
             return Comm(self), SimpleNamespace(Wait=lambda: None)
 
-    for name in (*startup._MESSAGES, *startup._MAKERS):
+    for name in (*counted._MESSAGES, *counted._MAKERS):
         setattr(Comm, name, lambda self, *args: Comm(self))
     counts: collections.Counter[str] = collections.Counter()
-    comm = startup.counted(Comm(), counts)
+    comm = counted.counted(Comm(), counts)
     made, _ = comm.Idup()
     assert made.Split(0).allgather(3) == [3]
     made.Send(b"")
-    assert startup._counted(counts, "x") == {
+    assert counted.counts_by_kind(counts, "x") == {
         "x_collectives": 1.0,
         "x_makers": 2.0,
         "x_messages": 1.0,

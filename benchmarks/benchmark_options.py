@@ -1,0 +1,22 @@
+"""Command-line options that several benchmarks share."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def add_output(parser: argparse.ArgumentParser, contents: str = "JSON") -> None:
+    """Add ``--output``, the folder of a run's files."""
+    parser.add_argument("--output", type=Path, default=RESULTS, help=f"folder of the {contents}")
+
+
+def add_quick(parser: argparse.ArgumentParser) -> None:
+    """Add ``--quick``, a run that only checks the program."""
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="check that all runs: few cases, few rounds, figures without meaning",
+    )

@@ -1,0 +1,173 @@
+"""Fastest communication hook as text: tables of a report, and the answer for one user's case."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import scaling_jobs
+import scaling_model as models
+import scaling_steps as steps
+from scaling_advice import (
+    BANDWIDTHS,
+    LEAST_GBIT_S,
+    MOST_GBIT_S,
+    Case,
+    crossings,
+    fastest,
+    processors,
+    shapes_of,
+    times,
+)
+from tabulate import tabulate
+
+
+def text_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the tables of the fastest hooks, and of the bandwidths at which they change."""
+    if not rows:
+        return (
+            "Which hook pays: no links were measured (sweep --links 10gbit 1gbit 100mbit), so "
+            "nothing can be said"
+        )
+    headers = (
+        "",
+        "network",
+        "ranks",
+        "computing\nms",
+        *(f"{rate:g} Gbit/s" for rate in BANDWIDTHS),
+    )
+    lines = []
+    for row in rows:
+        cells = []
+        for rate, hook in row["fastest"].items():
+            found = row["predicted_seconds"][rate]
+            cells.append(hook if hook == "none" else f"{hook} ×{found['none'] / found[hook]:.1f}")
+        lines.append(
+            (
+                row["processor"],
+                row["network"],
+                row["ranks"],
+                f"{1e3 * row['compute_s']:.0f}",
+                *cells,
+            )
+        )
+    crossed = [
+        (
+            row["processor"],
+            row["network"],
+            ", then ".join(
+                hook if rate == float("inf") else f"{hook} up to {rate:.2g}"
+                for hook, rate in row["fastest_up_to_gbit_s"]
+            ),
+        )
+        for row in rows
+        if row["fastest_up_to_gbit_s"]
+    ]
+    return "\n".join(
+        [
+            "Which hook pays, PREDICTED, one rank a node: the fastest, and how many times faster "
+            "than uncompressed",
+            tabulate(lines, headers, tablefmt="simple", disable_numparse=True),
+            "\nUp to which Gbit/s, PREDICTED, 64 ranks "
+            f"(looked for from {LEAST_GBIT_S:g} to {MOST_GBIT_S:g})",
+            tabulate(crossed, ("", "network", "fastest"), tablefmt="simple", disable_numparse=True),
+        ]
+    )
+
+
+def answer(options: Any) -> str:
+    """Return the fastest hook for a user's case, with all assumptions.
+
+    Raises:
+        SystemExit: There is no model, or none with links; the text describes how to measure one.
+    """
+    path = options.model
+    if path is None:
+        written = sorted((Path(__file__).resolve().parent / "results").glob("scaling-*.json"))
+        path = next(
+            (one for one in written if "model" in json.loads(one.read_text(encoding="utf-8"))), None
+        )
+    if path is None or not path.is_file():
+        raise SystemExit(
+            "no model: make one by `bench_scaling.py sweep --links 10gbit 1gbit`, or `report "
+            "FILES`; name it by --model"
+        )
+    try:
+        model = models.from_json(json.loads(path.read_text(encoding="utf-8"))["model"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise SystemExit(
+            f"{path.name} holds no model ({error}): write it again with `sweep` or `report`"
+        ) from None
+    source = f"hooks' costs of the model in {path.name}"
+    if options.measure:
+        model, source = (
+            _measured_here(model, options),
+            "hooks' costs and computing measured here just now",
+        )
+    by_name = {one.name: one for one in processors(model)}
+    if options.processor not in by_name:
+        raise SystemExit(
+            f"{path.name} has no measured links or hooks: `sweep --links 10gbit 1gbit` measures "
+            "them"
+        )
+    processor = by_name[options.processor]
+    buckets = steps.buckets_of(shapes_of(int(options.parameters)), options.bucket_cap_mb)
+    compute_s = (
+        options.compute_ms / 1e3 if options.compute_ms else processor.compute_s(options.parameters)
+    )
+    case = Case(compute_s, buckets, options.ranks, options.ranks_per_node)
+    found = times(case, options.bandwidth, processor)
+    best = fastest(found)
+    rows = [
+        (
+            hook,
+            f"{1e3 * s:.1f}",
+            f"{1e3 * (s - compute_s):.1f}",
+            f"{found['none'] / s:.2f}",
+            "<- fastest" if hook == best else "",
+        )
+        for hook, s in found.items()
+    ]
+    given = (
+        "given"
+        if options.compute_ms
+        else f"6 · parameters · {processor.samples} samples / {processor.flop_rate:.2g} a second"
+    )
+    changes = ", then ".join(
+        hook if rate == float("inf") else f"{hook} up to {rate:.2g} Gbit/s"
+        for hook, rate in crossings(case, processor)
+    )
+    table = tabulate(
+        rows,
+        ("hook", "step, ms", "exposed, ms", "× uncompressed", ""),
+        tablefmt="simple",
+        disable_numparse=True,
+    )
+    return (
+        f"{options.parameters:g} parameters, {options.ranks} ranks, {options.ranks_per_node} a "
+        "node, "
+        f"{options.bandwidth:g} Gbit/s: {best} is the fastest (PREDICTED)\n{table}\n"
+        f"as the bandwidth rises: {changes}\n"
+        f"assumed: computing {1e3 * compute_s:.1f} ms a step ({given}); gradients shaped as "
+        f"GPT-2's, in {len(buckets)} buckets; "
+        f"{source if options.processor == 'cpu' else 'hooks as on an H100'}; latencies as measured "
+        "over TCP; a flat all-reduce "
+        "of all ranks; the step's own computing stays the same. A hook that changes the gradients "
+        "needs a look at the accuracy"
+    )
+
+
+def _measured_here(model: models.Model, options: Any) -> models.Model:
+    passed = ["measure", "--operations", "barrier", "--networks", "512x4", "1024x4"]
+    records, why = scaling_jobs.run(
+        scaling_jobs.plain(1, passed, options.launcher), options.limit_s
+    )
+    if why is not None:
+        raise SystemExit(
+            f"the job of one rank that measures this machine: {why}. Without --measure the model's "
+            "own costs are taken"
+        )
+    here, _ = models.fitted(records)
+    return models.Model(model.fits, here.costs, here.compute_s, here.flop_rate)
