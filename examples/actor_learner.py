@@ -1,4 +1,4 @@
-"""A bandit's actors and its learner: actors play and send what they saw; the learner answers with its policy.
+"""Actors and a learner for a bandit problem: actors send plays, the learner returns its policy.
 
 mpirun -n 4 python examples/actor_learner.py
 """
@@ -14,16 +14,17 @@ from command_line import parse, positive
 import mpidist.comm
 import mpidist.rpc as rpc
 
-PAYS = torch.tensor([0.2, 0.5, 0.8, 0.3])  # how often each arm wins; the learner does not know
+# Winning probability of each arm, unknown to the learner.
+PAYS = torch.tensor([0.2, 0.5, 0.8, 0.3])
 
 
 class Learner:
-    """Learns by policy gradient which arm wins; lives on worker 0."""
+    """Policy-gradient learner of the arms' values, on worker 0."""
 
     def __init__(self, lr: float) -> None:
         self.logits = torch.zeros(len(PAYS), requires_grad=True)
         self.optimizer = torch.optim.Adam([self.logits], lr)
-        self._lock = threading.Lock()  # calls of several actors run side by side
+        self._lock = threading.Lock()  # calls of several actors run concurrently
 
     def policy(self) -> torch.Tensor:
         return torch.softmax(self.logits.detach(), 0)
@@ -40,7 +41,7 @@ class Learner:
 
 
 class Actor:
-    """Plays by the policy it got last; lives on its own worker, where ``remote`` has made it."""
+    """Player with the latest received policy, created on its worker by ``remote``."""
 
     def __init__(self, learner: rpc.RRef, seed: int) -> None:
         self.learner = learner
@@ -48,7 +49,7 @@ class Actor:
         self.policy = learner.rpc_sync().policy()
 
     def play(self, rounds: int, plays: int) -> float:
-        """Play, and tell the learner; return the share of plays that won."""
+        """Play and send the results to the learner; return the share of plays that won."""
         won = 0.0
         for _ in range(rounds):
             arms = torch.multinomial(self.policy, plays, replacement=True, generator=self.generator)

@@ -1,4 +1,4 @@
-"""Command lines of the examples: all ranks parse them, and rank 0 alone prints what argparse has to say."""
+"""Command-line parsing on all ranks; rank 0 alone prints argparse's messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def positive(text: str) -> int:
-    """Return an option's value, a whole number above 0."""
+    """Return the value of an option that must be a positive integer."""
     try:
         value = int(text)
     except ValueError:
@@ -24,12 +24,12 @@ def parse(
     rank: int,
     problem_of: Callable[[argparse.Namespace], str | None] | None = None,
 ) -> argparse.Namespace:
-    """Parse this process's command line; a wrong one ends all ranks alike, so that none waits for another.
+    """Parse the command line; an invalid one ends all ranks, so that no rank waits for another.
 
     Args:
-        parser: Knows the options.
-        rank: This process's.
-        problem_of: Says what is wrong with options that fit the parser, if anything.
+        parser: Parser with the program's options.
+        rank: Rank of this process.
+        problem_of: Returns a problem of otherwise valid options, or None.
     """
     with contextlib.ExitStack() as stack:
         if rank != 0:

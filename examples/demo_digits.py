@@ -1,4 +1,4 @@
-"""Train a small convolutional net on scikit-learn's digits, data-parallel over MPI, with one communication hook or several.
+"""Train a small convolutional net on scikit-learn's digits, data-parallel, with several hooks.
 
 mpirun -n 2 python examples/demo_digits.py
 mpirun -n 2 python examples/demo_digits.py --hook powersgd-2
@@ -42,19 +42,20 @@ from mpidist.ddp import (
 from mpidist.optim import OSS
 
 WANTED_ACCURACY = 0.97
-UNCOMPRESSED_SHARE = 0.1  # of the steps: PowerSGD starts when the first, large gradients are over
+# Share of the steps before PowerSGD starts: the first gradients are large.
+UNCOMPRESSED_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to reduce gradients."""
+    """Way to reduce gradients."""
 
     hook: Callable[..., Any]
     bytes_per_element: int
-    rank: int | None = None  # of PowerSGD's approximation
+    rank: int | None = None  # rank of PowerSGD's approximation
 
     def state(self, group: Any, steps: int) -> Any:
-        """Return what the hook gets beside the bucket: for PowerSGD its state, else the group."""
+        """Return the hook's state: PowerSGD's state, or else the group."""
         if self.rank is None:
             return group
         return PowerSGDState(
@@ -78,25 +79,26 @@ COMPARED = ["allreduce", "fp16", "powersgd-1", "powersgd-2", "powersgd-4"]
 
 @dataclass(frozen=True)
 class Result:
-    """What came of training with one method."""
+    """Result of training with one method."""
 
     method: str
     seed: int
-    losses: list[float]  # one for each epoch, mean over ranks
+    losses: list[float]  # per epoch, mean over ranks
     accuracies: list[float]  # on the test set
     steps: int
     compressed_steps: int
-    bytes_per_step: float  # what a rank hands to the reduction in a compressed step
+    # Bytes that a rank passes to the reduction in a compressed step.
+    bytes_per_step: float
     uncompressed_bytes: int  # the same in fp32
-    exposed_ms: float  # of a step's forward and backward
-    samples_per_s: float  # all ranks together
-    state_bytes: list[int]  # of each rank's optimizer
-    peak_mib: float  # of this rank's memory
+    exposed_ms: float  # of forward and backward pass
+    samples_per_s: float  # over all ranks
+    state_bytes: list[int]  # optimizer state by rank
+    peak_mib: float  # of this rank
     weights: str  # hash
 
 
 def load_data(seed: int) -> list[torch.Tensor]:
-    """Return training images, test images, training labels, test labels; the same on every rank."""
+    """Return training images, test images, training labels, test labels; equal on all ranks."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # 1797 of 1 x 8 x 8
     labels = torch.tensor(digits.target)
@@ -107,17 +109,21 @@ def build_net() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(),
         nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Dropout(0.3), nn.Linear(64 * 4 * 4, 128), nn.ReLU(), nn.Dropout(0.3), nn.Linear(128, 10),
+        nn.Flatten(), nn.Dropout(0.3), nn.Linear(64 * 4 * 4, 128), nn.ReLU(),
+        nn.Dropout(0.3), nn.Linear(128, 10),
     )  # fmt: skip
 
 
 def train(
     group: Any, name: str, optimizer_name: str, seed: int, epochs: int, batch_size: int
 ) -> Result:
-    """Train once. Collective over the group."""
+    """Train once.
+
+    Collective: over the group.
+    """
     torch.manual_seed(seed)
     train_images, test_images, train_labels, test_labels = load_data(seed)
-    # Each rank gets its own share of a new shuffle per epoch.
+    # Each rank has its share of a new shuffle in each epoch.
     sampler = DistributedSampler(train_labels, group.size, group.rank, seed=seed)
     own_batch = max(batch_size // group.size, 1)
     steps = epochs * -(-len(sampler) // own_batch)
@@ -126,7 +132,7 @@ def train(
     state = method.state(group, steps)
     model = DistributedDataParallel(build_net(), process_group=group)
     model.register_comm_hook(state, method.hook)
-    # The same bits either way; OSS keeps on each rank the state of its share of the parameters.
+    # Both give the same bits; with OSS each rank stores the state of its share of the parameters.
     is_sharded = optimizer_name == "oss"
     optimizer: torch.optim.Optimizer = (
         OSS(model.parameters(), torch.optim.Adam, group, partition="flat", lr=1e-3)
@@ -156,7 +162,7 @@ def train(
     compressed, sent = steps if method.bytes_per_element < 4 else 0, float(numel)
     if isinstance(state, PowerSGDState):
         compressed = steps - state.start_powerSGD_iter
-        _, _, elements = state.compression_stats()  # of the compressed steps alone
+        _, _, elements = state.compression_stats()  # of the compressed steps only
         sent = elements / compressed
     return Result(
         method=title,
@@ -176,8 +182,8 @@ def train(
 
 
 def progress(epochs: range, title: str, rank: int) -> Any:
-    # mpirun hands the bar on through a pipe: there a few whole lines read better than one that is
-    # rewritten.
+    # mpirun forwards the bar through a pipe, where a few whole lines read better than rewritten
+    # ones.
     style = (
         {}
         if sys.stderr.isatty()
@@ -195,7 +201,7 @@ def mean_over_ranks(group: Any, total: float, count: int) -> float:
 
 @torch.no_grad()
 def accuracy(group: Any, net: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """Return the share of right answers; each rank looks at every size-th image."""
+    """Return the share of correct answers; each rank evaluates every size-th image."""
     own = slice(group.rank, None, group.size)
     net.eval()
     right = (net(images[own]).argmax(1) == labels[own]).sum().item()
@@ -203,11 +209,11 @@ def accuracy(group: Any, net: nn.Module, images: torch.Tensor, labels: torch.Ten
 
 
 def exposed_ms(group: Any, model: Any, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """Return what would be gone of a step's forward and backward without communication.
+    """Return the time of a step's forward and backward pass that communication adds.
 
-    That is the step minus the same step under ``no_sync``, the two in turn. It counts what a step
-    waits for (a slower rank, too) and the compression, not what runs hidden behind the computation.
-    No optimizer steps: the weights stay as they are.
+    This is the time of a step minus the time of the same step under ``no_sync``, measured in turns.
+    The result includes waiting (also for a slower rank) and compression, but no overlapped
+    communication. No optimizer steps, so the weights stay unchanged.
     """
 
     def step_s(sync: bool) -> float:
@@ -224,7 +230,7 @@ def exposed_ms(group: Any, model: Any, images: torch.Tensor, labels: torch.Tenso
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of optimizer state that this rank holds."""
+    """Return the bytes of optimizer state on this rank."""
     return sum(
         value.nbytes
         for state in optimizer.state.values()
@@ -239,7 +245,7 @@ def hash_of_weights(net: nn.Module) -> str:
 
 
 def problems_of(results: list[Result], told: list[list[str]], epochs: int) -> list[str]:
-    """Return what went wrong: ranks that ended with different weights, too few right answers, too little compression."""
+    """Return problems: different weights on the ranks, low accuracy, or too little compression."""
     problems = []
     for place, result in enumerate(results):
         if len({weights[place] for weights in told}) > 1:
@@ -294,7 +300,8 @@ def main() -> None:
     group = mpidist.comm.init()
     options = parse(parser, group.rank)
 
-    torch.set_num_threads(1)  # the ranks share the node's cores
+    # The ranks share the cores of the node.
+    torch.set_num_threads(1)
     first, *others = options.optimizer
     pairs = [(name, first) for name in options.hook] + [
         (options.hook[0], other) for other in others

@@ -1,4 +1,4 @@
-"""The demo's results side by side: a table, and a picture of losses, accuracies and bytes."""
+"""Results of the demo: a table, and a plot of losses, accuracies and bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def table(results: Sequence[Row]) -> str:
-    """Return one line for each method, the mean over its runs."""
+    """Return one line per method, the mean over its runs."""
     lines = []
     for name, runs in _by_method(results).items():
         sent = mean(run["bytes_per_step"] for run in runs)
@@ -32,9 +32,8 @@ def table(results: Sequence[Row]) -> str:
             )
         )
     headers = (
-        "hook", "test accuracy", "bytes sent\na step", "compression", "of "
-                                                                      "the\nsteps", "exposed ms\na step", "samples/s",
-        "optimizer state,\nbytes a rank",
+        "hook", "test accuracy", "bytes sent\na step", "compression", "of the\nsteps",
+        "exposed ms\na step", "samples/s", "optimizer state,\nbytes a rank",
     )  # fmt: skip
     return tabulate(
         lines, headers, tablefmt="rounded_outline", stralign="right", disable_numparse=True
@@ -43,7 +42,7 @@ def table(results: Sequence[Row]) -> str:
 
 def draw(results: Sequence[Row], ranks: int, wanted_accuracy: float, path: Path) -> None:
     """Plot the first run of each method."""
-    # without pyplot matplotlib draws with Agg and needs no display
+    # Without pyplot, matplotlib draws with Agg and needs no display.
     figure = Figure(figsize=(13, 4), layout="constrained")
     figure.suptitle(f"Digits on {ranks} ranks, one line for each communication hook")
     losses, accuracies, sent = figure.subplots(1, 3)

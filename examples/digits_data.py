@@ -1,4 +1,4 @@
-"""Data, net and device of train_digits.py; whatever is wrong with them is told by all ranks alike."""
+"""Data, net and device of train_digits.py; all ranks report the same errors."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import nn
 
 import mpidist.comm
 
-TEST_SHARE = 5  # every fifth sample is for the test
+TEST_SHARE = 5  # every fifth sample
 
 
 class Unusable(Exception):
-    """Something that the user must change; its text says what."""
+    """Error that the user must correct, with a text for the user."""
 
 
 def read(path: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return images (N, 1, H, W), float32 from 0 to 1, and labels (N,), int64.
 
     Args:
-        path: Of an .npz file with images (N, H, W) and labels (N,); scikit-learn's digits if None.
+        path: An .npz file with images (N, H, W) and labels (N,); scikit-learn's digits if None.
 
     Raises:
         Unusable: The data cannot be read.
@@ -47,7 +47,7 @@ def read(path: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
             raise Unusable(
                 f"--data {path}: it must hold the arrays images and labels ({error.args[0]})"
             ) from error
-        except Exception as error:  # whatever a damaged archive makes of NumPy
+        except Exception as error:  # NumPy raises many types for damaged archives
             raise Unusable(f"--data {path} cannot be read as an .npz file: {error}") from error
     if (
         images.ndim != 3
@@ -89,17 +89,20 @@ def divided(images: torch.Tensor, labels: torch.Tensor, ranks: int) -> list[torc
 
 
 def build_net(images: torch.Tensor, classes: int) -> nn.Module:
-    """Return a small convolutional net for images of this size; its dropout needs random numbers in each step."""
+    """Return a small convolutional net for images of this size, with dropout."""
     height, width = (size // 2 for size in images.shape[2:])
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(),
         nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(32 * height * width, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, classes),
+        nn.Flatten(), nn.Linear(32 * height * width, 64), nn.ReLU(),
+        nn.Dropout(0.2), nn.Linear(64, classes),
     )  # fmt: skip
 
 
 def own_device(group: Any) -> torch.device:
-    """Return this rank's device, which no other rank may have. Collective over the group.
+    """Return this rank's device, which no other rank uses.
+
+    Collective: over the group.
 
     Raises:
         Unusable: Ranks share a GPU (on all ranks).
@@ -107,7 +110,7 @@ def own_device(group: Any) -> torch.device:
     device = mpidist.comm.device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # Under srun each rank may see one GPU, all of them as number 0: the GPU's own id tells.
+    # Under srun each rank may see only one GPU, always as number 0, so compare the GPUs' ids.
     own = (
         socket.gethostname(),
         str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,

@@ -1,4 +1,4 @@
-"""Train with embedding tables on servers, which answer by rows, and a dense part that trainers hold in common.
+"""Train embedding tables on servers, accessed by rows, and a data-parallel dense part on trainers.
 
 mpirun -n 3 python examples/embedding_server.py          # 2 trainers, 1 server
 """
@@ -26,8 +26,10 @@ from mpidist.ddp import DistributedDataParallel
 from mpidist.nn import RemoteModule
 from mpidist.optim import DistributedOptimizer
 
-BEFORE = 4  # words from which the next one is guessed
-WANTED = 0.75  # of the first loss, at most, after 200 steps or more
+# Number of preceding words from which the model predicts the next.
+BEFORE = 4
+# Largest final loss relative to the first, after 200 steps or more.
+WANTED = 0.75
 PROMPTS = (
     "for i in range",
     "if not isinstance(",
@@ -43,8 +45,8 @@ def train(tables: list[RemoteModule], options: argparse.Namespace) -> Result:
     """Train on one of the trainers.
 
     Args:
-        tables: On each server some columns of the embedding; all trainers use the same.
-        options: The program's.
+        tables: Columns of the embedding on each server, shared by all trainers.
+        options: The program's options.
     """
     torch.manual_seed(1 + trainers.rank)
     words = Words(library_text(options.characters), options.vocabulary)
@@ -54,7 +56,7 @@ def train(tables: list[RemoteModule], options: argparse.Namespace) -> Result:
     model = DistributedDataParallel(dense, process_group=trainers)
     groups = [
         {"params": [table.get_module_rref() for table in tables]},
-        {"params": [rpc.RRef(model)], "lr": 0.02},  # its owner is this trainer
+        {"params": [rpc.RRef(model)], "lr": 0.02},  # owned by this trainer
     ]
     optimizer = DistributedOptimizer(torch.optim.Adagrad, groups, lr=0.1)
     losses, start = [], time.perf_counter()
@@ -97,7 +99,7 @@ def train(tables: list[RemoteModule], options: argparse.Namespace) -> Result:
 
 
 def look_up(tables: list[RemoteModule], numbers: torch.Tensor) -> torch.Tensor:
-    """Ask all servers at the same time; return the rows of words, (…, dim)."""
+    """Query all servers concurrently; return the rows of words, (…, dim)."""
     return torch.cat(
         [columns.wait() for columns in [table.forward_async(numbers) for table in tables]], dim=-1
     )
@@ -107,7 +109,7 @@ def look_up(tables: list[RemoteModule], numbers: torch.Tensor) -> torch.Tensor:
 def continued(
     prompt: str, tables: list[RemoteModule], dense: nn.Module, words: Words, more: int = 8
 ) -> str:
-    """Return the words that the model takes for the likeliest to follow."""
+    """Return the most likely continuation of a prompt."""
     found = [RARE] * BEFORE + words.encode(prompt)
     for _ in range(more):
         chances = dense(look_up(tables, torch.tensor(found[-BEFORE:])).flatten())[: len(words)]
@@ -137,9 +139,10 @@ def main() -> None:
     options = parse(parser, group.rank, lambda options: problem_of(options, group.size))
     servers = options.servers or max(group.size // 2, 1)
 
-    # torch's Adagrad makes sparse tensors
+    # torch's Adagrad makes sparse tensors.
     warnings.filterwarnings("ignore", "Sparse invariant checks")
-    torch.set_num_threads(1)  # the ranks share the node's cores
+    # The ranks share the cores of the node.
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     training = range(max(group.size - servers, 1))
     global trainers

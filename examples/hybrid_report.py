@@ -1,4 +1,4 @@
-"""Results of training with embedding servers: text for the terminal, a picture and a JSON file for a folder."""
+"""Results of training with embedding servers: text, and a plot and a JSON file."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Result:
-    """What one trainer has to report."""
+    """Results of one trainer."""
 
-    losses: list[float]  # of each step, mean over the trainers
-    # beginnings of lines, and the words that the model adds; of the first trainer alone
+    losses: list[float]  # per step, mean over the trainers
+    # Prompts and the model's continuations; of the first trainer only.
     samples: list[tuple[str, str]]
-    weights: str  # hash of the dense part's
-    by_frequency: float  # loss of one who knows the words' frequencies alone
+    weights: str  # hash of the dense part
+    # Loss of a model that knows only the frequencies of the words.
+    by_frequency: float
     steps_per_s: float
-    numbers_bytes: int  # words' numbers that a trainer sends each server in a step
-    rows_bytes: int  # that all servers together send it; their gradients have the same size
-    dense_bytes: int  # gradients that the trainers average
+    # Word numbers that a trainer sends to each server per step.
+    numbers_bytes: int
+    # Rows from all servers per step; their gradients have the same size.
+    rows_bytes: int
+    dense_bytes: int  # gradients averaged over the trainers
 
     @property
     def first(self) -> float:
@@ -32,7 +35,7 @@ class Result:
 
 
 def text(result: Result, trainers: int, servers: int) -> str:
-    """Return samples, what a step moves, and the loss in the last line."""
+    """Return the samples, the bytes per step, and the loss in the last line."""
     width = max(len(repr(prompt)) for prompt, _ in result.samples)
     return "\n".join(
         (
@@ -52,7 +55,8 @@ def text(result: Result, trainers: int, servers: int) -> str:
 
 def write(result: Result, trainers: int, servers: int, folder: Path) -> None:
     """Write hybrid.json and hybrid.png."""
-    from matplotlib.figure import Figure  # not needed without a folder
+    # Only needed with a folder.
+    from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)
     row = {"trainers": trainers, "servers": servers, **asdict(result)}

@@ -1,4 +1,4 @@
-"""Train with a parameter server: trainers send gradients, the server averages what has come and answers with new weights.
+"""Train with a parameter server that averages the trainers' gradients and returns new weights.
 
 mpirun -n 4 python examples/parameter_server.py
 """
@@ -19,7 +19,7 @@ TARGET = torch.tensor([[1.0, -2.0, 0.5, 3.0]])
 
 
 class ParameterServer:
-    """Holds the model; lives on worker 0 and is called by reference."""
+    """Server of the model, on worker 0; trainers call it through a reference."""
 
     def __init__(self, trainers: int, lr: float) -> None:
         self.model = nn.Linear(4, 1)
@@ -35,7 +35,7 @@ class ParameterServer:
 
     @rpc.functions.async_execution
     def step(self, gradients: list[torch.Tensor]) -> torch.futures.Future:
-        """Take a trainer's gradients; the answer goes out once all have sent theirs.
+        """Add a trainer's gradients; the future completes after all trainers have called.
 
         No thread waits.
         """

@@ -1,4 +1,6 @@
-"""Train a transformer that is divided over ranks: micro-batches flow through its stages, gradients come back the same way.
+"""Train a transformer in pipeline stages on several ranks, with micro-batches.
+
+Micro-batches pass through the stages, and gradients return in the opposite order.
 
 mpirun -n 4 python examples/pipeline_transformer.py
 """
@@ -21,14 +23,16 @@ import mpidist.rpc as rpc
 from mpidist.nn import RemoteModule
 from mpidist.optim import DistributedOptimizer
 
-BYTES = 256  # the vocabulary
+BYTES = 256  # vocabulary
 HEADS = 4
-HELD_OUT = 0.1  # of the text: the last part
-WANTED = 0.75  # of the first loss, at most, after 100 steps or more
+# Share of the text, at its end.
+HELD_OUT = 0.1
+# Largest final loss relative to the first, after 100 steps or more.
+WANTED = 0.75
 
 
 class Stage(nn.Module):
-    """Some of the layers, on one worker; the first stage reads bytes, the last one returns the loss."""
+    """Layers on one worker; the first stage reads bytes, the last stage returns the loss."""
 
     def __init__(self, layers: int, is_first: bool, is_last: bool, dim: int, context: int) -> None:
         super().__init__()
@@ -45,15 +49,15 @@ class Stage(nn.Module):
         self._lock = threading.Lock()
 
     def forward(self, source: rpc.RRef, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """Fetch what the stage before has made, and go on with it.
+        """Fetch the previous stage's output and apply this stage.
 
         Args:
-            source: A micro-batch: bytes (samples, context), later activations (samples, context,
-                dim).
-            targets: Each place's next byte, for the last stage.
+            source: A micro-batch: bytes (samples, context), or activations (samples, context, dim).
+            targets: Next byte of each position, for the last stage.
         """
         x = source.to_here()
-        with self._lock:  # one micro-batch at a time: the next one is computed elsewhere meanwhile
+        # One micro-batch at a time; other stages compute other micro-batches.
+        with self._lock:
             if self.bytes is not None:
                 x = self.bytes(x) + self.places
             for layer in self.layers:
@@ -66,7 +70,7 @@ class Stage(nn.Module):
 
 
 class Pipeline:
-    """The stages, one on each worker, used by worker 0."""
+    """Stages on one worker each, controlled by worker 0."""
 
     def __init__(self, workers: int, layers: int, dim: int, context: int) -> None:
         shares = [layers // workers + (k < layers % workers) for k in range(workers)]
@@ -76,11 +80,10 @@ class Pipeline:
         ]
 
     def loss(self, samples: torch.Tensor, micro_batches: int) -> torch.Tensor:
-        """Return the mean loss of a batch of (samples, context + 1) bytes; all stages work at the same time."""
+        """Return the mean loss of (samples, context + 1) bytes; all stages run in parallel."""
         losses = []
         for part in samples.chunk(micro_batches):
-            # References go from worker to worker; the activations go straight from one stage to the
-            # next.
+            # Workers pass references; activations travel directly from stage to stage.
             flow = rpc.RRef(part[:, :-1])
             for stage in self.stages[:-1]:
                 flow = stage.get_module_rref().remote().forward(flow)
@@ -92,7 +95,7 @@ class Pipeline:
 
 
 def train(pipeline: Pipeline, options: argparse.Namespace) -> list[float]:
-    """Return the loss of each step, and at the end that of text that was not trained on."""
+    """Return the loss of each step, and at the end the loss of held-out text."""
     text = torch.tensor(list(library_text(options.characters).encode())[: options.characters])
     end = int(len(text) * (1 - HELD_OUT))
     optimizer = DistributedOptimizer(torch.optim.AdamW, pipeline.parameters(), lr=options.lr)
@@ -137,7 +140,8 @@ def main() -> None:
     group = mpidist.comm.init()
     options = parse(parser, group.rank, problem_of)
 
-    torch.set_num_threads(1)  # the ranks share the node's cores
+    # The ranks share the cores of the node.
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     rpc.init_rpc(f"worker{group.rank}")
     first = last = held_out = 0.0

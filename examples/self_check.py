@@ -1,4 +1,4 @@
-"""Check a job of a cluster: do all ranks make one world, does each have a GPU, are sums right, does training keep weights alike?
+"""Check a job of a cluster: one world, a GPU per rank, correct sums, equal weights after training.
 
 srun -n 4 python examples/self_check.py --gpus-per-node 4
 """
@@ -22,13 +22,13 @@ STEPS = 20
 
 
 def wrong_world(size: int) -> list[str]:
-    """Compare MPI's world with what Slurm started."""
+    """Compare MPI's world with the tasks of Slurm."""
     told = (
         os.environ.get("OMPI_COMM_WORLD_SIZE")
         or os.environ.get("SLURM_STEP_NUM_TASKS")
         or str(size)
     )
-    # A step of a heterogeneous job has tasks of several components; each knows its own.
+    # In a heterogeneous job each component has its own number of tasks.
     if "SLURM_HET_SIZE" in os.environ or int(told) == size:
         return []
     return [
@@ -59,13 +59,13 @@ def wrong_gpus(wanted: int, local_size: int) -> list[str]:
 
 
 def wrong_sums(group: mpidist.comm.ProcessGroup, device: torch.device) -> list[str]:
-    """All-reduce tensors with known sums: a few bytes and some MB, in full and in half precision."""
+    """All-reduce tensors with known sums: a few bytes and some MB, in full and half precision."""
     problems = []
     expected = sum(range(1, group.size + 1))
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         for numel in (3, 300_001):
-            # Sums of up to 22 ranks are whole numbers that bfloat16 holds; those of more are
-            # compared in its precision.
+            # bfloat16 represents sums of up to 22 ranks exactly; larger sums are compared with
+            # tolerance.
             tensor = torch.full((numel,), group.rank + 1, dtype=dtype, device=device)
             group.all_reduce(tensor)
             if not torch.allclose(
@@ -76,7 +76,7 @@ def wrong_sums(group: mpidist.comm.ProcessGroup, device: torch.device) -> list[s
 
 
 def wrong_training(group: mpidist.comm.ProcessGroup, device: torch.device) -> list[str]:
-    """Train a linear model on data of each rank's own: the loss must fall, and weights be the same bits on all ranks."""
+    """Train a linear model: the loss must fall, and the weights be bitwise equal on all ranks."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(8, 1).to(device), process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -101,7 +101,7 @@ def wrong_training(group: mpidist.comm.ProcessGroup, device: torch.device) -> li
 
 
 def wrong_folder(group: mpidist.comm.ProcessGroup, folder: Path) -> list[str]:
-    """Have rank 0 write a file where checkpoints go, and all ranks read it."""
+    """Write a file in the checkpoint folder on rank 0, and read it on all ranks."""
     file, problem = folder / f"self-check-{os.environ.get('SLURM_JOB_ID', 'alone')}", None
     if group.rank == 0:
         try:
@@ -151,11 +151,9 @@ def main() -> int:
                 f"{'; '.join(found) or 'fine'}"
             )
         bad = sum(bool(found) for *_, found in told)
-        print(
-            "self-check: "
-            f"{f'{bad} of {group.size} ranks have problems' if bad else f'{group.size} ranks, all fine'}",
-            flush=True,
-        )
+        verdict = "ranks, all fine" if not bad else "ranks have problems"
+        count = f"{bad} of {group.size}" if bad else group.size
+        print(f"self-check: {count} {verdict}", flush=True)
     return 1 if any(found for *_, found in told) else 0
 
 

@@ -1,4 +1,4 @@
-"""Real text for the examples, the sources of Python's own library, and a bar that shows how far the training is."""
+"""Text and progress bar of the examples; the text is the source code of Python's library."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from tqdm import tqdm
 
 WORD = re.compile(r"\w+|[^\w\s]|\n")
-RARE = 0  # the number of all words that have none of their own
+RARE = 0  # number of all other words
 
 
 def library_text(characters: int) -> str:
-    """Return the beginning of the library's modules, in the order of their names; the same on every rank."""
+    """Return the first library modules by name; the text is equal on all ranks."""
     text = ""
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text += path.read_text(encoding="utf-8", errors="replace")
@@ -27,7 +27,7 @@ def library_text(characters: int) -> str:
 
 
 class Words:
-    """A text's most frequent words, numbered from 1.
+    """Most frequent words of a text, numbered from 1.
 
     Attributes:
         numbers: The text's words, (N,) int64.
@@ -49,15 +49,15 @@ class Words:
         return " ".join(self._names[number].replace("\n", "\\n") for number in numbers)
 
     def entropy(self) -> float:
-        """Return the loss of one who knows the words' frequencies and nothing else."""
+        """Return the loss of a model that knows only the words' frequencies."""
         shares = torch.bincount(self.numbers).double() / len(self.numbers)
         return float(-(shares * shares.clamp(min=1e-12).log()).sum())
 
 
 def progress(steps: int, title: str) -> Any:
-    """Return the numbers of the steps, shown as a bar; ``set_postfix`` adds to it."""
-    # mpirun hands the bar on through a pipe: there a few whole lines read better than one that is
-    # rewritten.
+    """Return the numbers of the steps with a progress bar; ``set_postfix`` adds text."""
+    # mpirun forwards the bar through a pipe, where a few whole lines read better than rewritten
+    # ones.
     style = (
         {}
         if sys.stderr.isatty()

@@ -1,4 +1,4 @@
-"""Train a net on scikit-learn's digits, data-parallel, with checkpoints that a job goes on from after it was stopped.
+"""Train a net on scikit-learn's digits, data-parallel, with checkpoints for interrupted jobs.
 
 python examples/train_digits.py
 mpirun -n 2 python examples/train_digits.py --checkpoint run --save-every 20
@@ -30,10 +30,10 @@ from mpidist.optim import OSS
 
 
 class Metrics:
-    """Rank 0's file of JSON lines: one a step, and one with the accuracy at the end."""
+    """File of JSON lines on rank 0: one per step, and one with the final accuracy."""
 
     def __init__(self, path: Path | None, step: int) -> None:
-        """Open the file; of a run that was stopped the lines up to ``step`` stay, later ones are going to come again."""
+        """Open the file and keep the lines up to ``step``; a resumed run rewrites later ones."""
         self._file = None
         if path is None:
             return
@@ -56,7 +56,10 @@ class Metrics:
 
 
 def train(group: Any, options: argparse.Namespace, preemption: Preemption) -> int:
-    """Train and return the exit code. Collective over the group."""
+    """Train and return the exit code.
+
+    Collective: over the group.
+    """
     start_s = time.monotonic()
 
     def say(text: str) -> None:
@@ -64,13 +67,13 @@ def train(group: Any, options: argparse.Namespace, preemption: Preemption) -> in
             print(text, flush=True)
 
     device = own_device(group)
-    # The same data on every rank; the sampler gives each its share.
+    # The data is equal on all ranks; the sampler assigns each its share.
     images, labels, test_images, test_labels = with_all(
         group, lambda: divided(*read(options.data), group.size)
     )
     sampler = ResumableSampler(len(labels), seed=options.seed, group=group)
-    # A generator of its own: DataLoader would draw from torch's at each start, and a resumed run
-    # starts once more.
+    # DataLoader uses its own generator: otherwise each start, also of a resumed run, would draw
+    # from torch's.
     loader = DataLoader(
         TensorDataset(images, labels), options.batch, sampler=sampler, generator=torch.Generator()
     )
@@ -79,7 +82,7 @@ def train(group: Any, options: argparse.Namespace, preemption: Preemption) -> in
     model = DistributedDataParallel(
         build_net(images, int(labels.max()) + 1).to(device), process_group=group
     )
-    torch.manual_seed(options.seed + 1 + group.rank)  # dropout: other units on each rank
+    torch.manual_seed(options.seed + 1 + group.rank)  # dropout differs by rank
     hook_state = (
         PowerSGDState(group, 2, start_powerSGD_iter=10, min_compression_rate=1)
         if options.hook == "powersgd"
@@ -96,7 +99,7 @@ def train(group: Any, options: argparse.Namespace, preemption: Preemption) -> in
     )
     scheduler = LinearLR(optimizer, start_factor=0.1, total_iters=20)
 
-    # All that a run needs to go on; save and load take the same.
+    # State of a run, for save and load.
     state = {
         "model": model,
         "optimizer": optimizer,
@@ -128,8 +131,7 @@ def train(group: Any, options: argparse.Namespace, preemption: Preemption) -> in
             losses.append(mean_over_ranks(group, loss.item(), 1))
             metrics.add(step=step, epoch=epoch + 1, loss=losses[-1])
 
-            # The same answer on all ranks: a signal, or a limit of ours, may come to one of them
-            # first.
+            # All ranks get the same answer, because a signal or a limit may reach one rank first.
             over = (
                 step - first == options.max_steps
                 or time.monotonic() - start_s > options.max_seconds
@@ -164,9 +166,9 @@ def train(group: Any, options: argparse.Namespace, preemption: Preemption) -> in
 
 
 def with_all(group: Any, call: Any) -> Any:
-    """Return ``call()``; if it fails on any rank, all raise what the first such rank said.
+    """Return ``call()``; after a failure on any rank, raise the first such rank's error on all.
 
-    Collective over the group.
+    Collective: over the group.
     """
     result, problem = None, None
     try:
@@ -188,7 +190,7 @@ def mean_over_ranks(group: Any, total: float, count: int) -> float:
 
 @torch.no_grad()
 def accuracy(group: Any, net: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """Return the share of right answers; each rank looks at every size-th image."""
+    """Return the share of correct answers; each rank evaluates every size-th image."""
     own = slice(group.rank, None, group.size)
     net.eval()
     right = int((net(images[own]).argmax(1) == labels[own]).sum())
@@ -248,9 +250,10 @@ def options_of(rank: int) -> argparse.Namespace:
 def main() -> int:
     group = mpidist.comm.init()
     options = options_of(group.rank)
-    torch.set_num_threads(1)  # the ranks share the node's cores
+    # The ranks share the cores of the node.
+    torch.set_num_threads(1)
     try:
-        # From here on signals are noted, those that come while the run is being loaded, too.
+        # From here on signals are recorded, also while the run is loaded.
         with Preemption(group) as preemption:
             code = train(group, options, preemption)
     except (Unusable, CheckpointError, DisagreementError) as error:
@@ -259,10 +262,11 @@ def main() -> int:
             print(f"train_digits.py: {error}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         if group.size > 1:
-            # ranks may wait for this one
+            # Other ranks may wait for this one.
             runtime.abort("interrupted; the next start goes on from the last checkpoint", 130)
         code = 130
-    group.barrier()  # mpirun ends all ranks when one has ended with an error
+    # mpirun ends all ranks after one has failed.
+    group.barrier()
     return code
 
 

@@ -1,4 +1,4 @@
-"""Packages as directives of mkdocstrings: their public names, by the modules that define them."""
+"""Packages as directives of mkdocstrings: public names by defining module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-# Each name of a package's ``__all__`` is in the reference.
+# The reference contains each name of a package's ``__all__``.
 PACKAGES = (
     "mpidist.comm",
     "mpidist.ddp",
@@ -24,7 +24,7 @@ PACKAGES = (
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """Return ``__all__``, or the public classes and functions that the module itself defines."""
+    """Return ``__all__``, or the public classes and functions defined in the module."""
     if hasattr(module, "__all__"):
         return list(module.__all__)
     own = [
@@ -36,11 +36,11 @@ def public_names(module: ModuleType) -> list[str]:
 
 
 def directives(name: str, chosen: Sequence[str] = ()) -> str:
-    """Return the Markdown that documents the names of a module.
+    """Return the Markdown that documents names of a module.
 
     Args:
         name: The module.
-        chosen: These names alone; all public ones if empty.
+        chosen: Names to document; all public ones if empty.
 
     Raises:
         ValueError: A chosen name is not public there.

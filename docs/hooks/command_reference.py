@@ -1,4 +1,4 @@
-"""Subcommands of ``mpidist`` as Markdown: what they do, their arguments and options, their examples. From the program itself."""
+"""Subcommands of ``mpidist`` as Markdown, generated from the program: arguments and examples."""
 
 from __future__ import annotations
 

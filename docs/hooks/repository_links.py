@@ -20,12 +20,12 @@ _TEXTS = {
 
 
 def texts(root: Path) -> dict[str, str]:
-    """Return the Markdown files outside ``docs`` that are pages: path in the repository → path in the site's sources."""
+    """Return the Markdown pages outside ``docs``: path in the repository → path in the sources."""
     return {source: page for source, page in _TEXTS.items() if (root / source).is_file()}
 
 
 def programs(root: Path) -> dict[str, str]:
-    """Return the example programs: path in the repository → page that shows the text."""
+    """Return the example programs: path in the repository → path of their page."""
     return {
         f"examples/{path.name}": f"examples/{path.stem}.md"
         for path in sorted((root / "examples").glob("*.py"))
@@ -43,7 +43,10 @@ def results(root: Path) -> dict[str, str]:
 
 
 def named(path: Path, programs: Mapping[str, str]) -> str:
-    """Return a text in which programs that lead a row of a table are links to them; the examples' text lists them all."""
+    """Return a text with links for programs at the start of table rows.
+
+    The text of the examples lists all programs.
+    """
     text = path.read_text(encoding="utf-8")
     if path.parent.name != "examples":
         return text
@@ -66,7 +69,7 @@ def named(path: Path, programs: Mapping[str, str]) -> str:
 
 
 def outside_fences(markdown: str, change: Callable[[str], str]) -> str:
-    """Apply ``change`` to all text that stands in no fenced block."""
+    """Apply ``change`` to all text outside fenced blocks."""
     parts, end = [], 0
     for fence in _FENCE.finditer(markdown):
         parts += [change(markdown[end : fence.start()]), fence.group()]
@@ -75,7 +78,7 @@ def outside_fences(markdown: str, change: Callable[[str], str]) -> str:
 
 
 def rebased(markdown: str, source: str, target: str) -> str:
-    """Return a text of ``source`` with its relative links as ``target``, another file of the repository, would have them."""
+    """Return a text of ``source`` with relative links adapted to the file ``target``."""
 
     def change(match: re.Match[str]) -> str:
         path, _, anchor = match["target"].partition("#")
@@ -89,15 +92,15 @@ def rebased(markdown: str, source: str, target: str) -> str:
 
 
 def rewrite(markdown: str, source: str, page: str, site: Mapping[str, str], root: Path) -> str:
-    """Point the relative links of a text at the site.
+    """Replace the relative links of a text by links within the site.
 
-    A link to a file that has a page leads there. A link to any other file of the repository becomes
-    its text. What leads nowhere is left alone, and fails the build.
+    A link to a file with a page leads to the page. A link to another file of the repository becomes
+    its text. A broken link stays, and fails the build.
 
     Args:
         markdown: The text.
-        source: Its path in the repository, which its links are relative to.
-        page: The path of its page.
+        source: Path of the text in the repository, which links are relative to.
+        page: Path of the text's page.
         site: Path in the repository → path in the site's sources.
         root: The repository.
     """

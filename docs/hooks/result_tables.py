@@ -1,6 +1,6 @@
-"""Records of benchmarks as Markdown: the machine, the tables, the plot.
+"""Benchmark records as Markdown: machine, tables, plot.
 
-Numbers come from the JSON alone.
+All numbers are from the JSON.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def time_text(us: float) -> str:
 
 
 def link_text(link: str) -> str:
-    """Return the name of a link as its rate."""
+    """Return a link's name as its rate."""
     return _LINKS.get(link, link)
 
 
 def bytes_text(size: float) -> str:
-    """Return a size in the largest binary unit that keeps it at one or more."""
+    """Return a size in the largest binary unit in which it is at least one."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.3g} {unit}" if size % 1 else f"{size:.0f} {unit}"
@@ -37,7 +37,7 @@ def bytes_text(size: float) -> str:
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table; the first column to the left, the others to the right."""
+    """Return a Markdown table; the first column is left-aligned, others right-aligned."""
     lines = [headers, ["---", *["---:"] * (len(headers) - 1)], *rows]
     return "\n".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
@@ -45,7 +45,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def machine(record: Record) -> str:
-    """Return where a record was measured, in one line."""
+    """Return one line about the machine of a record."""
     about = record.get("environment") or record["jobs"][0]["environment"]
     cores = f"{about['logical_cores']} cores"
     ranks = (
@@ -64,11 +64,11 @@ def tables(record: Record, choice: Mapping[str, Sequence[str]] | None = None) ->
     """Return the tables of a record.
 
     Args:
-        record: What a benchmark wrote.
-        choice: ``operations``, ``sizes`` (bytes), ``models``, ``contenders``: show these alone.
+        record: Record of a benchmark.
+        choice: ``operations``, ``sizes`` (bytes), ``models`` or ``contenders`` to show.
 
     Raises:
-        ValueError: A record of an unknown form, or nothing of it chosen.
+        ValueError: The record has an unknown form, or contains nothing of the choice.
     """
     choice = choice or {}
     if "rows" in record:
@@ -103,7 +103,7 @@ def tables(record: Record, choice: Mapping[str, Sequence[str]] | None = None) ->
 def section(
     name: str, record: Record, has_plot: bool, choice: Mapping[str, Sequence[str]] | None = None
 ) -> str:
-    """Return what a page shows of one record: machine, tables, link to the JSON, plot (unless ``plot=no`` is chosen)."""
+    """Return a record's machine, tables, link to the JSON, and plot (except with ``plot=no``)."""
     parts = [
         f"*{machine(record)}.* [{name}.json](../benchmarks/results/{name}.json)",
         tables(record, choice),
@@ -114,10 +114,10 @@ def section(
 
 
 def parse(marker: str) -> tuple[str, dict[str, list[str]]]:
-    """Split a marker's text, ``name key=a,b key="c, d;e"``, into the record's name and the choice."""
+    """Split a marker's text, ``name key=a,b key="c, d;e"``, into a record's name and a choice."""
     name, _, rest = marker.strip().partition(" ")
     found = re.findall(r'(\w+)=("[^"]*"|\S+)', rest)
-    # Within quotes values may have commas and blanks.
+    # Quoted values may contain commas and blanks.
     return name, {
         key: value[1:-1].split(";") if value.startswith('"') else value.split(",")
         for key, value in found

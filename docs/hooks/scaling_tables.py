@@ -1,4 +1,4 @@
-"""Records of the scaling benchmark as Markdown: measured steps, the model's errors, what it predicts, which hook pays."""
+"""Records of the scaling benchmark as Markdown: steps, errors of the model, predictions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _STARTUP = ("own_start_s", "gloo_start_s", "rss_mib", "files", "threads", "group
 
 
 def is_scaling(record: Record) -> bool:
-    """Say whether a record is a report over jobs of several sizes."""
+    """Return whether a record is a report over jobs of several sizes."""
     return "validation" in record and "predictions" in record
 
 
 def tables(record: Record) -> str:
-    """Return the tables of a report, each below its title; those without rows are left out."""
+    """Return the tables of a report with their titles; tables without rows are left out."""
     largest = max(job["ranks"] for job in record["jobs"])
     parts = [
         (
@@ -47,12 +47,12 @@ def tables(record: Record) -> str:
 
 
 def is_startup(record: Record) -> bool:
-    """Say whether a record is what ranks cost before their first step, by their number."""
+    """Return whether a record has the costs of ranks before their first step."""
     return "growth" in record
 
 
 def startup(record: Record) -> str:
-    """Return the costs of the slowest rank, or of the one that has most, by the number of ranks; and how each grows."""
+    """Return the maximum costs of a rank by number of ranks, and their growth."""
     rows = [
         [
             _ranks(job),

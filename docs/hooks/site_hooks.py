@@ -1,9 +1,9 @@
-"""Events of MkDocs: files of the repository become pages, markers become tables and API reference.
+"""Events of MkDocs: pages from files of the repository, and contents for markers.
 
 ``<!-- results: NAME [key=value …] -->`` shows a record of ``benchmarks/results``, ``<!-- scaling
 -->`` all records of scaling, ``<!-- api: MODULE [NAME …] -->`` public names, ``<!-- command -->``
-the subcommands, ``<!-- decisions -->`` and ``<!-- job scripts -->`` what they say, ``<!-- text:
-FILE -->`` a text of the repository without its title.
+the subcommands, ``<!-- decisions -->`` and ``<!-- job scripts -->`` their lists, ``<!-- text: FILE
+-->`` a text of the repository without its title.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MARKER = re.compile(
     r"<!-- (?P<kind>results|scaling|api|command|decisions|job scripts|text)(?:: (?P<text>.*?))? -->"
 )
 _SOURCES: dict[str, str] = {}
-# Pages about how mpidist came to be: behind those for its users in a search.
+# Pages about the history of mpidist, ranked after the users' pages in a search.
 _BEHIND = (
     "decisions/",
     "changelog.md",
@@ -37,7 +37,7 @@ _BEHIND = (
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add what lies outside ``docs``: texts, programs, records and plots."""
+    """Add files outside ``docs``: texts, programs, records and plots."""
     root = _root(config)
     _SOURCES.clear()
     programs = repository_links.programs(root)
@@ -62,7 +62,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Fill the markers of a page, then point its links at the site."""
+    """Replace the markers of a page, then its links."""
     root = _root(config)
     uri = page.file.src_uri
     if uri.startswith(_BEHIND):

@@ -1,4 +1,4 @@
-"""Recipe of Spack (repository API 2): `packages/py_mpidist/package.py` of a package repository."""
+"""Spack recipe (repository API 2): `packages/py_mpidist/package.py` of a package repository."""
 
 from spack_repo.builtin.build_systems.python import PythonPackage
 
@@ -6,14 +6,13 @@ from spack.package import *
 
 
 class PyMpidist(PythonPackage):
-    """Distributed PyTorch over the MPI that a cluster already has: collectives, DDP, RPC, autograd, sharded optimizers."""
+    """Distributed PyTorch over a cluster's MPI: collectives, DDP, RPC, autograd, OSS."""
 
     pypi = "mpidist/mpidist-0.1.0.tar.gz"
 
     license("BSD-3-Clause")
 
-    # Spack asks for the digest of an sdist only where it fetches one; from a checkout: spack
-    # develop.
+    # Spack needs the digest of an sdist only for a download; from a checkout use spack develop.
     version("0.1.0")
 
     variant(
@@ -26,14 +25,14 @@ class PyMpidist(PythonPackage):
     )
 
     depends_on("python@3.10:3.13", type=("build", "run"))
-    # The licence is given as an SPDX expression.
+    # The license is an SPDX expression.
     depends_on("py-setuptools@77:", type="build")
 
     depends_on("mpi", type="run")
     depends_on("py-mpi4py@4.1:", type="run")
     depends_on("py-msgspec@0.20:", type="run")
     depends_on("py-numpy", type="run")
-    # torch.distributed is there only with +distributed; its own MPI backend is not needed.
+    # torch.distributed needs +distributed, but not its MPI backend.
     depends_on("py-torch@2.9: +distributed", type="run")
 
     with when("+cuda"):
@@ -44,7 +43,7 @@ class PyMpidist(PythonPackage):
         depends_on("py-typer@0.12:", type="run")
         depends_on("py-rich", type="run")
 
-    # Imports alone: they start neither MPI nor CUDA, so that the check passes on a login node.
+    # These imports start neither MPI nor CUDA, so that the check passes on a login node.
     import_modules = [
         "mpidist",
         "mpidist.autograd",

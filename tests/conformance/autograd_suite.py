@@ -13,13 +13,13 @@ from tests.conformance.faulty_agent import FaultyOptions, faults
 
 
 class OnAutograd(suite.OnMpidist):
-    """What all of them need."""
+    """Settings of all suites of distributed autograd."""
 
     modules = (autograd_test,)
 
     @contextlib.contextmanager
     def surroundings(self):
-        """Undo what a test does to its module."""
+        """Restore the test's module afterwards."""
         fresh = {"rpc_done": [False] * 4, "ctx_ids": [-1] * 4, "known_context_ids": set()}
         with (
             mock.patch.dict(autograd_test.__dict__, fresh),
@@ -29,15 +29,15 @@ class OnAutograd(suite.OnMpidist):
 
 
 class AutogradSuite(OnAutograd, autograd_test.DistAutogradTest, common_utils.TestCase):
-    """The generic tests."""
+    """Generic tests."""
 
 
 class SparseSuite(OnAutograd, autograd_test.TensorPipeAgentDistAutogradTest, common_utils.TestCase):
-    """The tests with sparse tensors."""
+    """Tests with sparse tensors."""
 
 
 class FaultySuite(OnAutograd, autograd_test.FaultyAgentDistAutogradTest, common_utils.TestCase):
-    """The tests with messages that are dropped."""
+    """Tests with dropped messages."""
 
     @property
     def rpc_backend_options(self) -> FaultyOptions:
@@ -52,5 +52,5 @@ class FaultySuite(OnAutograd, autograd_test.FaultyAgentDistAutogradTest, common_
             yield
 
 
-# It ends its process, so that nothing waits for a pass that torch cannot stop.
+# The test ends its process, because torch cannot stop a pass.
 PREPARED = {"test_clean_context_during_backward": lambda: contextlib.suppress(SystemExit)}

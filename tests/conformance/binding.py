@@ -1,4 +1,4 @@
-"""torch's names for its distributed modules, bound to ours in the modules of torch's test suites."""
+"""Bindings of torch's names for its distributed modules to mpidist's modules, in test suites."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unittest import mock
 import torch.distributed.autograd
 import torch.distributed.rpc.api  # noqa: F401
 
-# Where torch has a name, and where we have the same.
+# Names of torch, and the modules of mpidist with the same contents.
 PLACES = {
     "torch.distributed.rpc": "mpidist.rpc",
     "torch.distributed.rpc.api": "mpidist.rpc.api",
@@ -21,19 +21,20 @@ PLACES = {
     "torch.distributed.optim": "mpidist.optim",
     "torch.distributed.nn": "mpidist.nn",
 }
-# Modules that tests import within functions, to set a switch of theirs or to read counters.
+# Modules that tests import within functions, to set switches or to read counters.
 IMPORTED_LATE = ("torch.distributed.rpc.api", "torch.distributed.autograd")
 
 
 def bound(ours: str) -> types.ModuleType:
-    """Return what a suite gets for a module of torch: it reads our module at each use."""
+    """Return the stand-in for a module of torch; it reads mpidist's module at each use."""
     module = types.ModuleType(ours)
-    module.__getattr__ = lambda name: getattr(importlib.import_module(ours), name)  # type: ignore[method-assign]
+    read = lambda name: getattr(importlib.import_module(ours), name)  # noqa: E731
+    module.__getattr__ = read  # type: ignore[method-assign]
     return module
 
 
 def counterpart(name: str, found: Any) -> Any:
-    """Return what a suite's global name is bound to here; None if torch's own object stays."""
+    """Return the object for a suite's global name; None if torch's own object stays."""
     if isinstance(found, types.ModuleType):
         ours = PLACES.get(found.__name__)
         return (
@@ -54,11 +55,11 @@ def counterpart(name: str, found: Any) -> Any:
 def ours_in_place_of_torchs(
     modules: Iterable[types.ModuleType], more: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Bind the names by which suites reach torch's modules to ours.
+    """Bind torch's names in the suites to mpidist.
 
     Args:
-        modules: The suites'.
-        more: Other names, and what they stand for, in whichever module has them.
+        modules: Modules of the suites.
+        more: Further names and their objects, in any of the modules.
     """
     with contextlib.ExitStack() as stack:
         for module in modules:
@@ -75,8 +76,8 @@ def ours_in_place_of_torchs(
             parent, _, attribute = name.rpartition(".")
             ours_here = importlib.import_module(PLACES[name])
             stack.enter_context(mock.patch.object(sys.modules[parent], attribute, ours_here))
-            # mock.patch.dict would take out of sys.modules what a test imports, torch._dynamo among
-            # it.
+            # mock.patch.dict would remove modules from sys.modules that a test imports, such as
+            # torch._dynamo.
             stack.callback(sys.modules.__setitem__, name, sys.modules[name])
             sys.modules[name] = ours_here
         yield

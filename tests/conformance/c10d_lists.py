@@ -1,4 +1,4 @@
-"""Tests of PyTorch's distributed_test that say nothing of us, one by one, by mode; and those that only the long form runs."""
+"""Tests of PyTorch's distributed_test that do not apply, by mode, and tests of the long form."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _OF_OUR_DDP = {
     "test_static_graph_api_cpu": _LOGGER,
 }
 NOT_APPLICABLE = {"group": _OF_GROUP, "torch_ddp": {}, "our_ddp": _OF_OUR_DDP}
-# Tests that fail, and why.
+# Failing tests, with reasons.
 _ASYNC = {
     "test_ddp_profiling_torch_profiler": (
         "wants events that begin in one thread and end in another, as Gloo's do; torch writes the "
@@ -53,7 +53,7 @@ _ASYNC = {
     )
 }
 KNOWN_FAILURES: dict[str, dict[str, str]] = {"group": {}, "torch_ddp": _ASYNC, "our_ddp": _ASYNC}
-# Not in CI, where each would take more than 3 s.
+# Not in CI: each takes more than 3 s.
 LONG = {
     "test_average_parameters": "Gloo fails it on the host, too, after two timeouts",
     "test_barrier_timeout_group": "waits for a timeout",

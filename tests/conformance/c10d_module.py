@@ -1,8 +1,8 @@
-"""PyTorch's distributed_test, imported so that its conditions become data: CUDA, numbers of ranks, torch's own reasons to skip.
+"""Import of PyTorch's distributed_test, with the conditions of its tests as data.
 
-The module decides at its import, by the environment, which tests a backend may run. The decorators
-that would skip note their reasons on the function instead, and the test runs, whatever backend it
-was written for.
+The conditions are CUDA, the number of ranks, and torch's own reasons to skip. The module evaluates
+them at import, from the environment. Here the decorators that would skip a test record the reason
+on the function instead, and the test runs on any backend.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Needs:
     """Conditions of one test.
 
     Attributes:
-        cuda: It makes CUDA tensors.
-        sizes: The numbers of ranks at which it runs, of 2, 3 and 4.
-        skipped: The reason why torch itself runs it nowhere on this platform; empty if it does.
-        ddp: It constructs a ``DistributedDataParallel``.
+        cuda: The test creates CUDA tensors.
+        sizes: Possible numbers of ranks among 2, 3 and 4.
+        skipped: Reason for which torch skips the test on this platform; empty if torch runs it.
+        ddp: The test constructs a ``DistributedDataParallel``.
     """
 
     cuda: bool
@@ -62,7 +62,7 @@ def _noting_if(condition: bool, reason: str) -> Callable[[Any], Any]:
 @functools.cache
 def distributed_test() -> types.ModuleType:
     """Import the module."""
-    # One rank: the decorators compare with it, and then say how many they want.
+    # One rank: the decorators compare with this number and then report the number that they need.
     environment = mock.patch.dict(
         os.environ, {"BACKEND": "gloo", "WORLD_SIZE": "1", "INIT_METHOD": "file://"}
     )
@@ -113,13 +113,13 @@ def needs(name: str) -> Needs:
 
 
 def size_of(name: str) -> int:
-    """Return the number of ranks at which the short form of the suite runs a test: one of those that it admits, by a checksum."""
+    """Return the number of ranks of a test in the short form: one of its sizes, by a checksum."""
     sizes = needs(name).sizes
     return sizes[zlib.crc32(name.encode()) % len(sizes)]
 
 
 def _constructs_ddp(base: Any, function: Any, seen: set[str]) -> bool:
-    """Whether a test, or a method of its class that it calls, constructs a ``DistributedDataParallel``."""
+    """Return whether a test, or a called method of its class, constructs DDP."""
     text = inspect.getsource(inspect.unwrap(function))
     if re.search(r"\bDistributedDataParallel\b", text):
         return True

@@ -1,9 +1,9 @@
-"""PyTorch's own tests of process groups and of ``DistributedDataParallel``, with Gloo as the peer.
+"""PyTorch's tests of process groups and ``DistributedDataParallel``, with Gloo for comparison.
 
-Three modes: ``group`` runs the tests of collectives on our backend, ``torch_ddp`` those of data
-parallelism with torch's module on it, ``our_ddp`` the same with
-``mpidist.ddp.DistributedDataParallel`` in its place. A test that fails is repeated on Gloo, on the
-same ranks in the same way: one that Gloo fails, too, says nothing of us.
+There are three modes: ``group`` runs the tests of collectives on mpidist's backend, ``torch_ddp``
+the tests of data parallelism with torch's module on that backend, ``our_ddp`` the same tests with
+``mpidist.ddp.DistributedDataParallel``. A failed test is repeated on Gloo on the same ranks: if
+Gloo fails too, the test does not apply.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ from tests.conformance.cuda_on_host import cuda_on_host, devices_of
 
 MODES = ("group", "torch_ddp", "our_ddp")
 NEEDS_GPU, GLOO_FAILS = "need a GPU (Gloo fails them on the host, too)", "fail on Gloo, too"
-_TIMEOUT_S = 8.0  # of a group; torch's own is 60
-_HANG_S = 100.0  # of a test, after which the job ends with a traceback
+# Timeout of a group; torch uses 60.
+_TIMEOUT_S = 8.0
+# Limit of a test, after which the job ends with a traceback.
+_HANG_S = 100.0
 _module = distributed_test()
 
 
 class Alias(str):
-    """The name of a backend that the suite takes for Gloo where a body chooses by the name what it does."""
+    """Backend name that equals "gloo" where a test selects its body by the name."""
 
     __slots__ = ()
 
@@ -54,7 +56,7 @@ class Alias(str):
 
 
 class TorchOnHost(TorchDdp):
-    """torch's module without its arguments that name devices: there is only the host."""
+    """torch's module without device arguments, because all tensors are on the host."""
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class TorchOnHost(TorchDdp):
 
 
 class OurOnHost(OurDdp):
-    """Ours likewise."""
+    """mpidist's module without device arguments."""
 
     def __init__(
         self,
@@ -86,14 +88,14 @@ _ON_HOST = {TorchDdp: TorchOnHost, OurDdp: OurOnHost}
 
 @dataclass(frozen=True)
 class Outcome:
-    """One test's end on one rank or over all: passed, skipped, failed, or why it says nothing of us; and the error's text."""
+    """Outcome of a test on one rank or on all: passed, skipped, failed or not applicable."""
 
     kind: str
     text: str = ""
 
 
 class Meetings:
-    """Barriers by counting in a store: one that a rank never reaches ends in an error on the others."""
+    """Barriers by counters in a store; a rank that stays away causes a timeout on the others."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -108,7 +110,7 @@ class Meetings:
 
 
 class DistributedSuite(_module.DistributedTest._DistTestBase, common_utils.TestCase):
-    """The suite; ``attempt`` fills in the attributes that its base expects."""
+    """Suite of distributed tests; ``attempt`` sets the attributes that its base expects."""
 
     rank: int
     world_size: int
@@ -124,9 +126,9 @@ class DistributedSuite(_module.DistributedTest._DistTestBase, common_utils.TestC
 
 
 class Runner:
-    """Runs tests on the ranks of a group, which carries nothing but verdicts.
+    """Execution of tests on a group that carries only verdicts.
 
-    Collective: made by all ranks of the group, which then make the same calls.
+    Collective: all ranks of the group create it and make the same calls.
     """
 
     def __init__(self, group: Any) -> None:
@@ -141,7 +143,7 @@ class Runner:
         self._attempts = 0
 
     def outcome(self, name: str, mode: str) -> Outcome:
-        """Run a test on our backend, and on Gloo if it fails; return the same on all ranks."""
+        """Run a test on mpidist, after a failure on Gloo; return the same outcome on all ranks."""
         outcome = self._on_all(name, "mpidist", OurDdp if mode == "our_ddp" else TorchDdp)
         if outcome.kind == "failed" and self._on_all(name, "gloo", TorchDdp).kind != "passed":
             return Outcome(NEEDS_GPU if needs(name).cuda else GLOO_FAILS, outcome.text)
@@ -159,7 +161,7 @@ class Runner:
 
 
 def together(ended: Sequence[Outcome]) -> Outcome:
-    """Return one outcome of all ranks': failed if any has, else skipped if any was."""
+    """Return the common outcome: failed if any rank failed, else skipped if any rank skipped."""
     kinds = {outcome.kind for outcome in ended}
     text = "\n".join(
         f"rank {rank}: {outcome.text}" for rank, outcome in enumerate(ended) if outcome.text
@@ -185,7 +187,7 @@ def _attempt(
         ):
             _init(backend, rank, size, dist.PrefixStore("group", store))
             getattr(test, name)()
-            # Who is through destroys its group; the others may still be in it.
+            # A rank that has finished destroys its group, which other ranks may still use.
             test._barrier()
     except unittest.SkipTest as skip:
         return Outcome("skipped", str(skip))
@@ -193,7 +195,8 @@ def _attempt(
         return Outcome("failed", traceback.format_exc())
     finally:
         test.doCleanups()
-        with contextlib.suppress(Exception):  # the test may have left it half destroyed
+        # The test may have destroyed the group partly.
+        with contextlib.suppress(Exception):
             dist.destroy_process_group()
         dist.set_debug_level_from_env()
         faulthandler.cancel_dump_traceback_later()
@@ -223,21 +226,21 @@ def _names_bound(backend: str, ddp: Any, is_cuda: bool, size: int, folder: str) 
             ddp = _ON_HOST[ddp]
             names |= {"init_multigpu_helper": devices_of, "DistributedDataParallel": ddp}
             stack.enter_context(cuda_on_host())
-        # A collective that waits for a rank whose test has failed ends in an error, and the job
-        # goes on.
+        # A collective that waits for a rank with a failed test raises an error, and the job
+        # continues.
         stack.enter_context(
             mock.patch.dict(os.environ, {**environment, "MPIDIST_ON_TIMEOUT": "raise"})
         )
         stack.enter_context(mock.patch.multiple(_module, **names))
         stack.enter_context(mock.patch.object(torch.nn.parallel, "DistributedDataParallel", ddp))
-        # pytest's handlers; torch runs each test in a process of its own.
+        # Remove pytest's handlers, because torch runs each test in its own process.
         stack.enter_context(mock.patch.object(logging.getLogger(), "handlers", []))
         yield
 
 
 def _strided() -> Any:
-    # Its convolutions of 1000 x 1000 pixels take a CPU seconds each, in hundreds of passes; their
-    # parameters are what matters.
+    # Convolutions of 1000 x 1000 pixels take a CPU seconds, in hundreds of passes; only their
+    # parameters matter here.
     return mock.patch.object(torch.nn, "Conv2d", functools.partial(torch.nn.Conv2d, stride=8))
 
 

@@ -1,4 +1,4 @@
-"""The counts of PyTorch's distributed_test, printed at the end of a job by its first rank."""
+"""Counts of PyTorch's distributed_test, printed by the first rank at the end of a job."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""torch's CUDA names bound to the host: tests of CUDA tensors run on machines without a GPU.
+"""Bindings of torch's CUDA names to the host: CUDA tests on machines without a GPU.
 
-Devices named cuda, or by a number, become the CPU; streams, events and the current device do
-nothing. What a test asks of a real GPU beside that, it fails on any backend.
+Devices named cuda, or by number, become the CPU; streams, events and the current device do nothing.
+A test that needs more of a GPU fails on any backend.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HOST = torch.device("cpu")
 
 
 def host_of(device: Any) -> Any:
-    """Return the host for a CUDA device; anything else as it is."""
+    """Return the host for a CUDA device; return anything else unchanged."""
     if isinstance(device, torch.device):
         return _HOST if device.type == "cuda" else device
     if isinstance(device, str):
@@ -27,7 +27,7 @@ def host_of(device: Any) -> Any:
 
 
 class _OnHost(TorchFunctionMode):
-    """Replaces CUDA devices in the arguments of torch's functions."""
+    """Function mode that replaces CUDA devices in the arguments of torch's functions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -43,7 +43,7 @@ class _OnHost(TorchFunctionMode):
 
 
 class _Nothing:
-    """A stream or event of a device that executes at once."""
+    """Stream or event of a device that executes synchronously."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -83,5 +83,5 @@ def cuda_on_host() -> Iterator[None]:
 
 
 def devices_of(ranks: int, backend: str) -> dict[int, list[int]]:
-    """Return one device for each rank, as torch's ``init_multigpu_helper`` does."""
+    """Return one device per rank, as torch's ``init_multigpu_helper`` does."""
     return {rank: [rank] for rank in range(ranks)}

@@ -1,4 +1,4 @@
-"""PyTorch's own tests of data-parallel modules within distributed autograd: mpidist.ddp on torch's group of our backend."""
+"""PyTorch's tests of data-parallel modules within distributed autograd, on mpidist.ddp."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _init_process_group = dist.init_process_group
 
 
 def _init_on_mpi(backend: str, **kwargs: Any) -> None:
-    """Have the default group be ours, whatever backend a test asks for; its ranks are the job's."""
+    """Create mpidist's default group for any requested backend, with the ranks of the job."""
     _init_process_group("mpidist")
-    # a test takes it that all others have come so far, as with a store that all must reach
+    # A test assumes that all ranks have reached this line, as with a store that needs all ranks.
     dist.barrier()
 
 
 class OnDdp(suite.OnMpidist):
-    """What all of them need."""
+    """Settings of all suites of this module."""
 
     modules = (ddp_test,)
     more = {"DistributedDataParallel": DistributedDataParallel}  # noqa: RUF012
 
     def surroundings(self):
-        """Return what a test runs in: a fresh signal, for it is notified once, and a default group of ours."""
+        """Bind ``torch.distributed`` and a new shutdown signal, which serves one test."""
         return mock.patch.multiple(
             ddp_test, shutdown_signal=threading.Condition(), dist=_Distributed()
         )
@@ -46,8 +46,8 @@ class _Distributed:
 
 
 class ComparisonSuite(OnDdp, ddp_test.DdpComparisonTest, common_utils.TestCase):
-    """The tests of four trainers, local against distributed autograd."""
+    """Tests of four trainers: local against distributed autograd."""
 
 
 class HybridSuite(OnDdp, ddp_test.DdpUnderDistAutogradTest, common_utils.TestCase):
-    """The tests of six ranks: four trainers, a worker with the remote layers, a master."""
+    """Tests of six ranks: four trainers, a worker with the remote layers, a master."""

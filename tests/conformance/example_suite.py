@@ -1,4 +1,4 @@
-"""PyTorch's examples of RPC, which are tests in its wheel, on mpidist.rpc."""
+"""PyTorch's RPC examples, which are tests in the wheel, on mpidist.rpc."""
 
 from __future__ import annotations
 

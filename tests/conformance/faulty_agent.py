@@ -1,4 +1,4 @@
-"""Faults of torch's faulty agent, injected at the transport: some kinds of messages are delayed, others dropped."""
+"""Faults of torch's faulty agent, injected into the transport: delayed and dropped messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpidist.errors import CommTimeout
 from mpidist.rpc import RpcBackendOptions, current
 from mpidist.rpc.message import Kind
 
-# torch's names of messages, and our kinds.
+# torch's names of messages, and mpidist's message kinds.
 KINDS = {
     "PYTHON_CALL": (Kind.CALL_PYTHON,),
     "SCRIPT_CALL": (Kind.CALL_BUILTIN, Kind.CALL_SCRIPT),
@@ -23,13 +23,13 @@ KINDS = {
     "RREF_FORK_REQUEST": (Kind.RREF_FORK,),
     "RREF_USER_DELETE": (Kind.RREF_USER_DELETE,),
     "RREF_CHILD_ACCEPT": (),
-    # one way, sent once: MPI loses nothing, so there is nothing to send again
+    # One-way and sent once: MPI loses no message, so that nothing is repeated.
     "CLEANUP_AUTOGRAD_CONTEXT_REQ": (),
 }
 
 
 class FaultyOptions(RpcBackendOptions):
-    """Options that name torch's kinds of messages to drop, and seconds of delay."""
+    """Options with torch's kinds of messages to drop, and delays in seconds."""
 
     def __init__(self, init_method, rpc_timeout, messages_to_fail, messages_to_delay):
         super().__init__(rpc_timeout=rpc_timeout, init_method=init_method, num_worker_threads=8)
@@ -39,7 +39,7 @@ class FaultyOptions(RpcBackendOptions):
 
 @contextlib.contextmanager
 def faults() -> Iterator[None]:
-    """Have the transports of agents with ``FaultyOptions`` behave so."""
+    """Inject the faults into transports of agents with ``FaultyOptions``."""
     send = Transport.send
 
     def faulty_send(self, to, kind, sequence=0, *args, **kwargs):
@@ -55,7 +55,7 @@ def faults() -> Iterator[None]:
             (s for name, s in options.messages_to_delay.items() if kind in KINDS[name]), default=0.0
         )
         if delay:
-            # Later messages overtake it, as they do torch's.
+            # Later messages overtake it, as in torch's agent.
             timer = threading.Timer(
                 delay,
                 lambda: agent.wire.is_stopped or send(self, to, kind, sequence, *args, **kwargs),

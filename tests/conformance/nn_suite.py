@@ -10,21 +10,21 @@ from tests.conformance import suite
 
 
 class OnNn(suite.OnMpidist):
-    """What all of them need."""
+    """Settings of all suites of remote modules."""
 
     modules = (remote_module_test,)
     more = {"_RemoteModule": RemoteModule}  # noqa: RUF012
 
 
 class RemoteModuleSuite(OnNn, remote_module_test.RemoteModuleTest, common_utils.TestCase):
-    """The tests of two workers."""
+    """Tests of two workers."""
 
 
 class ThreeWorkersSuite(
     OnNn, remote_module_test.ThreeWorkersRemoteModuleTest, common_utils.TestCase
 ):
-    """The tests of three."""
+    """Tests of three workers."""
 
 
 class CudaSuite(OnNn, remote_module_test.CudaRemoteModuleTest, common_utils.TestCase):
-    """The tests with CUDA devices."""
+    """Tests with CUDA devices."""

@@ -9,6 +9,6 @@ from tests.conformance import suite
 
 
 class OptimizerSuite(suite.OnMpidist, optimizer_test.DistOptimizerTest, common_utils.TestCase):
-    """The tests of the optimizer."""
+    """Tests of the optimizer."""
 
     modules = (optimizer_test,)

@@ -17,25 +17,25 @@ from tests.conformance.faulty_agent import FaultyOptions, faults
 
 
 class OnRpc(suite.OnMpidist):
-    """What both suites need."""
+    """Settings of both suites."""
 
     modules = (rpc_test, faulty_test)
     more = {name: getattr(api, name) for name in ("_thread_local_var", "_wait_all")}  # noqa: RUF012
 
     @contextlib.contextmanager
     def surroundings(self):
-        """Undo what a test does to its module."""
+        """Restore the test's module afterwards."""
         fresh = mock.patch.dict(rpc_test.__dict__, {"VALUE_FUTURE": concurrent.futures.Future()})
         with fresh, faults(), PREPARED.get(self._testMethodName, contextlib.nullcontext)():
             yield
 
 
 class RpcSuite(OnRpc, rpc_test.RpcTest, common_utils.TestCase):
-    """The generic tests of RPC."""
+    """Generic tests of RPC."""
 
 
 class FaultySuite(OnRpc, faulty_test.FaultyAgentRpcTest, common_utils.TestCase):
-    """The tests that delay or drop messages."""
+    """Tests that delay or drop messages."""
 
     def setup_fault_injection(self, faulty_messages, messages_to_delay):
         self.messages_to_fail = faulty_messages if faulty_messages is not None else []
@@ -62,12 +62,12 @@ def _as_torchs(self, init_method):
 
 
 def _options_of_torchs():
-    # The class is derived from torch's options, and calls the initializer of what the name stands
-    # for now.
+    # The class inherits from torch's options, and calls the initializer of the currently bound
+    # class.
     return mock.patch.object(rpc_test.FooBackendOptions, "__init__", _as_torchs)
 
 
-# The suite patches torch's own module by its object in the first two; the same is done to ours.
+# In the first two tests the suite patches torch's module object; patch mpidist's in the same way.
 PREPARED = {
     "test_rref_leak": _nothing_deleted,
     "test_ignore_rref_leak": _nothing_deleted,

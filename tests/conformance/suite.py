@@ -1,6 +1,6 @@
-"""A suite of torch's tests from the installed wheel: each test runs by its name on every rank of the job, its workers.
+"""Suite of torch's tests from the installed wheel; each test runs on every rank of the job.
 
-Nothing is copied: the names of torch's modules are bound to ours (``binding``).
+Nothing is copied: the names of torch's modules are bound to mpidist's (``binding``).
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ TIMEOUT_S = 15.0
 
 
 class OnMpidist:
-    """What a test needs to know of its surroundings; the first base of a suite, torch's class is the second."""
+    """Surroundings of a test; the first base class of a suite, before torch's class."""
 
-    modules: tuple[types.ModuleType, ...] = ()  # of torch's suite, beside dist_utils
-    more: Mapping[str, Any] = {}  # names and what they stand for, where ``binding`` has no rule
+    # Modules of torch's suite in addition to dist_utils.
+    modules: tuple[types.ModuleType, ...] = ()
+    # Further names and their objects, where ``binding`` has no rule.
+    more: Mapping[str, Any] = {}
     rank: int
     size: int
     file_name: str
@@ -56,7 +58,7 @@ class OnMpidist:
         return "RPC ran for more than"
 
     def surroundings(self) -> contextlib.AbstractContextManager[Any]:
-        """Return what a test runs in."""
+        """Return the context manager in which a test runs."""
         return contextlib.nullcontext()
 
     def __reduce__(self):
@@ -65,7 +67,7 @@ class OnMpidist:
 
 
 def made(suite, name, rank, size, file_name):
-    """Make a test."""
+    """Construct a test."""
     test = suite(name)
     test.rank, test.size, test.file_name = rank, size, file_name
     return test
@@ -90,7 +92,7 @@ def run(suite, name: str, group) -> None:
     test = made(suite, name, group.rank, group.size, file_name)
     faulthandler.dump_traceback_later(100, exit=True)
     leaks = api._ignore_rref_leak
-    # pytest's; torch runs each test in a process of its own
+    # Remove pytest's handlers, because torch runs each test in its own process.
     no_log = mock.patch.object(logging.getLogger(), "handlers", [])
     try:
         with (
@@ -109,7 +111,7 @@ def run(suite, name: str, group) -> None:
 
 
 def run_on_all(suite, name: str, group) -> None:
-    """Run a test; it has passed if it has on all ranks."""
+    """Run a test, which passes if it passes on all ranks."""
     text = ""
     try:
         run(suite, name, group)
@@ -119,5 +121,5 @@ def run_on_all(suite, name: str, group) -> None:
 
 
 def selected(names: list[str]) -> list[str]:
-    """Return a fixed third of the tests, the same on every rank and in every run; all with MPIDIST_CONFORMANCE=all."""
+    """Return a fixed third of the tests, equal on all ranks; all with MPIDIST_CONFORMANCE=all."""
     return names if os.environ.get("MPIDIST_CONFORMANCE") == "all" else names[::3]

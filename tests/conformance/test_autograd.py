@@ -1,4 +1,7 @@
-"""PyTorch's tests of distributed autograd on mpidist.autograd: one job of 4 ranks, a third; MPIDIST_CONFORMANCE=all for all."""
+"""PyTorch's tests of distributed autograd on mpidist.autograd, in one job of 4 ranks.
+
+A fixed third of the tests runs; all with MPIDIST_CONFORMANCE=all.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from mpidist.comm.mpi.launcher_env import from_environment
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.filterwarnings("ignore")]
 
-# Exact names of tests, and why they say nothing of us.
+# Names of tests that do not apply, with reasons.
 NOT_APPLICABLE = {
     "test_dist_autograd_profiling": "reads events that torch's C++ engine writes into the legacy "
     "autograd profiler",
@@ -23,7 +26,7 @@ NOT_APPLICABLE = {
 
 
 def chosen(suite_name: str) -> list[str]:
-    """Return the tests that run here."""
+    """Return the tests of this run."""
     from tests.conformance import autograd_suite, suite
 
     return suite.selected(
@@ -36,7 +39,8 @@ def chosen(suite_name: str) -> list[str]:
 
 
 def pytest_generate_tests(metafunc):
-    # Only within a job that is large enough: importing torch's suites takes seconds on each rank.
+    # Only in a job with enough ranks, because the import of torch's suites takes seconds on each
+    # rank.
     if "name" in metafunc.fixturenames:
         ranks = from_environment(os.environ).size or 1
         runs = metafunc.config.getoption("--only-mpi", False) and ranks >= 4

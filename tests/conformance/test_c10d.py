@@ -1,8 +1,8 @@
-"""PyTorch's distributed_test at 2, 3 and 4 ranks: our group, torch's DDP on it, our DDP in torch's place.
+"""PyTorch's distributed_test at 2, 3 and 4 ranks, on mpidist's group and DDP.
 
-Here each test runs at one of the three numbers of ranks, as a checksum of its name says; with
-MPIDIST_CONFORMANCE=all at all three. One that fails is repeated on Gloo, and excluded if Gloo fails
-it, too.
+The modes are mpidist's group, torch's DDP on that group, and mpidist's DDP. Each test runs at one
+of the three numbers of ranks, by a checksum of its name; with MPIDIST_CONFORMANCE=all at all three.
+A failed test is repeated on Gloo, and excluded if Gloo fails, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SHORT = os.environ.get("MPIDIST_CONFORMANCE") != "all"
 
 
 def sorted_out(mode: str, size: int, short: bool = _SHORT) -> tuple[list[str], Counter[str]]:
-    """Return the tests of a mode that are to run at ``size`` ranks, and the number of others by reason."""
+    """Return a mode's tests at ``size`` ranks, and the number of excluded tests by reason."""
     from tests.conformance import c10d_module
 
     chosen, others = [], Counter()
@@ -48,7 +48,8 @@ def sorted_out(mode: str, size: int, short: bool = _SHORT) -> tuple[list[str], C
 
 
 def pytest_generate_tests(metafunc):
-    # Only within a job of the right size: importing torch's suites takes seconds on each rank.
+    # Only in a job of the right size, because the import of torch's suites takes seconds on each
+    # rank.
     if "name" in metafunc.fixturenames:
         size = from_environment(os.environ).size or 1
         runs = metafunc.config.getoption("--only-mpi", False) and size in (2, 3, 4)
@@ -57,7 +58,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="module")
 def runner(world):
-    """What runs the tests, on a group of its own."""
+    """Return the runner of the tests, with its own group."""
     from tests.conformance import c10d_suite
 
     group = world.clone("verdicts")
@@ -67,7 +68,7 @@ def runner(world):
 
 @pytest.fixture
 def passes(runner, world, request, c10d_counts):
-    """Run a test of the function's mode, and count it."""
+    """Run a test in the mode of the test function, and count the outcome."""
     mode = request.function.mode
     if mode not in c10d_counts:
         c10d_counts[mode] = Counter({"passed": 0, "failed": 0, **sorted_out(mode, world.size)[1]})

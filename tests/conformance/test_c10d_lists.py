@@ -1,4 +1,4 @@
-"""The lists of what does not apply, and of what fails, say the truth about distributed_test of this torch; no test is lost."""
+"""Consistency of the lists of excluded and failing tests with this torch's distributed_test."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.conformance.c10d_lists import KNOWN_FAILURES, LONG, NOT_APPLICABLE
 
-pytestmark = pytest.mark.slow  # importing torch's suites takes seconds
+pytestmark = pytest.mark.slow  # the import of torch's suites takes seconds
 
 
 def test_listed_tests_exist_and_most_of_what_applies_is_to_pass():
@@ -23,7 +23,7 @@ def test_listed_tests_exist_and_most_of_what_applies_is_to_pass():
             for name in [*listed, *failing]
             if name not in names or c10d_module.needs(name).ddp is (mode == "group")
         ]
-    # Nineteen more at most need a GPU, as Gloo tells in the run.
+    # At most nineteen more need a GPU, as Gloo reports in the run.
     for size in c10d_module.SIZES:
         applicable = len(sorted_out("our_ddp", size, short=False)[0]) + len(
             KNOWN_FAILURES["our_ddp"]

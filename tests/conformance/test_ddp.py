@@ -1,4 +1,7 @@
-"""PyTorch's tests of data-parallel modules within distributed autograd: at 4 ranks, and at 6 (``test_hybrid``)."""
+"""PyTorch's tests of data-parallel modules within distributed autograd, at 4 and at 6 ranks.
+
+The tests of 6 ranks are in ``test_hybrid``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ def names_of(suite_name: str) -> list[str]:
 
 
 def pytest_generate_tests(metafunc):
-    # Only within a job of the right size: importing torch's suites takes seconds on each rank.
+    # Only in a job of the right size, because the import of torch's suites takes seconds on each
+    # rank.
     if "name" in metafunc.fixturenames:
         suite_name, needs = {"comparison": ("ComparisonSuite", 4), "hybrid": ("HybridSuite", 6)}[
             metafunc.function.suite

@@ -10,7 +10,7 @@ from mpidist.comm.mpi.launcher_env import from_environment
 
 pytestmark = [pytest.mark.mpi(min_size=3), pytest.mark.filterwarnings("ignore")]
 
-# Exact names of tests, and why they say nothing of us.
+# Names of tests that do not apply, with reasons.
 NOT_APPLICABLE = {
     "test_unsupported_methods": (
         "asks that state_dict, load_state_dict, parameters and named_parameters raise, too; "
@@ -20,7 +20,7 @@ NOT_APPLICABLE = {
 
 
 def chosen(suite_name: str) -> list[str]:
-    """Return the tests that run here."""
+    """Return the tests of this run."""
     from tests.conformance import nn_suite, suite
 
     return [
@@ -29,7 +29,8 @@ def chosen(suite_name: str) -> list[str]:
 
 
 def pytest_generate_tests(metafunc):
-    # Only within a job that is large enough: importing torch's suites takes seconds on each rank.
+    # Only in a job with enough ranks, because the import of torch's suites takes seconds on each
+    # rank.
     if "name" in metafunc.fixturenames:
         runs = (
             metafunc.config.getoption("--only-mpi", False)

@@ -1,4 +1,4 @@
-"""PyTorch's tests of DistributedOptimizer on mpidist.optim, all in one job of 4 ranks; none is left out."""
+"""PyTorch's tests of DistributedOptimizer on mpidist.optim, all of them, in one job of 4 ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.filterwarnings("ignore")]
 
 
 def pytest_generate_tests(metafunc):
-    # Only within a job that is large enough: importing torch's suites takes seconds on each rank.
+    # Only in a job with enough ranks, because the import of torch's suites takes seconds on each
+    # rank.
     names = []
     if (
         metafunc.config.getoption("--only-mpi", False)

@@ -14,7 +14,7 @@ from mpidist.comm.mpi.launcher_env import from_environment
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.filterwarnings("ignore")]
 
 _PROFILER = "reads events that torch's C++ agent writes into the legacy autograd profiler"
-# Exact names of tests, and why they say nothing of us.
+# Names of tests that do not apply, with reasons.
 NOT_APPLICABLE = {
     "test_async_record_function_cbs_jit_call": _PROFILER,
     "test_async_record_function_double_end_callbacks": _PROFILER,
@@ -83,12 +83,12 @@ KNOWN_FAILURES = {
 
 
 def reason_against(name: str) -> str | None:
-    """Return why a test does not apply."""
+    """Return the reason for which a test does not apply; None if it applies."""
     return NOT_APPLICABLE.get(name)
 
 
 def applicable(suite_name: str) -> list[str]:
-    """Return the tests of a suite that apply."""
+    """Return the applicable tests of a suite."""
     from tests.conformance import rpc_suite, suite
 
     return [
@@ -99,14 +99,15 @@ def applicable(suite_name: str) -> list[str]:
 
 
 def chosen(suite_name: str) -> list[str]:
-    """Return those that run here."""
+    """Return the tests of this run."""
     from tests.conformance import suite
 
     return suite.selected([name for name in applicable(suite_name) if name not in KNOWN_FAILURES])
 
 
 def pytest_generate_tests(metafunc):
-    # Only within a job that is large enough: importing torch's suites takes seconds on each rank.
+    # Only in a job with enough ranks, because the import of torch's suites takes seconds on each
+    # rank.
     if "name" in metafunc.fixturenames:
         ranks = from_environment(os.environ).size or 1
         runs = metafunc.config.getoption("--only-mpi", False) and ranks >= 4

@@ -1,4 +1,4 @@
-"""The lists of what does not apply, and of what fails, say the truth about the suites of this torch."""
+"""Consistency of the lists of excluded and failing tests with the suites of this torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.conformance.test_rpc import KNOWN_FAILURES, NOT_APPLICABLE, applicable
 
-pytestmark = pytest.mark.slow  # importing torch's suites takes seconds
+pytestmark = pytest.mark.slow  # the import of torch's suites takes seconds
 
 
 def test_listed_tests_exist():

@@ -1,4 +1,4 @@
-"""Fenced blocks of the documentation that claim to run: those behind ``<!-- run -->`` or ``<!-- run: RANKS -->``."""
+"""Runnable code blocks of the documentation, after ``<!-- run -->`` or ``<!-- run: RANKS -->``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _RUN = re.compile(
 
 @dataclass(frozen=True)
 class Example:
-    """One program of a page.
+    """Program of a page.
 
     Attributes:
-        page: Its path in the repository.
-        line: That of the program's first line.
-        ranks: How many ranks it needs at least.
-        code: The text.
+        page: Path of the page in the repository.
+        line: Number of the program's first line.
+        ranks: Smallest number of ranks.
+        code: Text of the program.
     """
 
     page: str
@@ -36,7 +36,7 @@ class Example:
 
 
 def examples_of(text: str, page: str) -> list[Example]:
-    """Return the marked blocks of a page, in their order."""
+    """Return the marked blocks of a page in order."""
     found = []
     for match in _RUN.finditer(text):
         width = len(match["indent"])

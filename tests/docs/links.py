@@ -1,4 +1,4 @@
-"""What a built page refers to: links, images, scripts, styles, and the anchors it has."""
+"""References of a built page: links, images, scripts, styles, and anchors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlparse
 
-# What a browser loads by itself, and by which attribute.
+# Tags that a browser loads automatically, with the attribute of the address.
 _LOADED = {
     "img": "src",
     "script": "src",
@@ -19,7 +19,7 @@ _LOADED = {
 
 
 class Page(HTMLParser):
-    """One page: ``links`` that a reader may follow, ``loads`` that the browser fetches, ``anchors``."""
+    """One page: ``links`` for readers, ``loads`` for the browser, and ``anchors``."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Page(HTMLParser):
         self.anchors.update(values[name] for name in ("id", "name") if name in values)
         if tag == "a" and "href" in values:
             self.links.append(values["href"])
-        # A canonical or an alternate address is not fetched.
+        # Browsers do not load canonical or alternate addresses.
         if (
             tag in _LOADED
             and _LOADED[tag] in values
@@ -49,9 +49,9 @@ def is_external(address: str) -> bool:
 
 
 def pages_of(site: Path) -> dict[Path, Page]:
-    """Return the pages of a built site by their files.
+    """Return the pages of a built site by file.
 
-    The page for a wrong address is served from anywhere, and left out.
+    The page for wrong addresses is excluded, because any address may show it.
     """
     return {
         path: Page(path.read_text(encoding="utf-8"))
@@ -61,7 +61,7 @@ def pages_of(site: Path) -> dict[Path, Page]:
 
 
 def broken(pages: dict[Path, Page]) -> list[str]:
-    """Return what leads nowhere: ``page: address``, of links and of what is loaded."""
+    """Return broken links and resources as ``page: address``."""
     wrong = []
     for path, page in pages.items():
         for address in page.links + page.loads:

@@ -1,4 +1,4 @@
-"""Programs of the documentation run as they stand, at any number of ranks from the one they name."""
+"""Programs of the documentation, run unchanged at their number of ranks or more."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ EXAMPLES = [
 @pytest.mark.mpi
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_programs_of_the_pages_run(example, world, tmp_path, monkeypatch):
-    # One folder for all ranks: a program may write what another rank reads.
+    # One folder for all ranks, because a program may write what another rank reads.
     monkeypatch.chdir(world.broadcast_object(str(tmp_path), 0))
-    # A module of its own: its functions and classes are found by name on other ranks.
+    # A named module, so that other ranks find its functions and classes by name.
     module = types.ModuleType("docs_" + re.sub(r"\W", "_", example.place))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     environment = dict(os.environ)
@@ -59,7 +59,7 @@ def test_marked_blocks_are_found_with_their_ranks_and_lines():
 
 
 def test_all_python_blocks_of_the_pages_are_programs():
-    # Those that are not run are parsed: a page cannot show what is no Python.
+    # Other blocks are only parsed: a page must not show invalid Python.
     for page in sorted(Path(ROOT, "docs").rglob("*.md")):
         for block in re.findall(
             r"^( *)```python[^\n]*\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.M | re.S
@@ -81,7 +81,7 @@ def test_commands_of_the_pages_exist_with_their_options():
     ]
     assert len(lines) > 15
     for line in lines:
-        # Behind -- and behind the program stand arguments of others.
+        # Arguments after -- and after the program belong to other programs.
         name, *rest = line.partition("#")[0].split()
         own = rest[
             : next(

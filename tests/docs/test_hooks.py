@@ -1,4 +1,4 @@
-"""What the build adds to the pages: links that fit the site, tables from records, directives of the reference."""
+"""Hooks of the documentation build: rewritten links, tables from records, API directives."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_links_of_the_repository_lead_to_pages(hook):
         changed("[x](examples/x.py) and [s](slurm/)", "README.md", "index.md")
         == "[x](examples/x.md) and [s](slurm.md)"
     )
-    # A file without a page stays as its text; what is nowhere stays a link, which fails the build.
+    # A file without a page remains as text; a broken link remains, and fails the build.
     assert changed("[m](../../Makefile) [n](nowhere.md)") == "m [n](nowhere.md)"
     assert (
         links.rebased("[d](../docs/a.md#x) [l](job.sh)", "slurm/README.md", "docs/slurm.md")
@@ -53,14 +53,23 @@ def test_tables_have_the_numbers_of_the_record(hook):
     one = {"median_us": 1234.5}
     record = {
         "environment": {
-            "ranks": 2, "mpi_library": "M", "torch": "2", "cpu": "C", "logical_cores": 2, "date": "2026-01-02T03:04:05",
+            "ranks": 2,
+            "mpi_library": "M",
+            "torch": "2",
+            "cpu": "C",
+            "logical_cores": 2,
+            "date": "2026-01-02T03:04:05",
         },
         "link": "1gbit",
         "results": [
-            {"operation": "a", "size_bytes": 2048, "contenders": {"x": one, "y": {"median_us": 0.5}}},
+            {
+                "operation": "a",
+                "size_bytes": 2048,
+                "contenders": {"x": one, "y": {"median_us": 0.5}},
+            },
             {"operation": "b", "size_bytes": 0, "contenders": {"x": {"median_us": 2.5e6}}},
         ],
-    }  # fmt: skip
+    }
     text = tables.section("n", record, True)
     assert "2 ranks, over a simulated link of 1 Gbit/s, M, torch 2, C, 2 cores, 2026-01-02" in text
     assert (
@@ -104,25 +113,46 @@ def test_each_recorded_result_that_a_page_names_has_a_table(hook):
 def test_scaling_reports_have_their_tables(hook):
     tables = hook("scaling_tables")
     step = {
-        "link": "1gbit", "network": "net", "scaling": "weak", "hook": "bf16", "ranks": 4, "oversubscribed": True, "seconds": 0.25,
-        "exposed_seconds": 0.05, "efficiency": 0.8, "predicted_seconds": 0.2,
-    }  # fmt: skip
+        "link": "1gbit",
+        "network": "net",
+        "scaling": "weak",
+        "hook": "bf16",
+        "ranks": 4,
+        "oversubscribed": True,
+        "seconds": 0.25,
+        "exposed_seconds": 0.05,
+        "efficiency": 0.8,
+        "predicted_seconds": 0.2,
+    }
     record = {
         "jobs": [{"ranks": 4}],
         "steps": [step],
         "validation": {
-            "points": 9, "median_error": 0.12, "target": 0.2, "verdict": "reached", "by_operation": {"all_reduce": 0.1},
-            "by_ranks": {}, "by_rate": {}, "steps": None, "steps_by_link": {},
+            "points": 9,
+            "median_error": 0.12,
+            "target": 0.2,
+            "verdict": "reached",
+            "by_operation": {"all_reduce": 0.1},
+            "by_ranks": {},
+            "by_rate": {},
+            "steps": None,
+            "steps_by_link": {},
         },
         "hook_choices": [step | {"fastest": "bf16", "chosen": "none", "lost": 0.03}],
         "predictions": [step | {"ranks": ranks} for ranks in (8, 4096)],
         "hooks_that_pay": [
             {
-                "processor": "cpu", "network": "net", "ranks": 64, "fastest": {"1": "bf16", "10": "none"},
-                "predicted_seconds": {"1": {"none": 3.0, "bf16": 2.0}, "10": {"none": 1.0, "bf16": 2.0}},
+                "processor": "cpu",
+                "network": "net",
+                "ranks": 64,
+                "fastest": {"1": "bf16", "10": "none"},
+                "predicted_seconds": {
+                    "1": {"none": 3.0, "bf16": 2.0},
+                    "10": {"none": 1.0, "bf16": 2.0},
+                },
             }
         ],
-    }  # fmt: skip
+    }
     assert tables.is_scaling(record) and not tables.is_startup(record)
     text = tables.tables(record)
     assert (

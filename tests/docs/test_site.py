@@ -1,4 +1,4 @@
-"""The site, built as ``make docs`` builds it: no warning, no broken link, nothing from elsewhere, all public names."""
+"""Documentation site as built by ``make docs``: no warning, no broken link, all public names."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_every_public_name_is_in_the_reference(site, api_pages):
 
 @slow
 def test_pages_come_up_in_a_browser(site):
-    # An extra: where there is no browser, links and resources have been checked all the same.
+    # Optional: without a browser, the checks of links and resources still apply.
     browser = next(
         filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
     )
@@ -122,7 +122,7 @@ def test_pages_come_up_in_a_browser(site):
 
 
 def _alone(folder: Path) -> dict[str, str]:
-    """Return an environment in which a browser keeps its files beside the site."""
+    """Return an environment in which a browser writes its files next to the site."""
     return {**os.environ, "HOME": str(folder.parent), "XDG_CONFIG_HOME": str(folder.parent)}
 
 

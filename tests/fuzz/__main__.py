@@ -1,8 +1,11 @@
-"""Command: ``mpirun -n 3 python -m tests.fuzz programs --count 10000 --seed 0``, and the same with ``models``.
+"""Fuzzing of collective programs and of data-parallel models on the ranks of a job.
 
-Each seed is a program or a model. The first that fails is reported with how to repeat it and, if
-all ranks got to its end, with the fewest steps that still fail; the exit status is then 1 on all
-ranks.
+mpirun -n 3 python -m tests.fuzz programs --count 10000 --seed 0
+mpirun -n 3 python -m tests.fuzz models --count 1000 --seed 0
+
+Each seed is one program or model. The first failure is reported with the command that repeats it
+and, if all ranks reached the end, with the fewest steps that still fail; the exit status is then 1
+on all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from tests.fuzz.deadline import Deadline
 
 
 def main() -> int:
-    """Run what the command line says."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("what", choices=("programs", "models"))
     parser.add_argument("--count", type=int, default=100, help="programs or models")
@@ -65,7 +68,7 @@ class _Fuzzer:
         self._only = tuple(int(place) for place in options.only.split(",") if place)
 
     def run(self) -> int:
-        """Run all seeds; return the exit status, the same on all ranks."""
+        """Run all seeds; return the exit status, which is equal on all ranks."""
         first, count = self._options.seed, self._options.count
         start = told_at = time.monotonic()
         failed = 0

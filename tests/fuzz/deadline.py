@@ -1,4 +1,4 @@
-"""Time limit of each program or model: on expiry a rank says where it is and ends, and with it the job."""
+"""Time limit of each program or model; on expiry a rank prints its position and ends the job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 
 
 class Deadline:
-    """A thread that ends the process when ``start`` was not followed by ``stop`` within ``limit_s`` seconds."""
+    """Thread that ends the process if ``stop`` does not follow ``start`` within ``limit_s``."""
 
     def __init__(self, limit_s: float, rank: int) -> None:
         self._limit_s = limit_s
@@ -20,16 +20,16 @@ class Deadline:
         threading.Thread(target=self._watch, name="fuzz-deadline", daemon=True).start()
 
     def start(self, what: str) -> None:
-        """Begin to count. ``what`` says how to repeat it."""
+        """Start the limit; ``what`` is the command that repeats the run."""
         self._what, self._where = what, "the beginning"
         self._until = time.monotonic() + self._limit_s
 
     def now(self, where: str) -> None:
-        """Note the place, for the message."""
+        """Record the current position for the message."""
         self._where = where
 
     def stop(self) -> None:
-        """Stop counting."""
+        """Stop the limit."""
         self._until = None
 
     def _watch(self) -> None:
@@ -44,5 +44,6 @@ class Deadline:
             )
             faulthandler.dump_traceback(all_threads=True)
             sys.stderr.flush()
-            time.sleep(1)  # the other ranks say the same at about this time
+            # The other ranks print their messages at about the same time.
+            time.sleep(1)
             os._exit(1)

@@ -1,4 +1,4 @@
-"""Collectives of a call on a group: by the native API, and by ``torch.distributed`` on our backend."""
+"""Collectives of a program, through the native API or through ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from tests.fuzz.operands import exchanged, obj
 from tests.fuzz.programs import Call
 
 _TORCH_OPS = {
-    "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "product": dist.ReduceOp.PRODUCT, "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX, "band": dist.ReduceOp.BAND, "bor": dist.ReduceOp.BOR, "bxor": dist.ReduceOp.BXOR,
+    "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR, "bxor": dist.ReduceOp.BXOR,
 }  # fmt: skip
 
 
-# torch 2.12 renamed them.
+# Renamed in torch 2.12.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass
 class Handle:
-    """A group of a program, on this rank."""
+    """Group of a program on this rank."""
 
     native: Any
     torch: Any = None
@@ -40,7 +41,7 @@ class Handle:
 
 
 def issue(handle: Handle, call: Call, inputs: list[Any], outputs: list[Any]) -> Any:
-    """Issue a collective of tensors; return what its API returns: None when it has ended, else a work."""
+    """Issue a collective of tensors; return its API's result: None if synchronous, else a Work."""
     is_async = call.is_async[handle.rank]
     if call.apis[handle.rank] == "torch":
         return _torch(handle, call, inputs, outputs, is_async)
@@ -173,7 +174,7 @@ def _coalesced(group: Any, is_async: bool, calls: Any) -> Any:
 
 
 def objects(handle: Handle, call: Call) -> str:
-    """Execute a collective of objects; say what is wrong with its result."""
+    """Execute a collective of objects; return a description of a wrong result."""
     rank, root, size = handle.rank, call.root, handle.size
     is_torch = call.apis[rank] == "torch"
     given = [

@@ -1,4 +1,4 @@
-"""Memory of one call's operands: made from their description, and compared with what it must hold afterwards."""
+"""Memory of a call's operands: construction from a description, and comparison afterwards."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tests.fuzz.references import Result
 
 
 class Memory:
-    """The bases and views of one rank's operands.
+    """Bases and views of one rank's operands.
 
     Attributes:
-        tensors: The views, as the call gets them.
+        tensors: The views that the call receives.
     """
 
     def __init__(self, call: Call, operands: Operands) -> None:
@@ -44,13 +44,13 @@ class Memory:
         return [self.tensors[place] for place in self._operands.outputs]
 
     def refill(self) -> None:
-        """Write the values of before once more."""
+        """Restore the values from before the call."""
         with torch.inference_mode():
             for number, base in self._bases.items():
                 base.copy_(self._before[number])
 
     def difference(self, expected: list[Result | None]) -> str:
-        """Say where the memory is not as it was but for the outputs, which hold what is expected; empty if it is.
+        """Return where memory is wrong: outputs as expected, all else as before; empty if right.
 
         Args:
             expected: For each output; an empty list if nothing may have been written.
@@ -96,7 +96,8 @@ class Memory:
             place for place, tensor in enumerate(self._operands.tensors) if tensor.base == number
         ]
         views = ", ".join(
-            f"{'in' if place in self._operands.inputs else ''}{'out' if place in self._operands.outputs else ''}put {place}: "
+            f"{'in' if place in self._operands.inputs else ''}"
+            f"{'out' if place in self._operands.outputs else ''}put {place}: "
             f"offset {tensor.offset} shape {tensor.shape} stride {tensor.stride} {tensor.bits}"
             for place, tensor in ((place, self._operands.tensors[place]) for place in places[:4])
         )
@@ -127,7 +128,7 @@ def _anything(dtype: str, count: int, seed: str) -> torch.Tensor:
 
 
 def _wrong(base: torch.Tensor, wanted: torch.Tensor, error: torch.Tensor | None) -> list[int]:
-    """Return the places of elements that differ in their bytes, and in their values by more than is allowed."""
+    """Return the elements that differ in their bytes, and by more than the allowed error."""
     size = base.element_size()
     same = (base.view(torch.uint8).view(-1, size) == wanted.view(torch.uint8).view(-1, size)).all(1)
     places = torch.nonzero(~same).view(-1)

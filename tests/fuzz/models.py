@@ -1,4 +1,4 @@
-"""Random data-parallel models and their training loops as plain data. Pure: alike on all ranks for a seed and a number of ranks.
+"""Random data-parallel models and training loops as plain data. Pure: equal on all ranks.
 
 Letters: W ranks.
 """
@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FEATURES = (
-    "torch",  # torch's DistributedDataParallel on our backend
+    "torch",  # torch's DistributedDataParallel on mpidist's backend
     "join",  # uneven inputs
-    "stale_gradients",  # gradients that a rank without inputs keeps into the next epoch
-    "lone_forward",  # a forward pass of one rank alone before the first step
-    "non_finite",  # one non-finite gradient, as of AMP
-    "in_backward",  # optimizers within the backward pass
+    "stale_gradients",  # a rank without inputs keeps its gradients into the next epoch
+    "lone_forward",  # one rank runs a forward pass alone before the first step
+    "non_finite",  # one non-finite gradient, as with AMP
+    "in_backward",  # optimizers run within the backward pass
     "sparse",  # an embedding with sparse gradients
-    "nothing",  # no parameter that requires a gradient
+    "nothing",  # no parameter requires a gradient
     "hooks",
     "powersgd",
-    "odd_strides",  # a parameter of one element whose stride is not 1
+    "odd_strides",  # a parameter of one element with a stride other than 1
     "checkpoint",
     "static_graph",
     "unused",
@@ -40,12 +40,12 @@ TORCH_HOOKS = ("allreduce", "fp16_hook", "powersgd")
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a model, from the hidden state to the hidden state.
+    """Part of a model between two hidden states.
 
     Attributes:
-        kind: "linear", "shared" (block ``of`` once more), "frozen", "unused" (on no rank),
-            "sometimes" (where ``Pass.uses`` says so), "scalar", "transposed", "one" (x[::4] of four
-            elements), "empty", "conv" (channels last), "norm", "complex", "single" (fp32),
+        kind: "linear", "shared" (block ``of`` again), "frozen", "unused" (on all ranks),
+            "sometimes" (used where ``Pass.uses`` is set), "scalar", "transposed", "one" (x[::4] of
+            four elements), "empty", "conv" (channels last), "norm", "complex", "single" (fp32),
             "embedding", "sparse", "counter" (a buffer).
         checkpoint: "", "reentrant" or "plain".
     """
@@ -57,15 +57,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Pass:
-    """What all ranks do for one optimizer step.
+    """Passes of all ranks for one optimizer step.
 
     Attributes:
         micro: Forward and backward passes under no_sync before the averaged one.
         forwards: Forward passes before the averaged backward pass.
         uses: By rank, whether it uses the blocks of kind "sometimes".
-        poisoned: Rank whose loss is infinite.
-        hook: Registered before it; "" for none.
-        keeps: Gradients are not zeroed: they add up.
+        poisoned: Rank with an infinite loss.
+        hook: Hook to register before the pass; "" for none.
+        keeps: Gradients accumulate instead of being zeroed.
     """
 
     uses: tuple[bool, ...]
@@ -78,18 +78,18 @@ class Pass:
 
 @dataclass(frozen=True)
 class Model:
-    """A model and its training loop.
+    """Model and its training loop.
 
     Attributes:
-        is_torch: torch's module instead of ours.
-        options: Of the module's constructor.
-        zero_first: zero_grad before the forward pass; else after the optimizer's step.
-        epochs: By epoch, each rank's number of inputs, under join; empty for none.
+        is_torch: Uses torch's module.
+        options: Arguments of the module's constructor.
+        zero_first: zero_grad runs before the forward pass, else after the optimizer's step.
+        epochs: By epoch, each rank's number of inputs under join; empty without join.
         by_initial: ``divide_by_initial_world_size``.
-        torch_join: torch's ``Join`` around ours.
-        checks_stale: Under join, compares the gradients of ranks without inputs at the end of an
+        torch_join: torch's ``Join`` wraps mpidist's module.
+        checks_stale: Under join, the gradients of ranks without inputs are compared after each
             epoch.
-        may_refuse: An error alike on all ranks is as right as the result.
+        may_refuse: An equal error on all ranks is also right.
     """
 
     seed: int
@@ -111,7 +111,7 @@ class Model:
 
 
 def model(seed: int, size: int, without: Sequence[str] = ()) -> Model:
-    """Make the model of a seed for ``size`` ranks, without the named features."""
+    """Return the model of a seed for ``size`` ranks, without the named features."""
     return _Maker(seed, size, frozenset(without)).model()
 
 
@@ -165,8 +165,8 @@ class _Maker:
             kind = rng.choice(kinds)
             checkpoint = ""
             if kind in ("linear", "norm", "shared", "scalar") and self.has("checkpoint", 0.3):
-                # Within a re-entrant segment a backward pass of its own runs: what
-                # find_unused_parameters cannot see.
+                # A re-entrant segment runs its own backward pass, which find_unused_parameters does
+                # not see.
                 checkpoint = "plain" if finds else rng.choice(("plain", "reentrant"))
             of = rng.choice([i for i, block in enumerate(blocks) if block.kind == "linear"])
             if (
@@ -187,7 +187,7 @@ class _Maker:
         may_refuse: bool = False,
     ) -> Model:
         rng, size = self.rng, self.size
-        # torch's module halves dense gradients of several types beside sparse ones, on Gloo, too.
+        # torch's module halves dense gradients of several dtypes next to sparse ones, also on Gloo.
         is_torch = self.has("torch", 0.35) and not in_backward and not may_refuse
         is_plain = not (in_backward or may_refuse)
         options: dict[str, object] = {
@@ -203,35 +203,46 @@ class _Maker:
             options["broadcast_buffers"] = False
         epochs: tuple[tuple[int, ...], ...] = ()
         zero_first, set_to_none = rng.random() < 0.5, rng.random() < 0.5
-        # torch's own join does not mirror what torch's static graphs communicate.
+        # torch's join does not shadow the communication of torch's static graphs.
         if is_plain and size > 1 and not (is_torch and is_static) and self.has("join", 0.25):
             epochs = tuple(
                 tuple(rng.randrange(4) for _ in range(size)) for _ in range(rng.randint(1, 3))
             )
             if is_torch:
-                # else torch's own join writes into the gradients
+                # Otherwise torch's join writes into the gradients.
                 options["gradient_as_bucket_view"] = False
             if "stale_gradients" in self.without:
                 zero_first = True
         by_initial = rng.random() < 0.6
         hooks = is_plain and by_initial and self.has("hooks", 0.35)
         passes = self.passes(blocks, is_static, finds, is_torch, hooks, bool(epochs), is_plain)
-        # The pass of one rank is not mirrored, so it must not communicate: no buffers.
+        # Other ranks do not shadow this pass of one rank, so it must not communicate: no buffers.
         may_be_alone = (
             is_plain
             and not any(block.kind == "counter" for block in blocks)
             and not finds
             and not is_static
         )
-        # torch's reducer would take the next backward pass for this one's
+        # torch's reducer would confuse the next backward pass with this one.
         may_be_alone = may_be_alone and not is_torch
         return Model(
-            seed=self.seed, size=size, width=rng.choice((2, 4, 6)), blocks=blocks, is_torch=is_torch,
-            options=tuple(options.items()), passes=passes, zero_first=zero_first, set_to_none=set_to_none, epochs=epochs,
-            by_initial=by_initial, torch_join=bool(epochs) and not is_torch and rng.random() < 0.4,
-            lone_forward=may_be_alone and self.has("lone_forward", 0.1), in_backward=in_backward, may_refuse=may_refuse,
+            seed=self.seed,
+            size=size,
+            width=rng.choice((2, 4, 6)),
+            blocks=blocks,
+            is_torch=is_torch,
+            options=tuple(options.items()),
+            passes=passes,
+            zero_first=zero_first,
+            set_to_none=set_to_none,
+            epochs=epochs,
+            by_initial=by_initial,
+            torch_join=bool(epochs) and not is_torch and rng.random() < 0.4,
+            lone_forward=may_be_alone and self.has("lone_forward", 0.1),
+            in_backward=in_backward,
+            may_refuse=may_refuse,
             checks_stale="stale_gradients" not in self.without,
-        )  # fmt: skip
+        )
 
     def passes(
         self,
@@ -254,7 +265,7 @@ class _Maker:
             else None
         )
         for place in range(count):
-            # torch's PowerSGD cannot take a complex parameter, nor one without elements.
+            # torch's PowerSGD supports neither complex parameters nor empty ones.
             is_odd = any(block.kind in ("empty", "complex") for block in blocks)
             fits = "powersgd" not in self.without and not (is_torch and is_odd)
             names = [
@@ -262,7 +273,7 @@ class _Maker:
                 for hook in (TORCH_HOOKS if is_torch else HOOKS)
                 if fits or "powersgd" not in hook
             ]
-            # torch takes one hook for a module's life, before the first pass.
+            # torch allows one hook per module, registered before the first pass.
             hook = (
                 rng.choice(names)
                 if hooks and (place == 0 or (not is_torch and rng.random() < 0.4))

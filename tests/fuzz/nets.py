@@ -1,4 +1,4 @@
-"""The module of a model's description, its data, and its training in one process: what data-parallel training must give.
+"""Module of a model's description, its data, and its training in one process as the reference.
 
 Letters: W ranks.
 """
@@ -11,14 +11,14 @@ from torch.utils.checkpoint import checkpoint
 from tests.fuzz.models import Model, Pass
 
 BATCH = 3
-WORDS = 5  # of embeddings
+WORDS = 5  # embeddings
 LEARNING_RATE = 0.05
 
 Gradients = dict[str, torch.Tensor | None]
 
 
 class Net(torch.nn.Module):
-    """A model's blocks, one behind the other; in double precision but for blocks of kind "single"."""
+    """Blocks of a model in sequence, in fp64 except for blocks of kind "single"."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _Part(torch.nn.Module):
 
 
 def loss_of(net: torch.nn.Module, model: Model, rank: int, number: int, uses: bool) -> torch.Tensor:
-    """Return the loss of a rank's ``number``-th batch."""
+    """Return the loss of a rank's batch ``number``."""
     generator = torch.Generator().manual_seed((model.seed * 1000 + rank) * 1000 + number)
     x = torch.randn(BATCH, model.width, dtype=torch.float64, generator=generator)
     target = torch.randn(BATCH, model.width, dtype=torch.float64, generator=generator)
@@ -119,7 +119,7 @@ def loss_of(net: torch.nn.Module, model: Model, rank: int, number: int, uses: bo
 
 
 def numbers_of(place: int, micro: int) -> int:
-    """Return the number of a pass's ``micro``-th batch."""
+    """Return the batch number of a pass's ``micro``-th batch."""
     return place * 10 + micro
 
 
@@ -133,10 +133,10 @@ def lossy(hook: str) -> float:
 
 
 class Reference:
-    """Training of W ranks in one process: one net, and each rank's gradients.
+    """Training of W ranks in one process: one net, and gradients by rank.
 
     Attributes:
-        error: Relative error that is allowed so far.
+        error: Allowed relative error so far.
     """
 
     def __init__(self, model: Model) -> None:
@@ -150,7 +150,7 @@ class Reference:
         self._hook = ""
 
     def add(self, rank: int, number: int, uses: bool) -> None:
-        """Add the gradients of a batch to a rank's."""
+        """Add the gradients of one batch to a rank's gradients."""
         own = self.gradients[rank]
         loss = loss_of(self.net, self._model, rank, number, uses)
         self.net.zero_grad()
@@ -176,11 +176,11 @@ class Reference:
         self.error += lossy(self._hook)
 
     def take_hook(self, hook: str) -> None:
-        """Note a hook that is registered."""
+        """Record the registration of a hook."""
         self._hook = hook or self._hook
 
     def step(self, rank: int) -> None:
-        """Do the optimizer's step with the gradients of a rank."""
+        """Step the optimizer with a rank's gradients."""
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 gradient = self.gradients[rank][name]
@@ -188,7 +188,7 @@ class Reference:
                     parameter -= LEARNING_RATE * gradient
 
     def zero(self, rank: int) -> None:
-        """Do zero_grad on a rank."""
+        """Run zero_grad on a rank."""
         own = self.gradients[rank]
         for name, gradient in own.items():
             own[name] = (
@@ -196,11 +196,11 @@ class Reference:
             )
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return the values of the parameters that are trained."""
+        """Return the values of the trained parameters."""
         return self._parameters
 
     def pass_of(self, place: int, step: Pass) -> None:
-        """Do one pass on all ranks, up to the averaged gradients."""
+        """Run one pass on all ranks, up to the averaged gradients."""
         ranks = list(range(self._model.size))
         for rank in ranks:
             for micro in range(step.micro + step.forwards):

@@ -1,7 +1,7 @@
-"""Operands of a call: how each tensor lies in memory, and the values that it holds. Pure: data of a call and a rank.
+"""Operands of a call: memory layout and values of each tensor. Pure: data of a call and a rank.
 
-A tensor is a view of a base with guard elements around it and between its own, so that a write
-beside the view is seen.
+A tensor is a view of a base with guard elements around the view and between its elements, so that
+writes outside the view are detected.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import torch
 
 from tests.fuzz.programs import COMPLEX, FLOATS, SPECIALS, UNSIGNED, Call
 
-GUARD = 3  # elements before and behind
+GUARD = 3  # elements before and after the view
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A view of base ``base``.
+    """View of base ``base``.
 
     Attributes:
-        bits: "neg" or "conj": the view's elements are the negatives or conjugates of what lies in
-            memory.
-        values: Seed of the values of an input; None for an output, whose memory holds anything.
+        bits: "neg" or "conj" if the view's elements are negatives or conjugates of the memory.
+        values: Seed of an input's values; None for an output, whose memory is arbitrary.
     """
 
     base: int
@@ -43,7 +42,7 @@ class Tensor:
 
     @property
     def end(self) -> int:
-        """Elements of the base up to the view's last."""
+        """Elements of the base up to the last element of the view."""
         if not self.numel:
             return self.offset
         return (
@@ -55,7 +54,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Operands:
-    """Tensors of one rank; ``inputs`` and ``outputs`` are places in ``tensors``, and may share some."""
+    """Tensors of one rank; ``inputs`` and ``outputs`` index ``tensors`` and may share entries."""
 
     tensors: tuple[Tensor, ...]
     inputs: tuple[int, ...]
@@ -184,7 +183,8 @@ class _Layout:
         shape: tuple[int, ...] | None = None,
     ) -> None:
         number = len(self.tensors)
-        alike = random.Random(f"shape {self.call.seed} {number}")  # debug mode compares shapes
+        # Debug mode compares the shapes of the ranks.
+        alike = random.Random(f"shape {self.call.seed} {number}")
         shape = shape or _shape(alike, count)
         is_changed = any(n > 1 for n in shape)
         stride = self.stride(shape, may_expand=is_input and not is_output and is_changed)
@@ -238,7 +238,7 @@ class _Layout:
 
 
 def exchanged(call: Call, rank: int, size: int) -> tuple[list[int], list[int]]:
-    """Return what a rank sends to each rank and receives from each, of an all-to-all's table of counts."""
+    """Return a rank's send counts and receive counts in an all-to-all."""
     sends = [call.counts[rank * size + peer] for peer in range(size)]
     receives = [call.counts[peer * size + rank] for peer in range(size)]
     return sends, receives
@@ -265,7 +265,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def values_of(call: Call, tensor: Tensor) -> torch.Tensor:
-    """Return the values of an input, contiguous; an expanded dimension repeats them."""
+    """Return the contiguous values of an input; an expanded dimension repeats values."""
     assert tensor.values is not None
     shape = [1 if stride == 0 else n for n, stride in zip(tensor.shape, tensor.stride, strict=True)]
     made = numbers(call.dtype, call.values, call.op, tensor.values, math.prod(shape)).view(shape)
@@ -276,8 +276,8 @@ def numbers(dtype: str, style: str, op: str, seed: str, count: int) -> torch.Ten
     """Return ``count`` values of a dtype.
 
     Args:
-        style: As in ``Call.values``; whole numbers are so small that no reduction of four of them
-            is rounded, but for fp8.
+        style: As in ``Call.values``. Whole numbers are so small that reductions of four of them do
+            not round, except in fp8.
     """
     rng = np.random.default_rng(random.Random(f"values {seed}").getrandbits(64))
     kind = getattr(torch, dtype)
@@ -311,11 +311,12 @@ def numbers(dtype: str, style: str, op: str, seed: str, count: int) -> torch.Ten
 
 
 def obj(seed: str, count: int, odd_strides: bool = True, by_torch: bool = False) -> object:
-    """Return a nested object with a tensor of ``count`` elements in it, among others."""
+    """Return a nested object that contains a tensor of ``count`` elements."""
     rng = random.Random(f"object {seed}")
     dtype = rng.choice(("float32", "int64", "bfloat16", "bool", "complex64", "float8_e5m2"))
     if by_torch and "float8" in dtype:
-        dtype = "float16"  # torch's own pickle cannot take it
+        # torch's own pickle does not support float8.
+        dtype = "float16"
     tensor = numbers(dtype, "whole", "sum", seed, count)
     if rng.random() < 0.3 and (count != 1 or odd_strides):
         tensor = torch.stack([tensor, tensor], 1)[:, 0]

@@ -1,8 +1,8 @@
-"""Random collective programs as plain data. Pure: a seed and a number of ranks give the same program on every rank.
+"""Random collective programs as plain data. Pure: a seed and a size give one program on all ranks.
 
-A program is a list of steps on groups that it creates and closes itself. Where ranks may differ
-without changing the meaning (asynchronous or not, native or torch's API, autograd mode, when to
-wait, how a tensor lies in memory), a step holds one choice for each rank.
+A program is a list of steps on groups that the program creates and closes. Where ranks may differ
+without a change of meaning (asynchronous or not, native or torch's API, autograd mode, time of the
+wait, memory layout of a tensor), a step has one choice per rank.
 
 Letters: W ranks of a group; N elements of one contribution.
 """
@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 import torch
 
 FEATURES = (
-    "overlap",  # input and output share memory in a layout that MPI does not name
+    "overlap",  # input and output share memory in a layout that MPI does not define
     "inference",  # torch.inference_mode() around tensors and calls
-    "requires_grad",  # leaves that require a gradient, as inputs, and under no_grad() as outputs
+    # Leaves that require a gradient, as inputs, and under no_grad() as outputs.
+    "requires_grad",
     "odd_strides",  # a stride other than 1 along a dimension of one element
     "premul",  # PremulSum
-    # PremulSum of fp8, by fractions on integers, and by inexact factors on narrow types
+    # PremulSum of fp8, of integers by fractions, and of narrow dtypes by inexact factors.
     "premul_odd",
     "shared_objects",  # several threads of a rank send objects on one group
     "truncation",  # messages longer than the receive
@@ -32,9 +33,9 @@ FEATURES = (
     "in_order",
     "messages",
     "objects",
-    "torch",  # torch.distributed on our backend
-    "debug",  # groups that compare what ranks are about to do
-    "large",  # from 128 KiB on
+    "torch",  # torch.distributed on mpidist's backend
+    "debug",  # groups in debug mode
+    "large",  # 128 KiB and more
 )
 
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
@@ -47,11 +48,12 @@ MOVES = (*ADDS, "float8_e8m0fnu")
 SPECIALS = ("float64", "float32", "float16", "bfloat16", "float8_e5m2")  # with infinities and NaN
 
 REDUCING = (
-    "all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced",
+    "all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
 )  # fmt: skip
 MOVING = (
-    "broadcast", "broadcast_coalesced", "all_gather", "all_gather_into_tensor", "all_gather_into_tensor_coalesced", "gather",
-    "scatter", "all_to_all", "all_to_all_single",
+    "broadcast", "broadcast_coalesced", "all_gather", "all_gather_into_tensor",
+    "all_gather_into_tensor_coalesced", "gather", "scatter", "all_to_all", "all_to_all_single",
 )  # fmt: skip
 OBJECTS = (
     "broadcast_object",
@@ -60,8 +62,10 @@ OBJECTS = (
     "gather_object",
     "scatter_object",
 )
-ROOTED = ("reduce", "broadcast", "broadcast_coalesced", "gather", "scatter", "broadcast_object", "gather_object",
-          "scatter_object", "broadcast_object_list")  # fmt: skip
+ROOTED = (
+    "reduce", "broadcast", "broadcast_coalesced", "gather", "scatter", "broadcast_object",
+    "gather_object", "scatter_object", "broadcast_object_list",
+)  # fmt: skip
 PAIRS = (
     "all_gather_into_tensor",
     "all_gather_into_tensor_coalesced",
@@ -69,10 +73,13 @@ PAIRS = (
     "reduce_scatter_tensor_coalesced",
 )
 
-# Overlaps of input and output. MPI and torch name a layout for the first, so that one must be
-# right; the others may be refused.
-IN_PLACE = {"all_gather_into_tensor": "own", "reduce_scatter_tensor": "own", "all_gather": "own", "gather": "own",
-            "scatter": "own", "reduce_scatter": "own"}  # fmt: skip
+# Overlaps of input and output. MPI and torch define a layout for the first kind, whose result must
+# be right; calls with other kinds may raise.
+_CONTRIBUTING = (
+    "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "gather", "scatter",
+    "reduce_scatter",
+)  # fmt: skip
+IN_PLACE = dict.fromkeys(_CONTRIBUTING, "own")
 OVERLAPS = {
     "all_to_all": ("same",),
     "all_to_all_single": ("same", "shifted"),
@@ -87,13 +94,13 @@ OVERLAPS = {
 
 @dataclass(frozen=True)
 class Group:
-    """A group of a program; number 0 is that of all ranks.
+    """Group of a program; number 0 is the group of all ranks.
 
     Attributes:
         how: "world", "torch" (all ranks call torch's new_group), "new_group", "split" or "clone".
-        parent: Number of the group that it is made from; None for "world" and "torch".
-        members: World ranks, in group order.
-        is_torch: Has torch's handle beside the native one.
+        parent: Number of the group from which it is created; None for "world" and "torch".
+        members: World ranks in group order.
+        is_torch: Has a torch group in addition to the native one.
     """
 
     how: str
@@ -105,14 +112,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Make:
-    """Create group ``group``: called by all ranks of its parent."""
+    """Creation of group ``group`` by all ranks of its parent."""
 
     group: int
 
 
 @dataclass(frozen=True)
 class Close:
-    """Close group ``group``, with asynchronous operations possibly under way."""
+    """Closing of group ``group``, possibly with asynchronous operations in progress."""
 
     group: int
 
@@ -122,20 +129,20 @@ class Call:
     """One collective of tensors or objects.
 
     Attributes:
-        counts: Elements; of each tensor of a list, each rank's contribution, or each (sender,
+        counts: Elements of each tensor of a list, of each rank's contribution, or of each (sender,
             receiver) pair.
-        factors: Of PremulSum, by rank; empty for ``op``.
+        factors: Factors of PremulSum by rank; empty for ``op``.
         values: "whole" (small whole numbers), "normal", "special" (NaN, infinities), "wide" (all
             bits of integers), "bits".
-        overlap: How input and output share memory.
+        overlap: Kind of memory shared by input and output.
         row: Elements of a row of ``all_to_all_single``.
-        repeats: Executed so often on the same memory.
-        may_refuse: A refusal, alike on all ranks, is as right as the result.
-        must_refuse: Has no meaning, and raises TypeError or ValueError on all ranks.
+        repeats: Number of executions on the same memory.
+        may_refuse: An error on all ranks is also right.
+        must_refuse: The call has no meaning, and raises TypeError or ValueError on all ranks.
         apis: By rank, "native" or "torch".
         modes: By rank, "", "no_grad" or "inference".
         requires_grad: Some tensors are leaves that require a gradient.
-        waits: By rank, after how many further steps an asynchronous call is waited for.
+        waits: By rank, number of further steps before the wait for an asynchronous call.
     """
 
     kind: str
@@ -162,14 +169,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Lanes:
-    """Threads of each rank, each with calls on a group of its own."""
+    """Threads of each rank, each with calls on its own group."""
 
     lanes: tuple[tuple[Call, ...], ...]
 
 
 @dataclass(frozen=True)
 class Then:
-    """A future's callback that issues a second collective.
+    """Future callback that issues a second collective.
 
     ``api``: "native" then(), "torch" then(), or "done" callback.
     """
@@ -189,7 +196,7 @@ class InOrder:
 
 @dataclass(frozen=True)
 class Message:
-    """A tensor from one rank of a group to another."""
+    """Tensor from one rank of a group to another."""
 
     src: int
     dst: int
@@ -197,12 +204,13 @@ class Message:
     count: int
     dtype: str
     any_source: bool = False
-    expected: int | None = None  # elements of the receive, if it is shorter than the message
+    # Elements of the receive, if fewer than the message has.
+    expected: int | None = None
 
 
 @dataclass(frozen=True)
 class Messages:
-    """Point-to-point messages that are under way at once.
+    """Point-to-point messages in progress at the same time.
 
     ``way``: "single", "batch", or "blocking" (one message).
     """
@@ -218,7 +226,7 @@ class Messages:
 
 @dataclass(frozen=True)
 class ObjectMessages:
-    """Objects from threads of ranks to ranks of one group: (src, thread, dst, elements of the object's tensor)."""
+    """Objects between threads of a group's ranks: (source, thread, destination, elements)."""
 
     group: int
     messages: tuple[tuple[int, int, int, int], ...]
@@ -240,12 +248,12 @@ class Program:
 
 
 def program(seed: int, size: int, without: Sequence[str] = ()) -> Program:
-    """Make the program of a seed for ``size`` ranks, without the named features."""
+    """Return the program of a seed for ``size`` ranks, without the named features."""
     return _Maker(seed, size, frozenset(without)).program()
 
 
 def groups_of(step: Step) -> set[int]:
-    """Return the numbers of the groups that a step uses."""
+    """Return the numbers of a step's groups."""
     if isinstance(step, Lanes):
         return {call.group for lane in step.lanes for call in lane}
     if isinstance(step, InOrder):
@@ -256,7 +264,7 @@ def groups_of(step: Step) -> set[int]:
 
 
 def kept(given: Program, places: Sequence[int]) -> Program:
-    """Return the program with these steps alone, and with what creates and closes the groups that they need."""
+    """Return the program with only these steps and the creation and closing of their groups."""
     wanted = {place for place in places if not isinstance(given.steps[place], (Make, Close))}
     needed = {group for place in wanted for group in groups_of(given.steps[place])}
     needed |= {
@@ -286,8 +294,8 @@ class _Maker:
         self.steps: list[Step] = []
 
     def has(self, feature: str, chance: float) -> bool:
-        # The draw is made in any case: without a feature the rest of a program stays as it was, as
-        # far as it can.
+        # Draw in any case, so that the rest of a program stays the same without a feature if
+        # possible.
         return self.rng.random() < chance and feature not in self.without
 
     def program(self) -> Program:
@@ -296,7 +304,7 @@ class _Maker:
         self.steps.append(Make(0))
         self.open.append(0)
         if self.has("torch", 0.5):
-            # torch sorts
+            # torch sorts the members.
             members = world if self.rng.random() < 0.6 else tuple(sorted(self.some_of(world)))
             self.groups.append(Group("torch", None, members, is_torch=True))
             self.steps.append(Make(1))
@@ -442,7 +450,8 @@ class _Maker:
         if dtype in COMPLEX:
             bad |= {"min", "max"}
             if "torch" in made.apis:
-                bad.add("product")  # torch's own front end refuses it
+                # torch's front end rejects complex products.
+                bad.add("product")
         if rng.random() < 0.02 and bad:
             return replace(made, op=rng.choice(sorted(bad)), must_refuse=True)
         op = rng.choice([op for op in ops if op not in bad])
@@ -472,7 +481,8 @@ class _Maker:
                 choices = (*choices, 1 / 3)
             if dtype in INTEGERS and rng.random() < 0.2:
                 choices, odd = (0.5, 1.5), True
-            if dtype in INTEGERS and "torch" in made.apis:  # torch makes a float of any factor
+            # torch converts every factor to float.
+            if dtype in INTEGERS and "torch" in made.apis:
                 made, odd = replace(made, apis=("torch",) * len(made.apis)), True
             factors = tuple(rng.choice(choices) for _ in made.apis)
             if 1 / 3 in factors:
@@ -496,8 +506,8 @@ class _Maker:
             counts = made.counts
             if made.kind in ("all_to_all", "all_to_all_single", "all_gather"):  # parts of one size
                 counts = (counts[0],) * len(counts)
-            # Only one rank's memory overlaps under a root: a refusal there would leave the others
-            # waiting.
+            # Under a root only one rank's memory overlaps: if that rank raised, the others would
+            # wait.
             may_refuse = made.kind not in ("gather", "scatter")
             return replace(
                 made,
@@ -540,7 +550,7 @@ class _Maker:
             return self.rng.randrange(2, 65)
         if drawn < 0.86:
             return self.rng.randrange(65, 3000)
-        # Around the sizes at which the library changes its algorithm.
+        # Near the sizes at which the library switches algorithms.
         limits = [4 << 10, 32 << 10, 64 << 10]
         if self.has("large", 0.3 * large):
             limits = [128 << 10, 256 << 10]
@@ -587,11 +597,11 @@ class _Maker:
         for place in range(1 if way == "blocking" else rng.randint(1, 5)):
             src, dst = rng.randrange(size), rng.randrange(size)
             if src == dst and (way == "blocking" or self.groups[group].is_torch):
-                continue  # torch refuses messages to oneself
+                # torch rejects messages to the own rank.
+                continue
             dtype = rng.choice(MOVES)
             count = self.count(getattr(torch, dtype).itemsize)
-            # The one receive from any source needs a tag of its own, or it may get another's
-            # message.
+            # A receive from any source needs its own tag, or else it may match another message.
             any_source = rng.random() < 0.2
             tag = 100 + place if any_source else rng.randrange(3)
             expected = None

@@ -1,7 +1,7 @@
-"""Expected results of a collective, from the data of all ranks, by NumPy and torch in one process. Pure.
+"""Expected results of a collective by NumPy and torch in one process, from all ranks' data. Pure.
 
-A result is (values, tolerance): None asks for equal bits (or equal numbers, where zeros have two
-signs and NaN many forms); a tensor is the absolute error that is allowed for each element.
+A result is (values, tolerance). Tolerance None requires equal bits, or equal numbers where zeros
+have two signs and NaN many bit patterns; a tensor is the allowed absolute error per element.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ ACCUMULATES_IN = {"float64": torch.float64, "complex128": torch.float64}
 
 
 def expected(call: Call, rank: int, size: int) -> list[Result | None]:
-    """Return what the rank's outputs hold afterwards, in the order of ``Operands.outputs``; None: as before."""
+    """Return a rank's expected outputs, in the order of ``Operands.outputs``; None if unchanged."""
     all_operands = [operands(call, place, size) for place in range(size)]
     if not all_operands[rank].outputs:
         return []
-    given = [_inputs(call, one) for one in all_operands]  # by rank, then in the order of its inputs
+    given = [
+        _inputs(call, one) for one in all_operands
+    ]  # by rank, then in the order of the rank's inputs
     kind, root, counts = call.kind, call.root, call.counts
     if kind in ("all_reduce", "all_reduce_coalesced", "reduce"):
         return [_reduced(call, [values[i] for values in given]) for i in range(len(given[rank]))]
@@ -86,8 +88,8 @@ def _tolerance(call: Call, parts: list[torch.Tensor], values: torch.Tensor) -> t
         or (len(parts) == 1 and not call.factors)
     ):
         return None
-    # Each of W - 1 sums rounds in the type of accumulation; the result is then rounded once to the
-    # tensor's own type.
+    # Each of the W - 1 sums rounds in the accumulation dtype; the result rounds once to the
+    # tensor's dtype.
     wide = torch.finfo(ACCUMULATES_IN.get(call.dtype, torch.float32)).eps
     narrow = torch.finfo(getattr(torch, call.dtype)).eps
     total = sum(_magnitude(part) for part in parts)

@@ -1,4 +1,4 @@
-"""Trains random models on the ranks of a job, and compares gradients and parameters with training in one process."""
+"""Training of random models on the ranks of a job, compared with training in one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REFUSALS = (TypeError, ValueError, RuntimeError, NotImplementedError)
 
 
 def warm_up() -> None:
-    """Have torch import what its module needs, which takes seconds, before any time is counted.
+    """Import all modules of torch's DDP, which takes seconds, before any limit starts.
 
     Collective: as ``run``.
     """
@@ -34,9 +34,9 @@ def warm_up() -> None:
 
 
 def run(model: Model, world: Any, deadline: Deadline) -> list[str]:
-    """Train a model and return what went wrong on any rank.
+    """Train a model; return the failures of all ranks.
 
-    Collective: over ``world``, on torch's default group, too.
+    Collective: over ``world``, and on torch's default group.
     """
     trainer = _Trainer(model, world, deadline)
     outcomes = {}
@@ -64,7 +64,8 @@ class _Trainer:
     def fail(self, what: str) -> None:
         self.failures.append(what)
         if len(self.failures) > 1:
-            return  # one mistake shows in many parameters
+            # One error shows in many parameters.
+            return
         sys.stderr.write(
             f"seed {self._model.seed}, world rank {self._rank}: {what}\n  "
             f"{described(self._model)}\n"
@@ -72,7 +73,7 @@ class _Trainer:
         sys.stderr.flush()
 
     def train(self) -> None:
-        """Train as the model says."""
+        """Run the model's training loop."""
         model = self._model
         self._deadline.now("the constructor")
         net = Net(model)
@@ -84,7 +85,8 @@ class _Trainer:
         if model.is_torch:
             self._ddp: Any = TorchDDP(net, **dict(model.options))
         else:
-            if not model.torch_join:  # torch's Join knows torch's groups alone
+            # torch's Join supports only torch's groups.
+            if not model.torch_join:
                 self._group = self._world.clone(f"model {model.seed}")
             self._ddp = DistributedDataParallel(
                 net, process_group=self._group, **dict(model.options)
@@ -103,7 +105,7 @@ class _Trainer:
                 self._pass(place)
 
     def close(self) -> None:
-        """End the model's group."""
+        """Close the model's group."""
         if self._group is not None:
             self._group.close()
 
@@ -136,8 +138,7 @@ class _Trainer:
         assert isinstance(loss, torch.Tensor)
         (loss * float("inf") if rank == step.poisoned else loss).backward()
         if step.poisoned is not None:
-            # A scaler's part: all ranks see that the gradients are not finite, and leave the step
-            # out.
+            # As a gradient scaler does: all ranks find non-finite gradients and skip the step.
             bad = [
                 name
                 for name, p in self._trained()
@@ -195,7 +196,7 @@ class _Trainer:
             self._compare_gradients(f"the end of epoch {epoch}")
 
     def _advance(self, epoch: int, counts: tuple[int, ...], place: int) -> None:
-        """Have the reference do what all ranks that have inputs do, up to the averaged gradients."""
+        """Run the reference's passes for all ranks with inputs, up to the averaged gradients."""
         model, reference = self._model, self._reference
         ranks = [rank for rank in range(model.size) if place < counts[rank]]
         for rank in ranks:
@@ -232,9 +233,13 @@ class _Trainer:
             return
         if hook.startswith("powersgd"):
             ours = PowerSGDState(
-                self._group, matrix_approximation_rank=8, start_powerSGD_iter=self._model.seed % 3, min_compression_rate=0,
-                use_error_feedback=self._model.seed % 2 == 0, warm_start=self._model.seed % 5 > 0,
-            )  # fmt: skip
+                self._group,
+                matrix_approximation_rank=8,
+                start_powerSGD_iter=self._model.seed % 3,
+                min_compression_rate=0,
+                use_error_feedback=self._model.seed % 2 == 0,
+                warm_start=self._model.seed % 5 > 0,
+            )
             register(
                 ours,
                 our_hooks.fp16_compress_wrapper(powerSGD_hook)
@@ -266,8 +271,8 @@ class _Trainer:
         for name, parameter in self._trained():
             got, want = parameter.grad, right[name]
             if (got is None) != (want is None):
-                # zero_grad() before the first step leaves nothing to be zero; a gradient of zeros
-                # is as good as none.
+                # zero_grad() before the first step has no gradient to zero; a zero gradient equals
+                # a missing one.
                 present = got if got is not None else want
                 assert present is not None
                 if present.to_dense().count_nonzero():

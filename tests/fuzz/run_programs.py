@@ -1,4 +1,4 @@
-"""Runs random programs on the ranks of a job, and brings what went wrong on any rank to all of them."""
+"""Execution of random programs on the ranks of a job, with all failures gathered on all ranks."""
 
 from __future__ import annotations
 
@@ -48,9 +48,10 @@ _REFUSALS = (TypeError, ValueError, DisagreementError)
 
 @dataclass
 class Pending:
-    """What is under way.
+    """Operation in progress.
 
-    ``finish`` waits for it and checks it; ``blocks_close``: before its group is closed.
+    ``finish`` waits for the operation and checks the result; ``blocks_close``: ``finish`` must run
+    before its group closes.
     """
 
     due: int
@@ -60,11 +61,11 @@ class Pending:
 
 
 class Player:
-    """One rank's run of one program.
+    """Execution of one program on one rank.
 
     Attributes:
-        failures: What went wrong here.
-        outcomes: "right" or "refused", by the place of each call that may be either.
+        failures: Failures on this rank.
+        outcomes: "right" or "refused" by position, for calls that may raise.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Player:
         self.outcomes: dict[str, str] = {}
 
     def play(self) -> None:
-        """Run all steps, wait for all, close all groups."""
+        """Run all steps, wait for all operations, close all groups."""
         names: list[str] = []
         try:
             for place, step in enumerate(self._program.steps):
@@ -114,7 +115,7 @@ class Player:
         self.failures.append(f"{where}: {told}")
         if self._is_quiet:
             return
-        # At once: the other ranks may wait for ever for what this one has not done.
+        # Print at once, because other ranks may wait for this one without end.
         sys.stderr.write(f"seed {self._program.seed}, world rank {self._me}: {where}: {told}\n")
         if isinstance(what, BaseException):
             sys.stderr.write("".join(traceback.format_exception(what)))
@@ -123,7 +124,7 @@ class Player:
     def _settle(
         self, where: str, call: Call, memory: Memory, error: Exception | None, rank: int, size: int
     ) -> None:
-        """Judge the end of a call: right, refused where that is allowed, or wrong."""
+        """Record the outcome of a call: right, refused where allowed, or wrong."""
         if error is not None:
             if not (call.may_refuse or call.must_refuse) or not isinstance(error, _REFUSALS):
                 self._fail(f"{where}, {described(call)}", error)
@@ -220,7 +221,7 @@ class Player:
         self._pending = [item for item in self._pending if item.group != number]
 
     def _call(self, where: str, call: Call, place: int) -> Pending | None:
-        """Do a call as often as it is repeated; the last time, an asynchronous one is left under way."""
+        """Execute a call with its repeats; the last repeat may stay asynchronous."""
         handle = self._handles[call.group]
         rank, size = handle.rank, handle.size
         if call.kind in OBJECTS:
@@ -244,7 +245,7 @@ class Player:
         return None
 
     def _issued(self, where: str, call: Call, memory: Memory, handle: Handle) -> Callable[[], None]:
-        """Issue a call once, and return what waits for it and judges it."""
+        """Issue a call once; return the function that waits and checks."""
         rank, size = handle.rank, handle.size
         refused: Exception | None = None
         work = None
@@ -375,7 +376,7 @@ class Player:
             (i, True) for i, m in enumerate(step.messages) if m.src == rank
         ]
         receives = [(i, False) for i, m in enumerate(step.messages) if m.dst == rank]
-        # Sends and receives keep an order of their own, by which they match.
+        # Sends and receives each keep their order, in which they match.
         merged = sorted(posts + receives, key=lambda post: (post[0], post[1]))
         if self._rng.random() < 0.5:
             merged = receives + posts if self._rng.random() < 0.5 else posts + receives
@@ -406,8 +407,8 @@ class Player:
         )
         ours = operands(call, side, 2)
         if not is_send and message.expected is not None:
-            # The receive is at the beginning of memory that holds the whole message: what is
-            # written behind it is seen.
+            # The receive is at the start of memory for the whole message, so that writes after it
+            # are found.
             whole = Tensor(0, 0, (message.count + 8192,), (1,))
             ours = Operands((Tensor(0, 0, (message.expected,), (1,)), whole), (), (0,))
         return call, Memory(call, ours)
@@ -488,7 +489,7 @@ class Player:
             except Exception as raised:
                 error = raised
             if message.expected is not None and not is_send:
-                # A truncated receive may hold anything, but nothing behind it may be touched.
+                # A truncated receive may contain anything, but memory after it must be unchanged.
                 memory.tensors[0].copy_(torch.zeros_like(memory.tensors[0])) if not memory.tensors[
                     0
                 ].is_inference() else None
@@ -521,7 +522,8 @@ class Player:
         handle = self._handles[step.group]
         rank = handle.rank
         numbered = list(enumerate(step.messages))
-        handle.native.barrier()  # or a receive from any source may get an object of the next step
+        # Otherwise a receive from any source could match an object of the next step.
+        handle.native.barrier()
 
         def send(thread: int) -> None:
             for number, (src, own, dst, count) in numbered:
@@ -567,7 +569,7 @@ class Player:
 
 
 def run(given: Program, verdicts: Any, deadline: Deadline, is_quiet: bool = False) -> list[str]:
-    """Run a program and return what went wrong on any rank.
+    """Run a program; return the failures of all ranks.
 
     Collective: over ``verdicts``, the group of all ranks.
     """
@@ -578,7 +580,7 @@ def run(given: Program, verdicts: Any, deadline: Deadline, is_quiet: bool = Fals
 
 
 def told_by_all(verdicts: Any, failures: list[str], outcomes: dict[str, str]) -> list[str]:
-    """Return what ranks report, and what one refused that another did.
+    """Return all failures, and the calls that only some ranks refused.
 
     Collective: over ``verdicts``.
     """
@@ -599,7 +601,7 @@ def told_by_all(verdicts: Any, failures: list[str], outcomes: dict[str, str]) ->
 
 @contextlib.contextmanager
 def torch_default_group() -> Iterator[None]:
-    """Have torch's default group on our backend."""
+    """Create torch's default group on mpidist's backend for the block."""
     if dist.is_initialized():
         yield
         return
@@ -611,7 +613,7 @@ def torch_default_group() -> Iterator[None]:
 
 
 def described(step: Any) -> str:
-    """Return a step as a Python expression, without what is as always."""
+    """Return a step as a Python expression, without default values."""
     if isinstance(step, tuple):
         return (
             f"({', '.join(map(described, step))},)"

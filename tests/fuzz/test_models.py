@@ -1,4 +1,4 @@
-"""Random data-parallel models on this job's ranks, ours and torch's, against training in one process."""
+"""Random data-parallel models, mpidist's and torch's, against training in one process."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ import torch
 from tests.fuzz import models, nets, run_models, run_programs
 from tests.fuzz.deadline import Deadline
 
-COUNT = {2: 30}  # by ranks; the others get the first 8
+# Models by number of ranks; other sizes run the first 8.
+COUNT = {2: 30}
 LIMIT_S = 60
 
 
@@ -61,7 +62,7 @@ def test_the_reference_averages_what_autograd_gives():
 
 @pytest.mark.mpi
 def test_random_models(world, capfd):
-    # What the deadline says must be seen: it ends the process.
+    # The deadline ends the process, so its message must not be captured.
     with capfd.disabled():
         deadline = Deadline(LIMIT_S, world.rank)
         with run_programs.torch_default_group():

@@ -1,4 +1,4 @@
-"""A hundred random collective programs on this job's ranks, and what their generator and references promise."""
+"""Random collective programs, and the properties of their generator and references."""
 
 import pytest
 import torch
@@ -6,7 +6,9 @@ import torch
 from tests.fuzz import operands, programs, references, run_programs
 from tests.fuzz.deadline import Deadline
 
-COUNT = {3: 100}  # by ranks: two hide wrong neighbours; the others get the first 20
+# Programs by number of ranks, most at 3, because two hide wrong neighbors; other sizes run the
+# first 20.
+COUNT = {3: 100}
 LIMIT_S = 60
 
 
@@ -89,7 +91,7 @@ def test_a_sum_of_whole_numbers():
 
 @pytest.mark.mpi
 def test_random_programs(world, capfd):
-    # What the deadline says must be seen: it ends the process.
+    # The deadline ends the process, so its message must not be captured.
     with capfd.disabled():
         deadline = Deadline(LIMIT_S, world.rank)
         with run_programs.torch_default_group():

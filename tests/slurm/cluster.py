@@ -1,17 +1,19 @@
-"""Virtual cluster: a real Slurm whose nodes, n1 to n3, are slurmd on this machine.
+"""Virtual cluster: a real Slurm with slurmd for nodes n1 to n3 on this machine.
 
-    python -m tests.slurm.cluster install         Debian's packages, where they are missing; or
-    status 77 and the reason python -m tests.slurm.cluster start FOLDER    daemons in the
-    background; then: export SLURM_CONF=FOLDER/slurm.conf python -m tests.slurm.cluster stop FOLDER
-    end what start has started, and the processes of jobs python -m tests.slurm.cluster hold FOLDER
-    start; at the end of stdin or at SIGTERM stop, and remove FOLDER
+python -m tests.slurm.cluster install         install missing packages of Debian;
+                                              otherwise status 77 and the reason
+python -m tests.slurm.cluster start FOLDER    start the daemons in the background;
+                                              then: export SLURM_CONF=FOLDER/slurm.conf
+python -m tests.slurm.cluster stop FOLDER     end the daemons and the processes of jobs
+python -m tests.slurm.cluster hold FOLDER     start; at the end of stdin or at SIGTERM stop,
+                                              and remove FOLDER
 
-Start and stop need root: slurmd starts processes of other users. Python's standard library is
-enough.
+Start and stop need root, because slurmd starts processes of other users. Python's standard library
+is enough.
 
-Each slurmd has a host name of its own (a UTS namespace), so MPI takes the nodes for several
+Each slurmd has its own host name (a UTS namespace), so that MPI treats the nodes as separate
 machines: ``srun --mpi=pmix`` (Open MPI), ``srun --mpi=pmi2`` (MPICH) and ``mpirun`` within a job
-span them. GPUs are numbers that Slurm counts, without a device.
+span them. GPUs are counts in Slurm's configuration, without devices.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ from tests.slurm import processes
 
 PACKAGES = ("slurm-wlm", "munge", "libpmix2", "libpmix-dev")
 NODES = ("n1", "n2", "n3")
-CPUS = 4  # of a node, as far as Slurm knows
-# A GPU is a file to Slurm, and any character device will do; a count without files is taken for
-# none.
+# CPUs of a node in Slurm's configuration.
+CPUS = 4
+# Slurm represents a GPU by a file. Any character device is valid; Slurm ignores a count without
+# files.
 GPU_FILES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 UNAVAILABLE = 77
 UNSHARE = ("unshare", "--uts")
@@ -47,20 +50,20 @@ AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
-# PMIx, too, needs a folder for each node.
+# PMIx needs one folder per node, too.
 TmpFS={folder}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/%n.log
-# Neither cgroups nor accounting: a container allows the first to few, and the second wants a database.
+# No cgroups, which few containers allow, and no accounting, which needs a database.
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MpiDefault=none
 ReturnToService=2
-# Jobs share a node by its cores, of which Slurm is told more than there are.
+# Jobs share a node by cores; Slurm's configuration has more cores than the machine.
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -72,7 +75,7 @@ MinJobAge=3600
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 {nodes}
-# Two nodes for all; one where a job of the second partition takes the place of one of the first, which is requeued.
+# Two nodes for all jobs; on the third, jobs of partition urgent preempt and requeue those of low.
 PartitionName=train Nodes=n[1-2] Default=YES MaxTime=60 State=UP
 PartitionName=low Nodes=n3 MaxTime=60 PriorityTier=1 PreemptMode=REQUEUE State=UP
 PartitionName=urgent Nodes=n3 MaxTime=60 PriorityTier=2 State=UP
@@ -80,17 +83,17 @@ PartitionName=urgent Nodes=n3 MaxTime=60 PriorityTier=2 State=UP
 
 
 class ClusterError(Exception):
-    """The cluster did not start; the text says why."""
+    """Failed start of the cluster; the text has the reason."""
 
 
 def problem() -> str | None:
-    """Return what is missing for a virtual cluster on this machine, or None."""
+    """Return what this machine lacks for a virtual cluster, or None."""
     absent = [
         name for name in ("munged", "slurmctld", "slurmd", "sbatch") if _program(name) is None
     ]
     if absent:
         return f"{', '.join(absent)} not installed"
-    # A slurmd that starts without it has no --mpi=pmix for as long as it runs.
+    # A slurmd that starts without this library never offers --mpi=pmix.
     if ctypes.util.find_library("pmix") is None:
         return "libpmix2 not installed"
     if os.geteuid() != 0:
@@ -104,7 +107,7 @@ def problem() -> str | None:
 
 
 def install() -> str | None:
-    """Install the packages where they are missing; return why that was not possible, or None."""
+    """Install missing packages; return the reason for a failure, or None."""
     if (missing := problem()) is None:
         return None
     if os.geteuid() != 0:
@@ -112,7 +115,7 @@ def install() -> str | None:
     if shutil.which("apt-get") is None:
         return f"{missing}; no apt-get here: install the equivalents of {', '.join(PACKAGES)}"
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    # -o: another apt-get may be at work.
+    # -o: wait for the lock, because another apt-get may run.
     apt = [
         "apt-get",
         "-qq",
@@ -144,12 +147,12 @@ def start(folder: Path) -> None:
     """Write the configuration and start the daemons; return when both nodes are idle.
 
     Args:
-        folder: For all files; made if there is none. Its path is at most 60 bytes long, as names of
-            Unix sockets are bounded.
+        folder: Folder for all files, created if missing. The path has at most 60 bytes, because
+            names of Unix sockets are limited.
 
     Raises:
-        ClusterError: Something is missing, or a daemon did not start; the end of its log is in the
-            text.
+        ClusterError: A requirement is missing, or a daemon did not start; the text includes the end
+            of the daemon's log.
     """
     if missing := problem():
         raise ClusterError(missing)
@@ -168,7 +171,7 @@ def start(folder: Path) -> None:
 
 
 def stop(folder: Path) -> None:
-    """End the daemons of ``folder``, and whatever of its jobs still runs; processes of others are not touched."""
+    """End the daemons of ``folder`` and the processes of their jobs, and no others."""
     if processes.marked(folder):
         _command(folder, "scancel", "--full", "--user=root", timeout_s=5)
         processes.wait(lambda: not _command(folder, "squeue", "-h", timeout_s=5), STOP_S)
@@ -176,13 +179,13 @@ def stop(folder: Path) -> None:
     daemons = json.loads(recorded.read_text()) if recorded.exists() else []
     alive = processes.marked(folder)
     processes.end([pid for pid in reversed(daemons) if pid in alive])
-    # Steps outlive their slurmd, as a real cluster's do.
+    # As on a real cluster, job steps survive their slurmd.
     processes.end(processes.marked(folder))
     recorded.unlink(missing_ok=True)
 
 
 def leftovers(folder: Path) -> dict[int, str]:
-    """Return the processes of the cluster in ``folder``, its jobs' among them: command lines by process id."""
+    """Return command lines by process id of the cluster in ``folder``, including jobs."""
     return {
         pid: processes.read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace")
         for pid in processes.marked(folder)
@@ -190,7 +193,7 @@ def leftovers(folder: Path) -> dict[int, str]:
 
 
 def hold(folder: Path) -> None:
-    """Start, say so on stdout, and at the end of stdin or at SIGTERM stop and remove ``folder``."""
+    """Start, report on stdout, and at the end of stdin or at SIGTERM stop and remove ``folder``."""
 
     def leave(*_: object) -> None:
         raise SystemExit(0)
@@ -243,12 +246,18 @@ def _free_ports(count: int) -> list[int]:
 
 def _daemons(folder: Path) -> list[tuple[str, list[str]]]:
     munged = [
-        "munged", "--foreground", "--force", f"--key-file={folder}/munge.key", f"--socket={folder}/munge.socket",
-        f"--pid-file={folder}/munged.pid", f"--seed-file={folder}/munged.seed", f"--log-file={folder}/munged.log",
-    ]  # fmt: skip
+        "munged",
+        "--foreground",
+        "--force",
+        f"--key-file={folder}/munge.key",
+        f"--socket={folder}/munge.socket",
+        f"--pid-file={folder}/munged.pid",
+        f"--seed-file={folder}/munged.seed",
+        f"--log-file={folder}/munged.log",
+    ]
     slurmd = _program("slurmd")
-    # Open MPI compares its host name with Slurm's. The process stays one: unshare and sh end in
-    # exec.
+    # Open MPI compares its host name with Slurm's. unshare and sh end in exec, so that the process
+    # id stays the same.
     named = [*UNSHARE, "sh", "-c", 'hostname "$1"; exec "$0" -D -c -N "$1"']
     nodes = [(f"slurmd-{name}", [*named, str(slurmd), name]) for name in NODES]
     return [("munged", munged), ("slurmctld", ["slurmctld", "-D", "-c"]), *nodes]
@@ -258,12 +267,16 @@ def _spawn(folder: Path, name: str, command: list[str]) -> None:
     program = _program(command[0])
     assert program is not None
     output = os.open(folder / f"{name}.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    # A session of its own: Ctrl-C ends the one who started it, and that one ends the daemons in
-    # their order.
+    # A session of its own: Ctrl-C reaches only the parent, which ends the daemons in order.
     process = subprocess.Popen(
-        [program, *command[1:]], env=processes.environment(folder), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-        cwd=folder, start_new_session=True,
-    )  # fmt: skip
+        [program, *command[1:]],
+        env=processes.environment(folder),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        cwd=folder,
+        start_new_session=True,
+    )
     os.close(output)
     recorded = folder / "pids.json"
     pids = json.loads(recorded.read_text()) if recorded.exists() else []
@@ -296,7 +309,7 @@ def _ends(folder: Path, name: str) -> str:
 
 
 def _command(folder: Path, *words: str, timeout_s: float = 10) -> str:
-    """Run a command of Slurm; its output, or nothing where it fails or takes longer."""
+    """Return the output of a Slurm command; empty after a failure or a timeout."""
     try:
         done = subprocess.run(
             words,
@@ -311,7 +324,7 @@ def _command(folder: Path, *words: str, timeout_s: float = 10) -> str:
 
 
 def _program(name: str) -> str | None:
-    """Return the path of a program; daemons lie where only root's PATH leads."""
+    """Return the path of a program; daemons may be only on root's PATH."""
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin")
 
 

@@ -1,4 +1,4 @@
-"""One virtual cluster for all tests of this folder, two sites on it, and the jobs that they submit."""
+"""Fixture of one virtual cluster for all tests of this folder: sites and submitted jobs."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ _ENDED = (
     "DEADLINE",
 )
 _POLL_S = 0.1
-LIMIT_S = 300.0  # for all jobs, on a machine that does other things beside
+# For all jobs, on a machine with other load.
+LIMIT_S = 300.0
 
 
 class Job:
-    """A submitted job: what Slurm and its log say of it."""
+    """Submitted job, with its state in Slurm and its log."""
 
     def __init__(self, slurm: Slurm, number: str) -> None:
         self._slurm, self.number = slurm, number
 
     def fields(self) -> dict[str, str]:
-        """Return what ``scontrol show job`` has, by name."""
+        """Return the fields of ``scontrol show job`` by name."""
         return dict(
             re.findall(
                 r"(\w[\w/:]*)=(\S*)",
@@ -54,13 +55,13 @@ class Job:
         return path.read_text()
 
     def exit_code(self, limit_s: float = LIMIT_S) -> int:
-        """Wait for the job's end; return its exit code."""
+        """Wait for the end of the job; return its exit code."""
         self.wait(lambda fields: fields["JobState"] in _ENDED, limit_s)
         code, number = self.fields()["ExitCode"].split(":")
         return int(code) or 128 * bool(int(number)) + int(number)
 
     def wait(self, condition: Callable[[dict[str, str]], bool], limit_s: float = LIMIT_S) -> None:
-        """Wait until the job's fields fulfil ``condition``; the log is in the failure."""
+        """Wait until the job's fields satisfy ``condition``; a failure includes the log."""
         end = time.monotonic() + limit_s
         while not condition(fields := self.fields()):
             if time.monotonic() > end:
@@ -70,13 +71,12 @@ class Job:
             time.sleep(_POLL_S)
 
     def start_again_now(self) -> bool:
-        """Take from a requeued job the two minutes that Slurm lets pass before its next run; say whether it is requeued."""
+        """Remove the two-minute delay of a requeued job; return whether the job was requeued."""
         fields = self.fields()
         assert int(fields["Restarts"]) > 0 or fields["JobState"] not in _ENDED, self.log()
         if int(fields["Restarts"]) == 0 or fields["JobState"] == "COMPLETING":
             return False
-        # Not in this second: a node refuses what it has been told to end, and its clock for that
-        # has seconds.
+        # Wait a second: a node rejects a job that ended in the same second of its clock.
         if fields["JobState"] == "PENDING":
             self._slurm.command(
                 "scontrol", "update", f"JobId={self.number}", "StartTime=now+2", check=False
@@ -85,12 +85,12 @@ class Job:
 
 
 class Slurm:
-    """The cluster as its user sees it: commands, a folder to submit from, and the sites' copies of ``slurm/``."""
+    """Cluster from a user's view: commands, a folder for submission, and copies of ``slurm/``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.work = folder, folder / "work"
         self.work.mkdir()
-        # As in a login shell of somebody who has none of this checkout's environment.
+        # As in the login shell of a user, without this checkout's environment.
         kept = {
             name: text
             for name, text in without_launcher(os.environ).items()
@@ -103,7 +103,7 @@ class Slurm:
         }
 
     def command(self, *words: str | Path, check: bool = True, **environment: str) -> str:
-        """Run a command in the folder that jobs are submitted from; return its output."""
+        """Run a command in the submission folder; return its output."""
         done = subprocess.run(
             words,
             cwd=self.work,
@@ -116,7 +116,7 @@ class Slurm:
         return (done.stdout if check else done.stdout + done.stderr).strip()
 
     def site(self, name: str, lines: str = "", **values: str | int) -> Path:
-        """Copy ``slurm/`` and edit its ``env.sh``, as a user does."""
+        """Copy ``slurm/`` and edit ``env.sh``, as a user does."""
         site = self.folder / name
         shutil.copytree(ROOT / "slurm", site)
         text = (site / "env.sh").read_text()
@@ -129,7 +129,7 @@ class Slurm:
     def submit(
         self, script: Path, *arguments: str | Path, options: str = "", **environment: str
     ) -> Job:
-        """Source the site's values and submit, as slurm/README.md says; one node and one CPU a rank unless told otherwise."""
+        """Source the values and submit, as in slurm/README.md; one node and CPU by default."""
         line = (
             f'source "{script.parent}/env.sh"; sbatch --parsable --cpus-per-task=1 {options} "$@"'
         )
@@ -139,17 +139,17 @@ class Slurm:
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Slurm]:
-    """The running cluster; nothing of it remains."""
+    """Yield the running cluster, and remove it afterwards."""
     if os.environ.get("MPIDIST_CI") == "1":
         reason = virtual.install()
     else:
         reason = virtual.problem()
     if reason:
         missing(f"{reason} (as root: python -m tests.slurm.cluster install)")
-    # Names of sockets are short.
+    # Names of sockets must be short.
     folder = Path(tempfile.mkdtemp(prefix="mpidist-slurm-", dir="/tmp"))
     command = [sys.executable, "-m", virtual.__name__, "hold", str(folder)]
-    # The cluster ends with the pipe, however this process ends.
+    # The cluster ends with this pipe, even if this process is killed.
     holder = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -1,4 +1,4 @@
-"""Processes of a virtual cluster: known by a variable in their environment, found in /proc, ended by their ids."""
+"""Processes of a virtual cluster: marked by an environment variable, found in /proc."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-# All daemons have it in their environment, and jobs from whom submits them: it tells the processes
-# of a cluster from others.
+# Daemons have this variable in their environment, and jobs inherit it at submission. The value
+# identifies the cluster's processes.
 MARK = "SLURM_CONF"
-_PATIENCE_S = 5.0  # between SIGTERM and SIGKILL
+# Delay between SIGTERM and SIGKILL.
+_PATIENCE_S = 5.0
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -20,7 +21,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def marked(folder: Path) -> list[int]:
-    """Return the processes whose environment has the mark of ``folder``, this one and its parents excepted."""
+    """Return processes with the mark of ``folder``, except this one and its parents."""
     mark = f"{MARK}={folder / 'slurm.conf'}".encode()
     own = {os.getpid(), os.getppid()}
     pids = [
@@ -36,7 +37,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def read(pid: int, name: str) -> bytes:
-    """Return a file of ``/proc/PID``; nothing where the process has ended."""
+    """Return a file of ``/proc/PID``; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
@@ -44,7 +45,7 @@ def read(pid: int, name: str) -> bytes:
 
 
 def end(pids: Iterable[int]) -> None:
-    """Send SIGTERM, one after another, and SIGKILL to those that do not end."""
+    """Send SIGTERM to each process, and SIGKILL to those that remain."""
     for pid in pids:
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
@@ -56,7 +57,7 @@ def end(pids: Iterable[int]) -> None:
 
 
 def _has_ended(pid: int) -> bool:
-    """Say whether a process has ended; take the exit status of a child."""
+    """Return whether a process has ended; reap a child."""
     try:
         os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
@@ -65,7 +66,7 @@ def _has_ended(pid: int) -> bool:
 
 
 def wait(condition: Callable[[], bool], limit_s: float) -> bool:
-    """Wait until ``condition()`` holds; say whether it did within the limit."""
+    """Wait until ``condition()`` holds; return whether it held within the limit."""
     latest = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > latest:

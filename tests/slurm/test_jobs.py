@@ -1,6 +1,6 @@
-"""Every job script of ``slurm/`` on a real Slurm: artefacts, logs, exit codes, the numbers of jobs that were requeued.
+"""Job scripts of ``slurm/`` on a real Slurm: artefacts, logs, exit codes, requeued runs.
 
-All jobs are submitted at the beginning and run beside each other; each test waits for its own.
+All jobs are submitted at the beginning and run concurrently; each test waits for its own.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ ONE_RANK = "--nodes=1 --ntasks-per-node=1 --gpus-per-node=1"
 EPOCHS = "10"
 BENCH = ("--operations", "all_reduce", "--sizes", "8", "--rounds", "2")
 
-# A user's program: it waits for the signal that comes before the time limit, and goes on in the
-# next run.
+# User program that waits for the signal before the time limit, and continues in the next run.
 WAITS = """\
 import os, signal, sys, time
 from mpi4py import MPI
@@ -39,7 +38,7 @@ if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
     sys.exit(75)
 print("rank", MPI.COMM_WORLD.rank, "of", MPI.COMM_WORLD.size, "goes on")
 """
-# Apptainer as far as job.sh knows it: it says what it was told, and runs the program.
+# Replacement of Apptainer for job.sh: logs its arguments and runs the program.
 STUB = """\
 #!/bin/bash
 echo "apptainer $*" >> {log}
@@ -48,7 +47,7 @@ shift
 exec "$@"
 """
 
-# Values of env.sh, options of sbatch, and the words that the log must have.
+# (values of env.sh, options of sbatch, words required in the log)
 BAD_VALUES = {
     "venv": ({"VENV": "/nowhere"}, "", "MPIDIST_VENV: there is no /nowhere/bin/python on"),
     "no mpidist": (
@@ -85,7 +84,7 @@ BAD_VALUES = {
 
 @pytest.fixture(scope="module")
 def sites(slurm: Slurm) -> dict[str, Path]:
-    """Copies of ``slurm/`` with values of their own."""
+    """Return copies of ``slurm/`` with different values."""
     mpich = f"export MPI4PY_LIBMPI={MPICH_LIBRARY}\n"
     apptainer = slurm.folder / "bin" / "apptainer"
     apptainer.parent.mkdir()
@@ -115,14 +114,14 @@ def sites(slurm: Slurm) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
-    """All jobs, submitted: first those that wait for Slurm's clock, then those that are interrupted here, then all others."""
+    """Submit all jobs: first those that wait for Slurm's clock, then the interrupted ones."""
     waits, fails, saves = (slurm.work / f"{name}.py" for name in ("waits", "fails", "saves"))
     waits.write_text(WAITS)
     fails.write_text("raise SystemExit(3)")
     saves.write_text("raise SystemExit(75)")
     (slurm.work / "sweep.txt").write_text("--seed 1 --epochs 1\n--seed 2 --epochs 1\n")
     mpich, openmpi = sites["mpich"], sites["openmpi"]
-    # Slurm looks every 30 s, and signals by as much earlier: between 10 and 40 s after the start.
+    # Slurm checks every 30 s and signals that much earlier: 10 to 40 s after the start.
     limit = "--time=2 --signal={}USR1@80"
     made = {
         "limit": slurm.submit(
@@ -139,14 +138,16 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
         "oss": slurm.submit(mpich / "oss.sbatch", "--epochs", "2", options=TWO_NODES),
     }
     made["oss-3"] = slurm.submit(
-        openmpi / "oss.sbatch", "--epochs", "3", options="--nodes=2 --ntasks=3 "
-                                                         f"--dependency=afterok:{made['oss'].number}",
+        openmpi / "oss.sbatch",
+        "--epochs",
+        "3",
+        options=f"--nodes=2 --ntasks=3 --dependency=afterok:{made['oss'].number}",
         MPIDIST_CHECKPOINT=f"checkpoints/mpidist-oss-{made['oss'].number}",
-    )  # fmt: skip
+    )
     made["array"] = slurm.submit(
         openmpi / "array.sbatch", "sweep.txt", options=f"{ONE_RANK} --gpus-per-node=0 --array=1-2"
     )
-    # The same by the mpidist command, which renders the shipped script.
+    # The same through the mpidist command, which renders the shipped script.
     submit = (
         sys.executable,
         "-c",
@@ -167,7 +168,7 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
         "50",
     )
     made["rpc"] = Job(slurm, re.findall(r"Submitted batch job (\d+)", told)[0])
-    # Sourced values would hold for both components.
+    # Sourced values would apply to both components.
     components = (
         "--cpus-per-task=1",
         ":",
@@ -184,14 +185,22 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
     made["bench"] = slurm.submit(mpich / "bench.sbatch", "collectives", *BENCH, options=TWO_NODES)
     made["test"] = slurm.submit(openmpi / "test.sbatch", options=ONE_NODE)
     made["test-gpu"] = slurm.submit(mpich / "test.sbatch", options=ONE_RANK)
-    # The script of an installation, which nobody edits, with the values of a folder of one's own.
+    # The unedited script of an installation, with values from another folder.
     made["container"] = Job(
         slurm,
         slurm.command(
-            "sbatch", "--parsable", "--cpus-per-task=1", "--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0",
-            ROOT / "slurm" / "rpc.sbatch", "--steps", "50", MPIDIST_SLURM=str(sites["container"]),
+            "sbatch",
+            "--parsable",
+            "--cpus-per-task=1",
+            "--nodes=1",
+            "--ntasks-per-node=1",
+            "--gpus-per-node=0",
+            ROOT / "slurm" / "rpc.sbatch",
+            "--steps",
+            "50",
+            MPIDIST_SLURM=str(sites["container"]),
         ),
-    )  # fmt: skip
+    )
     made["fails"] = slurm.submit(openmpi / "ddp.sbatch", "fails.py", options=ONE_RANK)
     made["once"] = slurm.submit(sites["once"] / "ddp.sbatch", "saves.py", options=ONE_RANK)
     for name, (_, options, _) in BAD_VALUES.items():
@@ -203,7 +212,7 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
 
 
 def interrupt(slurm: Slurm, made: dict[str, Job]) -> None:
-    """Signal one training job and have another preempted, each after a few steps; start again at once what is requeued."""
+    """Signal one training job, preempt another after a few steps, and restart requeued jobs."""
     due = {
         "signalled": lambda: slurm.command("scancel", "--signal=USR1", made["signalled"].number),
         "preempted": lambda: slurm.command(
@@ -257,7 +266,7 @@ def test_a_whole_run_leaves_a_checkpoint_and_its_numbers(slurm, jobs):
     assert job.exit_code() == 0
     assert list((slurm.work / "checkpoints" / f"mpidist-ddp-{job.number}").rglob("manifest.json"))
     assert accuracy(slurm, job) > 0.9 and job.fields()["Restarts"] == "0"
-    # The GPU lines have reached Slurm, and its answer the ranks' node.
+    # The GPU lines have reached Slurm, and Slurm's allocation the ranks' node.
     assert (
         job.fields()["TresPerNode"] == "gres:gpu:1"
         and "GPUs of a node: 1, mpich by 'srun --mpi=pmi2" in job.log()
@@ -309,7 +318,7 @@ def test_the_self_check_gives_a_verdict(jobs):
         "self-check: 2 ranks, all fine" in jobs["test"].log()
         and "mpidist: PASS" in jobs["test"].log()
     )
-    # Slurm counts GPUs here that nobody can use.
+    # Slurm counts GPUs here that do not exist.
     if not torch.cuda.is_available():
         assert jobs["test-gpu"].exit_code() == 2
         assert (

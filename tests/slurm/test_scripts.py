@@ -1,4 +1,4 @@
-"""The job scripts as text: their headers as recorded, and what each must have; no Slurm."""
+"""Job scripts as text: recorded headers and required commands; no Slurm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support import ROOT, missing
 FOLDER = ROOT / "slurm"
 SCRIPTS = sorted(FOLDER.glob("*.sbatch"))
 SHELL = [*SCRIPTS, FOLDER / "env.sh", FOLDER / "job.sh"]
-# The lines by which a script finds its folder.
+# Lines that locate the script's folder.
 FINDS = """\
 set -euo pipefail
 # Slurm runs a copy of this script: env.sh and job.sh lie beside the original.
@@ -50,14 +50,14 @@ def test_a_script_is_a_header_the_common_part_and_ranks(script):
     text = script.read_text()
     assert text.startswith("#!/bin/bash\n#SBATCH --job-name=mpidist-")
     first, found, _ = text.partition(FINDS)
-    # Slurm reads no #SBATCH line behind the first command.
+    # Slurm ignores #SBATCH lines after the first command.
     assert found and not commands_in(first) and "#SBATCH" not in text[len(first) :]
     assert between(text) == between(SCRIPTS[0].read_text())
     # The self-check starts ranks twice: the doctor, and a training.
     assert len(re.findall(r"^run_ranks ", commands(script), re.MULTILINE)) == (
         2 if script.stem == "test" else 1
     )
-    # Whatever can be stopped before its end is started again.
+    # Every script that Slurm may stop early requeues itself.
     assert (
         ("--signal=USR1@120" in header(script))
         == ("--requeue" in header(script))
@@ -68,8 +68,8 @@ def test_a_script_is_a_header_the_common_part_and_ranks(script):
 
 @pytest.mark.parametrize("script", SHELL, ids=lambda script: script.name)
 def test_a_script_installs_nothing_and_names_nobody(script):
-    # Nodes of a cluster reach no network, and a job must not depend on what a repository holds by
-    # then.
+    # Compute nodes may lack a network, and a job must not depend on the later state of a
+    # repository.
     assert not re.search(
         r"\b(git|pip|conda|curl|wget|sudo)\b|/home/|/Users/|\s~/", commands(script)
     )
@@ -110,7 +110,7 @@ def commands_in(text: str) -> list[str]:
 
 
 def between(text: str) -> str:
-    """Return the lines from the first command to the common part."""
+    """Return the lines between the first command and the common part."""
     return text[text.index("set -euo") : text.index('/job.sh"\n')]
 
 
