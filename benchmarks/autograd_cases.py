@@ -63,11 +63,11 @@ def cases(depths: Sequence[int], workers: int) -> list[Case]:
         depths: Layers of each chain.
         workers: Number of workers; the case with several trainers needs three or more.
     """
-    made = [Case(chain_of(depth), 1, partial(_chain, depth, False)) for depth in depths]
-    made.append(Case(STEP, 1, partial(_chain, 4, True)))
+    found = [Case(chain_of(depth), 1, partial(_chain, depth, False)) for depth in depths]
+    found.append(Case(STEP, 1, partial(_chain, 4, True)))
     if workers > 2:
-        made.append(Case(TRAINERS, TRAINED, _trainers))
-    return made
+        found.append(Case(TRAINERS, TRAINED, _trainers))
+    return found
 
 
 class Alone:
@@ -130,8 +130,8 @@ class Chain:
     def _of_layer(
         self, layer: Any, function: Callable[..., Any], name: str | None = None, *args: Any
     ) -> Any:
-        given = (layer, *args) if name is None else (name, layer, *args)
-        return self._stack.rpc.rpc_sync("worker1", function, args=given)
+        arguments = (layer, *args) if name is None else (name, layer, *args)
+        return self._stack.rpc.rpc_sync("worker1", function, args=arguments)
 
     def loss(self) -> Tensor:
         """Run the forward pass; return a scalar."""
@@ -176,9 +176,9 @@ class Chain:
 
 
 def _chain(depth: int, with_step: bool, stack: Stack, workers: int) -> Pass:
-    made = Chain(stack, depth, with_step)
-    made.check()
-    return made
+    chain = Chain(stack, depth, with_step)
+    chain.check()
+    return chain
 
 
 def _trainers(stack: Stack, workers: int) -> Pass:

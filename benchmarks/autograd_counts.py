@@ -22,11 +22,11 @@ _TIMEOUT_S = 30.0
 
 def messages_per_pass(name: str, workers: int) -> dict[str, float]:
     """Count the engine's messages of one pass over 4 layers and its context, on all workers."""
-    made = Chain(stack_of(name), 4, with_step=False)
-    made.check()
+    chain = Chain(stack_of(name), 4, with_step=False)
+    chain.check()
     _wait_for_clean_up(workers)
     before = _all_counts(workers)
-    autograd_cases.repeated(made, _COUNTED)
+    autograd_cases.repeated(chain, _COUNTED)
     _wait_for_clean_up(workers)
     sent = _all_counts(workers)
     sent.subtract(before)
@@ -46,15 +46,15 @@ def memory_growth(count: int, workers: int) -> dict[str, float]:
     Raises:
         RuntimeError: A worker still holds entries of a context.
     """
-    made = Chain(stack_of("mpidist"), 4, with_step=False)
+    chain = Chain(stack_of("mpidist"), 4, with_step=False)
     # The first passes fill the memory pools.
-    autograd_cases.repeated(made, max(count // 5, 1))
+    autograd_cases.repeated(chain, max(count // 5, 1))
     before = [
         mpidist.rpc.rpc_sync(f"worker{rank}", process_memory.resident_mib)
         for rank in range(workers)
     ]
     start = time.perf_counter()
-    autograd_cases.repeated(made, count)
+    autograd_cases.repeated(chain, count)
     seconds = time.perf_counter() - start
     _wait_for_clean_up(workers)
     after = [

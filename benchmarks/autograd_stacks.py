@@ -99,7 +99,7 @@ def train(name: str, layer: Any, number: int, passes: int) -> list[list[Tensor]]
         The gradients of the last pass: of the local layer, and of the server's.
     """
     stack, own, x = stack_of(name), Layer(number), input_of_chain()
-    made: list[list[Tensor]] = []
+    last_gradients: list[list[Tensor]] = []
     for left in reversed(range(passes)):
         with stack.autograd.context() as context:
             hidden = torch.relu(own.linear(x))
@@ -107,11 +107,11 @@ def train(name: str, layer: Any, number: int, passes: int) -> list[list[Tensor]]
             stack.backward(context, loss_of(result))
             found = stack.autograd.get_gradients(context)
             if not left:
-                made.append([found[parameter] for parameter in own.linear.parameters()])
-                made.append(
+                last_gradients.append([found[parameter] for parameter in own.linear.parameters()])
+                last_gradients.append(
                     stack.rpc.rpc_sync(layer.owner(), gradients, args=(name, layer, context))
                 )
-    return made
+    return last_gradients
 
 
 def input_of_chain() -> Tensor:

@@ -32,10 +32,10 @@ def measure(
             worker's output.
     """
     with tempfile.TemporaryDirectory() as folder:
-        said = json.dumps([workers, depths, only, rounds, burst_s, str(Path(folder, "store"))])
+        settings = json.dumps([workers, depths, only, rounds, burst_s, str(Path(folder, "store"))])
         started = [
             subprocess.Popen(
-                [sys.executable, __file__, str(rank), said],
+                [sys.executable, __file__, str(rank), settings],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -54,7 +54,7 @@ GOALS = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class Settings:
     """Sizes of the cases, and repetitions of the measurements."""
 
     depths: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -66,15 +66,15 @@ class Plan:
     contexts: int = 10_000
 
 
-QUICK = Plan((1, 4), 1, 1, 0.001, 400, 2, 60)
+QUICK = Settings((1, 4), 1, 1, 0.001, 400, 2, 60)
 
 
 def main() -> None:
     """Measure all contenders and write the record. Collective over all ranks."""
     options = _arguments()
-    plan = QUICK if options.quick else Plan()
-    contexts = plan.contexts if options.contexts is None else options.contexts
-    plan = replace(plan, blocks=options.blocks or plan.blocks, contexts=contexts)
+    settings = QUICK if options.quick else Settings()
+    contexts = settings.contexts if options.contexts is None else options.contexts
+    settings = replace(settings, blocks=options.blocks or settings.blocks, contexts=contexts)
     torch.set_num_threads(1)
     group = mpidist.comm.init()
     if group.size < 2:
@@ -84,7 +84,7 @@ def main() -> None:
     from mpi4py import MPI
 
     about = environment.describe(MPI.COMM_WORLD)
-    cases = autograd_cases.cases(plan.depths, group.size)
+    cases = autograd_cases.cases(settings.depths, group.size)
     cases = [case for case in cases if not options.only or case.operation in options.only]
     if not cases:
         raise SystemExit(f"no case is named {', '.join(options.only)}")
@@ -93,7 +93,7 @@ def main() -> None:
         print(f"{about['mpi_library']}, torch {about['torch']}, {group.size} ranks, {about['cpu']}")
         print(environment.binding(about), flush=True)
         try:
-            _measure(plan, cases, group.size, about, options)
+            _measure(settings, cases, group.size, about, options)
         finally:
             for rank in range(1, group.size):
                 mpidist.rpc.rpc_sync(f"worker{rank}", rpc_workers.begin, args=("leave",))
@@ -104,39 +104,43 @@ def main() -> None:
 
 
 def _measure(
-    plan: Plan, cases: list[Case], workers: int, about: dict[str, Any], options: argparse.Namespace
+    settings: Settings,
+    cases: list[Case],
+    workers: int,
+    about: dict[str, Any],
+    options: argparse.Namespace,
 ) -> None:
     """Measure everything; worker 0 only."""
     parts: dict[str, dict[str, list[timing.Series]]] = {case.operation: {} for case in cases}
 
-    def note(operation: str, series: timing.Series) -> None:
+    def record_series(operation: str, series: timing.Series) -> None:
         parts[operation].setdefault(series.name, []).append(series)
 
     def ours() -> None:
         stacks = [stack_of("mpidist"), stack_of("smart")]
         for operation, found in autograd_cases.measure(
-            stacks, cases, workers, plan.rounds, plan.burst_s
+            stacks, cases, workers, settings.rounds, settings.burst_s
         ).items():
             for series in found:
-                note(operation, series)
+                record_series(operation, series)
 
     def theirs() -> None:
         only = tuple(case.operation for case in cases)
         for operation, series in autograd_tensorpipe.measure(
-            workers, plan.depths, only, plan.rounds, plan.burst_s
+            workers, settings.depths, only, settings.rounds, settings.burst_s
         ).items():
-            note(operation, series)
+            record_series(operation, series)
 
     blocks = [ours, theirs] if options.tensorpipe else [ours]
-    for number in range(plan.blocks):
+    for number in range(settings.blocks):
         for block in blocks if number % 2 == 0 else reversed(blocks):
             block()
     planning = [
-        autograd_local.planning(plan.nodes, sources, plan.planning_rounds)
+        autograd_local.planning(settings.nodes, sources, settings.planning_rounds)
         for sources in (1, _SEVERAL)
     ]
     messages = {name: messages_per_pass(name, workers) for name in ("mpidist", "smart")}
-    contexts = memory_growth(plan.contexts, workers) if plan.contexts else {}
+    contexts = memory_growth(settings.contexts, workers) if settings.contexts else {}
     results = [
         report.result_of(operation, 0, 0, [_joined(each) for each in found.values()])
         for operation, found in parts.items()
@@ -146,9 +150,9 @@ def _measure(
     record = {
         "benchmark": "autograd",
         "environment": about,
-        "blocks": plan.blocks,
-        "rounds": plan.rounds,
-        "burst_s": plan.burst_s,
+        "blocks": settings.blocks,
+        "rounds": settings.rounds,
+        "burst_s": settings.burst_s,
         "layer": [WIDTH, WIDTH],
         "batch": BATCH,
         # A wrong result ends the run with an error before this line.

@@ -25,7 +25,7 @@ _KI, _MI = 1 << 10, 1 << 20
 
 
 @dataclass(frozen=True)
-class Plan:
+class Settings:
     """Operations, sizes, and repetitions of the measurements."""
 
     operations: tuple[str, ...] = tuple(OPERATIONS)
@@ -44,12 +44,12 @@ class Plan:
     burst_s: float = 0.02
 
 
-QUICK = Plan(sizes_bytes=(8, 64 * _KI), rounds=3, burst_s=0.002)
+QUICK = Settings(sizes_bytes=(8, 64 * _KI), rounds=3, burst_s=0.002)
 
 
 def main() -> None:
     options = _arguments()
-    plan = _plan(options)
+    settings = _settings(options)
     torch.set_num_threads(1)
     dist.init_process_group("mpidist")
     if dist.get_world_size() < 2:
@@ -73,8 +73,8 @@ def main() -> None:
 
     timing.touch_memory()
     results = []
-    for operation in plan.operations:
-        rows = list(measure(operation, Ways(gloo, raw, mpidist.comm.init(), MPI), plan))
+    for operation in settings.operations:
+        rows = list(measure(operation, Ways(gloo, raw, mpidist.comm.init(), MPI), settings))
         results += rows
         if is_first:
             print(f"\n{operation}\n{report.table(rows)}", flush=True)
@@ -85,8 +85,8 @@ def main() -> None:
         record = {
             "benchmark": "collectives",
             "environment": about,
-            "rounds": plan.rounds,
-            "burst_s": plan.burst_s,
+            "rounds": settings.rounds,
+            "burst_s": settings.burst_s,
             # A wrong result ends the run with an error before this line.
             "results_checked": True,
             "results": results,
@@ -108,7 +108,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def measure(operation: str, ways: Ways, plan: Plan) -> Iterator[dict[str, Any]]:
+def measure(operation: str, ways: Ways, settings: Settings) -> Iterator[dict[str, Any]]:
     """Check and time one operation at each size.
 
     Collective: over all ranks.
@@ -116,7 +116,7 @@ def measure(operation: str, ways: Ways, plan: Plan) -> Iterator[dict[str, Any]]:
     Raises:
         RuntimeError: A contender's result is wrong; on all ranks.
     """
-    for make in cases_of(operation, ways, plan.sizes_bytes):
+    for make in cases_of(operation, ways, settings.sizes_bytes):
         case = make()
         wrong = case.wrong(ways)
         if wrong:
@@ -124,7 +124,7 @@ def measure(operation: str, ways: Ways, plan: Plan) -> Iterator[dict[str, Any]]:
                 f"{operation} of {case.numel} elements: wrong result of {', '.join(wrong)}"
             )
         case.zero()
-        series = timing.time_rounds(ways.raw, case.contenders, plan.rounds, plan.burst_s)
+        series = timing.time_rounds(ways.raw, case.contenders, settings.rounds, settings.burst_s)
         yield report.result_of(operation, case.numel, case.size_bytes, series)
 
 
@@ -150,15 +150,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sizes", nargs="+", type=parse_size, metavar="BYTES", help="multiples of 4: 8 64K 16M"
     )
-    parser.add_argument("--rounds", type=int, help=f"for each case; {Plan.rounds} if not given")
+    parser.add_argument("--rounds", type=int, help=f"for each case; {Settings.rounds} if not given")
     benchmark_options.add_output(parser, "JSON and the plot")
     benchmark_options.add_quick(parser)
     return parser.parse_args()
 
 
-def _plan(options: argparse.Namespace) -> Plan:
-    basis = QUICK if options.quick else Plan()
-    return Plan(
+def _settings(options: argparse.Namespace) -> Settings:
+    basis = QUICK if options.quick else Settings()
+    return Settings(
         tuple(options.operations or basis.operations),
         tuple(options.sizes or basis.sizes_bytes),
         options.rounds or basis.rounds,

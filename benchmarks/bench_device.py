@@ -54,7 +54,7 @@ GOALS = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class Settings:
     """Sizes, and repetitions of the measurements."""
 
     sizes_bytes: tuple[int, ...] = (
@@ -71,7 +71,7 @@ class Plan:
     burst_s: float = 0.01
 
 
-QUICK = Plan((4 * _KI, 1 * _MI), 2, 0.001)
+QUICK = Settings((4 * _KI, 1 * _MI), 2, 0.001)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Place:
     # MPI operations that accept device memory.
     able: frozenset[str]
 
-    def given(self, numel: int, rank: int) -> Tensor:
+    def contribution(self, numel: int, rank: int) -> Tensor:
         """Return a rank's contribution, in values whose sum is exact."""
         return (torch.arange(numel, device=self.device) % 1000 + rank).float()
 
@@ -115,11 +115,11 @@ def _reduced(place: Place, reduce: Callable[..., None], tensor: Tensor) -> None:
 def is_sum(place: Place, contender: Contender) -> bool:
     """Return whether an all-reduce yields the sum of all contributions."""
     (tensor,) = contender.outputs
-    tensor.copy_(place.given(tensor.numel(), place.comm.rank))
+    tensor.copy_(place.contribution(tensor.numel(), place.comm.rank))
     contender.calls[0]()
-    truth = torch.stack([place.given(tensor.numel(), rank) for rank in range(place.comm.size)]).sum(
-        0
-    )
+    truth = torch.stack(
+        [place.contribution(tensor.numel(), rank) for rank in range(place.comm.size)]
+    ).sum(0)
     return torch.equal(tensor, truth)
 
 
@@ -128,7 +128,7 @@ def is_sum(place: Place, contender: Contender) -> bool:
 
 def ping_pong(place: Place, numel: int) -> list[Contender]:
     """Send from rank 0 to rank 1 and back; a call is one way."""
-    out, back = place.given(numel, 7), torch.zeros(numel, device=place.device)
+    out, back = place.contribution(numel, 7), torch.zeros(numel, device=place.device)
     ways = {tuning.LIBRARY: (_send, _receive), tuning.STAGED: (_send_staged, _receive_staged)}
     if "point_to_point" not in place.able:
         del ways[tuning.LIBRARY]
@@ -185,7 +185,7 @@ def is_back(place: Place, contender: Contender) -> bool:
     back.fill_(-1)
     for call in contender.calls:
         call()
-    return place.comm.rank > 1 or torch.equal(back, place.given(back.numel(), 7))
+    return place.comm.rank > 1 or torch.equal(back, place.contribution(back.numel(), 7))
 
 
 # --- the run ---
@@ -201,7 +201,7 @@ _OPERATIONS: dict[
 
 def main() -> None:
     options = _arguments()
-    plan = QUICK if options.quick else Plan()
+    settings = QUICK if options.quick else Settings()
     torch.set_num_threads(1)
     device = devices.chosen(options.device)
     if options.device == "cpu":
@@ -215,21 +215,21 @@ def main() -> None:
     raw = world.comm.Dup()
     about = environment.describe(raw, device)
     place = _place(Communicator(raw, world.nodes, world.highest_tag).blocking(), device)
-    told = capability.capabilities()
+    capabilities = capability.capabilities()
     is_first = world.rank == 0
     if is_first:
         print(
             f"{environment.processor(about)}, {about['mpi_library']}, CUDA-aware: "
-            f"{told.cuda_aware} ({told.cuda_source})"
+            f"{capabilities.cuda_aware} ({capabilities.cuda_source})"
         )
     results = []
     for operation in _OPERATIONS:
-        rows = list(measure(operation, place, plan))
+        rows = list(measure(operation, place, settings))
         results += rows
         if is_first:
             print(f"\n{operation}\n{report.table(rows)}", flush=True)
     if is_first:
-        _write(options.output, about, plan, place, told, results)
+        _write(options.output, about, settings, place, capabilities, results)
     raw.Barrier()
 
 
@@ -238,7 +238,7 @@ def _place(comm: Communicator, device: torch.device) -> Place:
     return Place(comm, device, queues, capability.agreed_operations(comm, device))
 
 
-def measure(operation: str, place: Place, plan: Plan) -> Iterator[dict[str, Any]]:
+def measure(operation: str, place: Place, settings: Settings) -> Iterator[dict[str, Any]]:
     """Check and time one operation at each size.
 
     Collective: over all ranks.
@@ -248,7 +248,7 @@ def measure(operation: str, place: Place, plan: Plan) -> Iterator[dict[str, Any]
     """
     make, is_right = _OPERATIONS[operation]
     raw = place.comm.mpi
-    for size_bytes in plan.sizes_bytes:
+    for size_bytes in settings.sizes_bytes:
         contenders = make(place, size_bytes // 4)
         for contender in contenders:
             wrong = [
@@ -264,30 +264,30 @@ def measure(operation: str, place: Place, plan: Plan) -> Iterator[dict[str, Any]
         for contender in contenders:
             # Repeated sums in place would overflow.
             contender.outputs[0].zero_()
-        series = timing.time_rounds(raw, contenders, plan.rounds, plan.burst_s)
+        series = timing.time_rounds(raw, contenders, settings.rounds, settings.burst_s)
         yield report.result_of(operation, size_bytes // 4, size_bytes, series)
 
 
 def _write(
     folder: Path,
     about: dict[str, Any],
-    plan: Plan,
+    settings: Settings,
     place: Place,
-    told: capability.Capabilities,
+    capabilities: capability.Capabilities,
     results: list[dict[str, Any]],
 ) -> None:
     verdicts = collective_goals.judge(results, GOALS)
     print(f"\n{report.goals_table(verdicts)}\n\noperations on this device's memory:")
-    print("\n".join(f"  {name}: {words}" for name, words in told.operations.items()))
+    print("\n".join(f"  {name}: {words}" for name, words in capabilities.operations.items()))
     record = {
         "benchmark": "device",
         "environment": about,
-        "rounds": plan.rounds,
-        "burst_s": plan.burst_s,
-        "cuda_aware": told.cuda_aware,
-        "cuda_source": told.cuda_source,
+        "rounds": settings.rounds,
+        "burst_s": settings.burst_s,
+        "cuda_aware": capabilities.cuda_aware,
+        "cuda_source": capabilities.cuda_source,
         # Per operation, whether MPI accepts device memory, and why not.
-        "operations": dict(told.operations),
+        "operations": dict(capabilities.operations),
         # A wrong result ends the run with an error before this line.
         "results_checked": True,
         "results": results,

@@ -29,7 +29,7 @@ _MI = 1 << 20
 
 
 @dataclass(frozen=True)
-class Plan:
+class Settings:
     """Sizes, networks, and repetitions of the measurements."""
 
     copied_lists: tuple[str, ...] = ("ResNet-50", "GPT-2")
@@ -46,14 +46,16 @@ class Plan:
     burst_s: float = 0.0003
 
 
-QUICK = Plan(("ResNet-50",), (_MI,), (("ResNet-50", 4), ("ResNet-50", 1)), _MI // 2, _MI, 2, 0.0005)
+QUICK = Settings(
+    ("ResNet-50",), (_MI,), (("ResNet-50", 4), ("ResNet-50", 1)), _MI // 2, _MI, 2, 0.0005
+)
 
 
 @dataclass
 class Run:
     """Settings and results that the cases share."""
 
-    plan: Plan
+    settings: Settings
     device: torch.device
     # In seconds of time.monotonic(); no case begins later.
     deadline: float
@@ -73,14 +75,14 @@ class Run:
     ) -> dict[str, timing.Series]:
         """Time contenders in turn; return their series by name."""
         series = timing.time_rounds(
-            self.alone, contenders, self.plan.rounds, self.plan.burst_s, run_burst
+            self.alone, contenders, self.settings.rounds, self.settings.burst_s, run_burst
         )
         return {one.name: one for one in series}
 
 
 def main() -> None:
     options = _arguments()
-    plan = _plan(options)
+    settings = _settings(options)
     torch.set_num_threads(1)
     device = devices.chosen(options.device)
     dist.init_process_group("mpidist")
@@ -91,7 +93,7 @@ def main() -> None:
         raise SystemExit("start one process: the launches of several would share the device")
     about = environment.describe(MPI.COMM_SELF, device)
     print(f"{environment.processor(about)}, torch {about['torch']}", flush=True)
-    run = Run(plan, device, time.monotonic() + options.limit_s, MPI.COMM_SELF, [])
+    run = Run(settings, device, time.monotonic() + options.limit_s, MPI.COMM_SELF, [])
     copied = list(_printed(copies(run), kernel_report.copy_row))
     compressed = list(
         _printed(compressions(run, kernel_report.memory_rate(copied)), kernel_report.powersgd_row)
@@ -101,9 +103,9 @@ def main() -> None:
     record = {
         "benchmark": "kernels",
         "environment": about,
-        "rounds": plan.rounds,
-        "burst_s": plan.burst_s,
-        "bucket_bytes": plan.bucket_bytes,
+        "rounds": settings.rounds,
+        "burst_s": settings.burst_s,
+        "bucket_bytes": settings.bucket_bytes,
         # A wrong result ends the run with an error before this line.
         "results_checked": True,
         "left_out_for_time": run.left_out,
@@ -127,7 +129,7 @@ def copies(run: Run) -> Iterator[dict[str, Any]]:
     Raises:
         RuntimeError: A contender's result is wrong.
     """
-    for case in kernel_cases.cases(run.plan.copied_lists, run.plan.sizes_bytes, run.device):
+    for case in kernel_cases.cases(run.settings.copied_lists, run.settings.sizes_bytes, run.device):
         what = f"{case.operation} of {case.tensors_of}, {case.dtypes}, {case.size_bytes} bytes"
         if not run.has_time_for(what):
             continue
@@ -148,13 +150,13 @@ def compressions(run: Run, copy_rate: float | None) -> Iterator[dict[str, Any]]:
     Raises:
         RuntimeError: A contender's result is wrong.
     """
-    for name, rank in run.plan.powersgd:
+    for name, rank in run.settings.powersgd:
         if not run.has_time_for(f"PowerSGD of {name} at rank {rank}"):
             continue
         shapes = LISTS[name]()
-        if run.plan.most_numel is not None:
-            shapes = cut(shapes, run.plan.most_numel)
-        case = powersgd_cases.case(name, shapes, run.plan.bucket_bytes, rank, run.device)
+        if run.settings.most_numel is not None:
+            shapes = cut(shapes, run.settings.most_numel)
+        case = powersgd_cases.case(name, shapes, run.settings.bucket_bytes, rank, run.device)
         issued = run.times(case.contenders, devices.as_issued(run.device))
         alone = None
         # Hooks wait for the device, so that HeadStart would measure nothing of them.
@@ -182,7 +184,7 @@ def _arguments() -> argparse.Namespace:
         default="cpu",
         help="on the CPU the kernels' torch twins work",
     )
-    parser.add_argument("--rounds", type=int, help=f"for each case; {Plan.rounds} if not given")
+    parser.add_argument("--rounds", type=int, help=f"for each case; {Settings.rounds} if not given")
     parser.add_argument(
         "--limit-s", type=float, default=float("inf"), help="begin no case after so many seconds"
     )
@@ -191,8 +193,8 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _plan(options: argparse.Namespace) -> Plan:
-    basis = QUICK if options.quick else Plan()
+def _settings(options: argparse.Namespace) -> Settings:
+    basis = QUICK if options.quick else Settings()
     return basis if options.rounds is None else dataclasses.replace(basis, rounds=options.rounds)
 
 

@@ -35,27 +35,27 @@ def main() -> None:
         raise SystemExit(
             f"needs several nodes with several ranks each; ranks are on nodes {list(comm.nodes)}"
         )
-    plan = reduce_op.reduction(torch.float32, reduce_op.SUM)
+    reduction = reduce_op.reduction(torch.float32, reduce_op.SUM)
     rows = []
     for nbytes in options.sizes:
         flat = torch.empty(nbytes // 4)
         calls = {
-            "library": partial(reductions.by_library, comm, flat, plan),
-            "levels": partial(hierarchical.all_reduce, comm, flat, plan),
+            "library": partial(reductions.by_library, comm, flat, reduction),
+            "levels": partial(hierarchical.all_reduce, comm, flat, reduction),
         }
         times: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(options.rounds + 1):
             for name, call in calls.items():
                 flat.fill_(world.rank + 1.0)
-                taken = tuning_runs.once(comm, call)
+                elapsed_s = tuning_runs.once(comm, call)
                 expected = world.size * (world.size + 1) / 2
                 if not bool((flat == expected).all()):
                     raise SystemExit(f"{name} of {nbytes} bytes is wrong: {flat[:3]}")
                 if turn:
-                    times[name].append(taken)
+                    times[name].append(elapsed_s)
         row = {
             "bytes": nbytes,
-            **{f"{name}_us": 1e6 * median(taken) for name, taken in times.items()},
+            **{f"{name}_us": 1e6 * median(elapsed_s) for name, elapsed_s in times.items()},
         }
         row["ratio_of_medians"] = row["library_us"] / row["levels_us"]
         rows.append(row)

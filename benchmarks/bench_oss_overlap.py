@@ -42,18 +42,18 @@ def main() -> None:
     benchmark_options.add_output(parser)
     options = parser.parse_args()
     group = comm.init()
-    made = {way: trainer(group, overlaps, options) for way, overlaps in _WAYS.items()}
-    times: dict[str, list[float]] = {way: [] for way in made}
+    trainers = {way: trainer(group, overlaps, options) for way, overlaps in _WAYS.items()}
+    times: dict[str, list[float]] = {way: [] for way in trainers}
     for number in range(options.rounds + 1):
-        for way, (ddp, optimizer) in made.items():
+        for way, (ddp, optimizer) in trainers.items():
             group.barrier()
-            begin = time.perf_counter()
+            start = time.perf_counter()
             for _ in range(_STEPS):
                 step(ddp, optimizer, group.rank, options)
             optimizer.wait()
             if number >= 1:
-                times[way].append(1e3 * (time.perf_counter() - begin) / _STEPS)
-    require_equal([ddp for ddp, _ in made.values()])
+                times[way].append(1e3 * (time.perf_counter() - start) / _STEPS)
+    require_equal([ddp for ddp, _ in trainers.values()])
     from mpi4py import MPI
 
     described = environment.describe(MPI.COMM_WORLD)

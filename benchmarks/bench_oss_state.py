@@ -230,17 +230,17 @@ def check(group: Any, model: Model, fairscale: Model | None) -> None:
         RuntimeError: The states differ.
     """
     pending = model.optimizer.consolidate_async(0)
-    told, now = pending.result(), model.optimizer.state_dict(all_ranks=True)
+    saved, now = pending.result(), model.optimizer.state_dict(all_ranks=True)
     for piece in model.optimizer._shards.pieces:
         for name, value in model.optimizer.optim.state[piece.tensor].items():
             if not torch.equal(now["state"][piece.number][name], value):
                 raise RuntimeError(
                     f"{name} of parameter {piece.number} is wrong on rank {group.rank}"
                 )
-    if told is not None:
+    if saved is not None:
         for number, held in now["state"].items():
             if not all(
-                torch.equal(told["state"][number][name], value) for name, value in held.items()
+                torch.equal(saved["state"][number][name], value) for name, value in held.items()
             ):
                 raise RuntimeError(
                     f"the state that was saved beside the steps is wrong for parameter {number}"

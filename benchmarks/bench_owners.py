@@ -57,11 +57,11 @@ def measure(raw: Any, model: cases.Model, options: argparse.Namespace) -> traini
 
 def bounds_of(net: torch.nn.Module) -> Bounds:
     """Assign whole parameters to ranks: the largest first, to the rank with the fewest elements."""
-    owned = [0] * dist.get_world_size()
+    numel_of_rank = [0] * dist.get_world_size()
     bounds: Bounds = {}
     for parameter in sorted(net.parameters(), key=torch.Tensor.numel, reverse=True):
-        rank = owned.index(min(owned))
-        owned[rank] += parameter.numel()
+        rank = numel_of_rank.index(min(numel_of_rank))
+        numel_of_rank[rank] += parameter.numel()
         bounds[parameter] = ((rank, 0, parameter.numel()),)
     return bounds
 

@@ -144,12 +144,12 @@ def fit(points: Iterable[Point]) -> Fit:
     best: tuple[float, Fit] | None = None
     for count in range(_RANGES):
         cuts = itertools.combinations(sizes[:-1], count)
-        made = [
+        candidates = [
             found
             for cut in cuts
             if (found := _fitted(known, (*map(float, cut), math.inf))) is not None
         ]
-        least = min(made, key=lambda found: found[0], default=None)
+        least = min(candidates, key=lambda found: found[0], default=None)
         # Another range also fits noise, so it must reduce the error by enough.
         if least is not None and (best is None or least[0] < _WORTH_A_RANGE * best[0]):
             best = least
@@ -183,13 +183,13 @@ def _fitted(points: Sequence[Point], ends: tuple[float, ...]) -> tuple[float, Fi
             own[latency] = parameters[0][latency]
         parameters.append(tuple(own))
         first = end
-    made = Fit(points[0].operation, ends, tuple(parameters))
-    return float(np.mean([abs(relative_error(made, point)) for point in points])), made
+    candidates = Fit(points[0].operation, ends, tuple(parameters))
+    return float(np.mean([abs(relative_error(candidates, point)) for point in points])), candidates
 
 
-def relative_error(made: Fit, point: Point) -> float:
+def relative_error(fit_of_points: Fit, point: Point) -> float:
     """Return the error of a fit's time relative to the measured time, with its sign."""
-    return made.seconds(point) / point.seconds - 1
+    return fit_of_points.seconds(point) / point.seconds - 1
 
 
 def is_trained(point: Point, sizes: Sequence[int], ranks: Sequence[int] = TRAINED_RANKS) -> bool:

@@ -36,17 +36,17 @@ def counted(comm: Any, counts: collections.Counter[str]) -> Any:
 
         def method(self: Any, *args: Any, **options: Any) -> Any:
             count(kind, name)
-            made = call(self, *args, **options)
-            return kind_of(made) if kind == "maker" and made else made
+            result = call(self, *args, **options)
+            return kind_of(result) if kind == "maker" and result else result
 
         return method
 
     def idup(self: Any) -> Any:
         count("maker", "Idup")
-        made, request = base.Idup(self)
+        result, request = base.Idup(self)
         # The handle can be copied after the request has completed.
         request.Wait()
-        return kind_of(made), request
+        return kind_of(result), request
 
     methods = {name: counting("collective", name) for name in _COLLECTIVES if hasattr(base, name)}
     methods |= {name: counting("message", name) for name in _MESSAGES} | {

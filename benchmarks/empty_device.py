@@ -69,10 +69,10 @@ class _Device(stream.CudaDevice):
 
 
 def _current(device: torch.device | None = None) -> _Stream:
-    held = getattr(_of_thread, "stream", None)
-    if held is None:
-        held = _of_thread.stream = _Stream()
-    return held
+    stream_of_thread = getattr(_of_thread, "stream", None)
+    if stream_of_thread is None:
+        stream_of_thread = _of_thread.stream = _Stream()
+    return stream_of_thread
 
 
 def _set_current(stream: _Stream) -> None:

@@ -72,11 +72,11 @@ LISTS = {"ResNet-50": resnet50, "BERT-large": bert_large, "GPT-2": gpt2}
 
 def cut(shapes: Sequence[Shape], numel: int) -> list[Shape]:
     """Return ``numel`` elements of a list: the last tensor is cut; a short list repeats."""
-    taken: list[Shape] = []
+    chosen: list[Shape] = []
     for shape in cycle(shapes):
         size = math.prod(shape)
         if size >= numel:
-            return [*taken, shape if size == numel else (numel,)]
-        taken.append(shape)
+            return [*chosen, shape if size == numel else (numel,)]
+        chosen.append(shape)
         numel -= size
     raise ValueError("an empty list has no beginning")

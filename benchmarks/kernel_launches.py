@@ -17,26 +17,26 @@ def most_launches(calls: Sequence[Callable[[], None]], device: torch.device) -> 
         return None
     most = 0
     for call in calls:
-        with _counted() as launched:
+        with _recorded_launches() as launched:
             call()
         most = max(most, len(launched))
     return most
 
 
 @contextmanager
-def _counted() -> Iterator[list[str]]:
+def _recorded_launches() -> Iterator[list[str]]:
     """Record the names of mpidist's kernels launched within the block."""
     launched: list[str] = []
     modules: tuple[Any, ...] = (accumulate, pack, powersgd)
     launch = powersgd.launch
 
-    def noted(file: str, name: str, *args: Any, **options: Any) -> None:
+    def recorded(file: str, name: str, *args: Any, **options: Any) -> None:
         launched.append(name)
         launch(file, name, *args, **options)
 
     try:
         for module in modules:
-            module.launch = noted
+            module.launch = recorded
         yield launched
     finally:
         for module in modules:

@@ -120,8 +120,8 @@ def copy_row(result: dict[str, Any]) -> str:
     """Return one line: rates of bytes read and written, absolute and relative to the copy."""
     parts = []
     for name, values in result["contenders"].items():
-        told = f"{values['over_copy']:.2f}, {values['issued']['median_us']:.0f} us issued"
-        parts.append(f"{name} {values['bytes_per_s'] / 1e9:.1f} GB/s ({told})")
+        details = f"{values['over_copy']:.2f}, {values['issued']['median_us']:.0f} us issued"
+        parts.append(f"{name} {values['bytes_per_s'] / 1e9:.1f} GB/s ({details})")
     what = (
         f"{result['operation']:10} {result['tensors_of']:10} {result['tensors']:4} tensors "
         f"{result['dtypes']:18}"

@@ -84,14 +84,14 @@ def cases(sizes_bytes: Sequence[int], burst: int, callers: int, many: Sequence[i
         callers: Workers except the first.
         many: Numbers of small tensors in one message; at least two.
     """
-    made = [Case("no-op", 0, 1, _sync(noop), lambda result: result is None, (FLOOR,))]
+    found = [Case("no-op", 0, 1, _sync(noop), lambda result: result is None, (FLOOR,))]
     for size in sizes_bytes:
         tensor = _floats(size)
         bare = ("ping-pong", SeriesKey("ping-pong", "echo", size))
-        made.append(Case("echo", size, 1, _sync(echo, tensor), _is(tensor), (FLOOR, bare)))
+        found.append(Case("echo", size, 1, _sync(echo, tensor), _is(tensor), (FLOOR, bare)))
     kept, small, layer = KEPT, _floats(_KI), _floats(4 * _KI)
     right = partial(_are_answered, burst)
-    made += [
+    found += [
         Case("async", 0, burst, partial(_async, burst), right, (FLOOR,)),
         Case("remote + to_here", 0, 1, _remote(one), lambda result: result == 1, (FLOOR,), True),
         Case("remote + to_here", _KI, 1, _remote(kept_tensor), _is(kept), (FLOOR,), True),
@@ -124,7 +124,7 @@ def cases(sizes_bytes: Sequence[int], burst: int, callers: int, many: Sequence[i
     for count in many:
         tensors = [torch.full((SMALL_BYTES // 4,), float(number)) for number in range(count)]
         here = fewer if count == max(many) else ()
-        made.append(
+        found.append(
             Case(
                 "tensor of many",
                 SMALL_BYTES * count,
@@ -135,25 +135,25 @@ def cases(sizes_bytes: Sequence[int], burst: int, callers: int, many: Sequence[i
             )
         )
     right = partial(_is_flooded, callers)
-    made.append(Case("many to one", 0, callers * FLOODED, partial(_flooded, callers), right))
-    return made
+    found.append(Case("many to one", 0, callers * FLOODED, partial(_flooded, callers), right))
+    return found
 
 
-def chosen(made: Sequence[Case], names: Sequence[str]) -> list[Case]:
+def chosen(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
     """Return the cases whose operation contains one of the names; all without names.
 
     Cases that these are compared with are included.
     """
     if not names:
-        return list(made)
-    taken = [case for case in made if any(name in case.operation for name in names)]
+        return list(cases)
+    named = [case for case in cases if any(name in case.operation for name in names)]
     needed = {
         (other.operation, other.size_bytes)
-        for case in taken
+        for case in named
         for _, other in case.against
         if other.contender == "mpidist"
     }
-    return [case for case in made if case in taken or (case.operation, case.size_bytes) in needed]
+    return [case for case in cases if case in named or (case.operation, case.size_bytes) in needed]
 
 
 def _floats(size_bytes: int) -> Tensor:

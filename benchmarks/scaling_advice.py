@@ -183,8 +183,8 @@ def table_of(model: models.Model) -> list[dict[str, Any]]:
     rows = []
     for processor in processors(model):
         for name, shapes in NETWORKS.items():
-            made = shapes()
-            buckets = steps.buckets_of(made)
+            gradients = shapes()
+            buckets = steps.buckets_of(gradients)
             parameters = sum(bucket.numel for bucket in buckets)
             for ranks in RANKS:
                 case = Case(processor.compute_s(parameters), buckets, ranks)

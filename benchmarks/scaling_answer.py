@@ -130,7 +130,7 @@ def answer(options: Any) -> str:
         )
         for hook, s in found.items()
     ]
-    given = (
+    computing = (
         "given"
         if options.compute_ms
         else f"6 · parameters · {processor.samples} samples / {processor.flop_rate:.2g} a second"
@@ -150,7 +150,7 @@ def answer(options: Any) -> str:
         "node, "
         f"{options.bandwidth:g} Gbit/s: {best} is the fastest (PREDICTED)\n{table}\n"
         f"as the bandwidth rises: {changes}\n"
-        f"assumed: computing {1e3 * compute_s:.1f} ms a step ({given}); gradients shaped as "
+        f"assumed: computing {1e3 * compute_s:.1f} ms a step ({computing}); gradients shaped as "
         f"GPT-2's, in {len(buckets)} buckets; "
         f"{source if options.processor == 'cpu' else 'hooks as on an H100'}; latencies as measured "
         "over TCP; a flat all-reduce "

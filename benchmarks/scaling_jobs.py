@@ -91,7 +91,9 @@ def why_no_link(mpich: Path) -> str | None:
 def run(job: Job, limit_s: float) -> tuple[list[dict[str, Any]], str | None]:
     """Run a job; return its records, and the reason if there are none."""
     with tempfile.TemporaryDirectory() as folder:
-        status, said = run_limited([*job.command, "--output", folder], job.variables, limit_s)
+        status, errors_text = run_limited(
+            [*job.command, "--output", folder], job.variables, limit_s
+        )
         written = [
             json.loads(path.read_text(encoding="utf-8"))
             for path in sorted(Path(folder).glob("*.json"))
@@ -99,16 +101,18 @@ def run(job: Job, limit_s: float) -> tuple[list[dict[str, Any]], str | None]:
     if status is None:
         return [], f"not ended after {limit_s:g} s"
     if status == _SKIPPED:
-        return [], said.strip().splitlines()[-1] if said.strip() else "skipped"
+        return [], errors_text.strip().splitlines()[-1] if errors_text.strip() else "skipped"
     if status or not written:
-        return [], f"ended with status {status}: {_reason(said)}"
+        return [], f"ended with status {status}: {_reason(errors_text)}"
     return written, None
 
 
-def _reason(said: str) -> str:
+def _reason(errors_text: str) -> str:
     """Return the line of stderr with the likely cause: the first error, not the summary."""
     lines = [
-        re.sub(r"^\[rank \d+\] ", "", line).strip() for line in said.splitlines() if line.strip()
+        re.sub(r"^\[rank \d+\] ", "", line).strip()
+        for line in errors_text.splitlines()
+        if line.strip()
     ]
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exit|Timeout|Exception)\b", line)]
     return (named or lines or ["it said nothing"])[0]

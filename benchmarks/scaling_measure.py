@@ -109,10 +109,10 @@ def collectives(
     """
     for operation in options.operations:
         for nbytes in (0,) if operation == "barrier" else options.sizes:
-            made = _call(operation, nbytes, group, device)
-            if made is None:
+            pass_calls = _call(operation, nbytes, group, device)
+            if pass_calls is None:
                 break
-            call, kept = made
+            call, kept = pass_calls
             contender = timing.Contender(operation, call, kept)
             run = drained(group, options.link) if nbytes >= _DRAINED_FROM_BYTES else None
             (series,) = timing.time_rounds(raw, [contender], options.rounds, options.burst_s, run)
@@ -208,7 +208,7 @@ def training(
     """Measure one network, weak and strong: steps by hook, and readiness of the buckets."""
     size = raw.Get_size()
     width = int(text.split("x")[0])
-    made = []
+    entries = []
     for scaling, batch in (
         ("weak", options.batch),
         ("strong", max(options.total_batch // size, 1)),
@@ -220,7 +220,9 @@ def training(
             memory = memory_of(raw, model, own, options, device)
         hooks = HOOKS if scaling == "weak" else ("none",)
         ready: list[list[tuple[int, float]]] = []
-        nets = {"noop": cases.ours(model, ready, _noted, bucket_cap_mb=options.bucket_cap_mb)}
+        nets = {
+            "noop": cases.ours(model, ready, _record_ready, bucket_cap_mb=options.bucket_cap_mb)
+        }
         nets |= {hook: with_hook(model, hook, options.bucket_cap_mb) for hook in hooks}
         contenders = [cases.contender("bare", cases.build(model), own)]
         contenders += [cases.contender(name, net, own) for name, net in nets.items()]
@@ -228,7 +230,7 @@ def training(
         series = timing.time_rounds(raw, contenders, options.step_rounds, options.burst_s, run)
         profile = _profile(contenders[1].calls[0], ready)
         us = {one.name: one.median_us for one in series}
-        made.append(
+        entries.append(
             {
                 "network": text,
                 "parameters": model.numel(),
@@ -241,7 +243,7 @@ def training(
                 "buckets": profile,
             }
         )
-    return made, memory
+    return entries, memory
 
 
 def with_hook(model: cases.Model, hook: str, bucket_cap_mb: float) -> nn.Module:
@@ -255,7 +257,7 @@ def with_hook(model: cases.Model, hook: str, bucket_cap_mb: float) -> nn.Module:
 
 
 @in_order
-def _noted(state: list[list[tuple[int, float]]], bucket: GradBucket) -> Any:
+def _record_ready(state: list[list[tuple[int, float]]], bucket: GradBucket) -> Any:
     if bucket.index() == 0:
         state.append([])
     state[-1].append((bucket.buffer().nbytes, time.perf_counter()))
@@ -263,20 +265,20 @@ def _noted(state: list[list[tuple[int, float]]], bucket: GradBucket) -> Any:
 
 
 def _profile(
-    step: Callable[[], Any], noted: list[list[tuple[int, float]]]
+    step: Callable[[], Any], recorded: list[list[tuple[int, float]]]
 ) -> list[dict[str, float]]:
     """Return each bucket's bytes and time of readiness, as median share of the bare step."""
     shares = []
-    noted.clear()
+    recorded.clear()
     for _ in range(_PROFILED):
         start = time.perf_counter()
         step()
         whole = time.perf_counter() - start
-        shares.append([(at - start) / whole for _, at in noted[-1]])
+        shares.append([(at - start) / whole for _, at in recorded[-1]])
     middle = np.median(np.array(shares), axis=0)
     return [
         {"nbytes": nbytes, "ready": float(at)}
-        for (nbytes, _), at in zip(noted[-1], middle, strict=True)
+        for (nbytes, _), at in zip(recorded[-1], middle, strict=True)
     ]
 
 

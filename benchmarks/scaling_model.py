@@ -216,7 +216,7 @@ def predictions(
                 ranks = 1 << power
                 at = steps.Layout(ranks, 1, cost_model.rate_of(link))
                 for hook in steps.HOOKS:
-                    made = steps.step(compute, buckets, hook, at, model.fits[BETWEEN], model.costs)
+                    step = steps.step(compute, buckets, hook, at, model.fits[BETWEEN], model.costs)
                     found.append(
                         {
                             "link": link,
@@ -224,9 +224,9 @@ def predictions(
                             "batch": one["batch"],
                             "ranks": ranks,
                             "hook": hook,
-                            "predicted_seconds": made.seconds,
-                            "exposed_seconds": made.exposed_s,
-                            "efficiency": compute / made.seconds,
+                            "predicted_seconds": step.seconds,
+                            "exposed_seconds": step.exposed_s,
+                            "efficiency": compute / step.seconds,
                             "beyond_measured": ranks > largest,
                             _MEASURED_AT_MOST: largest,
                         }

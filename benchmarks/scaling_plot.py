@@ -97,9 +97,9 @@ def _all_reduce(axes: Any, record: Mapping[str, Any]) -> None:
 
 def _held_out(axes: Any, record: Mapping[str, Any]) -> None:
     middle = record["validation"]["median_error"]
-    said = "" if middle is None else f": median error {middle:.0%}"
+    error_text = "" if middle is None else f": median error {middle:.0%}"
     axes.set(
-        title=f"held-out points{said}",
+        title=f"held-out points{error_text}",
         xlabel="measured, s",
         ylabel="predicted, s",
         xscale="log",

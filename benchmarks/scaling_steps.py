@@ -112,12 +112,12 @@ def buckets_of(shapes: Sequence[Shape], bucket_cap_mb: float | None = None) -> l
         sizes, plan.limits_of(bucket_cap_mb), order=range(len(shapes) - 1, -1, -1)
     )
     whole = sum(map(math.prod, shapes))
-    made, passed = [], 0
+    buckets, passed = [], 0
     for one in assigned:
         own = tuple(tuple(shapes[place]) for place in one.indices)
         passed += sum(map(math.prod, own))
-        made.append(Bucket(own, FORWARD_SHARE + (1 - FORWARD_SHARE) * passed / whole))
-    return made
+        buckets.append(Bucket(own, FORWARD_SHARE + (1 - FORWARD_SHARE) * passed / whole))
+    return buckets
 
 
 @functools.lru_cache(maxsize=1 << 14)

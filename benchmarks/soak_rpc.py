@@ -32,7 +32,7 @@ def echo(value: Any) -> Any:
     return value
 
 
-def hold(reference: Any) -> float:
+def use_and_drop(reference: Any) -> float:
     """Use a reference on a worker that is not its owner, and drop the reference."""
     return float(reference.to_here().sum())
 
@@ -50,18 +50,18 @@ def main() -> None:
     agent = api._get_current_rpc_agent()
     rpc.shutdown()
     problem = _problem(memory, agent)
-    told = group.all_gather_object((memory, problem))
+    reports = group.all_gather_object((memory, problem))
     if group.rank == 0:
         print(
             f"{options.calls} calls, {options.references} references on each of {group.size} "
             "workers"
         )
-        for rank, (values, _) in enumerate(told):
+        for rank, (values, _) in enumerate(reports):
             print(
                 f"rank {rank}: resident MiB " + " ".join(f"{value / 2**20:.0f}" for value in values)
             )
-        print("; ".join(text for _, text in told if text) or "nothing left, memory flat")
-    if any(text for _, text in told):
+        print("; ".join(text for _, text in reports if text) or "nothing left, memory flat")
+    if any(text for _, text in reports):
         raise SystemExit(1)
 
 
@@ -87,7 +87,7 @@ def _soak(calls: int, references: int, group: Any, rng: random.Random) -> int:
     _ = [future.wait() for future in pending]
     for _ in range(references):
         reference = rpc.remote(rng.choice(others), torch.ones, args=(10,))
-        if rpc.rpc_sync(rng.choice(others), hold, args=(reference,)) != 10.0:
+        if rpc.rpc_sync(rng.choice(others), use_and_drop, args=(reference,)) != 10.0:
             raise RuntimeError("a reference has another value")
     gc.collect()
     group.barrier()

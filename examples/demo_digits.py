@@ -244,11 +244,11 @@ def hash_of_weights(net: nn.Module) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def problems_of(results: list[Result], told: list[list[str]], epochs: int) -> list[str]:
+def problems_of(results: list[Result], hashes: list[list[str]], epochs: int) -> list[str]:
     """Return problems: different weights on the ranks, low accuracy, or too little compression."""
     problems = []
     for place, result in enumerate(results):
-        if len({weights[place] for weights in told}) > 1:
+        if len({weights[place] for weights in hashes}) > 1:
             problems.append(f"{result.method}: the ranks ended with different weights")
         if epochs >= 20 and result.accuracies[-1] < WANTED_ACCURACY:
             problems.append(
@@ -308,9 +308,9 @@ def main() -> None:
     ]
     runs = [(*pair, seed) for pair in pairs for seed in range(options.seeds)]
     results = [train(group, *run, options.epochs, options.batch_size) for run in runs]
-    told = group.all_gather_object([result.weights for result in results])
+    hashes = group.all_gather_object([result.weights for result in results])
     peaks_mib = group.all_gather_object(results[-1].peak_mib)
-    problems = problems_of(results, told, options.epochs)
+    problems = problems_of(results, hashes, options.epochs)
     if group.rank == 0:
         options.output.mkdir(parents=True, exist_ok=True)
         rows = [asdict(result) for result in results]

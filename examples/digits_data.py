@@ -41,8 +41,8 @@ def read(path: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
         images, labels = digits.images, digits.target
     else:
         try:
-            with np.load(path) as held:
-                images, labels = held["images"], held["labels"]
+            with np.load(path) as archive:
+                images, labels = archive["images"], archive["labels"]
         except KeyError as error:
             raise Unusable(
                 f"--data {path}: it must hold the arrays images and labels ({error.args[0]})"

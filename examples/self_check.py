@@ -23,16 +23,16 @@ STEPS = 20
 
 def wrong_world(size: int) -> list[str]:
     """Compare MPI's world with the tasks of Slurm."""
-    told = (
+    expected = (
         os.environ.get("OMPI_COMM_WORLD_SIZE")
         or os.environ.get("SLURM_STEP_NUM_TASKS")
         or str(size)
     )
     # In a heterogeneous job each component has its own number of tasks.
-    if "SLURM_HET_SIZE" in os.environ or int(told) == size:
+    if "SLURM_HET_SIZE" in os.environ or int(expected) == size:
         return []
     return [
-        f"MPI connects {size} ranks, and {told} were started: edit MPIDIST_MPI, it does not fit "
+        f"MPI connects {size} ranks, and {expected} were started: edit MPIDIST_MPI, it does not fit "
         "the MPI library"
     ]
 
@@ -143,18 +143,18 @@ def main() -> int:
         *wrong_folder(group, options.folder),
     ]
     place = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-    told = group.all_gather_object((place, world.local_rank, str(device), problems))
+    reports = group.all_gather_object((place, world.local_rank, str(device), problems))
     if group.rank == 0:
-        for rank, (place, local_rank, device_name, found) in enumerate(told):
+        for rank, (place, local_rank, device_name, found) in enumerate(reports):
             print(
                 f"rank {rank}: {place}, local rank {local_rank}, {device_name}: "
                 f"{'; '.join(found) or 'fine'}"
             )
-        bad = sum(bool(found) for *_, found in told)
+        bad = sum(bool(found) for *_, found in reports)
         verdict = "ranks, all fine" if not bad else "ranks have problems"
         count = f"{bad} of {group.size}" if bad else group.size
         print(f"self-check: {count} {verdict}", flush=True)
-    return 1 if any(found for *_, found in told) else 0
+    return 1 if any(found for *_, found in reports) else 0
 
 
 if __name__ == "__main__":

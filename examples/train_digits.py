@@ -62,7 +62,7 @@ def train(group: Any, options: argparse.Namespace, preemption: Preemption) -> in
     """
     start_s = time.monotonic()
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         if group.rank == 0:
             print(text, flush=True)
 
@@ -111,7 +111,7 @@ def train(group: Any, options: argparse.Namespace, preemption: Preemption) -> in
     step, losses = (resumed.step, resumed.extra["losses"]) if resumed else (0, [])
     saved = step if resumed else None
     if resumed:
-        say(
+        report(
             f"resumed from {resumed.path}: step {step}, epoch {sampler.epoch + 1}, saved by "
             f"{resumed.saved_by} rank(s)"
         )
@@ -142,13 +142,13 @@ def train(group: Any, options: argparse.Namespace, preemption: Preemption) -> in
                 saved = step
             if stop:
                 why = ", ".join(preemption.received) or "a limit, or a signal to another rank"
-                say(
+                report(
                     f"stopped after step {step} ({why}); "
                     f"{f'saved in {options.checkpoint}' if saved else 'nothing was saved'}"
                 )
                 return REQUEUE_EXIT_CODE if saved else 1
         if losses:
-            say(
+            report(
                 f"epoch {epoch + 1} of {options.epochs}: {step} steps, loss "
                 f"{sum(losses) / len(losses):.4f}"
             )
@@ -158,7 +158,7 @@ def train(group: Any, options: argparse.Namespace, preemption: Preemption) -> in
 
     share = accuracy(group, model.module, test_images.to(device), test_labels.to(device))
     metrics.add(step=step, accuracy=share)
-    say(
+    report(
         f"accuracy {share:.2%} on {len(test_labels)} images, after {step} steps on {group.size} "
         "rank(s)"
     )
@@ -175,9 +175,9 @@ def with_all(group: Any, call: Any) -> Any:
         result = call()
     except (Unusable, OSError) as error:
         problem = str(error)
-    told = [text for text in group.all_gather_object(problem) if text is not None]
-    if told:
-        raise Unusable(told[0])
+    problems = [text for text in group.all_gather_object(problem) if text is not None]
+    if problems:
+        raise Unusable(problems[0])
     return result
 
 

@@ -94,21 +94,21 @@ def needs(name: str) -> Needs:
     base = distributed_test().DistributedTest._DistTestBase
     function = getattr(base, name)
     sizes, others = set(SIZES), []
-    for note in getattr(function, _NOTES, ()):
-        if found := _RANKS.search(note):
+    for reason in getattr(function, _NOTES, ()):
+        if found := _RANKS.search(reason):
             wanted = int(found[2])
             sizes &= {wanted} if found[1] else {size for size in SIZES if size >= wanted}
-        elif note == _SMALL:
+        elif reason == _SMALL:
             sizes &= {3, 4}
-        elif note == _ODD:
+        elif reason == _ODD:
             sizes &= {2, 4}
         else:
-            others.append(note)
-    cuda = any(_GPU.search(note) for note in others)
+            others.append(reason)
+    cuda = any(_GPU.search(reason) for reason in others)
     skipped = (
         function.__unittest_skip_why__ if getattr(function, "__unittest_skip__", False) else ""
     )
-    skipped = skipped or next((note for note in others if note == "no torchvision"), "")
+    skipped = skipped or next((reason for reason in others if reason == "no torchvision"), "")
     return Needs(cuda, tuple(sorted(sizes)), skipped, _constructs_ddp(base, function, set()))
 
 

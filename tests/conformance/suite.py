@@ -63,10 +63,10 @@ class OnMpidist:
 
     def __reduce__(self):
         # A test may send its own methods to other workers.
-        return made, (type(self), self._testMethodName, self.rank, self.size, self.file_name)
+        return construct, (type(self), self._testMethodName, self.rank, self.size, self.file_name)
 
 
-def made(suite, name, rank, size, file_name):
+def construct(suite, name, rank, size, file_name):
     """Construct a test."""
     test = suite(name)
     test.rank, test.size, test.file_name = rank, size, file_name
@@ -89,7 +89,7 @@ def run(suite, name: str, group) -> None:
     Collective: over ``group``.
     """
     file_name = group.broadcast_object(tempfile.mktemp() if group.rank == 0 else None)
-    test = made(suite, name, group.rank, group.size, file_name)
+    test = construct(suite, name, group.rank, group.size, file_name)
     faulthandler.dump_traceback_later(100, exit=True)
     leaks = api._ignore_rref_leak
     # Remove pytest's handlers, because torch runs each test in its own process.

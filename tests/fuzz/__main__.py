@@ -99,9 +99,9 @@ class _Fuzzer:
                 return run_models.run(
                     models.model(seed, self._world.size, self._without), self._world, self._deadline
                 )
-            given = programs.program(seed, self._world.size, self._without)
-            given = programs.kept(given, only) if only else given
-            return run_programs.run(given, self._world, self._deadline, is_quiet)
+            drawn = programs.program(seed, self._world.size, self._without)
+            drawn = programs.kept(drawn, only) if only else drawn
+            return run_programs.run(drawn, self._world, self._deadline, is_quiet)
         finally:
             self._deadline.stop()
 
@@ -116,11 +116,11 @@ class _Fuzzer:
             )
         else:
             only = self._shrunk(seed)
-            given = programs.kept(programs.program(seed, self._world.size, self._without), only)
+            drawn = programs.kept(programs.program(seed, self._world.size, self._without), only)
             self._tell(f"  the fewest steps that fail: {self._repeat(seed, only)}")
-            for group in given.groups:
+            for group in drawn.groups:
                 self._tell(f"    {run_programs.described(group)}")
-            for step in given.steps:
+            for step in drawn.steps:
                 self._tell(f"    {run_programs.described(step)}")
 
     def _shrunk(self, seed: int) -> tuple[int, ...]:
@@ -154,9 +154,9 @@ def _show(options: Any, without: tuple[str, ...], size: int) -> None:
         if options.what == "models":
             print(models.model(seed, size, without))
             continue
-        given = programs.program(seed, size, without)
-        print(f"seed {seed}:", *map(run_programs.described, given.groups), sep="\n  ")
-        for place, step in enumerate(given.steps):
+        drawn = programs.program(seed, size, without)
+        print(f"seed {seed}:", *map(run_programs.described, drawn.groups), sep="\n  ")
+        for place, step in enumerate(drawn.steps):
             print(f"  {place}: {run_programs.described(step)}")
 
 

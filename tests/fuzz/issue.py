@@ -177,52 +177,58 @@ def objects(handle: Handle, call: Call) -> str:
     """Execute a collective of objects; return a description of a wrong result."""
     rank, root, size = handle.rank, call.root, handle.size
     is_torch = call.apis[rank] == "torch"
-    given = [
+    objects_by_rank = [
         obj(f"{call.seed} {place}", call.counts[place], call.odd_strides, is_torch)
         for place in range(size)
     ]
-    got = (_torch_objects if is_torch else _native_objects)(handle, call, given)
+    got = (_torch_objects if is_torch else _native_objects)(handle, call, objects_by_rank)
     if call.kind in ("broadcast_object", "broadcast_object_list"):
-        want: Any = given[root] if call.kind == "broadcast_object" else [given[root], root]
+        want: Any = (
+            objects_by_rank[root]
+            if call.kind == "broadcast_object"
+            else [objects_by_rank[root], root]
+        )
     elif call.kind == "scatter_object":
-        want = given[rank]
+        want = objects_by_rank[rank]
     else:
-        want = given if call.kind == "all_gather_object" or rank == root else None
+        want = objects_by_rank if call.kind == "all_gather_object" or rank == root else None
     return "" if equal(got, want) else f"expected {str(want)[:300]}, got {str(got)[:300]}"
 
 
-def _native_objects(handle: Handle, call: Call, given: list[Any]) -> Any:
+def _native_objects(handle: Handle, call: Call, objects_by_rank: list[Any]) -> Any:
     group, rank, root = handle.native, handle.rank, call.root
     if call.kind == "broadcast_object":
-        return group.broadcast_object(given[root] if rank == root else None, root)
+        return group.broadcast_object(objects_by_rank[root] if rank == root else None, root)
     if call.kind == "broadcast_object_list":
-        held = [given[root], root] if rank == root else [None, None]
-        group.broadcast_object_list(held, root)
-        return held
+        received = [objects_by_rank[root], root] if rank == root else [None, None]
+        group.broadcast_object_list(received, root)
+        return received
     if call.kind == "all_gather_object":
-        return group.all_gather_object(given[rank])
+        return group.all_gather_object(objects_by_rank[rank])
     if call.kind == "gather_object":
-        return group.gather_object(given[rank], root)
-    return group.scatter_object(given if rank == root else None, root)
+        return group.gather_object(objects_by_rank[rank], root)
+    return group.scatter_object(objects_by_rank if rank == root else None, root)
 
 
-def _torch_objects(handle: Handle, call: Call, given: list[Any]) -> Any:
+def _torch_objects(handle: Handle, call: Call, objects_by_rank: list[Any]) -> Any:
     group, rank, root, size = handle.torch, handle.rank, call.root, handle.size
     if call.kind in ("broadcast_object", "broadcast_object_list"):
-        held: list[Any] = [given[root], root] if rank == root else [None, None]
-        dist.broadcast_object_list(held, group_src=root, group=group)
-        return held if call.kind == "broadcast_object_list" else held[0]
+        received: list[Any] = [objects_by_rank[root], root] if rank == root else [None, None]
+        dist.broadcast_object_list(received, group_src=root, group=group)
+        return received if call.kind == "broadcast_object_list" else received[0]
     if call.kind == "all_gather_object":
-        held = [None] * size
-        dist.all_gather_object(held, given[rank], group)
-        return held
+        received = [None] * size
+        dist.all_gather_object(received, objects_by_rank[rank], group)
+        return received
     if call.kind == "gather_object":
         target: list[Any] | None = [None] * size if rank == root else None
-        dist.gather_object(given[rank], target, group_dst=root, group=group)
+        dist.gather_object(objects_by_rank[rank], target, group_dst=root, group=group)
         return target
-    held = [None]
-    dist.scatter_object_list(held, given if rank == root else None, group_src=root, group=group)
-    return held[0]
+    received = [None]
+    dist.scatter_object_list(
+        received, objects_by_rank if rank == root else None, group_src=root, group=group
+    )
+    return received[0]
 
 
 def equal(got: Any, want: Any) -> bool:

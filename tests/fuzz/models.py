@@ -126,7 +126,7 @@ class _Maker:
     def model(self) -> Model:
         rng = self.rng
         if self.has("nothing", 0.01):
-            return self.made((Block("frozen"),), may_refuse=True)
+            return self.assemble((Block("frozen"),), may_refuse=True)
         is_static = self.has("static_graph", 0.25)
         finds = not is_static and rng.random() < 0.35
         blocks = self.blocks(is_static, finds)
@@ -139,12 +139,12 @@ class _Maker:
             and not any(block.checkpoint for block in blocks)
             and self.has("sparse", 0.02)
         ):
-            return self.made((*blocks, Block("sparse")), may_refuse=True)
+            return self.assemble((*blocks, Block("sparse")), may_refuse=True)
         if self.has("in_backward", 0.02):
-            return self.made(
+            return self.assemble(
                 tuple(b for b in blocks if not b.checkpoint), in_backward=True, may_refuse=True
             )
-        return self.made(blocks, is_static, finds)
+        return self.assemble(blocks, is_static, finds)
 
     def blocks(self, is_static: bool, finds: bool) -> tuple[Block, ...]:
         rng = self.rng
@@ -178,7 +178,7 @@ class _Maker:
             blocks.append(Block(kind, of if kind == "shared" else 0, checkpoint))
         return tuple(blocks)
 
-    def made(
+    def assemble(
         self,
         blocks: tuple[Block, ...],
         is_static: bool = False,
@@ -257,7 +257,7 @@ class _Maker:
         rng, size = self.rng, self.size
         may_vary = is_plain and not is_static and not joins
         has_reentrant = any(block.checkpoint == "reentrant" for block in blocks)
-        made = []
+        passes_drawn = []
         count = 1 if joins else rng.randint(1, 4)
         poisoned_at = (
             rng.randrange(count)
@@ -279,7 +279,7 @@ class _Maker:
                 if hooks and (place == 0 or (not is_torch and rng.random() < 0.4))
                 else ""
             )
-            made.append(
+            passes_drawn.append(
                 Pass(
                     uses=tuple(rng.random() < 0.5 for _ in range(size)),
                     micro=rng.choice((0, 0, 0, 1, 2)) if may_vary else 0,
@@ -291,4 +291,4 @@ class _Maker:
                     keeps=may_vary and place != poisoned_at and rng.random() < 0.15,
                 )
             )
-        return tuple(made)
+        return tuple(passes_drawn)

@@ -164,8 +164,8 @@ class Reference:
     def average(self, ranks: list[int], divisor: int) -> None:
         """Average the gradients of the ranks that have inputs."""
         for name, parameter in self._parameters.items():
-            given = [self.gradients[rank][name] for rank in ranks]
-            present = [gradient for gradient in given if gradient is not None]
+            gradients = [self.gradients[rank][name] for rank in ranks]
+            present = [gradient for gradient in gradients if gradient is not None]
             if not present:
                 continue
             total = torch.zeros_like(parameter, requires_grad=False)

@@ -268,8 +268,8 @@ def values_of(call: Call, tensor: Tensor) -> torch.Tensor:
     """Return the contiguous values of an input; an expanded dimension repeats values."""
     assert tensor.values is not None
     shape = [1 if stride == 0 else n for n, stride in zip(tensor.shape, tensor.stride, strict=True)]
-    made = numbers(call.dtype, call.values, call.op, tensor.values, math.prod(shape)).view(shape)
-    return made.expand(tensor.shape).contiguous()
+    values = numbers(call.dtype, call.values, call.op, tensor.values, math.prod(shape)).view(shape)
+    return values.expand(tensor.shape).contiguous()
 
 
 def numbers(dtype: str, style: str, op: str, seed: str, count: int) -> torch.Tensor:

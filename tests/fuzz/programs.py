@@ -263,26 +263,26 @@ def groups_of(step: Step) -> set[int]:
     return {step.group}
 
 
-def kept(given: Program, places: Sequence[int]) -> Program:
+def kept(whole: Program, places: Sequence[int]) -> Program:
     """Return the program with only these steps and the creation and closing of their groups."""
-    wanted = {place for place in places if not isinstance(given.steps[place], (Make, Close))}
-    needed = {group for place in wanted for group in groups_of(given.steps[place])}
+    wanted = {place for place in places if not isinstance(whole.steps[place], (Make, Close))}
+    needed = {group for place in wanted for group in groups_of(whole.steps[place])}
     needed |= {
         group
         for place in places
-        if isinstance(step := given.steps[place], Make)
+        if isinstance(step := whole.steps[place], Make)
         for group in (step.group,)
     }
     for group in sorted(needed, reverse=True):  # parents have lower numbers
-        while (parent := given.groups[group].parent) is not None:
+        while (parent := whole.groups[group].parent) is not None:
             needed.add(parent)
             group = parent
     steps = [
         step
-        for place, step in enumerate(given.steps)
+        for place, step in enumerate(whole.steps)
         if place in wanted or (isinstance(step, (Make, Close)) and step.group in needed)
     ]
-    return replace(given, steps=tuple(steps))
+    return replace(whole, steps=tuple(steps))
 
 
 class _Maker:
@@ -413,7 +413,7 @@ class _Maker:
         dtype = rng.choice(ADDS if kind in REDUCING else MOVES)
         if rng.random() < 0.3:
             dtype = rng.choice(FLOATS)
-        made = Call(
+        drawn = Call(
             kind=kind,
             group=group,
             apis=self.apis(group, uniform=kind in OBJECTS or dtype in COMPLEX),
@@ -428,32 +428,32 @@ class _Maker:
             requires_grad=self.has("requires_grad", 0.06) and dtype in FLOATS,
         )
         if kind in REDUCING:
-            made = self.reduction(made)
+            drawn = self.reduction(drawn)
         elif kind in MOVING:
-            made = replace(made, values=rng.choice(("whole", "bits")))
-        made = replace(made, counts=self.counts(made), row=rng.choice((1, 1, 2, 3, 7)))
-        if max(made.counts, default=0) > 1 << 17:
-            made = replace(made, repeats=1)
-        made = self.overlapping(made)
+            drawn = replace(drawn, values=rng.choice(("whole", "bits")))
+        drawn = replace(drawn, counts=self.counts(drawn), row=rng.choice((1, 1, 2, 3, 7)))
+        if max(drawn.counts, default=0) > 1 << 17:
+            drawn = replace(drawn, repeats=1)
+        drawn = self.overlapping(drawn)
         if kind == "reduce_scatter" and self.has("uneven_reduce_scatter", 0.04) and size > 1:
             counts = tuple(rng.randrange(9) for _ in range(size))
-            made = replace(made, counts=counts, overlap="", may_refuse=len(set(counts)) > 1)
-        if made.may_refuse or made.must_refuse:
-            made = replace(made, repeats=1)
-        return made
+            drawn = replace(drawn, counts=counts, overlap="", may_refuse=len(set(counts)) > 1)
+        if drawn.may_refuse or drawn.must_refuse:
+            drawn = replace(drawn, repeats=1)
+        return drawn
 
-    def reduction(self, made: Call) -> Call:
-        rng, dtype = self.rng, made.dtype
+    def reduction(self, drawn: Call) -> Call:
+        rng, dtype = self.rng, drawn.dtype
         fractional = dtype in FLOATS or dtype in FLOAT8 or dtype in COMPLEX
         ops = ["sum", "sum", "avg", "product", "min", "max", "band", "bor", "bxor"]
         bad = {"band", "bor", "bxor"} if fractional else {"avg"} if dtype == "bool" else set()
         if dtype in COMPLEX:
             bad |= {"min", "max"}
-            if "torch" in made.apis:
+            if "torch" in drawn.apis:
                 # torch's front end rejects complex products.
                 bad.add("product")
         if rng.random() < 0.02 and bad:
-            return replace(made, op=rng.choice(sorted(bad)), must_refuse=True)
+            return replace(drawn, op=rng.choice(sorted(bad)), must_refuse=True)
         op = rng.choice([op for op in ops if op not in bad])
         values = "whole"
         if dtype in SPECIALS and op != "avg" and rng.random() < 0.2:
@@ -482,62 +482,62 @@ class _Maker:
             if dtype in INTEGERS and rng.random() < 0.2:
                 choices, odd = (0.5, 1.5), True
             # torch converts every factor to float.
-            if dtype in INTEGERS and "torch" in made.apis:
-                made, odd = replace(made, apis=("torch",) * len(made.apis)), True
-            factors = tuple(rng.choice(choices) for _ in made.apis)
+            if dtype in INTEGERS and "torch" in drawn.apis:
+                drawn, odd = replace(drawn, apis=("torch",) * len(drawn.apis)), True
+            factors = tuple(rng.choice(choices) for _ in drawn.apis)
             if 1 / 3 in factors:
                 values = "normal"
             if dtype == "bool":
-                return replace(made, factors=factors, must_refuse=True)
+                return replace(drawn, factors=factors, must_refuse=True)
             if odd and "premul_odd" in self.without:
                 factors = ()
             return replace(
-                made,
+                drawn,
                 factors=factors,
                 values=values if factors else "whole",
                 may_refuse=odd and bool(factors),
             )
-        return replace(made, op=op, values=values)
+        return replace(drawn, op=op, values=values)
 
-    def overlapping(self, made: Call) -> Call:
-        if made.kind in IN_PLACE and self.rng.random() < 0.15:
-            return replace(made, overlap=IN_PLACE[made.kind])
-        if made.kind in OVERLAPS and self.has("overlap", 0.1):
-            counts = made.counts
-            if made.kind in ("all_to_all", "all_to_all_single", "all_gather"):  # parts of one size
+    def overlapping(self, drawn: Call) -> Call:
+        if drawn.kind in IN_PLACE and self.rng.random() < 0.15:
+            return replace(drawn, overlap=IN_PLACE[drawn.kind])
+        if drawn.kind in OVERLAPS and self.has("overlap", 0.1):
+            counts = drawn.counts
+            if drawn.kind in ("all_to_all", "all_to_all_single", "all_gather"):  # parts of one size
                 counts = (counts[0],) * len(counts)
             # Under a root only one rank's memory overlaps: if that rank raised, the others would
             # wait.
-            may_refuse = made.kind not in ("gather", "scatter")
+            may_refuse = drawn.kind not in ("gather", "scatter")
             return replace(
-                made,
+                drawn,
                 counts=counts,
-                overlap=self.rng.choice(OVERLAPS[made.kind]),
+                overlap=self.rng.choice(OVERLAPS[drawn.kind]),
                 may_refuse=may_refuse,
             )
-        return made
+        return drawn
 
-    def counts(self, made: Call) -> tuple[int, ...]:
-        rng, size = self.rng, self.size_of(made.group)
-        itemsize = 8 if made.kind in OBJECTS else getattr(torch, made.dtype).itemsize
-        if made.kind == "barrier":
+    def counts(self, drawn: Call) -> tuple[int, ...]:
+        rng, size = self.rng, self.size_of(drawn.group)
+        itemsize = 8 if drawn.kind in OBJECTS else getattr(torch, drawn.dtype).itemsize
+        if drawn.kind == "barrier":
             return ()
-        if made.kind in OBJECTS:
+        if drawn.kind in OBJECTS:
             return tuple(self.count(itemsize) for _ in range(size))
-        if "coalesced" in made.kind:
+        if "coalesced" in drawn.kind:
             return tuple(self.count(itemsize, large=0.3) for _ in range(rng.randint(1, 5)))
-        if made.kind == "all_gather":
+        if drawn.kind == "all_gather":
             one = self.count(itemsize)
             if rng.random() < 0.5:
                 return (one,) * size
             return tuple(rng.choice((one, self.count(itemsize, large=0.3))) for _ in range(size))
-        if made.kind in ("all_to_all", "all_to_all_single"):
+        if drawn.kind in ("all_to_all", "all_to_all_single"):
             one = self.count(itemsize, large=0.5)
             if rng.random() < 0.5:
                 return (one,) * size**2
             return tuple(rng.choice((one, 0, rng.randrange(30))) for _ in range(size**2))
         return (
-            self.count(itemsize, is_largest=made.kind in ("all_reduce", "reduce", "broadcast")),
+            self.count(itemsize, is_largest=drawn.kind in ("all_reduce", "reduce", "broadcast")),
         )
 
     def count(self, itemsize: int, large: float = 1.0, is_largest: bool = False) -> int:

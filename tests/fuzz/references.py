@@ -21,32 +21,34 @@ def expected(call: Call, rank: int, size: int) -> list[Result | None]:
     all_operands = [operands(call, place, size) for place in range(size)]
     if not all_operands[rank].outputs:
         return []
-    given = [
+    inputs = [
         _inputs(call, one) for one in all_operands
     ]  # by rank, then in the order of the rank's inputs
     kind, root, counts = call.kind, call.root, call.counts
     if kind in ("all_reduce", "all_reduce_coalesced", "reduce"):
-        return [_reduced(call, [values[i] for values in given]) for i in range(len(given[rank]))]
+        return [_reduced(call, [values[i] for values in inputs]) for i in range(len(inputs[rank]))]
     if kind in ("broadcast", "broadcast_coalesced"):
-        return [] if rank == root else [(values, None) for values in given[root]]
+        return [] if rank == root else [(values, None) for values in inputs[root]]
     if kind in ("all_gather", "gather"):
-        return [(values[0], None) for values in given]
+        return [(values[0], None) for values in inputs]
     if kind.startswith("all_gather_into"):
-        return [(torch.cat([values[i] for values in given]), None) for i in range(len(given[rank]))]
+        return [
+            (torch.cat([values[i] for values in inputs]), None) for i in range(len(inputs[rank]))
+        ]
     if kind == "scatter":
-        return [(given[root][rank], None)]
+        return [(inputs[root][rank], None)]
     if kind == "reduce_scatter":
-        return [_reduced(call, [values[rank] for values in given])]
+        return [_reduced(call, [values[rank] for values in inputs])]
     if kind.startswith("reduce_scatter_tensor"):
         return [
-            _reduced(call, [values[i][rank * n : (rank + 1) * n] for values in given])
+            _reduced(call, [values[i][rank * n : (rank + 1) * n] for values in inputs])
             for i, n in enumerate(counts)
         ]  # fmt: skip
     if kind == "all_to_all":
-        return [(values[rank], None) for values in given]
+        return [(values[rank], None) for values in inputs]
     if kind == "all_to_all_single":
         parts = []
-        for place, values in enumerate(given):
+        for place, values in enumerate(inputs):
             sends = [n * call.row for n in exchanged(call, place, size)[0]]
             parts.append(values[0].split(sends)[rank])
         return [(torch.cat(parts), None)]

@@ -69,15 +69,15 @@ class Player:
     """
 
     def __init__(
-        self, given: Program, world_rank: int, deadline: Deadline, is_quiet: bool = False
+        self, program: Program, world_rank: int, deadline: Deadline, is_quiet: bool = False
     ) -> None:
-        self._program = given
+        self._program = program
         self._me = world_rank
         self._deadline = deadline
         self._is_quiet = is_quiet
         self._handles: dict[int, Handle] = {}
         self._pending: list[Pending] = []
-        self._rng = random.Random(f"order {given.seed} {world_rank}")
+        self._rng = random.Random(f"order {program.seed} {world_rank}")
         self.failures: list[str] = []
         self.outcomes: dict[str, str] = {}
 
@@ -111,12 +111,12 @@ class Player:
     # --- verdicts ---
 
     def _fail(self, where: str, what: str | BaseException) -> None:
-        told = what if isinstance(what, str) else f"{type(what).__name__}: {what}"
-        self.failures.append(f"{where}: {told}")
+        text = what if isinstance(what, str) else f"{type(what).__name__}: {what}"
+        self.failures.append(f"{where}: {text}")
         if self._is_quiet:
             return
         # Print at once, because other ranks may wait for this one without end.
-        sys.stderr.write(f"seed {self._program.seed}, world rank {self._me}: {where}: {told}\n")
+        sys.stderr.write(f"seed {self._program.seed}, world rank {self._me}: {where}: {text}\n")
         if isinstance(what, BaseException):
             sys.stderr.write("".join(traceback.format_exception(what)))
         sys.stderr.flush()
@@ -176,9 +176,9 @@ class Player:
             self._handles[number] = Handle(from_world(f"fuzz {seed}", 1800.0, debug=group.is_debug))
             return
         if group.how == "torch":
-            made = dist.new_group(list(group.members))
+            created = dist.new_group(list(group.members))
             if self._me in group.members:
-                self._handles[number] = Handle(made.native, made)
+                self._handles[number] = Handle(created.native, created)
             return
         assert group.parent is not None
         above = self._program.groups[group.parent].members
@@ -474,12 +474,12 @@ class Player:
         where: str,
         message: Message,
         is_send: bool,
-        held: tuple[Call, Memory],
+        received: tuple[Call, Memory],
         work: Any,
         handle: Handle,
     ) -> Callable[[], None]:
-        call, memory = held
-        told = f"{where} {'send' if is_send else 'receive'}, {described(message)}"
+        call, memory = received
+        place_text = f"{where} {'send' if is_send else 'receive'}, {described(message)}"
 
         def finish() -> None:
             error = work if isinstance(work, Exception) else None
@@ -500,7 +500,7 @@ class Player:
                 if not isinstance(error, MpidistError):
                     wrong = f"expected an MpidistError; got {error!r}; {wrong}"
             elif error is not None:
-                self._fail(told, error)
+                self._fail(place_text, error)
                 return
             else:
                 wrong = memory.difference([] if is_send else expected(call, 1, 2))
@@ -512,7 +512,7 @@ class Player:
                 if source != message.src:
                     wrong += f" source_rank() says {source}"
             if wrong:
-                self._fail(told, wrong)
+                self._fail(place_text, wrong)
 
         return finish
 
@@ -568,12 +568,12 @@ class Player:
             sender.join()
 
 
-def run(given: Program, verdicts: Any, deadline: Deadline, is_quiet: bool = False) -> list[str]:
+def run(program: Program, verdicts: Any, deadline: Deadline, is_quiet: bool = False) -> list[str]:
     """Run a program; return the failures of all ranks.
 
     Collective: over ``verdicts``, the group of all ranks.
     """
-    player = Player(given, verdicts.rank, deadline, is_quiet)
+    player = Player(program, verdicts.rank, deadline, is_quiet)
     player.play()
     deadline.now("the verdict of all ranks")
     return told_by_all(verdicts, player.failures, player.outcomes)
@@ -585,7 +585,7 @@ def told_by_all(verdicts: Any, failures: list[str], outcomes: dict[str, str]) ->
     Collective: over ``verdicts``.
     """
     everything = verdicts.all_gather_object((failures, outcomes))
-    told = [
+    reports = [
         f"rank {rank}: {failure}" for rank, (found, _) in enumerate(everything) for failure in found
     ]
     for where in sorted({where for _, ends in everything for where in ends}):
@@ -595,8 +595,8 @@ def told_by_all(verdicts: Any, failures: list[str], outcomes: dict[str, str]) ->
             if where in outcomes
         }
         if len(set(ends.values())) > 1:
-            told.append(f"{where}: not alike on all ranks: {ends}")
-    return told
+            reports.append(f"{where}: not alike on all ranks: {ends}")
+    return reports
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ COUNT = {3: 100}
 LIMIT_S = 60
 
 
-def calls_of(given):
-    return [step for step in given.steps if isinstance(step, programs.Call)]
+def calls_of(program):
+    return [step for step in program.steps if isinstance(step, programs.Call)]
 
 
 def test_a_seed_gives_one_program():
@@ -23,7 +23,7 @@ def test_a_seed_gives_one_program():
 
 def test_every_kind_and_every_feature_comes_up():
     drawn = [programs.program(seed, 3) for seed in range(400)]
-    calls = [call for given in drawn for call in calls_of(given)]
+    calls = [call for program in drawn for call in calls_of(program)]
     assert {call.kind for call in calls} == {
         *programs.REDUCING,
         *programs.MOVING,
@@ -32,7 +32,9 @@ def test_every_kind_and_every_feature_comes_up():
     }
     assert {call.dtype for call in calls} == set(programs.MOVES)
     assert {call.overlap for call in calls} >= {"own", "first", "last", "same", "shifted"}
-    assert {type(step) for given in drawn for step in given.steps} >= set(programs.Step.__args__)
+    assert {type(step) for program in drawn for step in program.steps} >= set(
+        programs.Step.__args__
+    )
 
 
 def test_without_a_feature():
@@ -40,34 +42,38 @@ def test_without_a_feature():
         programs.program(seed, 3, ("overlap", "inference", "premul", "debug", "torch"))
         for seed in range(200)
     ]
-    calls = [call for given in drawn for call in calls_of(given)]
+    calls = [call for program in drawn for call in calls_of(program)]
     assert {call.overlap for call in calls} == {"", "own"}
     assert not any(
         "inference" in call.modes or call.factors or "torch" in call.apis for call in calls
     )
-    assert not any(group.is_debug or group.is_torch for given in drawn for group in given.groups)
+    assert not any(
+        group.is_debug or group.is_torch for program in drawn for group in program.groups
+    )
 
 
 def test_kept_steps_keep_their_groups():
-    given = next(p for p in (programs.program(seed, 3) for seed in range(100)) if len(p.groups) > 3)
+    program = next(
+        p for p in (programs.program(seed, 3) for seed in range(100)) if len(p.groups) > 3
+    )
     place = max(
         i
-        for i, step in enumerate(given.steps)
+        for i, step in enumerate(program.steps)
         if not isinstance(step, (programs.Make, programs.Close))
     )
-    rest = programs.kept(given, (place,))
-    made = {step.group for step in rest.steps if isinstance(step, programs.Make)}
-    assert given.steps[place] in rest.steps
-    assert programs.groups_of(given.steps[place]) <= made
+    rest = programs.kept(program, (place,))
+    created = {step.group for step in rest.steps if isinstance(step, programs.Make)}
+    assert program.steps[place] in rest.steps
+    assert programs.groups_of(program.steps[place]) <= created
 
 
 def test_an_expected_result_fits_each_output():
     for seed in range(60):
-        given = programs.program(seed, 3, ("large",))
-        for call in calls_of(given):
+        program = programs.program(seed, 3, ("large",))
+        for call in calls_of(program):
             if call.kind in (*programs.OBJECTS, "barrier") or call.must_refuse:
                 continue
-            size = len(given.groups[call.group].members)
+            size = len(program.groups[call.group].members)
             for rank in range(size):
                 ours = operands.operands(call, rank, size)
                 results = references.expected(call, rank, size)

@@ -123,7 +123,7 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
     mpich, openmpi = sites["mpich"], sites["openmpi"]
     # Slurm checks every 30 s and signals that much earlier: 10 to 40 s after the start.
     limit = "--time=2 --signal={}USR1@80"
-    made = {
+    submitted = {
         "limit": slurm.submit(
             openmpi / "ddp.sbatch", "waits.py", options=f"{ONE_NODE} {limit.format('')}"
         ),
@@ -137,14 +137,14 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
         "whole": slurm.submit(mpich / "ddp.sbatch", "--epochs", EPOCHS, options=TWO_NODES),
         "oss": slurm.submit(mpich / "oss.sbatch", "--epochs", "2", options=TWO_NODES),
     }
-    made["oss-3"] = slurm.submit(
+    submitted["oss-3"] = slurm.submit(
         openmpi / "oss.sbatch",
         "--epochs",
         "3",
-        options=f"--nodes=2 --ntasks=3 --dependency=afterok:{made['oss'].number}",
-        MPIDIST_CHECKPOINT=f"checkpoints/mpidist-oss-{made['oss'].number}",
+        options=f"--nodes=2 --ntasks=3 --dependency=afterok:{submitted['oss'].number}",
+        MPIDIST_CHECKPOINT=f"checkpoints/mpidist-oss-{submitted['oss'].number}",
     )
-    made["array"] = slurm.submit(
+    submitted["array"] = slurm.submit(
         openmpi / "array.sbatch", "sweep.txt", options=f"{ONE_RANK} --gpus-per-node=0 --array=1-2"
     )
     # The same through the mpidist command, which renders the shipped script.
@@ -157,7 +157,7 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
         "--env",
         sites["mpirun"] / "env.sh",
     )
-    told = slurm.command(
+    printed = slurm.command(
         *submit,
         "--nodes=2",
         "--ntasks-per-node=1",
@@ -167,7 +167,7 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
         "--steps",
         "50",
     )
-    made["rpc"] = Job(slurm, re.findall(r"Submitted batch job (\d+)", told)[0])
+    submitted["rpc"] = Job(slurm, re.findall(r"Submitted batch job (\d+)", printed)[0])
     # Sourced values would apply to both components.
     components = (
         "--cpus-per-task=1",
@@ -176,17 +176,19 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
         "--gpus-per-node=2",
         "--cpus-per-task=1",
     )
-    made["rpc-het"] = Job(
+    submitted["rpc-het"] = Job(
         slurm,
         slurm.command(
             "sbatch", "--parsable", *components, openmpi / "rpc-het.sbatch", "--steps", "50"
         ),
     )
-    made["bench"] = slurm.submit(mpich / "bench.sbatch", "collectives", *BENCH, options=TWO_NODES)
-    made["test"] = slurm.submit(openmpi / "test.sbatch", options=ONE_NODE)
-    made["test-gpu"] = slurm.submit(mpich / "test.sbatch", options=ONE_RANK)
+    submitted["bench"] = slurm.submit(
+        mpich / "bench.sbatch", "collectives", *BENCH, options=TWO_NODES
+    )
+    submitted["test"] = slurm.submit(openmpi / "test.sbatch", options=ONE_NODE)
+    submitted["test-gpu"] = slurm.submit(mpich / "test.sbatch", options=ONE_RANK)
     # The unedited script of an installation, with values from another folder.
-    made["container"] = Job(
+    submitted["container"] = Job(
         slurm,
         slurm.command(
             "sbatch",
@@ -201,20 +203,22 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
             MPIDIST_SLURM=str(sites["container"]),
         ),
     )
-    made["fails"] = slurm.submit(openmpi / "ddp.sbatch", "fails.py", options=ONE_RANK)
-    made["once"] = slurm.submit(sites["once"] / "ddp.sbatch", "saves.py", options=ONE_RANK)
+    submitted["fails"] = slurm.submit(openmpi / "ddp.sbatch", "fails.py", options=ONE_RANK)
+    submitted["once"] = slurm.submit(sites["once"] / "ddp.sbatch", "saves.py", options=ONE_RANK)
     for name, (_, options, _) in BAD_VALUES.items():
-        made[name] = slurm.submit(
+        submitted[name] = slurm.submit(
             sites[name] / "ddp.sbatch", options=f"{ONE_NODE} --gpus-per-node=2 {options}"
         )
-    interrupt(slurm, made)
-    return made
+    interrupt(slurm, submitted)
+    return submitted
 
 
-def interrupt(slurm: Slurm, made: dict[str, Job]) -> None:
+def interrupt(slurm: Slurm, submitted: dict[str, Job]) -> None:
     """Signal one training job, preempt another after a few steps, and restart requeued jobs."""
     due = {
-        "signalled": lambda: slurm.command("scancel", "--signal=USR1", made["signalled"].number),
+        "signalled": lambda: slurm.command(
+            "scancel", "--signal=USR1", submitted["signalled"].number
+        ),
         "preempted": lambda: slurm.command(
             "sbatch", "--partition=urgent", "--exclusive", "--output=urgent.out", "--wrap=true"
         ),
@@ -222,10 +226,10 @@ def interrupt(slurm: Slurm, made: dict[str, Job]) -> None:
     requeued = ["signalled", "preempted", "limit", "limit-mpirun"]
     end = time.monotonic() + LIMIT_S
     while due or requeued:
-        for name in [name for name in due if len(losses(slurm, made[name])) > 2]:
+        for name in [name for name in due if len(losses(slurm, submitted[name])) > 2]:
             due.pop(name)()
-        requeued = [name for name in requeued if not made[name].start_again_now()]
-        assert time.monotonic() < end, {name: made[name].fields() for name in requeued}
+        requeued = [name for name in requeued if not submitted[name].start_again_now()]
+        assert time.monotonic() < end, {name: submitted[name].fields() for name in requeued}
         time.sleep(0.02)
 
 

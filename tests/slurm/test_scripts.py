@@ -135,7 +135,7 @@ def test_modules_are_found_though_a_command_of_their_script_fails(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("offered", "setting", "said"),
+    ("offered", "setting", "printed"),
     [
         ("none\n\tpmix\n\tpmi2", "auto", "srun --mpi=pmix "),
         ("none\nspecific pmix plugin versions available: pmix_v3,pmix_v4", "auto", "--mpi=pmix_v4"),
@@ -144,7 +144,7 @@ def test_modules_are_found_though_a_command_of_their_script_fails(tmp_path):
         ("none\n\tpmi2", "pmix", "MPIDIST_MPI=pmix is not among what Slurm offers"),
     ],
 )
-def test_the_launcher_fits_the_library_and_slurm(tmp_path, offered, setting, said):
+def test_the_launcher_fits_the_library_and_slurm(tmp_path, offered, setting, printed):
     if installed().abi != OPEN_MPI:
         pytest.skip("Python loads another MPI library than Open MPI")
     functions, _ = (FOLDER / "job.sh").read_text().split("\nSITE=")
@@ -157,4 +157,4 @@ def test_the_launcher_fits_the_library_and_slurm(tmp_path, offered, setting, sai
     environ = {**os.environ, "MPIDIST_VENV": sys.prefix}
     environ["PATH"] = f"{tmp_path}:{environ['PATH']}"
     done = subprocess.run(["bash", "-c", job], capture_output=True, text=True, env=environ)
-    assert said in f"{done.stdout}{done.stderr}"
+    assert printed in f"{done.stdout}{done.stderr}"
