@@ -119,7 +119,6 @@ COVERED_BY = {
     "rpc/engine_messages": "rpc/test_interceptor.py",
     "rpc/functions": "rpc/test_calls.py",
     "rpc/membership": "rpc/test_calls.py",
-    "rpc/leadership": "rpc/test_polling.py",
     "rpc/pickles": "rpc/test_codec.py",
     "rpc/proxy": "rpc/test_rrefs.py",
     "rpc/references": "rpc/test_rrefs.py",
