@@ -1,6 +1,6 @@
-"""init → group → progress → collectives/p2p/objects → MPI.
+"""Communication: init → group → collectives/p2p/objects → execution → MPI.
 
-Importing it starts nothing; ``init()`` does.
+The import starts nothing; ``init()`` starts MPI.
 """
 
 from __future__ import annotations

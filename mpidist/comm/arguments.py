@@ -1,12 +1,13 @@
-"""Checks of a collective's arguments on this rank, before any rank enters MPI.
+"""Checks of a call's arguments on this rank, before any call of MPI.
 
-Every message says where, what was expected and what came. ``where`` is ``rank r of W (group
-"name"): operation``.
+Every message names the place, the expected value and the given one. ``where`` is ``rank r of W
+(group "name"): operation``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -14,12 +15,38 @@ import torch
 from mpidist.comm.algorithms import reduce_op
 
 
+class Checks:
+    """Context of the argument checks of one operation; yields ``where``.
+
+    Args:
+        report: Called with a TypeError or ValueError of the checks, before it is raised.
+    """
+
+    __slots__ = ("_report", "_where")
+
+    def __init__(self, where: str, report: Callable[[Exception], None] | None = None) -> None:
+        self._where = where
+        self._report = report
+
+    def __enter__(self) -> str:
+        return self._where
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._report is not None and isinstance(error, (TypeError, ValueError)):
+            self._report(error)
+
+
 def tensor(where: str, value: Any, name: str) -> None:
     """Require a dense tensor on the CPU or on CUDA.
 
     Raises:
-        TypeError: No tensor, or one whose layout has no single memory.
-        ValueError: On a device that MPI cannot reach.
+        TypeError: Not a tensor, or not a dense one.
+        ValueError: On another device.
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{where} needs {name} to be a tensor; got {type(value).__name__}")
@@ -32,10 +59,12 @@ def tensor(where: str, value: Any, name: str) -> None:
 
 
 def sparse(where: str, value: torch.Tensor, name: str, op: Any) -> None:
-    """Require a sparse COO tensor on the CPU or on CUDA, and an operation under which an absent element counts as zero.
+    """Require a sparse COO tensor on the CPU or on CUDA, and SUM or AVG.
+
+    Under other operations an absent element does not count as zero.
 
     Raises:
-        ValueError: On another device; another operation than SUM or AVG.
+        ValueError: On another device, or another operation.
         TypeError: The dtype cannot be added up.
     """
     if not (value.is_cpu or value.is_cuda):
@@ -87,8 +116,7 @@ def writable(where: str, value: torch.Tensor, name: str) -> None:
     """Refuse a tensor that autograd tracks.
 
     Raises:
-        ValueError: Writing would change it behind autograd's back, and gradients would silently be
-            wrong.
+        ValueError: autograd would not notice the change, and gradients would be wrong.
     """
     if value.requires_grad and torch.is_grad_enabled():
         what = "a leaf" if value.is_leaf else "a tensor"
@@ -116,11 +144,11 @@ def rank(where: str, value: Any, name: str, size: int) -> None:
 
 
 def operation(where: str, dtype: torch.dtype, value: Any) -> None:
-    """Require a reduction that has a meaning for the dtype.
+    """Require a reduction that is defined for the dtype.
 
     Raises:
-        TypeError: None for this dtype, or no reduction at all.
-        ValueError: A name of none.
+        TypeError: Not defined for this dtype, or not a reduction.
+        ValueError: An unknown name.
     """
     try:
         reduce_op.reduction(dtype, value)
@@ -138,7 +166,7 @@ def numel(where: str, value: torch.Tensor, name: str, expected: int, rule: str) 
     """Require a number of elements.
 
     Raises:
-        ValueError: Another number; ``rule`` says where the expected one comes from.
+        ValueError: Another number; the message explains the expected one by ``rule``.
     """
     if value.numel() != expected:
         raise ValueError(
@@ -149,13 +177,13 @@ def numel(where: str, value: torch.Tensor, name: str, expected: int, rule: str) 
 def splits(
     where: str, value: torch.Tensor, sizes: Sequence[int] | None, name: str, ranks: int
 ) -> list[int]:
-    """Return how many rows of ``value`` go to each rank.
+    """Return the number of rows of ``value`` for each rank.
 
     Args:
         sizes: Rows per rank, or None (or empty) for equal parts.
 
     Raises:
-        ValueError: Not one size a rank, a negative one, or a sum that is not the number of rows.
+        ValueError: Not one size for each rank, a negative size, or another sum than the rows.
     """
     if not value.dim():
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Messages of CUDA tensors: by device pointer where this MPI can, else by a host copy.
+"""Messages of CUDA tensors: by device pointer if this MPI supports it, else by a host copy.
 
-Each side decides for itself, because MPI matches bytes. What lies in host memory in another order
-goes by a copy as well.
+Sender and receiver decide independently, because MPI matches bytes. Host tensors that are not
+contiguous are copied as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ Tensor = torch.Tensor
 
 
 def to_send(tensor: Tensor) -> tuple[Tensor, Device | None]:
-    """Return memory that MPI may read: the tensor's own, or a copy that holds what it holds; and its device, None for the host.
+    """Return memory that MPI may read, the tensor's own or a copy, and its device.
+
+    The device of host memory is None.
 
     Blocks: until the work that produces a tensor on a device has ended.
     """
@@ -30,7 +32,7 @@ def to_send(tensor: Tensor) -> tuple[Tensor, Device | None]:
         return tensor, None
     device = device_of((tensor,))
     with as_current(device):
-        fence = _entered(device, tensor)
+        fence = _ready_fence(device, tensor)
         if fence is not None and _takes_messages(tensor):
             fence.synchronize()
             return tensor, device
@@ -39,9 +41,10 @@ def to_send(tensor: Tensor) -> tuple[Tensor, Device | None]:
 
 
 def to_receive(tensor: Tensor) -> tuple[Tensor, Device | None, Callable[[], list[Any]]]:
-    """Return memory that MPI may write, its device (None for the host), and what to call when MPI has written it.
+    """Return memory that MPI may write, its device, and a function that stores the message.
 
-    That brings the message into the tensor, and returns the events behind which it is there.
+    The device of host memory is None. The function, called when MPI has written the memory, copies
+    the message into the tensor and returns the events behind which the tensor is complete.
 
     Blocks: until earlier work on a tensor on a device has ended.
     """
@@ -49,17 +52,17 @@ def to_receive(tensor: Tensor) -> tuple[Tensor, Device | None, Callable[[], list
         return tensor, None, list
     device = device_of((tensor,))
     with as_current(device):
-        return _to_receive(tensor, _entered(device, tensor))
+        return _to_receive(tensor, _ready_fence(device, tensor))
 
 
 def space(
     nbytes: int, where: torch.device
 ) -> tuple[Tensor, tuple[Tensor, Device | None, Callable[[], list[Any]]]]:
-    """Return new memory on a device for a message, and what ``to_receive`` returns for it.
+    """Return new memory on a device for a message, and the result of ``to_receive`` for it.
 
-    It is made on a stream of our own, for which alone the host waits: the calling thread's current
-    stream is the users' default stream as a rule. So whoever uses the memory on another stream says
-    so (``used_here``).
+    The memory is allocated on a stream of this library, so that the host waits for that stream
+    alone, and not for the calling thread's current stream, which is usually the user's. Code that
+    uses the memory on another stream must call ``used_here``.
     """
     device = device_at(where)
     assert device is not None
@@ -82,14 +85,15 @@ def _to_receive(
     def arrive() -> list[Any]:
         with as_current(None if fence is None else fence.device):
             if fence is not None:
-                fence.wait_ready()  # whoever waits for a message need not be who started it
+                # The thread that waits for a message may not be the one that started it.
+                fence.wait_ready()
             copies.store()
             return fence.record() if fence is not None else []
 
     return host, None, arrive
 
 
-def _entered(device: Device | None, tensor: Tensor) -> StreamFence | None:
+def _ready_fence(device: Device | None, tensor: Tensor) -> StreamFence | None:
     if device is None:
         return None
     fence = StreamFence(device, (tensor,))

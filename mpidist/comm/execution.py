@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.autograd import profiler as torch_profiler
 from mpidist.comm import profiling
 from mpidist.comm.algorithms import device_collectives, fingerprint
 from mpidist.comm.algorithms.host_copies import on_host
+from mpidist.comm.arguments import Checks
 from mpidist.comm.group_failure import ABORT, RAISE, Failing
 from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import Event, device_at, device_of
@@ -87,7 +87,7 @@ class Execution(Failing):
         self._progress = Progress(name)
         self.journal = Journal(name, key, self._progress.queued)
         self._debug = os.environ.get(_ENV_DEBUG) == "1" if debug is None else debug
-        self._checks: dict[str, _ArgumentChecks] = {}  # by operation
+        self._checks: dict[str, Checks] = {}  # by operation
         _groups.add(self)
 
     @property
@@ -159,7 +159,7 @@ class Execution(Failing):
                     2,
                 )
 
-    def _checked(self, operation: str) -> _ArgumentChecks:
+    def _checked(self, operation: str) -> Checks:
         """Return the context of an operation's argument checks; it yields ``where(operation)``.
 
         In debug mode a TypeError or ValueError within the context is raised on all ranks, as a
@@ -167,7 +167,8 @@ class Execution(Failing):
         """
         checks = self._checks.get(operation)
         if checks is None:
-            checks = self._checks[operation] = _ArgumentChecks(self, operation)
+            report = partial(self._report_refusal, operation) if self._debug else None
+            checks = self._checks[operation] = Checks(self.where(operation), report)
         return checks
 
     def _launch(self, operation: Operation, async_op: bool = False) -> Any:
@@ -270,31 +271,8 @@ class Execution(Failing):
         self._launch(Operation(operation, _refuse, facts=((fingerprint.REFUSAL, text),)))
 
 
-class _ArgumentChecks:
-    """Context of one operation's argument checks."""
-
-    __slots__ = ("_group", "_operation", "_where")
-
-    def __init__(self, group: Execution, operation: str) -> None:
-        self._group = group
-        self._operation = operation
-        self._where = group.where(operation)
-
-    def __enter__(self) -> str:
-        return self._where
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if isinstance(error, (TypeError, ValueError)) and self._group._debug:
-            self._group._report_refusal(self._operation, error)
-
-
 def _check_of(group: weakref.ref[Execution]) -> Callable[[], None]:
-    """Return a function that raises a group's failure; the function does not keep the group alive."""
+    """Return a function that raises a group's failure, without a reference to the group."""
 
     def check() -> None:
         held = group()

@@ -1,4 +1,4 @@
-"""A group's failure: why it is of no use any more, and what a caller sees of an error."""
+"""Failure of a group: its cause, and the errors that its callers get."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.matched_probe import LengthError
 from mpidist.errors import DisagreementError, GroupError, MpidistError, RankFailureError
 
-ABORT, RAISE = "abort", "raise"  # what a timeout does: end the job, or raise in the caller
+# Effect of a timeout: end of the job, or an error in the caller.
+ABORT, RAISE = "abort", "raise"
 
 
 class Failing:
-    """The part of a process group that may fail.
+    """Base of a process group: its state, closed or failed, and its errors.
 
     Attributes:
         name: The group's name, for messages.
@@ -37,7 +38,7 @@ class Failing:
         self._mpi = comm.plain
         self._failure: MpidistError | None = None
         self._closed = False
-        # by operation; every call may need one, and writing it takes longer than MPI
+        # Cached by operation, because formatting takes longer than a call of MPI.
         self._wheres: dict[str, str] = {}
 
     def where(self, operation: str) -> str:
@@ -50,12 +51,12 @@ class Failing:
         return text
 
     def fail(self, error: MpidistError) -> None:
-        """Make every later call, and the one under way when MPI lets it go, raise ``error``."""
+        """Raise ``error`` from every later call, and from the call under way when MPI returns."""
         self._failure = self._failure or error
         self._close_fast_path()
 
     def revoke(self) -> bool:
-        """Make MPI refuse the group's communicator on all ranks (ULFM); say whether MPI could."""
+        """Revoke the group's communicator on all ranks (ULFM); return False without ULFM."""
         try:
             for mpi in (self._mpi, *self._comm.children()):
                 mpi.Revoke()
@@ -74,8 +75,7 @@ class Failing:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            # A copy: raised again and again, one exception would gather the frames of all its
-            # callers.
+            # A copy, because one exception raised repeatedly collects the frames of all callers.
             raise copy.copy(self._failure)
 
     @contextmanager
@@ -90,7 +90,7 @@ class Failing:
             raise explained from error
 
     def _explain(self, error: Exception, operation: str) -> Exception:
-        """Return what the user should see for what an operation raised, and note whether the group is lost."""
+        """Return the user's error for an error of an operation; fail the group if a rank died."""
         if isinstance(error, LengthError):
             return DisagreementError(
                 f"{self.where(operation)}: {error}; with MPIDIST_DEBUG=1 all ranks compare before "
@@ -105,21 +105,23 @@ class Failing:
                 nonblocking.keep_buffers(error)
                 runtime.note_failure()
             return error
-        if self._failure is not None:  # the watchdog, or another thread, knows why
+        if self._failure is not None:
+            # Recorded by the watchdog or another thread, and more precise than MPI's error.
             return self._failure
-        told = mpi_errors.translate(error, self.where(operation))
-        if isinstance(told, RankFailureError):
-            # Another rank may have revoked the group because of one that left in peace, of which
-            # MPI has nothing to say.
+        explained = mpi_errors.translate(error, self.where(operation))
+        if isinstance(explained, RankFailureError):
+            # Another rank may have revoked the group because of a rank that has ended normally,
+            # which MPI does not count as failed.
             dead = exited_ranks.among(self.world_ranks) or mpi_errors.failed_ranks(
                 self._mpi, self.world_ranks
             )
             if dead:
                 if not exited_ranks.among(dead):
                     runtime.note_failure(dead)
-                told = RankFailureError(
-                    f"{told}; world ranks that failed: {', '.join(map(str, dead))}", dead
+                explained = RankFailureError(
+                    f"{explained}; world ranks that failed: {', '.join(map(str, dead))}", dead
                 )
-            self.fail(told)
-            self.revoke()  # the others may wait for a rank that has just given up
-        return told
+            self.fail(explained)
+            # Other ranks may wait for this one, which has left the operation.
+            self.revoke()
+        return explained

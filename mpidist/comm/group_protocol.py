@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
-from mpidist.comm.algorithms.reduce_op import SUM, Operation
+from mpidist.comm.algorithms.reduce_op import SUM
+from mpidist.comm.algorithms.reduce_op import Operation as ReduceOp
 from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.operation import Operation
 from mpidist.comm.work import RequestWork, Work
 
 if TYPE_CHECKING:
@@ -51,13 +53,13 @@ class Group(Protocol):
     def where(self, operation: str) -> str: ...
 
     def all_reduce(
-        self, tensor: Tensor, op: Operation = SUM, async_op: bool = False
+        self, tensor: Tensor, op: ReduceOp = SUM, async_op: bool = False
     ) -> Work | None: ...
     def all_reduce_coalesced(
-        self, tensors: Tensors, op: Operation = SUM, async_op: bool = False
+        self, tensors: Tensors, op: ReduceOp = SUM, async_op: bool = False
     ) -> Work | None: ...
     def reduce(
-        self, tensor: Tensor, dst: int, op: Operation = SUM, async_op: bool = False
+        self, tensor: Tensor, dst: int, op: ReduceOp = SUM, async_op: bool = False
     ) -> Work | None: ...
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work | None: ...
     def broadcast_coalesced(
@@ -85,10 +87,10 @@ class Group(Protocol):
         async_op: bool = False,
     ) -> Work | None: ...
     def reduce_scatter(
-        self, output: Tensor, input_list: Tensors, op: Operation = SUM, async_op: bool = False
+        self, output: Tensor, input_list: Tensors, op: ReduceOp = SUM, async_op: bool = False
     ) -> Work | None: ...
     def reduce_scatter_tensor(
-        self, output: Tensor, input: Tensor, op: Operation = SUM, async_op: bool = False
+        self, output: Tensor, input: Tensor, op: ReduceOp = SUM, async_op: bool = False
     ) -> Work | None: ...
     def all_to_all(
         self, output_list: Tensors, input_list: Tensors, async_op: bool = False
@@ -103,14 +105,15 @@ class Group(Protocol):
     ) -> Work | None: ...
     def in_order(
         self,
-        function: Callable[[], None],
+        function: Callable[[], Any],
         async_op: bool = True,
         device: torch.device | None = None,
         *,
         operation: str = "in_order",
         facts: Sequence[tuple[str, Any]] = (),
         results: Tensors = (),
-    ) -> Work | None: ...
+    ) -> Any: ...
+    def _launch(self, operation: Operation, async_op: bool = False) -> Any: ...
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None: ...
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int: ...

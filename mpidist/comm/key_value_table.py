@@ -1,7 +1,7 @@
-"""Table of the store ``mpi://``, its verbs, and what a request for one may look like (pure).
+"""Table of the store ``mpi://``, and the format of its requests and replies (pure).
 
-A verb comes from another rank as a word. It is looked up here with the types of its arguments;
-nothing else of the word is believed.
+A request names a verb. A verb that is unknown, or whose arguments have other types than listed
+here, is refused.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 from mpidist.comm.serialization import frame
 from mpidist.errors import FrameError
 
-# one for each request under way, so that threads do not take each other's answers
+# One for each request under way, so that no thread receives the reply to another.
 REPLY_TAGS = range(16, 16 + (1 << 14))
-BYE = "bye"  # a client's last word, which has no answer
-WAIT = "wait"  # answered by the server, not by the table
+BYE = "bye"  # a client's last request, without a reply
+WAIT = "wait"  # executed by the server, not by the table
 
 _MOST_SECONDS = 1e9
 
 
 class KeyValueTable:
-    """The table itself; verbs and their answers as ``torch.distributed.Store`` documents them."""
+    """The table; its methods have the meanings of ``torch.distributed.Store``."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -32,14 +32,14 @@ class KeyValueTable:
         self._values[key] = value
 
     def read(self, key: str) -> bytes | None:
-        """Return the value of a key; None if it is not there."""
+        """Return the value of a key; None if it is not set."""
         return self._values.get(key)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, 0 if new; return the sum.
+        """Add to a number, 0 if not set; return the sum.
 
         Raises:
-            ValueError: The value that is there is no number.
+            ValueError: The present value is not a number.
         """
         held = self._values.get(key, b"0")
         try:
@@ -52,11 +52,14 @@ class KeyValueTable:
         return total
 
     def append(self, key: str, value: bytes) -> None:
-        """Put bytes behind those that are there."""
+        """Append bytes to the value."""
         self._values[key] = self._values.get(key, b"") + value
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Store ``desired`` if the value is ``expected``, or if there is none and ``expected`` is empty; return the value."""
+        """Store ``desired`` if the value is ``expected``; return the value.
+
+        A key that is not set matches an empty ``expected``.
+        """
         if key not in self._values:
             if expected:
                 return expected
@@ -66,7 +69,7 @@ class KeyValueTable:
         return self._values[key]
 
     def delete(self, key: str) -> bool:
-        """Remove a key; say whether it was there."""
+        """Remove a key; return whether it was set."""
         return self._values.pop(key, None) is not None
 
     def count(self) -> int:
@@ -74,14 +77,14 @@ class KeyValueTable:
         return len(self._values)
 
     def has(self, keys: Sequence[str]) -> bool:
-        """Say whether all keys are there."""
+        """Say whether all keys are set."""
         return all(key in self._values for key in keys)
 
     def answer(self, verb: str, args: Sequence[Any]) -> Any:
-        """Return what a verb of a request answers.
+        """Execute a verb; return its result.
 
         Raises:
-            ValueError: The verb cannot be done on the value that is there.
+            ValueError: The verb is not defined for the present value.
         """
         return _CALLS[verb](self, *args)
 
@@ -138,15 +141,15 @@ def request(tag: int, verb: str, args: Sequence[Any]) -> bytes:
 
 
 def request_of(data: Any) -> tuple[int, str, list[Any]]:
-    """Return tag of the reply, verb and arguments of a request.
+    """Return reply tag, verb and arguments of a request.
 
     Raises:
-        FrameError: The bytes are no request.
+        FrameError: The bytes are not a request.
     """
-    told = frame.from_bytes(data, data_only=True)
-    if type(told) is not list or len(told) != 3:
+    decoded = frame.from_bytes(data, data_only=True)
+    if type(decoded) is not list or len(decoded) != 3:
         raise FrameError("a request to the store is a tag, a verb and its arguments")
-    tag, verb, args = told
+    tag, verb, args = decoded
     if type(verb) is not str or verb not in _ARGUMENTS:
         raise FrameError("a request to the store asks for an unknown verb")
     if type(tag) is not int or (tag not in REPLY_TAGS and verb != BYE):
@@ -164,7 +167,7 @@ def request_of(data: Any) -> tuple[int, str, list[Any]]:
 
 
 def reply(answer: Any, problem: str | None = None) -> bytes:
-    """Return the bytes of a reply: the answer, or why there is none."""
+    """Return the bytes of a reply: the answer, or the error's text."""
     return bytes(frame.to_bytes([answer, problem], data_only=True))
 
 
@@ -172,13 +175,13 @@ def answer_of(data: Any) -> Any:
     """Return the answer of a reply.
 
     Raises:
-        FrameError: The bytes are no reply.
-        ValueError: The server could not do what was asked.
+        FrameError: The bytes are not a reply.
+        ValueError: The server refused the request.
     """
-    told = frame.from_bytes(data, data_only=True)
-    if type(told) is not list or len(told) != 2 or type(told[1]) not in (str, type(None)):
+    decoded = frame.from_bytes(data, data_only=True)
+    if type(decoded) is not list or len(decoded) != 2 or type(decoded[1]) not in (str, type(None)):
         raise FrameError("a reply of the store is an answer and a problem")
-    answer, problem = told
+    answer, problem = decoded
     if problem is not None:
         raise ValueError(problem)
     return answer

@@ -7,14 +7,13 @@ in pieces that MPI can count.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mpidist.comm.announced_receive import AnnouncedReceive
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.buffer_pool import zeroed
-from mpidist.comm.mpi import exited_ranks
+from mpidist.comm.mpi import backoff, exited_ranks
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
@@ -25,8 +24,7 @@ from mpidist.errors import CommTimeout
 # Longest frame that one collective gathers, and longest content in one message with its header.
 SMALL_BYTES = 64 << 10
 
-# A probe repeats without a pause for the first time, then with pauses of the second.
-_SPIN_S, _SLEEP_S = 1e-3, 50e-6
+_SPIN_S = 1e-3  # of probes without a pause
 
 _TAGS_OF_PARTS = {
     Tag.OBJECT_COLLECTIVE: Tag.OBJECT_COLLECTIVE_PART,
@@ -143,23 +141,23 @@ def _matched(
     """Wait for a message; return the matched message and its status, with the lock held."""
     # A matched probe, because no other thread can receive the message between the probe and the
     # receive (MPI-4.1 §3.8.2).
-    status = MPI.Status()
-    start = time.monotonic()
+    message, status = None, MPI.Status()
     where, timeout_s, peers = limit
-    while True:
+
+    def has_arrived() -> bool:
+        nonlocal message
         lock.acquire()
         try:
             message = comm.mpi.Improbe(source, tag, status)
-        except BaseException:
-            lock.release()
-            raise
-        if message is not None:
-            return message, status
-        lock.release()
-        waited = time.monotonic() - start
-        if timeout_s is not None and waited > timeout_s:
-            raise CommTimeout(f"{where}: no object came within {timeout_s:g} s")
-        if waited > _SPIN_S:
-            if exited_ranks.all_ended(peers):
-                raise exited_ranks.failure(where, peers)
-            time.sleep(_SLEEP_S)
+        finally:
+            if message is None:
+                lock.release()
+        return message is not None
+
+    def check() -> None:
+        if exited_ranks.all_ended(peers):
+            raise exited_ranks.failure(where, peers)
+
+    if not backoff.until(has_arrived, check, timeout_s, _SPIN_S, _SPIN_S):
+        raise CommTimeout(f"{where}: no object came within {timeout_s:g} s")
+    return message, status

@@ -1,4 +1,4 @@
-"""Journal of a group's operations, written by the calling thread in a few instructions and read by the watchdog."""
+"""Status of a group's operations: written by the executing threads, read by the watchdog."""
 
 from __future__ import annotations
 
@@ -11,17 +11,28 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Entry:
-    """One operation under way, or the last that ended, as plain data that can be sent to another rank."""
+    """One operation under way, or the last that ended, as plain data for another rank.
+
+    Attributes:
+        group: The group's name.
+        key: The group's key, the same on all its ranks.
+        sequence: Number of collectives that this rank has started on the group, with this one; 0
+            for a message.
+        operation: The name of the operation.
+        shape: Of its tensor.
+        dtype: Of its tensor.
+        seconds: Time since its start; None if it has ended.
+        queued: Number of operations queued behind it.
+    """
 
     group: str
-    key: str  # the group's, unique and the same on all its ranks
-    # collectives started on this group by this rank, this one included; 0 for point-to-point
+    key: str
     sequence: int
     operation: str
     shape: tuple[int, ...] | None
     dtype: str | None
-    seconds: float | None  # time inside the operation; None: it has ended
-    queued: int  # operations waiting behind it
+    seconds: float | None
+    queued: int
 
     def __str__(self) -> str:
         what = self.operation + (
@@ -40,26 +51,27 @@ class Entry:
 
 
 class _Idle:
-    """Stands where a collective's tensor would, while there is none."""
+    """Type of ``IDLE``."""
 
 
+# In the place of a collective's tensor while no collective is under way.
 IDLE: Any = _Idle()
 
 
 class Journal:
-    """The operation a group is executing, and the point-to-point waits beside it.
+    """The collective that a group executes, and the waits for messages.
 
-    ``enter`` and ``leave`` are on the path of every collective: three stores and no clock, because
-    a group executes one collective at a time, and the watchdog, which looks ten times a second,
-    notes when it first saw it (``observe``).
+    Every collective calls ``enter`` and ``leave``, which store three attributes and read no clock.
+    The watchdog calls ``observe`` ten times a second, which records the time at which it first sees
+    a collective.
 
     Attributes:
         group: The group's name.
-        key: Its key, for the watchdogs.
-        sequence: Collectives started so far.
-        operation: The one that started last.
+        key: The group's key.
+        sequence: Number of collectives started.
+        operation: The name of the last that started.
         tensor: Its tensor while it is under way (None if it has none), else ``IDLE``.
-        queued: Returns the number of operations queued behind it.
+        queued: Returns the number of queued operations.
     """
 
     __slots__ = (
@@ -81,49 +93,50 @@ class Journal:
         self.operation = "none"
         self.tensor: Any = IDLE
         self.queued = queued
-        self._seen = (0, 0.0)  # the collective that was under way at the last look, and since when
+        # The collective that ``observe`` saw last, and the time at which it saw it first.
+        self._seen = (0, 0.0)
         self._waits: dict[int, tuple[str, Any, float]] = {}
         self._creations = itertools.count(1)
 
     def enter(self, operation: str, tensor: Any) -> None:
-        """Note that a collective starts; ``tensor`` (or None) is referenced until ``leave``."""
+        """Record the start of a collective; ``tensor`` (or None) is referenced until ``leave``."""
         self.sequence += 1
         self.operation = operation
         self.tensor = tensor
 
     def leave(self) -> None:
-        """Note that it has ended."""
+        """Record the end of the collective."""
         self.tensor = IDLE
 
     def enter_wait(self, key: int, operation: str, tensor: Any) -> None:
-        """Note that a thread starts to wait for a point-to-point operation."""
+        """Record that a thread waits for a message."""
         self._waits[key] = (operation, tensor, time.monotonic())
 
     def leave_wait(self, key: int) -> None:
-        """Note that it no longer waits."""
+        """Record the end of a wait."""
         self._waits.pop(key, None)
 
     def enter_creation(self, operation: str) -> int:
-        """Note that a thread makes a group of some of the members; return what ``leave_creation`` takes."""
+        """Record that a thread makes a group; return a key for ``leave_creation``."""
         key = -next(self._creations)  # the other waits' keys are addresses
         self.enter_wait(key, operation, None)
         return key
 
     def leave_creation(self, key: int) -> None:
-        """Note that it is made."""
+        """Record the end of a creation."""
         self.leave_wait(key)
 
     def creation(self) -> tuple[int, float]:
-        """Return which group in the making waits the longest, and for how many seconds; 0 and 0 when none is."""
+        """Return key and age in seconds of the oldest creation under way; 0 and 0 if none is."""
         now = time.monotonic()
         ages = [(now - start, key) for key, (_, _, start) in list(self._waits.items()) if key < 0]
         age, key = max(ages, default=(0.0, 0))
         return key, age
 
     def observe(self) -> float:
-        """Return for how many seconds the present collective has been seen; 0 when there is none.
+        """Return the seconds since the collective under way was first seen; 0 if none is.
 
-        Called by one thread alone, in intervals that bound the error.
+        Called by one thread; the interval between its calls is the error.
         """
         sequence = self.sequence
         if self.tensor is IDLE:
@@ -133,7 +146,7 @@ class Journal:
         return time.monotonic() - self._seen[1]
 
     def snapshot(self) -> list[Entry]:
-        """Return the collective (or that there is none) first, then the point-to-point waits."""
+        """Return the entry of the collective, then those of the waits for messages."""
         tensor = self.tensor
         if tensor is IDLE:
             now = Entry(

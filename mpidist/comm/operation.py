@@ -21,8 +21,8 @@ class Operation:
 
     Attributes:
         name: The name in messages, reports and profiles.
-        execute: Called as ``execute(comm, inputs, outputs, *args)`` on the executing thread; returns
-            the result of an operation whose result is not in ``outputs``.
+        execute: Called as ``execute(comm, inputs, outputs, *args)`` on the executing thread. The
+            result of an operation that has no outputs is returned.
         inputs: Tensors that are read.
         outputs: Tensors that are written.
         args: Further arguments of ``execute``.

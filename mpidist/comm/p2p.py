@@ -1,8 +1,8 @@
-"""Point-to-point messages of a process group: send, recv, isend, irecv, with tags and any source.
+"""Point-to-point messages of a process group: send, recv, isend, irecv.
 
-Messages do not wait behind the group's collectives and match by (sender, tag) in the order sent
-(MPI-4.1 §3.5). A waiting thread makes MPI advance by itself, so a receive that never comes raises
-``CommTimeout`` instead of hanging, and is withdrawn.
+Messages are not queued behind the group's collectives. They match by sender and tag in the order of
+sending (MPI-4.1 §3.5); a receive may accept any sender. A thread that waits tests its request, so a
+receive without a message raises ``CommTimeout`` and is withdrawn.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class P2POp:
 
     Attributes:
         op: ``"isend"`` or ``"irecv"``.
-        tensor: What to send, or where to receive.
+        tensor: The tensor to send, or to receive into.
         peer: The other rank in the group; None for a receive from any.
         tag: The message's tag.
     """
@@ -65,12 +65,12 @@ class PointToPoint(Execution):
         send(tensor, dst, tag)
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
-        """Receive into ``tensor`` from rank ``src``, or from any rank if None; return the sender's rank.
+        """Receive into ``tensor`` from rank ``src``, or from any if None; return the sender's rank.
 
         Raises:
-            CommTimeout: Nothing came within the group's timeout; the receive is withdrawn.
-            MpidistError: The message is longer or shorter than the tensor. A longer one leaves the
-                tensor as it was.
+            CommTimeout: No message within the group's timeout; the receive is withdrawn.
+            MpidistError: The message is longer or shorter than the tensor. A longer one does not
+                change the tensor.
         """
         receive = self._recv
         if torch_profiler._is_profiler_enabled:
@@ -78,21 +78,24 @@ class PointToPoint(Execution):
         return receive(tensor, src, tag)
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> RequestWork:
-        """Start to send; the tensor must not be changed before ``wait`` of the returned handle."""
+        """Start a send; the tensor must not be changed before the handle's ``wait`` returns."""
         start = self._isend
         if torch_profiler._is_profiler_enabled:
             start = profiling.messaging(start, self, "isend", tensor, dst)
         return start("isend", tensor, dst, tag)
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> RequestWork:
-        """Start to receive; the tensor holds the message after ``wait``, and ``source_rank()`` tells whose it is."""
+        """Start a receive; after ``wait`` the tensor holds the message.
+
+        The handle's ``source_rank()`` then returns the sender's rank.
+        """
         start = self._irecv
         if torch_profiler._is_profiler_enabled:
             start = profiling.messaging(start, self, "irecv", tensor, src)
         return start("irecv", tensor, src, tag)
 
     def batch_isend_irecv(self, operations: Sequence[P2POp]) -> list[RequestWork]:
-        """Start messages in any order without deadlock: all receives are posted before the first send."""
+        """Start messages of any order; all receives are posted before the first send."""
         for operation in operations:
             if operation.op not in ("isend", "irecv"):
                 raise ValueError(
@@ -119,7 +122,7 @@ class PointToPoint(Execution):
         try:
             work.wait()
         finally:
-            work.cancel()  # of no effect once it has ended
+            work.cancel()  # no effect after the end
         return work.source_rank()
 
     def _isend(self, operation: str, tensor: Tensor, dst: int, tag: int) -> RequestWork:
@@ -199,12 +202,12 @@ class PointToPoint(Execution):
             finish,
             peers,
         )
-        work.kept = memory  # MPI works on it, so it must live as long as the request
+        work.kept = memory  # as long as the request
         return work
 
 
 class _Series:
-    """The messages that one tensor past MPI's count limit takes, as one request."""
+    """Requests of one tensor past MPI's count limit, as one request."""
 
     def __init__(self, requests: Sequence[Any]) -> None:
         self._requests = list(requests)

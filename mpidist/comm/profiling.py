@@ -2,21 +2,21 @@
 
 An operation is an event ``mpidist:<operation>`` in the thread that executes it, with the shapes of
 its tensors (``record_shapes=True``) and, in the trace, the fields that torch writes for NCCL's
-collectives. torch's profiler records the thread that started it alone, so an asynchronous
-operation, which the group's thread executes, is an event where it is queued
-(``mpidist:<operation>``, its duration that of the queueing) and where it is waited for
+collectives. torch's profiler records only the thread that started it. An asynchronous operation,
+which the group's thread executes, is therefore an event where it is queued
+(``mpidist:<operation>``, with the duration of the queueing) and where a thread waits for it
 (``mpidist:<operation>:wait``). With ``_ExperimentalConfig(profile_all_threads=True)`` the group's
-thread is recorded as well, and the event is there instead.
+thread is recorded as well, and has the event instead.
 
-No event stays open from one thread to another, as Gloo's did: torch frees the memory of events when
-the profiler ends, and writes the end of one that is still open into it.
+Every event ends in the thread in which it began. torch frees the memory of events when the profiler
+ends, and would write the end of an open event into freed memory.
 
-Callers look at ``torch.autograd.profiler._is_profiler_enabled`` by themselves, which is right in
-any thread and takes about 20 ns; that is all an operation costs while no profiler is on.
+Callers read ``torch.autograd.profiler._is_profiler_enabled`` themselves, which is valid in any
+thread. The read takes about 20 ns, the only cost of an operation while no profiler is active.
 
-Source: names of the fields in torch/csrc/profiler/util.h. torch's own event of them,
-``record_param_comms``, cannot be made from Python: the profiler reads a C++ object beside it, and
-crashes when there is none (2.13).
+Source: torch/csrc/profiler/util.h has the names of the fields. torch's own event with these fields,
+``record_param_comms``, cannot be made from Python: the profiler reads a C++ object with it, and
+crashes without that object (2.13).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ __all__ = ["calling", "event", "executing", "messaging", "queueing", "waiting"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _PREFIX = "mpidist:"
-_SHOWN_RANKS = 30  # of a group, as torch does
-_NAMES = {"isend": "send", "irecv": "recv"}  # one name for a message, as Gloo and NCCL have it
+_SHOWN_RANKS = 30  # as torch
+_NAMES = {"isend": "send", "irecv": "recv"}  # as Gloo and NCCL
 
 # NCCL's names for what torch's tools call "Collective name", where they are not ours.
 _COLLECTIVE_NAMES = {
@@ -81,13 +81,14 @@ class Group(Protocol):
 def event(
     group: Group, operation: str, inputs: Tensors = (), outputs: Tensors = (), **fields: int | str
 ) -> AbstractContextManager[Any]:
-    """Return a context that is one operation's event, in the thread that enters and leaves it.
+    """Return a context that records one operation as an event.
 
     Args:
-        group: The group, for its name and ranks.
-        inputs: What this rank gives; their shapes are the event's, or else those of ``outputs``.
-        outputs: What it gets.
-        fields: More for the trace; underscores stand for spaces.
+        group: Its name and ranks are fields of the event.
+        inputs: Tensors that this rank sends. Their shapes are the event's, or those of ``outputs``
+            if there are none.
+        outputs: Tensors that this rank receives.
+        fields: Further fields; underscores in their names become spaces.
     """
     tensors = inputs or outputs
     about = dict(_about_group(group.name, group.world_ranks, group.rank))
@@ -116,7 +117,10 @@ def executing(
 
 
 def queueing(submit: F, group: Group, operation: Operation) -> F:
-    """Wrap the call that queues an operation, so that it is an event if ``executing`` records none."""
+    """Wrap the call that queues an operation, so that it is an event.
+
+    Not in a profile of all threads, in which ``executing`` records the operation.
+    """
     # True if the profiler records this thread alone; False in a profile of all threads.
     if not torch._C._autograd._profiler_enabled():
         return submit
@@ -127,7 +131,9 @@ def queueing(submit: F, group: Group, operation: Operation) -> F:
 
 
 def messaging(function: F, group: Group, operation: str, tensor: Any, peer: Any) -> F:
-    """Wrap what sends or receives a tensor, or starts to, so that it is an event; arguments that it will refuse have none.
+    """Wrap a call that sends or receives a tensor, so that the call is an event.
+
+    Calls with invalid arguments, which raise, are not recorded.
 
     Args:
         peer: The other rank in the group; None for any.
@@ -145,12 +151,12 @@ def messaging(function: F, group: Group, operation: str, tensor: Any, peer: Any)
 
 
 def calling(function: F, group: Group, operation: str) -> F:
-    """Wrap a call that does not go through the group's queue, so that it is an event of the calling thread."""
+    """Wrap a call that is not queued, so that the call is an event of the calling thread."""
     return _within(event(group, operation), function)
 
 
 def waiting(wait: F, operation: str) -> F:
-    """Wrap what waits for an operation's end, so that it is an event of the thread that waits."""
+    """Wrap a wait for an operation, so that the wait is an event of the waiting thread."""
     return _within(_Event(_name(operation) + ":wait", [], {}), wait)
 
 
@@ -177,7 +183,7 @@ def _about_group(name: str, world_ranks: tuple[int, ...], rank: int) -> dict[str
     if len(world_ranks) > _SHOWN_RANKS:
         shown = ", ".join(map(str, world_ranks[: _SHOWN_RANKS - 1])) + f", ..., {world_ranks[-1]}"
     return {
-        # Kineto writes it into JSON as it is.
+        # Kineto writes the name into JSON without escapes.
         "Process Group Name": name.replace("\\", "/").replace('"', "'"),
         "Process Group Ranks": f"[{shown}]",
         "Group size": len(world_ranks),

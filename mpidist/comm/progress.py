@@ -1,13 +1,14 @@
-"""Who executes a group's collectives: the caller's own thread while nothing is queued, else the group's thread, in order.
+"""Queue and thread of a group, which keep its collectives in one order.
 
-One group has one communicator, and MPI matches its collectives by the order in which a rank enters
-them. So there is one queue per group, an asynchronous call on one rank matches a synchronous one on
-another, and a synchronous call waits behind the queue. An operation issued from the group's own
-thread (a future's callback) executes at once, ahead of the queue: whatever started it has ended,
-and every rank's callback comes at the same place of the order.
+A group has one communicator, and MPI matches collectives by the order in which each rank calls
+them. Asynchronous operations go through the queue of the group to its thread. A synchronous one is
+executed by the calling thread if the queue is empty, and else waits behind the queue; so a
+synchronous call on one rank matches an asynchronous one on another. An operation issued by the
+group's own thread (by a future's callback) is executed at once, ahead of the queue: the operation
+with the callback has ended, and the callbacks of all ranks have the same place in the order.
 
-A thread that is ``at_once`` executes several stages as one operation: whatever it issues, on any
-group, has ended when the call returns, asynchronous or not.
+In a thread within ``at_once``, every operation has ended when the call that issues it returns,
+asynchronous or not.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _here = threading.local()
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Have all operations that this thread issues meanwhile end before their calls return."""
+    """End each operation that this thread issues in the block before the call returns."""
     before = is_at_once()
     _here.is_at_once = True
     try:
@@ -44,10 +45,12 @@ def is_at_once() -> bool:
 
 
 class Progress:
-    """The order of one group.
+    """Queue and thread of one group.
 
     Attributes:
-        pending: Asynchronous operations that have not ended.
+        pending: Number of queued operations that have not ended.
+        lock: Held while a collective is executed. Re-entrant, because callbacks in the group's
+            thread issue collectives.
     """
 
     def __init__(self, name: str) -> None:
@@ -58,7 +61,6 @@ class Progress:
         self._thread: threading.Thread | None = None
         self._thread_id: int | None = None
         self._closed = False
-        # Re-entrant, because callbacks in the group's thread issue collectives.
         self.lock = threading.RLock()
         runtime.close_at_exit(self)
 
@@ -71,19 +73,19 @@ class Progress:
         return self._thread_id == threading.get_ident()
 
     def try_enter(self) -> bool:
-        """Take the door for a synchronous call, if it need not wait behind others; the caller releases ``door``.
+        """Acquire the lock for a synchronous call, unless it must wait behind other operations.
 
-        The group's own thread always enters: it may have to wait for a synchronous call of another
-        thread to end.
+        The group's own thread always acquires it, and may block until a synchronous call of another
+        thread has ended. The caller releases the lock.
         """
         if self._thread_id == threading.get_ident():
             return self.lock.acquire()
         return not self.pending and self.lock.acquire(blocking=False)
 
     def submit(self, future: Future[Any], execute: Execute) -> None:
-        """Queue ``execute(*args)``, and complete ``work`` with its tensors or with what it raised.
+        """Queue ``execute``, and complete the future with its result or its error.
 
-        From the group's own thread, it executes before this returns.
+        In the group's own thread, ``execute`` has ended when this returns.
         """
         if self._closed:
             raise GroupError(f'group "{self._name}" is closed')
@@ -103,7 +105,7 @@ class Progress:
         self._queue.put((future, execute))
 
     def run(self, future: Future[Any], execute: Execute) -> None:
-        """Execute ``execute(*args)`` now, behind what is queued, and complete ``work``; what it raises is in ``work`` alone."""
+        """Execute behind the queue, and wait until the future is complete; raise nothing."""
         if self.try_enter():
             try:
                 _complete(future, execute)
@@ -114,7 +116,7 @@ class Progress:
         future.wait_quietly()
 
     def close(self, timeout_s: float) -> None:
-        """Let what was queued end, then stop the thread; operations that do not end in time are reported.
+        """Stop the thread after the queued operations; end the job if they do not end in time.
 
         Blocks: at most ``timeout_s`` seconds.
         """
@@ -135,7 +137,7 @@ class Progress:
             )
 
     def abandon(self) -> None:
-        """Let the thread end once what was queued has ended; nobody waits for it."""
+        """End the thread after the queued operations, without a wait."""
         if not self._closed and self._thread is not None:
             self._closed = True
             self._queue.put(None)
@@ -144,7 +146,8 @@ class Progress:
         self._thread_id = threading.get_ident()
         while (item := self._queue.get()) is not None:
             self._execute(*item)
-            item = None  # while the thread sleeps, it must not keep the last tensors alive
+            # The reference would keep the last tensors alive while the thread waits.
+            item = None
 
     def _execute(self, future: Future[Any], execute: Execute) -> None:
         with self.lock:

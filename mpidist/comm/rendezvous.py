@@ -1,19 +1,17 @@
-"""A key-value store that lives on MPI, so that torch's rendezvous needs no address, no port and no environment variable.
+"""Rendezvous ``mpi://`` of torch: a key-value store over MPI, without address, port or environment.
 
-World rank 0 keeps the table, and one of its threads answers the others. A request is a frame of
-data (``key_value_table``); a ``get`` or ``wait`` for a key that is not there yet is parked at rank
-0, which answers when the key comes. What is no request is logged and dropped, and the server goes
-on. Nothing on a training step's path uses the store.
+A thread of world rank 0 keeps the table and answers the other ranks (``store_server``). A request
+is a frame of data (``key_value_table``). A request for a key that is not set yet is answered when
+the key is set. Messages that are not requests are logged and dropped. A training step does not use
+the store.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
-import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -21,21 +19,17 @@ from urllib.parse import parse_qs, urlparse
 import torch.distributed as dist
 
 from mpidist.comm import key_value_table, watchdog
-from mpidist.comm.key_value_table import BYE, REPLY_TAGS, WAIT, KeyValueTable
+from mpidist.comm.key_value_table import BYE, REPLY_TAGS, WAIT
 from mpidist.comm.mpi import creation_barrier, exited_ranks, mpi_errors, runtime, torchrun_env
 from mpidist.comm.mpi.library import MPI
-from mpidist.errors import CommTimeout, FrameError
+from mpidist.comm.store_server import REQUEST_TAG, StoreServer
+from mpidist.errors import CommTimeout
 
-_REQUEST_TAG = 1
-_BUSY_S = 2e-3  # after a request the server looks without sleeping for this long
-_LONGEST_NAP_S = 10e-3  # an idle server costs a core 100 looks a second
 _DEFAULT_TIMEOUT_S = 300.0
-_ASK_AGAIN_S = 1.0  # a wait asks for its keys anew after this long
-
-_log = logging.getLogger(__name__)
+_REQUEST_S = 1.0  # longest time of one request of a wait
 
 _lock = threading.Lock()
-# referenced here for the life of the process: C++ holds no reference of its own
+# Referenced for the life of the process, because C++ holds no reference.
 _store: MPIStore | None = None
 _uses = itertools.count()
 
@@ -46,9 +40,9 @@ def rendezvous(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]
     Collective: over all ranks of the job.
 
     Raises:
-        ValueError: ``rank`` or ``world_size`` was given and is not what MPI says; so for ``RANK``
-            and ``WORLD_SIZE`` in the keyword ``environ``.
-        CommTimeout: Not all ranks came within torch's ``timeout``, at least 60 s.
+        ValueError: ``rank`` or ``world_size``, or ``RANK`` or ``WORLD_SIZE`` in the keyword
+            ``environ``, differs from MPI's value.
+        CommTimeout: Not all ranks called it within torch's ``timeout``, at least 60 s.
         RankFailureError: A rank came to the end of its program more than 2 s ago.
     """
     timeout: timedelta | None = kwargs.get("timeout")
@@ -89,7 +83,7 @@ def shared_store(timeout_s: float | None = None) -> MPIStore:
 
 
 class MPIStore(dist.Store):
-    """The store as torch sees it, on any rank; a plain Python subclass, which C++ calls back."""
+    """The store on one rank; torch's C++ calls its methods."""
 
     def __init__(self, world: runtime.World) -> None:
         super().__init__()
@@ -98,18 +92,18 @@ class MPIStore(dist.Store):
         self._others = [rank for rank in range(world.size) if rank != world.rank]
         self._numbers = itertools.count()
         self._timeout_s = _DEFAULT_TIMEOUT_S
-        self._server = _Server(self._mpi, world.size) if world.rank == 0 else None
+        self._server = StoreServer(self._mpi, world.size) if world.rank == 0 else None
         if self._server is None:
             runtime.close_at_exit(self, stage=2)
 
     def close(self, timeout_s: float) -> None:
-        """Tell the server that this rank asks nothing any more."""
+        """Send the server the end of this rank's requests."""
         word = key_value_table.request(0, BYE, ())
         with mpi_errors.death_tolerated():
-            self._mpi.Send((word, len(word), MPI.BYTE), 0, _REQUEST_TAG)
+            self._mpi.Send((word, len(word), MPI.BYTE), 0, REQUEST_TAG)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long ``get`` and ``wait`` wait."""
+        """Set the timeout of ``get`` and ``wait``."""
         self._timeout_s = timeout.total_seconds()
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -117,18 +111,19 @@ class MPIStore(dist.Store):
         self._call("set", key, _bytes(value))
 
     def get(self, key: str) -> bytes:
-        """See torch.distributed.Store.get; blocks until the key is there."""
+        """See torch.distributed.Store.get; blocks until the key is set."""
         while True:
             self.wait([key])
             value = self._call("read", key)
-            if value is not None:  # else somebody has deleted it in between
+            # None if the key was deleted in between.
+            if value is not None:
                 return bytes(value)
 
     def add(self, key: str, value: int) -> int:
         """See torch.distributed.Store.add.
 
         Raises:
-            ValueError: The key's value is no number.
+            ValueError: The key's value is not a number.
         """
         return int(self._call("add", key, value))
 
@@ -156,15 +151,15 @@ class MPIStore(dist.Store):
         """See torch.distributed.Store.wait.
 
         Raises:
-            CommTimeout: A key did not come in time.
+            CommTimeout: A key was not set in time.
             RankFailureError: Every other rank came to the end of its program more than 2 s ago.
         """
         limit = self._timeout_s if timeout is None else timeout.total_seconds()
         deadline = time.monotonic() + limit
-        # The table is asked again and again: whose key it is nobody knows, but this rank's watchdog
-        # knows who has ended.
+        # The wait is a series of short requests. Between them this rank checks for ranks that have
+        # ended; which rank would set the key is unknown.
         while not self._call(
-            WAIT, list(keys), min(max(deadline - time.monotonic(), 0.0), _ASK_AGAIN_S)
+            WAIT, list(keys), min(max(deadline - time.monotonic(), 0.0), _REQUEST_S)
         ):
             if exited_ranks.all_ended(self._others):
                 raise exited_ranks.failure(
@@ -172,20 +167,20 @@ class MPIStore(dist.Store):
                 )
             if time.monotonic() > deadline:
                 ended = exited_ranks.among(self._others)
-                told = (
+                suffix = (
                     f"; world ranks {', '.join(map(str, ended))} came to the end of the program"
                     if ended
                     else ""
                 )
                 raise CommTimeout(
-                    f"the store's keys {list(keys)} did not come within {limit:g} s{told}"
+                    f"the store's keys {list(keys)} did not come within {limit:g} s{suffix}"
                 )
 
     def clone(self) -> MPIStore:
         """Return a store of the same table."""
         return self
 
-    # C++ looks these two up under their C++ names.
+    # torch's C++ calls these two by their C++ names.
     deleteKey = delete_key
     getNumKeys = num_keys
 
@@ -194,125 +189,16 @@ class MPIStore(dist.Store):
             return self._server.call(verb, args)
         tag = REPLY_TAGS[next(self._numbers) % len(REPLY_TAGS)]
         request = key_value_table.request(tag, verb, args)
-        self._mpi.Send((request, len(request), MPI.BYTE), 0, _REQUEST_TAG)
-        # The server answers every request, a parked one at its time limit, and stays until all
-        # others have said goodbye.
-        status, nap = MPI.Status(), 20e-6
+        self._mpi.Send((request, len(request), MPI.BYTE), 0, REQUEST_TAG)
+        # No timeout, because the server answers every request, a waiting one at its deadline, and
+        # runs until all ranks have sent ``BYE``.
+        status, sleep_s = MPI.Status(), 20e-6
         while (message := self._mpi.Improbe(0, tag, status)) is None:
-            time.sleep(nap)
-            nap = min(nap * 1.2, 1e-3)
+            time.sleep(sleep_s)
+            sleep_s = min(sleep_s * 1.2, 1e-3)
         reply = bytearray(status.Get_count(MPI.BYTE))
         message.Recv((reply, len(reply), MPI.BYTE))
         return key_value_table.answer_of(reply)
-
-
-class _Server:
-    """Rank 0's table, its thread, and the requests that wait for a key."""
-
-    def __init__(self, mpi: Any, world_size: int) -> None:
-        self._mpi = mpi
-        self._table = KeyValueTable()
-        self._changed = threading.Condition()
-        # (rank, reply tag, keys, deadline)
-        self._parked: list[tuple[int, int, list[str], float]] = []
-        # replies under way: nobody waits for one that a client does not take
-        self._sends: list[tuple[Any, bytes]] = []
-        self._clients = set(range(1, world_size))
-        self._is_closing = False
-        if world_size > 1:
-            self._thread = threading.Thread(
-                target=runtime.guard_thread(self._run), name="mpidist-store", daemon=True
-            )
-            self._thread.start()
-            runtime.close_at_exit(self, stage=2)
-
-    def call(self, verb: str, args: Sequence[Any]) -> Any:
-        """Execute a verb for rank 0 itself, which has been checked.
-
-        Raises:
-            ValueError: It cannot be done on the value that is there.
-        """
-        with self._changed:
-            if verb == WAIT:
-                keys, limit = args
-                return self._changed.wait_for(lambda: self._table.has(keys), limit)
-            answer = self._table.answer(verb, args)
-            self._changed.notify_all()
-            return answer
-
-    def close(self, timeout_s: float) -> None:
-        """Serve until every other rank has said goodbye or died; whatever it waits for, MPI's own end would wait for, too."""
-        self._is_closing = True
-        self._thread.join()
-
-    def _run(self) -> None:
-        status, last = MPI.Status(), time.monotonic()
-        nap = _LONGEST_NAP_S
-        while self._clients:
-            message = mpi_errors.matched_probe(self._mpi, _REQUEST_TAG, status)
-            if message is not None:
-                self._serve(message, status)
-                last, nap = time.monotonic(), 50e-6
-            elif time.monotonic() - last < _BUSY_S:
-                os.sched_yield()
-            else:
-                time.sleep(nap)
-                nap = min(nap * 2, _LONGEST_NAP_S)
-                if self._is_closing:
-                    self._clients.difference_update(
-                        mpi_errors.known_dead(self._mpi, range(self._mpi.Get_size())) or ()
-                    )
-            if self._parked:
-                self._unpark()
-            if self._sends:
-                self._sends = [
-                    (request, data)
-                    for request, data in self._sends
-                    if not mpi_errors.is_over(request)
-                ]
-
-    def _serve(self, message: Any, status: Any) -> None:
-        request = bytearray(status.Get_count(MPI.BYTE))
-        source = status.Get_source()
-        message.Recv((request, len(request), MPI.BYTE))
-        try:
-            tag, verb, args = key_value_table.request_of(request)
-        except FrameError as error:
-            _log.warning(
-                "the store drops a message of %d bytes of rank %d, which is no request: %s",
-                len(request),
-                source,
-                error,
-            )
-            return
-        if verb == BYE:
-            self._clients.discard(source)
-        elif verb == WAIT:
-            keys, limit = args
-            self._parked.append((source, tag, keys, time.monotonic() + limit))
-        else:
-            try:
-                answer = self.call(verb, args)
-            except ValueError as error:
-                self._reply(source, tag, None, str(error))
-            else:
-                self._reply(source, tag, answer)
-
-    def _unpark(self) -> None:
-        now, still = time.monotonic(), []
-        for source, tag, keys, deadline in self._parked:
-            with self._changed:
-                there = self._table.has(keys)
-            if there or now > deadline:
-                self._reply(source, tag, there)
-            else:
-                still.append((source, tag, keys, deadline))
-        self._parked = still
-
-    def _reply(self, rank: int, tag: int, answer: Any, problem: str | None = None) -> None:
-        data = key_value_table.reply(answer, problem)
-        with mpi_errors.death_tolerated():
-            self._sends.append((self._mpi.Isend((data, len(data), MPI.BYTE), rank, tag), data))
 
 
 def _bytes(value: str | bytes) -> bytes:

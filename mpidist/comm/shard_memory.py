@@ -1,9 +1,9 @@
-"""Memory of which each rank writes its own parts, and in which all ranks then get all parts.
+"""Memory for an all-gather in place: each rank writes its parts, then all ranks get all parts.
 
-On a node the memory is mapped by all its ranks: a part is copied once, straight into place, or,
-where the node holds ONE copy, not at all. Between nodes the first rank of each node exchanges its
-node's parts with those of the others, and the rest of the node copies from it: each byte crosses
-the network once for each node, not for each rank. Memory that ranks cannot share, and device
+The ranks of a node map the same memory, so a part is copied once, directly into place, or not at
+all if the node has one copy. Between nodes the first rank of each node exchanges the parts of its
+node with the other first ranks, and the rest of the node copies from it: each byte crosses the
+network once for each node, not once for each rank. Memory that ranks cannot share, and device
 memory, is exchanged by the group's all-gather.
 
 Letters: W ranks of the group.
@@ -13,53 +13,53 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from mpidist.comm.algorithms import exchange
 from mpidist.comm.algorithms.shared_memory import shared_maps
+from mpidist.comm.group_protocol import Group
 from mpidist.comm.mpi import autograd_mode
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.operation import Operation, Tensors
 from mpidist.comm.work import Work
 
 Tensor = torch.Tensor
-# for each rank its parts, as first and end byte; as many of each rank
+# For each rank its parts as (first, end) in bytes; the same number of parts for each rank.
 Ranges = Sequence[Sequence[tuple[int, int]]]
 
 
 class ShardMemory:
-    """Bytes of which each rank writes its parts.
+    """Bytes in which each rank writes its parts.
 
     Attributes:
-        own: This rank's copy, or its node's: uint8.
-        is_one_copy: All ranks of a node hold the same memory.
+        own: This rank's copy, or the copy of its node; uint8.
+        is_one_copy: All ranks of a node have the same memory.
         leads: This rank is the first of its node.
     """
 
     def __init__(
-        self, group: Any, own: Tensor, copies: Sequence[Tensor] | None, is_one_copy: bool
+        self, group: Group, own: Tensor, copies: Sequence[Tensor] | None, is_one_copy: bool
     ) -> None:
         self.own = own
         self.is_one_copy = is_one_copy
         nodes = group._comm.nodes
         self.leads = nodes.index(nodes[group.rank]) == group.rank
         self._group = group
-        self._copies = copies  # of the ranks of this node; None: nothing is shared
+        self._copies = copies  # of the ranks of this node; None if not shared
 
     def gather(self, ranges: Ranges, async_op: bool = False) -> Work | None:
-        """Bring the parts of all ranks into every copy.
+        """Copy the parts of all ranks into every copy.
 
         Collective: over the group, in the order of its operations.
 
-        Blocks: until this rank's copy is complete and nobody reads its parts any more: it may write
-        them again.
+        Blocks: until this rank's copy is complete and no rank reads its parts any more; the rank
+        may then write them again.
 
         Args:
-            ranges: For each rank the bytes that it has written, as first and end; the same on all
+            ranges: For each rank the (first, end) of the bytes that it has written; the same on all
                 ranks.
-            async_op: On the group's thread, in its turn.
+            async_op: Execute on the group's thread, behind the queue.
 
         Returns:
             A Work if ``async_op``.
@@ -85,32 +85,30 @@ class ShardMemory:
         )
 
 
-def allocate(group: Any, nbytes: int, one_copy: bool = False) -> ShardMemory:
-    """Make host memory of ``nbytes`` (> 0) for the shards of a group, shared by the ranks of each node if they can.
+def allocate(group: Group, nbytes: int, one_copy: bool = False) -> ShardMemory:
+    """Allocate host memory of ``nbytes`` (> 0), shared by the ranks of each node if possible.
 
     Collective: over the group.
 
     Args:
-        one_copy: One copy for each node; where its ranks cannot share memory, each has its own all
-            the same.
+        one_copy: One copy for each node; each rank has its own where memory cannot be shared.
     """
     return group.in_order(lambda: _allocated(group, group._comm, nbytes, one_copy), async_op=False)
 
 
-def on_device(group: Any, nbytes: int, device: torch.device) -> ShardMemory:
-    """Make device memory of ``nbytes`` for the shards of a group. Communicates nothing."""
+def on_device(group: Group, nbytes: int, device: torch.device) -> ShardMemory:
+    """Allocate device memory of ``nbytes``. Not collective."""
     with autograd_mode.allocating():
         return ShardMemory(
             group, torch.zeros(nbytes, dtype=torch.uint8, device=device), None, False
         )
 
 
-def _allocated(group: Any, comm: Communicator, nbytes: int, one_copy: bool) -> ShardMemory:
+def _allocated(group: Group, comm: Communicator, nbytes: int, one_copy: bool) -> ShardMemory:
     maps: list[mmap.mmap] | None = None
     if comm.size > 1 and (comm.is_single_node or comm.shares_nodes):
         node = comm if comm.is_single_node else comm.levels().node
-        # All ranks of the group take one way, or the leaders of some nodes would wait for those of
-        # others.
+        # All ranks of the group choose alike, because the first ranks of all nodes exchange parts.
         maps = shared_maps(
             node, [nbytes if rank == 0 or not one_copy else 1 for rank in range(node.size)]
         )
@@ -137,7 +135,8 @@ def _in_node_memory(
     levels = None if comm.is_single_node else comm.levels()
     node = comm if levels is None else levels.node
     ranks = [rank for rank in range(comm.size) if comm.nodes[rank] == comm.nodes[comm.rank]]
-    node.mpi.Barrier()  # all parts of this node are complete
+    # After the barrier all parts of this node are complete.
+    node.mpi.Barrier()
     if not memory.is_one_copy and (levels is None or levels.leaders is not None):
         for place, rank in enumerate(ranks):
             if rank != comm.rank:
@@ -145,13 +144,15 @@ def _in_node_memory(
     if levels is not None:
         if levels.leaders is not None:
             _between_nodes(comm, levels.leaders, own, ranges)
-        node.mpi.Barrier()  # the leader has all parts
+        # After the barrier the first rank has all parts.
+        node.mpi.Barrier()
         if not memory.is_one_copy and levels.leaders is None:
             for rank in range(comm.size):
                 if rank != comm.rank:
                     _copy(own, copies[0], ranges[rank])
     if not memory.is_one_copy:
-        node.mpi.Barrier()  # nobody reads any more
+        # After the barrier no rank reads this rank's parts.
+        node.mpi.Barrier()
 
 
 def _copy(own: Tensor, source: Tensor, parts: Sequence[tuple[int, int]]) -> None:

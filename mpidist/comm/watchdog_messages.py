@@ -1,6 +1,6 @@
-"""Messages between watchdogs (pure): frames of data, checked before anything of them is believed.
+"""Messages between watchdogs (pure): frames of data, whose contents are checked.
 
-A watchdog's thread must outlive whatever comes: it is what reports that others hang.
+No message may end the watchdog's thread, because the thread reports the hangs of other ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mpidist.errors import FrameError
 
 ASK, ANSWER, PRINTED, FAILED, LEFT = "ask", "answer", "printed", "failed", "left"
 
-Subject = tuple[str, str]  # a group's key, and what of it is late
+Subject = tuple[str, str]  # a group's key and the late operation
 
 
 def encoded(kind: str, number: int, content: Any) -> bytes:
@@ -25,7 +25,7 @@ def encoded(kind: str, number: int, content: Any) -> bytes:
         kind: ASK with (subject, the printer's world rank); ANSWER with entries of journals; PRINTED
             with a subject; FAILED with (a group's key, the report, world ranks that are missing);
             LEFT with the last collective by each group's key.
-        number: Of the question.
+        number: The number of the question.
     """
     if kind == ANSWER:
         content = [astuple(entry) for entry in content]
@@ -36,12 +36,12 @@ def decoded(data: Any) -> tuple[str, int, Any]:
     """Return kind, number and content of a message.
 
     Raises:
-        FrameError: The bytes are none.
+        FrameError: The bytes are not a message.
     """
-    told = frame.from_bytes(data, data_only=True)
-    if type(told) is not tuple or len(told) != 3 or not _are(told[:2], str, int):
+    value = frame.from_bytes(data, data_only=True)
+    if type(value) is not tuple or len(value) != 3 or not _are(value[:2], str, int):
         raise FrameError("it has no kind, number and content")
-    kind, number, content = told
+    kind, number, content = value
     if kind not in _CONTENTS or not _CONTENTS[kind](content):
         raise FrameError("its kind is unknown, or its content none of that kind")
     return kind, number, [Entry(*row) for row in content] if kind == ANSWER else content
@@ -75,14 +75,14 @@ def _are_ranks(value: Any) -> bool:
     return type(value) is tuple and all(type(rank) is int for rank in value)
 
 
-# For each kind what its content must be.
+# Check of the content of each kind.
 _CONTENTS: dict[str, Callable[[Any], bool]] = {
-    ASK: lambda told: _are(told, tuple, int) and _is_subject(told[0]),
-    ANSWER: lambda told: type(told) is list and all(map(_is_entry, told)),
+    ASK: lambda value: _are(value, tuple, int) and _is_subject(value[0]),
+    ANSWER: lambda value: type(value) is list and all(map(_is_entry, value)),
     PRINTED: _is_subject,
-    FAILED: lambda told: _are(told, str, str, tuple) and _are_ranks(told[2]),
-    LEFT: lambda told: (
-        type(told) is dict
-        and all(type(key) is str and type(last) is int for key, last in told.items())
+    FAILED: lambda value: _are(value, str, str, tuple) and _are_ranks(value[2]),
+    LEFT: lambda value: (
+        type(value) is dict
+        and all(type(key) is str and type(last) is int for key, last in value.items())
     ),
 }

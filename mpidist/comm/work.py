@@ -1,11 +1,9 @@
-"""Handles of operations under way: ``Work`` of a collective, ``RequestWork`` of a point-to-point message."""
+"""Handles of asynchronous operations: ``Work`` of a collective, ``RequestWork`` of a message."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,25 +13,25 @@ from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm import profiling
 from mpidist.comm.memory.stream import Event
-from mpidist.comm.mpi import exited_ranks
+from mpidist.comm.mpi import backoff, exited_ranks
 from mpidist.comm.mpi.mpi_errors import is_mpi_error, is_over, translate
 from mpidist.comm.op_status import Journal
-from mpidist.comm.posted_receives import match_all
+from mpidist.comm.receive_poller import match_all
 from mpidist.dynamo import untraced
 from mpidist.errors import CommTimeout
 from mpidist.future import Future
 
-# a wait tests without pause for this long: most messages on a node arrive within it
+# A wait tests without a pause first, because most messages on a node arrive within this time; then
+# it yields its core between tests, and later sleeps.
 _SPIN_S = 200e-6
-_YIELD_S = 5e-3  # then it gives its core away between two tests, and after this long it sleeps
-_SLEEP_S = 50e-6
+_YIELD_S = 5e-3
 
 
 def seconds(timeout: float | timedelta | None) -> float | None:
-    """Turn torch's ways to give a timeout into seconds; None and zero mean no timeout.
+    """Convert torch's forms of a timeout to seconds; None and zero mean no timeout.
 
-    Zero is what torch's C++ hands to ``Work.wait`` for "none" (``kNoTimeout``), and what it takes
-    so in ``init_process_group``.
+    torch's C++ passes zero to ``Work.wait`` for no timeout (``kNoTimeout``), and reads zero so in
+    ``init_process_group``.
 
     Raises:
         TypeError: Neither a number, a timedelta, nor None.
@@ -51,10 +49,10 @@ def seconds(timeout: float | timedelta | None) -> float | None:
 
 @untraced
 class Work:
-    """A collective that the group's thread executes.
+    """Handle of a collective that the group's thread executes.
 
     Attributes:
-        operation: Its name.
+        operation: The name of the collective.
         tensors: The outputs, kept alive until the handle is dropped.
     """
 
@@ -71,22 +69,22 @@ class Work:
         self.operation = operation
         self.tensors = tensors
         self.where = where
-        # The executing thread fills ``events``: on a device, the results are behind them.
+        # On a device the results are complete behind the events, which the executing thread adds.
         self.future: Future[Sequence[Any]] = Future(events, fence)
 
     def is_completed(self) -> bool:
-        """Say whether it has ended, well or not."""
+        """Say whether the operation has ended, with or without an error."""
         return self.future.done()
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Wait for the end.
 
-        Blocks: the host, until MPI has returned; then, for CUDA tensors, the current stream waits
-        for the results (the host does not).
+        Blocks: the host, until MPI has returned. For CUDA tensors the current stream then waits
+        for the results; the host does not.
 
         Raises:
-            CommTimeout: Not ended within ``timeout`` (seconds); the operation goes on.
-            MpidistError: What the operation itself raised.
+            CommTimeout: Not ended within ``timeout``; the operation continues.
+            MpidistError: The error of the operation.
         """
         limit, wait = seconds(timeout), self.future.wait
         if torch_profiler._is_profiler_enabled and not self.future.done():
@@ -103,7 +101,7 @@ class Work:
         return True
 
     def exception(self) -> BaseException | None:
-        """Return what went wrong, if it has ended and something did."""
+        """Return the error of an ended operation, else None."""
         return self.future.exception() if self.future.done() else None
 
     def result(self) -> Sequence[Any]:
@@ -115,17 +113,17 @@ class Work:
         return self.future
 
     def source_rank(self) -> int:
-        """Return the sender's rank in the group; -1, as this is no receive."""
+        """Return -1: a collective has no sender."""
         return -1
 
 
-# requests under way whose handles were dropped, and the memory that MPI works on
+# Requests whose handles were dropped before the end, and the memory that MPI works on.
 _orphans: deque[tuple[Any, Any]] = deque()
 _releasing = threading.Lock()
 
 
 def release_orphans() -> None:
-    """Let go of the memory of messages that have ended since their handles were dropped."""
+    """Free the memory of messages that have ended since their handles were dropped."""
     if not _orphans or not _releasing.acquire(blocking=False):
         return
     try:
@@ -139,14 +137,14 @@ def release_orphans() -> None:
 
 @untraced
 class RequestWork:
-    """A send or receive that MPI carries out; the thread that waits makes it advance.
+    """Handle of a send or receive; the thread that waits for it calls MPI.
 
-    A handle that is dropped before the end leaves the message under way, and its memory alive.
+    If the handle is dropped before the end, the message stays under way and its memory alive.
     """
 
     __slots__ = (
-        "_done", "_error", "_events", "_finish", "_future", "_journal", "_peers", "_request", "_source", "_timeout_s", "kept",
-        "operation", "tensors", "where",
+        "_done", "_error", "_events", "_finish", "_future", "_journal", "_peers", "_request",
+        "_source", "_timeout_s", "kept", "operation", "tensors", "where",
     )  # fmt: skip
 
     def __init__(
@@ -166,9 +164,10 @@ class RequestWork:
         self._request = request
         self._journal = journal
         self._timeout_s = timeout_s
-        self._finish = finish  # stores the data; returns the sender's rank and events
-        self._events: list[Event] = []  # on a device, the data is complete behind these
-        self._peers = peers  # world ranks without which it cannot end
+        self._finish = finish  # stores the data, returns the sender's rank and events
+        # On a device the data is complete behind the events.
+        self._events: list[Event] = []
+        self._peers = peers  # world ranks that the message needs
         self._done = False
         self._error: BaseException | None = None
         self._source = -1
@@ -180,18 +179,18 @@ class RequestWork:
             _orphans.append((self._request, (self.kept, self.tensors)))
 
     def is_completed(self) -> bool:
-        """Test once whether it has ended."""
+        """Test once whether the message has ended."""
         return self._done or self._test()
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
-        """Wait for the end; without ``timeout``, at most the group's.
+        """Wait for the end, at most ``timeout`` (the group's by default).
 
-        Blocks: the calling thread, which makes MPI advance meanwhile. For a send: until the tensor
-        may be changed.
+        Blocks: the calling thread, which calls MPI meanwhile. For a send: until the tensor may be
+        changed.
 
         Raises:
-            CommTimeout: Not ended in time. The message is still under way, and ``wait`` may be
-                called again.
+            CommTimeout: Not ended in time. The message is still under way; ``wait`` may be called
+                again.
             RankFailureError: The peer died, or has come to the end of its program.
         """
         if not self._done and not self._test():
@@ -208,7 +207,7 @@ class RequestWork:
         return True
 
     def cancel(self) -> None:
-        """Withdraw a receive that nothing has matched, so that its buffer is free again."""
+        """Withdraw a receive that is not matched; its tensor may be used again."""
         if not self._done:
             with contextlib.suppress(Exception):
                 self._request.Cancel()
@@ -217,7 +216,7 @@ class RequestWork:
             self._error = self._error or CommTimeout(f"{self.where} was withdrawn")
 
     def exception(self) -> BaseException | None:
-        """Return what went wrong, if it has ended and something did."""
+        """Return the error of an ended message, else None."""
         return self._error
 
     def result(self) -> Sequence[Any]:
@@ -226,11 +225,11 @@ class RequestWork:
         return self.tensors
 
     def get_future(self) -> Future[Sequence[Any]]:
-        """Return a future of the tensors, complete by the time ``wait`` returns."""
+        """Return a future of the tensors, complete when ``wait`` returns."""
         if self._future is None:
             self._future = Future(self._events)
             if self._done:
-                self._settle()
+                self._complete_future()
         return self._future
 
     def source_rank(self) -> int:
@@ -247,10 +246,10 @@ class RequestWork:
         except Exception as error:
             self._error = translate(error, self.where) if is_mpi_error(error) else error
         self._done = True
-        self._settle()
+        self._complete_future()
         return True
 
-    def _settle(self) -> None:
+    def _complete_future(self) -> None:
         if self._future is not None and not self._future.done():
             if self._error is not None:
                 self._future.set_exception(self._error)
@@ -258,19 +257,20 @@ class RequestWork:
                 self._future.set_result(self.tensors)
 
     def _poll(self, limit_s: float | None) -> None:
-        start = time.monotonic()
         self._journal.enter_wait(id(self), self.operation, self.tensors[0])
         try:
-            while not self._test():
-                match_all()  # what this message waits for may wait for another receive of this rank
-                waited = time.monotonic() - start
-                if limit_s is not None and waited > limit_s:
-                    raise CommTimeout(f"{self.where} did not end within {limit_s:g} s")
-                if waited > _YIELD_S:
-                    if exited_ranks.all_ended(self._peers) and not self._test():
-                        raise exited_ranks.failure(self.where, self._peers)
-                    time.sleep(_SLEEP_S)
-                elif waited > _SPIN_S:
-                    os.sched_yield()
+            if not backoff.until(self._advance, self._check_peers, limit_s, _SPIN_S, _YIELD_S):
+                raise CommTimeout(f"{self.where} did not end within {limit_s:g} s")
         finally:
             self._journal.leave_wait(id(self))
+
+    def _advance(self) -> bool:
+        if self._done or self._test():
+            return True
+        # The message may depend on another receive of this rank.
+        match_all()
+        return False
+
+    def _check_peers(self) -> None:
+        if exited_ranks.all_ended(self._peers) and not self._test():
+            raise exited_ranks.failure(self.where, self._peers)

@@ -25,7 +25,7 @@ def group_of(size=4, is_single_node=True):
         size=size,
         plain=SimpleNamespace(),
         is_single_node=is_single_node,
-        patient=lambda: far,
+        sleeping=lambda: far,
         name="near",
     )
     return Execution(comm, "test", "key", [10, 11, 12, 13][:size], 600)

@@ -180,7 +180,7 @@ def test_the_server_drops_what_is_no_request_and_goes_on(group, store, caplog):
     with caplog.at_level(logging.WARNING):
         if group.rank == 1:
             for data in FOREIGN.values():
-                server._mpi.Send((data, len(data), MPI.BYTE), 0, rendezvous._REQUEST_TAG)
+                server._mpi.Send((data, len(data), MPI.BYTE), 0, rendezvous.REQUEST_TAG)
             store.set("still", "there")
         agree(group, store.get("still") == b"there")
     told = [
@@ -200,7 +200,7 @@ def test_a_reply_that_a_client_does_not_take_holds_nobody_up(group, store):
     if group.rank == 1:
         store.set("large", b"x" * (8 << 20))
         data = key_value_table.request(TAG, "compare_set", ("untaken", b"", b"y" * (8 << 20)))
-        server._mpi.Send((data, len(data), MPI.BYTE), 0, rendezvous._REQUEST_TAG)
+        server._mpi.Send((data, len(data), MPI.BYTE), 0, rendezvous.REQUEST_TAG)
     group.barrier()
     store.set(f"rank{group.rank}", "here")
     agree(group, all(store.get(f"rank{rank}") == b"here" for rank in range(group.size)))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpidist.comm import op_status as journals
-from mpidist.comm import watchdog, watchdog_messages
+from mpidist.comm import watchdog, watchdog_messages, watchdog_report
 from mpidist.comm.mpi import exited_ranks
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.op_status import Journal
@@ -68,19 +68,19 @@ def dog(monkeypatch, clock):
 def test_a_collective_in_time_is_left_alone(dog, clock):
     watching, said = dog
     group = Group((0, 1))
-    watching._look_at(group)
+    watching._check(group)
     group.journal.enter("barrier", None)
-    watching._look_at(group)
+    watching._check(group)
     clock[0] += 4.9
-    watching._look_at(group)
+    watching._check(group)
     group.journal.leave()
     clock[0] += 100
-    watching._look_at(group)
+    watching._check(group)
     group.timeout_s = None
     group.journal.enter("barrier", None)
-    watching._look_at(group)
+    watching._check(group)
     clock[0] += 1e6
-    watching._look_at(group)
+    watching._check(group)
     assert (said.sent, said.written, said.aborted, group.failure) == ([], [], [], None)
 
 
@@ -88,9 +88,9 @@ def test_a_late_collective_is_reported_once_then_the_job_ends(dog, clock):
     watching, said = dog
     group = Group((0, 1))
     group.journal.enter("barrier", None)
-    watching._look_at(group)
+    watching._check(group)
     clock[0] += 6
-    watching._look_at(group)
+    watching._check(group)
     assert (
         said.sent == [(1, "ask"), (1, "printed")]
         and group.revoked == 1
@@ -99,10 +99,10 @@ def test_a_late_collective_is_reported_once_then_the_job_ends(dog, clock):
     (text,) = said.written
     assert 'barrier number 1 of group "test" is past its timeout of 5 s' in text
     assert "rank 0: in number 1 barrier()" in text and "rank 1: no answer within 1 s" in text
-    watching._look_at(group)
+    watching._check(group)
     assert len(said.written) == 1 and said.aborted == []
     clock[0] += 2.1
-    watching._look_at(group)
+    watching._check(group)
     assert (
         len(said.written) == 1
         and len(said.aborted) == 1
@@ -114,14 +114,14 @@ def test_a_call_that_came_back_ends_no_job(dog, clock):
     watching, said = dog
     group = Group((0, 1))
     group.journal.enter("barrier", None)
-    watching._look_at(group)
+    watching._check(group)
     clock[0] += 6
-    watching._look_at(group)
+    watching._check(group)
     group.journal.leave()
     clock[0] += 10
-    watching._look_at(group)
+    watching._check(group)
     group.journal.enter("barrier", None)
-    watching._look_at(group)
+    watching._check(group)
     assert said.aborted == [] and len(said.written) == 1
 
 
@@ -134,15 +134,15 @@ def test_a_rank_that_has_left_is_waited_for_two_seconds_alone(dog, clock):
     closed = Group((0, 3), timeout_s=1800.0, name="closed")
     for one in (group, closed):
         one.journal.enter("barrier", None)
-        watching._look_at(one)
+        watching._check(one)
     clock[0] += 3
     for one in (group, closed):
-        watching._look_at(one)
+        watching._check(one)
     assert said.written == [] and group.failure is None  # it took part in number 1
     group.journal.enter("all_reduce", None)
-    watching._look_at(group)
+    watching._check(group)
     clock[0] += 3
-    watching._look_at(group)
+    watching._check(group)
     assert isinstance(group.failure, RankFailureError) and tuple(group.failure.ranks) == (3,)
     assert "rank 1 (world rank 3): has come to the end of its program" in said.written[0]
     assert closed.failure is None
@@ -152,23 +152,23 @@ def test_another_rank_that_is_late_prints_if_it_was_the_first_to_ask(dog, clock)
     watching, said = dog
     group = Group((0, 1))
     group.journal.enter("barrier", None)
-    watching._look_at(group)
+    watching._check(group)
     clock[0] += 6
     # What rank 1's question would have left here, had its watchdog a lower rank than this one's.
     subject = (group.key, "barrier number 1")
     watching._printers[subject] = -1
-    watching._look_at(group)
+    watching._check(group)
     waited = clock[0] - 1006
     # the other did not print in time
     assert len(said.written) == 1 and waited >= watchdog._PRINTED_S
     again = Group((0, 1), name="again")
     again.journal.enter("barrier", None)
-    watching._look_at(again)
+    watching._check(again)
     clock[0] += 6
     subject = (again.key, "barrier number 1")
     watching._printers[subject] = -1
     watching._printed.add(subject)
-    watching._look_at(again)
+    watching._check(again)
     assert len(said.written) == 1 and isinstance(again.failure, CommTimeout)
 
 
@@ -255,14 +255,16 @@ def test_a_report_says_what_each_rank_is_in(clock, monkeypatch):
     group.journal.observe()
     clock[0] += 6
     late = group.journal.snapshot()
-    text = watchdog._describe(group, "barrier", "is late", {2: late, 4: late}, [], 4)
+    text = watchdog_report.report(group, "barrier", "is late", {2: late, 4: late}, [], 4, 1.0)
     assert text.index("rank 0 (world rank 4): in number 1") < text.index(
         "rank 1 (world rank 0): no answer"
     )
-    text = watchdog._describe(group, "barrier", "is late", {2: late, 4: late, 0: []}, [], 4)
+    text = watchdog_report.report(
+        group, "barrier", "is late", {2: late, 4: late, 0: []}, [], 4, 1.0
+    )
     assert "rank 1 (world rank 0): does not know this group" in text
     monkeypatch.setattr(exited_ranks, "_exit_times", {0: clock[0]})
-    text = watchdog._describe(group, "barrier", "is late", {2: late, 4: late}, [], 4)
+    text = watchdog_report.report(group, "barrier", "is late", {2: late, 4: late}, [], 4, 1.0)
     assert "rank 1 (world rank 0): has come to the end of its program" in text
 
 

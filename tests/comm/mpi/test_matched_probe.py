@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpidist.comm import posted_receives
+from mpidist.comm import posted_receives, receive_poller
 from mpidist.errors import DisagreementError, MpidistError
 from tests.support import agree
 
@@ -178,7 +178,7 @@ def test_a_closed_group_lets_its_receives_go(group):
     child.close()
     with pytest.raises(MpidistError, match="closed while a receive was posted"):
         work.wait()
-    agree(group, posted_receives._poller.match() is False)
+    agree(group, receive_poller._poller.match() is False)
 
 
 def test_posting_and_testing_probe_for_one_pattern(group):

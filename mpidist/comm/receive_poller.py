@@ -1,0 +1,107 @@
+"""Thread that probes for posted receives while no thread waits for them.
+
+The owner of a receive may be in a blocking collective while the sender of a long message is in a
+send that ends when the message is matched. The thread ``mpidist-receives`` therefore matches the
+posted receives of all groups every few milliseconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol
+
+from mpidist.comm.mpi import runtime
+
+# Pauses between two rounds of probes; they double while nothing is matched.
+_SHORTEST_S, _LONGEST_S = 5e-4, 2e-3
+# The thread stays awake between the receives of a loop, because waking it costs the posting thread
+# tens of microseconds.
+_LINGER_S = 0.1
+
+
+class Queue(Protocol):
+    """Posted receives of one group."""
+
+    def match(self) -> bool:
+        """Start the receives whose messages have arrived; return whether any was started."""
+
+    def is_empty(self) -> bool:
+        """Say whether no receive is posted."""
+
+
+def watch(queue: Queue) -> None:
+    """Probe for a queue's receives until the queue is empty."""
+    _poller.watch(queue)
+
+
+def match_all() -> None:
+    """Start the receives of all groups whose messages have arrived.
+
+    Called by a thread that waits for another message.
+    """
+    _poller.match()
+
+
+class _Poller:
+    """The thread and the queues that are not empty."""
+
+    def __init__(self) -> None:
+        self._queues: set[Queue] = set()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_asleep = False
+        self._is_stopped = False
+
+    def watch(self, queue: Queue) -> None:
+        """Add a queue; start or wake the thread."""
+        with self._changed:
+            self._queues.add(queue)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=runtime.guard_thread(self._run), name="mpidist-receives", daemon=True
+                )
+                self._thread.start()
+                runtime.close_at_exit(self)
+            elif self._is_asleep:
+                self._changed.notify()
+
+    def match(self) -> bool:
+        """Probe once for each queue; return whether a message was matched."""
+        if not self._queues:
+            return False
+        has_matched = False
+        for queue in tuple(self._queues):
+            has_matched = queue.match() or has_matched
+        return has_matched
+
+    def close(self, timeout_s: float) -> None:
+        """Stop the thread."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        pause_s, last = _SHORTEST_S, time.monotonic()
+        while not self._is_stopped:
+            time.sleep(pause_s)
+            start = time.monotonic()
+            pause_s = _SHORTEST_S if self.match() else min(2 * pause_s, _LONGEST_S)
+            # At least as long as the probes took: a round over thousands of patterns is longer than
+            # a pause, and threads that post receives need the queue in between.
+            pause_s = max(pause_s, time.monotonic() - start)
+            with self._changed:
+                self._queues = {queue for queue in self._queues if not queue.is_empty()}
+                now = time.monotonic()
+                if self._queues:
+                    last = now
+                elif now - last > _LINGER_S:
+                    self._is_asleep = True
+                    while not self._queues and not self._is_stopped:
+                        self._changed.wait()
+                    self._is_asleep = False
+
+
+_poller = _Poller()
