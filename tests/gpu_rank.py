@@ -1,6 +1,6 @@
-"""A rank of ``make gpu``: MPI is started by mpidist, behind this rank's CUDA context; then a module is run.
+"""Rank of ``make gpu``: mpidist starts MPI after this rank's CUDA context, then a module is run.
 
-python tests/gpu_rank.py pytest -x …      does what     python -m mpi4py -m pytest -x …      does.
+``python tests/gpu_rank.py pytest -x …`` is the counterpart of ``python -m mpi4py -m pytest -x …``.
 """
 
 import os

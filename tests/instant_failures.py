@@ -1,12 +1,12 @@
-"""Pytest plugin that writes each failure to standard error the moment it is reported: ``-p tests.instant_failures``.
+"""Pytest plugin that prints each failure to stderr immediately: ``-p tests.instant_failures``.
 
-When a test fails on one rank alone, the others wait in its collective until faulthandler ends the
-job, before pytest prints its summary with the tracebacks. So the plugin writes them as they come,
+When a test fails on one rank, the others wait in its collective until faulthandler ends the job,
+before pytest prints its summary with the tracebacks. So the plugin prints each one immediately,
 past pytest's capture.
 
-A job that was ended can be started again for the tests behind the one that hung:
-``MPIDIST_TESTS_BEGUN`` names a file to which rank 0 appends the id of each test as it begins,
-``MPIDIST_TESTS_DONE`` one with the ids of tests to leave out.
+After a test has hung, a job can be started again for the remaining tests: ``MPIDIST_TESTS_BEGUN``
+names a file to which rank 0 appends the id of each test that begins, ``MPIDIST_TESTS_DONE`` a file
+with the ids of tests to skip.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-# Duplicated at import: pytest loads plugins named by -p before it redirects descriptor 2.
+# Duplicated at import, because pytest loads plugins named by -p before it redirects descriptor 2.
 _STDERR = os.dup(2)
 _RANK = next(
     (os.environ[name] for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK") if name in os.environ), "0"
@@ -24,7 +24,7 @@ _RANK = next(
 
 
 def _write(report: pytest.CollectReport | pytest.TestReport) -> None:
-    """Write a failed report's traceback and captured output: one write, so that a job's ranks do not mix their lines."""
+    """Write a failed report in one call, so that the lines of ranks are not interleaved."""
     sections = [
         f"----- {title}\n{text.rstrip()}\n" for title, text in report.sections if text.strip()
     ]
@@ -54,7 +54,7 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Two files: a rank may read after rank 0 has begun.
+    # Two files, because a rank may read after rank 0 has begun to write.
     done = os.environ.get("MPIDIST_TESTS_DONE", "")
     if not os.path.exists(done):
         return

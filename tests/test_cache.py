@@ -1,4 +1,4 @@
-"""What later jobs find: whole files of this format under this key, and nothing else."""
+"""Cache for later jobs: whole files of this format under this key only."""
 
 import json
 import logging
@@ -71,12 +71,12 @@ def test_what_cannot_take_its_name_leaves_nothing_behind(monkeypatch, folder):
     assert list(folder.iterdir()) == []
 
 
-# --- what another user could have written ---
+# --- files that another user could have written ---
 
 
 @pytest.fixture
 def path(folder, monkeypatch):
-    """The path of a file that is there, of a process that has warned of nothing yet."""
+    """Return the path of an existing file, in a process that has logged no warning yet."""
     monkeypatch.setattr(cache, "_warned", set())
     cache.store("table", KEY, TABLE)
     (path,) = folder.iterdir()

@@ -1,4 +1,4 @@
-"""The scaling benchmark's model: found again in synthetic data, checked against a simulation, its files and its refusals."""
+"""Cost model of the scaling benchmark: fits of synthetic data, a simulation, files and refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TRUTH = (2e-6, 1e-5, 3e-10, 4e-5, 1.1, 5e-6)
 
 
 def synthetic(cost_model, operation="all_reduce", noise=0.0, rates=(math.inf,)):
-    """Return points of known parameters; between nodes for a finite rate."""
+    """Return points of known parameters; between nodes if the rate is finite."""
     made = cost_model.Fit(operation, (65536.0, math.inf), (TRUTH, TRUTH))
     generator = random.Random(7)
     points = []
@@ -99,7 +99,7 @@ def test_held_out_points_are_fitted_to_by_nothing(cost_model):
         8,
     }
     assert {point.nbytes for point in trained} == set(SIZES[1::2])
-    # What is held out may be anything: the fit stays the same.
+    # Points that are held out do not change the fit.
     fits, _ = cost_model.validate(points)
     chosen = set(trained)
     spoilt = [
@@ -139,7 +139,7 @@ def test_ranks_that_share_a_core_take_turns(cost_model):
     turns = TRUTH[-1]
     assert made.seconds(replace(at, share=2.0)) == pytest.approx(2 * made.seconds(at) + 2 * turns)
     between = cost_model.Point("all_reduce", 2, 1, 1 << 20, 1.0)
-    host = TRUTH[2] * (1 << 20)  # what comes is copied once
+    host = TRUTH[2] * (1 << 20)  # received bytes are copied once
     assert made.seconds(replace(between, share=2.0)) == pytest.approx(
         made.seconds(between) + host + turns
     )
@@ -163,12 +163,12 @@ def test_points_that_nothing_can_be_fitted_to_are_refused(cost_model):
 
 
 def simulated(compute, ready, host, wire, beside, tick):
-    """Return a step's length by going on a tick at a time: one processor, and one channel that takes buckets in order."""
+    """Return a step's length, simulated by ticks with one processor and one ordered channel."""
     computed = step = 0
-    # what is left of each bucket on the channel
+    # Remaining bytes of each bucket on the channel.
     queue: collections.deque[int] = collections.deque()
     waiting = list(zip(ready, host, wire, strict=True))
-    # of the processor: kind, what is left, wire after it
+    # Tasks of the processor: kind, remaining time, bytes on the wire after it.
     own: collections.deque[tuple[str, int, int]] = collections.deque()
     while True:
         while waiting and waiting[0][0] <= computed and not own:
@@ -244,7 +244,7 @@ def test_a_step_alone_computes_and_one_among_many_waits(cost_model, steps):
 
 
 def of_job(ranks, nodes=1, link="", oversubscribed=False):
-    """Return a record as ``measure`` writes it."""
+    """Return a record in the format of ``measure``."""
     slow = {"10gbit": 8e-10, "1gbit": 8e-9, "100mbit": 8e-8}.get(link, 0.0)
     points = [
         {
@@ -281,9 +281,10 @@ def of_job(ranks, nodes=1, link="", oversubscribed=False):
     )
     about = {"mpi_library": "Open MPI 5.0.11", "cpu": "a", "torch": "2", "ranks": ranks}
     return {
-        "benchmark": "scaling", "environment": about, "link": link, "bucket_cap_mb": 1.0, "ranks": ranks, "nodes": nodes,
-        "ranks_per_node": ranks // nodes, "machines": 1, "cores": 2, "oversubscribed": oversubscribed,
-        "collectives": points if ranks > 1 else [], "steps": [one], "memory": memory,
+        "benchmark": "scaling", "environment": about, "link": link, "bucket_cap_mb": 1.0,
+        "ranks": ranks, "nodes": nodes, "ranks_per_node": ranks // nodes, "machines": 1, "cores": 2,
+        "oversubscribed": oversubscribed, "collectives": points if ranks > 1 else [],
+        "steps": [one], "memory": memory,
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Marks for Dynamo: what they cover, and that they bring neither Dynamo nor a wrapper."""
+"""Marks for Dynamo: which functions have them, and that neither Dynamo nor a wrapper is added."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from mpidist.dynamo import untraced
 
 @untraced
 class Marked:
-    """Each kind of member that holds a function."""
+    """Has each kind of member that contains a function."""
 
     def method(self, x):
         return self.called(x)
@@ -41,7 +41,7 @@ def function(x):
 
 
 def compiled(x):
-    """Return ``x``, and twice as much of it where Dynamo traces this."""
+    """Return ``x``, plus twice ``x`` if Dynamo traces this function."""
     return x * 2 if torch.compiler.is_compiling() else x
 
 
@@ -56,7 +56,11 @@ def test_nothing_that_is_marked_is_traced_nor_what_it_calls():
         "function": lambda x: function(x),
     }
     for name, call in calls.items():
-        traced = torch.compile(lambda x: call(x * 3).sum() + compiled(x).sum(), backend="eager")(x)  # noqa: B023
+
+        def summed(x, call=call):
+            return call(x * 3).sum() + compiled(x).sum()
+
+        traced = torch.compile(summed, backend="eager")(x)
         assert traced.item() == 6 + 4, name
     with pytest.raises(Exception, match="cannot be traced"):
         torch.compile(lambda x: function(x), backend="eager", fullgraph=True)(x)

@@ -1,4 +1,4 @@
-"""The future: one writer, any number of waiters."""
+"""Future: one writer, any number of waiters."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""``make gpu`` before its first step: what is missing is named, and unpacked from wheels that were brought along."""
+"""Requirements of ``make gpu``: missing modules are listed, and unpacked from local wheels."""
 
 import importlib.util
 import sys

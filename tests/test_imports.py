@@ -1,4 +1,4 @@
-"""The shape of the package: who may import whom, from where, and what `import mpidist` must not start."""
+"""Imports of the package: directions, origins, and what `import mpidist` must not start."""
 
 import ast
 import subprocess
@@ -41,24 +41,24 @@ STOREYS = {
     ]
 }
 
-# A library that only one part may import, or a name that only one module may say.
+# Libraries that only one part may import, and names that only one module may use.
 OWNED_LIBRARIES = {"mpi4py": "comm", "cupy": "kernels", "cupyx": "kernels"}
 OWNED_NAMES = {"COMM_WORLD": "mpidist.comm.mpi.runtime"}
 
-# The names that a lower part may look up: what registers there, loaded when a message first asks
-# for it; what stands in for torch's class, loaded when a program first asks for that.
+# Names that a lower part may look up at run time: a module that registers there, loaded by the
+# first message that needs it; a replacement of torch's class, loaded by its first use.
 LOADED_LATE = {
     ("mpidist.rpc.interceptor", "mpidist.autograd.api"),
     ("mpidist.c10d.ddp_name", "mpidist.ddp.module"),
 }
 
-# A function without a home shows that a noun is missing.
+# Names of modules for functions that belong together by accident only.
 HOMELESS = {"utils", "util", "helpers", "helper", "common", "base", "misc"}
 
 
 @dataclass(frozen=True)
 class Import:
-    """One name that a module takes from elsewhere; `name` is empty for `import module`."""
+    """One name that a module imports; `name` is empty for `import module`."""
 
     module: str
     name: str
@@ -81,7 +81,7 @@ class Module:
 
 
 def part_of(module: str) -> str:
-    """`comm` for `mpidist.comm.group`, `errors` for `mpidist.errors`, `mpidist` for the package itself."""
+    """Return `comm` for `mpidist.comm.group`, `errors` for `mpidist.errors`; else `mpidist`."""
     return ([*module.split("."), module])[1]
 
 
@@ -95,7 +95,7 @@ def read_modules(root: Path) -> dict[str, Module]:
 
 
 def imports_of(module: Module) -> Iterator[Import]:
-    """Yield every import of a module; in a function or for type checking it counts too."""
+    """Yield every import of a module, also in functions and for type checking."""
     package = module.name.split(".") if module.is_package else module.name.split(".")[:-1]
     for node in ast.walk(module.tree):
         match node:
@@ -118,13 +118,13 @@ def is_own(module: str) -> bool:
 
 
 def target_of(item: Import, modules: dict[str, Module]) -> str:
-    """The module an import leads to: `from mpidist.comm import group` means mpidist.comm.group."""
+    """Return the imported module: mpidist.comm.group for `from mpidist.comm import group`."""
     submodule = f"{item.module}.{item.name}"
     return submodule if submodule in modules else item.module
 
 
 def names_bound(statements: list[ast.stmt], *, by_import: bool) -> set[str]:
-    """The names that top-level statements bind, either by importing them or by defining them here."""
+    """Return the names that top-level statements bind, by import or by definition."""
     names: set[str] = set()
     for node in statements:
         match node:
@@ -154,7 +154,10 @@ def check_layer(module: Module, target: str) -> str | None:
 
 
 def storey_of(module: Module | str) -> tuple[str, str]:
-    """Return part and storey: `comm`, `mpi` for `mpidist.comm.mpi.library`; `comm`, "" for `mpidist.comm.group`."""
+    """Return part and storey, "" for a module of the part itself.
+
+    `comm`, `mpi` for `mpidist.comm.mpi.library`; `comm`, "" for `mpidist.comm.group`.
+    """
     is_package, name = (
         (module.is_package, module.name) if isinstance(module, Module) else (False, module)
     )
@@ -181,7 +184,7 @@ def check_storey(module: Module, target: Module) -> str | None:
 
 
 def check_origin(module: Module, item: Import, modules: dict[str, Module]) -> str | None:
-    """Say what is wrong when a name is not imported from the module that defines it."""
+    """Return the error if a name is not imported from the module that defines it, else None."""
     target = target_of(item, modules)
     if target not in modules:
         return f"imports {target}, which does not exist"
@@ -220,7 +223,7 @@ def check_owned(module: Module) -> Iterator[tuple[int, str]]:
 
 
 def find_cycle(graph: dict[str, set[str]]) -> list[str]:
-    """One cycle of the graph, first node repeated at the end, or an empty list."""
+    """Return one cycle of the graph, with the first node repeated at the end, or an empty list."""
     finished: set[str] = set()
 
     def visit(node: str, path: list[str]) -> list[str]:
@@ -238,7 +241,7 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def find_violations(root: Path) -> list[str]:
-    """Say, one line each, where the tree under `root` breaks a rule."""
+    """Yield one line for each violation of a rule in the tree under `root`."""
     modules = read_modules(root)
     graph: dict[str, set[str]] = {name: set() for name in modules}
     found: list[str] = []
@@ -387,11 +390,13 @@ def test_import_starts_neither_mpi_nor_cuda():
     """A DataLoader worker that imports the user's script again must not start MPI."""
     script = """
 import importlib, sys
-for name in ("mpidist", "torch", "mpidist.c10d.backend", "mpidist.ddp", "mpidist.rpc", "mpidist.autograd", "mpidist.nn"):
+parts = ("c10d.backend", "ddp", "rpc", "autograd", "nn")
+for name in ("mpidist", "torch", *(f"mpidist.{part}" for part in parts)):
     importlib.import_module(name)
     assert "mpi4py.MPI" not in sys.modules, f"{name} has started MPI"
     assert "cupy" not in sys.modules, f"{name} has loaded CuPy"
-    assert "torch" not in sys.modules or not sys.modules["torch"].cuda.is_initialized(), f"{name} has started CUDA"
+    torch = sys.modules.get("torch")
+    assert torch is None or not torch.cuda.is_initialized(), f"{name} has started CUDA"
 print("quiet")
 """
     done = subprocess.run(
@@ -401,7 +406,7 @@ print("quiet")
 
 
 def test_no_module_hides_a_public_name():
-    """Importing ``mpidist.comm.device`` would put that module in the place of the function ``mpidist.comm.device``."""
+    """A module ``mpidist.comm.device``, once imported, would hide the function ``comm.device``."""
     import mpidist.comm
 
     assert not set(mpidist.comm.__all__) & {

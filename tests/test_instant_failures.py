@@ -1,4 +1,4 @@
-"""Failures that are written although the job never reaches pytest's summary."""
+"""Failures that are printed although the job never reaches pytest's summary."""
 
 import sys
 from types import SimpleNamespace

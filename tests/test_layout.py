@@ -1,4 +1,4 @@
-"""Where a module's tests stand: in the file of its name, or in the one that is named here."""
+"""Layout of the tests: each module has a test file of its name, or an entry in this table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Modules whose code is reached through others alone; the file that would fail if they were wrong.
+# Modules that are tested only through others, and the test file that fails if they are wrong.
 COVERED_BY = {
     "autograd/initiator": "autograd/test_engine.py",
     "autograd/control_messages": "autograd/test_engine.py",
@@ -149,7 +149,7 @@ COVERED_BY = {
 
 
 def modules(root: Path) -> list[str]:
-    """Return the modules that hold code, as paths without the ending; a package's own file only imports."""
+    """Return the modules that have code, as paths without suffix; `__init__` files only import."""
     files = sorted((root / "mpidist").rglob("*.py"))
     return [
         file.relative_to(root / "mpidist").with_suffix("").as_posix()
@@ -159,7 +159,7 @@ def modules(root: Path) -> list[str]:
 
 
 def complaints(root: Path, covered_by: dict[str, str]) -> list[str]:
-    """Say, one line each, where the rule is broken."""
+    """Return one line for each module that breaks the rule."""
     found = []
     names = modules(root)
     for name in names:

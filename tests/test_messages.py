@@ -1,4 +1,4 @@
-"""Texts that a program prints."""
+"""Texts that the package prints."""
 
 import ast
 
@@ -22,8 +22,8 @@ def _literals(tree):
 
 
 def test_messages_can_be_printed_where_stdout_is_ascii():
-    # A user's print(error) raises UnicodeEncodeError under LANG=C or PYTHONIOENCODING=ascii
-    # otherwise.
+    # Other characters would make a user's print(error) raise UnicodeEncodeError under LANG=C or
+    # PYTHONIOENCODING=ascii.
     files = [*(ROOT / "mpidist").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
     assert len(files) > 50
     wrong = [

@@ -1,4 +1,4 @@
-"""The stand-in for pytest-mpi skips what pytest-mpi would skip."""
+"""Stand-in for pytest-mpi: it skips the same tests."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,7 +66,7 @@ def test_files_without_a_mark_are_left_out(tmp_path):
 
 
 def test_a_file_of_tests_applies_its_marks_itself():
-    """``may_hold`` reads one file: a mark that came from elsewhere would leave its tests out unseen."""
+    """``may_hold`` reads one file, so a mark applied elsewhere would hide the file's tests."""
     elsewhere = [
         path for path in Path(__file__).parent.rglob("*.py") if not path.name.startswith("test_")
     ]
@@ -103,7 +103,7 @@ def test_every_case_runs_at_every_other_number_of_ranks():
         and runs[1] & runs[2] == whole
     )
     assert len(runs[1] & names) == len(runs[2] & names) == 5
-    # Neither value of the last parameter is at one number of ranks alone.
+    # Both values of the last parameter run at each number of ranks.
     assert all(
         any(f"{b}]" in name for name in runs[size] & names)
         for size in (1, 2)

@@ -1,4 +1,4 @@
-"""The sdist and the wheel that is built from it: what is in them, and that the wheel works where no checkout is near."""
+"""Contents of the sdist and of its wheel, and that the wheel works without a checkout."""
 
 import configparser
 import importlib.util
@@ -15,12 +15,12 @@ import pytest
 from tests.support import missing
 
 ROOT = Path(__file__).resolve().parents[1]
-# What a checkout may hold beside its files.
+# Files and folders that a checkout may have and an sdist must not.
 NOT_OF_THE_TREE = shutil.ignore_patterns(
     ".*", "__pycache__", "build", "dist", "*.egg-info", "demo-output", "gpu-results", "site"
 )
 
-# The benchmarks' records that travel along; all others are read in the repository.
+# Benchmark records that are shipped; all others stay in the repository.
 RECORDS = (
     "benchmarks/results/scaling-openmpi.json",
     "benchmarks/results/kernels-nvidia-h100-80gb-hbm3.json",
@@ -39,9 +39,9 @@ def run(*args: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> tuple[Path, Path]:
-    """An sdist of the tree, and the wheel that is built from that sdist alone.
+    """Return an sdist of the tree, and the wheel built from that sdist.
 
-    The tree is a copy: an old build/ in the checkout could hide a missing file.
+    The tree is a copy, because an old build/ in the checkout could hide a missing file.
     """
     copy = tmp_path_factory.mktemp("tree") / "mpidist"
     shutil.copytree(ROOT, copy, ignore=NOT_OF_THE_TREE)
@@ -57,7 +57,7 @@ def wheel(built) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
-    """A folder with the wheel installed into it."""
+    """Return a folder with the wheel installed."""
     target = tmp_path_factory.mktemp("installed")
     run("-m", "pip", "install", "--no-index", "--no-deps", "--target", target, wheel, cwd=target)
     return target
@@ -121,7 +121,7 @@ def test_wheel_registers_with_torch(wheel):
 
 
 def test_installed_wheel_finds_kernels_folders_and_torch_the_backend(installed, tmp_path):
-    # -I keeps the working folder and PYTHONPATH out; the installed wheel comes first.
+    # -I excludes the working folder and PYTHONPATH; the installed wheel is first in sys.path.
     code = f"""
 import sys; sys.path.insert(0, {str(installed)!r})
 import json

@@ -1,4 +1,4 @@
-"""Recipes of Spack and EasyBuild: they run, and ask for what setup.cfg asks for."""
+"""Recipes of Spack and EasyBuild: they run, and require what setup.cfg requires."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def declared():
 
 
 def spec_names(text: str) -> dict[str, str]:
-    """Split requirements (`torch>=2.9`) into names and least versions."""
+    """Split requirements (`torch>=2.9`) into names and minimum versions."""
     found = (
         re.fullmatch(r"([\w-]+)(?:>=([\d.]+))?", line.strip()) for line in text.strip().splitlines()
     )
@@ -33,7 +33,7 @@ def spec_names(text: str) -> dict[str, str]:
 
 
 def run_spack_recipe(monkeypatch):
-    """Execute the recipe as Spack would, with directives that note what they are given."""
+    """Execute the recipe as Spack would, with directives that record their arguments."""
     noted = defaultdict(list)
     within: list[str] = []
 
@@ -97,8 +97,7 @@ def test_spack_recipe_asks_for_what_setup_asks_for(declared, monkeypatch):
 def test_easybuild_file_asks_for_what_setup_asks_for(declared):
     (path,) = (PACKAGING / "easybuild").glob("*.eb")
     text = path.read_text()
-    # EasyBuild's own names for parts of a configuration; any other name is an error here, as it is
-    # there.
+    # EasyBuild's names for parts of a configuration; any other name is an error, as in EasyBuild.
     used = {
         node.id
         for node in ast.walk(ast.parse(text))

@@ -1,4 +1,4 @@
-"""Files that anybody may have changed: plain data comes out, or an error that says what is wrong."""
+"""Reader of untrusted torch.save files: plain data, or an error with the reason."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""Folders beside the package are found in a checkout; in a wheel: tests/test_package.py."""
+"""Folders shipped with the package, found in a checkout; for a wheel see tests/test_package.py."""
 
 import pytest
 
@@ -17,6 +17,6 @@ def test_another_name_and_a_broken_installation_are_told(monkeypatch, tmp_path):
         shipped.folder("cuda")
     monkeypatch.setattr(shipped, "_PACKAGED", tmp_path)
     monkeypatch.setattr(shipped, "_CHECKOUT", tmp_path)
-    (tmp_path / "slurm").mkdir()  # somebody else's
+    (tmp_path / "slurm").mkdir()  # of another package
     with pytest.raises(MpidistError, match="install mpidist again"):
         shipped.folder("slurm")

@@ -112,7 +112,7 @@ def backproject(bucket: Bucket, scale: float = 1.0) -> None:
 
 
 def reconstruct(bucket: Bucket) -> None:
-    """E = X − P·Qᵀ and M = P·Qᵀ for each matrix; whole tensors come back from their slots."""
+    """Compute E = X − P·Qᵀ and M = P·Qᵀ for each matrix; copy whole tensors from their slots."""
     if bucket.on_device is not None:
         bucket.on_device.launch("reconstruct")
         return

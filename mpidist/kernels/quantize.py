@@ -101,7 +101,7 @@ def dequantize_add(target: Tensor, q: Tensor, scales: Tensor) -> None:
 
 
 def quantize_twin(x: Tensor, base: Tensor | None, q: Tensor, scales: Tensor) -> None:
-    """Do with torch's own operations what ``quantize`` does, and ``quantize_change`` where there is a ``base`` to subtract."""
+    """Compute ``quantize``, or ``quantize_change`` with a ``base``, with torch's operations."""
     x, q, scales = x.view(-1), q.view(-1), scales.view(-1)
     room = torch.empty(min(x.numel(), _piece_numel(x)), dtype=x.dtype, device=x.device)
     # A tensor, because on a GPU torch divides by a scalar as a product with its inverse.

@@ -1,8 +1,7 @@
-"""Command: ``python -m tests.bytes_fuzz --count 1000000 --seed 0 [--only tables,payloads] [--case HEX]``.
+"""Command ``python -m tests.bytes_fuzz --count 1000000 --seed 0 [--only tables] [--case HEX]``.
 
-The first case of a target that crashes, hangs, takes memory, or does what no bytes may do is
-printed as hex; ``--only TARGET
---case HEX`` reads it again. The exit status is 1 then.
+The first case of a target that crashes, hangs, takes memory, or has a forbidden effect is printed
+as hex; ``--only TARGET --case HEX`` reads it again. The exit status is then 1.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from tests.bytes_fuzz.targets import SHARES, TARGETS
 
 
 def main() -> int:
-    """Run what the command line says."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.bytes_fuzz", description=__doc__)
     parser.add_argument("--count", type=int, default=100_000, help="cases, of all targets together")
     parser.add_argument("--seed", type=int, default=0)

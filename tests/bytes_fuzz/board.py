@@ -1,4 +1,4 @@
-"""Board between the process that reads hostile bytes and the one that watches it: the case under way, in shared memory."""
+"""Shared memory with the current case, between the reading process and the one that watches it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _ROOM = 1 << 20
 
 
 class Case(NamedTuple):
-    """The case under way.
+    """The current case.
 
     Attributes:
-        number: Its number, over all targets.
-        target: The target's place among those that are run.
+        number: Counted over all targets.
+        target: Index of the target among those that are run.
         data: Its bytes.
     """
 
@@ -27,7 +27,7 @@ class Case(NamedTuple):
 
 
 class Board:
-    """Memory of a file that both map.
+    """A file mapped by both processes.
 
     Args:
         path: Of the file; a new one if None.
@@ -44,17 +44,17 @@ class Board:
         os.close(descriptor)
 
     def write(self, number: int, target: int, data: bytes) -> None:
-        """Note the case that is about to be read."""
+        """Record the case that is about to be read."""
         self._map[_HEAD.size : _HEAD.size + len(data)] = data
         _HEAD.pack_into(self._map, 0, number, target, len(data))
 
     def number(self) -> int:
-        """Return the number of the case under way."""
+        """Return the number of the current case."""
         found: int = _HEAD.unpack_from(self._map)[0]
         return found
 
     def read(self) -> Case:
-        """Return the case under way."""
+        """Return the current case."""
         number, target, length = _HEAD.unpack_from(self._map)
         return Case(number, target, bytes(self._map[_HEAD.size : _HEAD.size + length]))
 

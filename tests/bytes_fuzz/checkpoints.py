@@ -1,4 +1,4 @@
-"""Checkpoint files and manifests: valid ones, and damaged in their archive, in the pickle within it, or in their text."""
+"""Checkpoint files and manifests: valid ones, and damaged archives, pickles and texts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mpidist.checkpoint import manifest, rng
 from mpidist.checkpoint.manifest import Contents, Entry, Manifest
 from mpidist.checkpoint.plain_data import require_plain
 
-# torch's own reader of plain data imports parts of torch when a file names classes that it admits.
+# torch's own reader of plain data imports parts of torch if a file names classes that it allows.
 IMPORTS = ("torch.",)
 _SHA = "0123456789abcdef" * 4
 _numbers = st.integers(0, 300) | st.sampled_from(
@@ -33,7 +33,7 @@ _numbers = st.integers(0, 300) | st.sampled_from(
 
 
 def samples() -> list[bytes]:
-    """Return files as ``torch.save`` writes them: state of a model, of an optimizer, of generators."""
+    """Return files of ``torch.save``: state of a model, of an optimizer, of generators."""
     model = torch.nn.Linear(5, 3)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2, 5)).sum().backward()
@@ -64,7 +64,10 @@ def _saved(held: Any) -> bytes:
 
 
 def rewritten(data: bytes, change: Any, compression: int = zipfile.ZIP_STORED) -> bytes:
-    """Return an archive whose members, a dict by name, ``change`` has changed; its own sums fit them again."""
+    """Return an archive with members changed by ``change``, a function of a dict by name.
+
+    The archive's checksums are valid.
+    """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     change(members)
@@ -77,7 +80,7 @@ def rewritten(data: bytes, change: Any, compression: int = zipfile.ZIP_STORED) -
 
 @st.composite
 def cases(draw: Any, valid: tuple[bytes, ...] = ()) -> bytes:
-    """Draw a file that is damaged in its archive, or whose pickle is damaged and whose archive is whole."""
+    """Draw a file with a damaged archive, or with a damaged pickle in a valid archive."""
     data = draw(st.sampled_from(valid or tuple(samples())))
 
     def damaged(content: bytes) -> bytes:
@@ -116,14 +119,17 @@ def cases(draw: Any, valid: tuple[bytes, ...] = ()) -> bytes:
     return rewritten(data, change)
 
 
-_values = st.none() | st.booleans() | _numbers | st.integers(-5, 5) | st.floats() | st.text(max_size=5) | st.sampled_from(
-    ["../x", "/etc/passwd", "model.pt", "rank-0-of-2.pt", _SHA, "whole", "shards", [], {}, [[]], {"bytes": 1, "sha256": _SHA}]
-)  # fmt: skip
+_names = st.sampled_from(
+    ["../x", "/etc/passwd", "model.pt", "rank-0-of-2.pt", _SHA, "whole", "shards"]
+)
+_containers = st.sampled_from([[], {}, [[]], {"bytes": 1, "sha256": _SHA}])
+_scalars = st.none() | st.booleans() | _numbers | st.integers(-5, 5) | st.floats()
+_values = _scalars | st.text(max_size=5) | _names | _containers
 
 
 @st.composite
 def manifests(draw: Any) -> str:
-    """Draw the text of a manifest with values in wrong places, or cut."""
+    """Draw the text of a manifest with values in wrong places, or truncated."""
     contents = Contents(
         draw(st.sampled_from([None, "whole", "shards"])),
         "Adam",
@@ -155,10 +161,10 @@ def manifests(draw: Any) -> str:
 
 
 def check(case: bytes) -> bool:
-    """Read a file: plain data of which everything can be used comes out, or ``ValueError``.
+    """Read a file: plain data that can be used completely, or ``ValueError``.
 
     Returns:
-        It was read.
+        Whether it was read.
     """
     handle, path = tempfile.mkstemp(suffix=".pt")
     try:
@@ -181,7 +187,7 @@ def check(case: bytes) -> bool:
 
 
 def check_manifest(text: str) -> bool:
-    """Read a manifest: one whose files lie in its folder comes out, or ``ValueError``."""
+    """Read a manifest: one whose files are in its folder, or ``ValueError``."""
     try:
         found = manifest.from_json(text)
     except ValueError:
@@ -208,7 +214,7 @@ def _use(held: Any) -> None:
 
 
 def _restore(found: Any) -> None:
-    """Set the generators to what was read, draw from them, and set them back."""
+    """Set the generators to the state read, draw from them, and restore them."""
     if not isinstance(found, dict) or "numpy" not in found:
         return
     before = rng.state()

@@ -1,4 +1,4 @@
-"""A target of the tests that has every fault that the command must report: the first byte of a case chooses it."""
+"""Target with every fault that the command must report; the first byte of a case selects it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 _SPIN_S = 600
-_sleep = ctypes.PyDLL(None).sleep  # keeps the GIL: no alarm of Python's would be heard
+_sleep = ctypes.PyDLL(None).sleep  # keeps the GIL, so that Python runs no signal handler
 
 
 def _allocate() -> None:
@@ -63,7 +63,7 @@ def samples() -> list[bytes]:
 
 
 def check(case: bytes) -> None:
-    """Do what a case's first byte asks for."""
+    """Commit the fault of a case's first byte."""
     if (
         case[:1] in (b"k", b"x", b"s", b"o", b"w", b"m", b"g", b"i", b"e", b"r")
         and case[1:2] == b"!"

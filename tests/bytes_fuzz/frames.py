@@ -1,4 +1,4 @@
-"""Frames, requests to the store and watchdogs' messages: valid ones, damaged ones, and headers of random numbers."""
+"""Frames, requests to the store and watchdog messages: valid, damaged, and with random headers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from mpidist.errors import FrameError
 
 _FIXED = struct.Struct("<4sHHQQ")
 _KINDS = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, type(...), torch.Tensor,
-     torch.nn.Parameter, np.ndarray, torch.dtype, torch.device, torch.Size, OrderedDict, datetime}
+    {type(None), bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set,
+     frozenset, type(...), torch.Tensor, torch.nn.Parameter, np.ndarray, torch.dtype, torch.device, torch.Size,
+     OrderedDict, datetime}
 )  # fmt: skip
 
 
@@ -89,10 +90,10 @@ def cases(draw: Any, valid: tuple[bytes, ...] = ()) -> bytes:
 
 
 def check(case: bytes) -> bool:
-    """Read a case as data, as a request, a reply and a watchdog's message: data comes out, or ``FrameError``.
+    """Read a case as data, request, reply and watchdog message: data, or ``FrameError``.
 
     Returns:
-        It is data.
+        Whether it is data.
     """
     loads = tensor_pickle.loads
     tensor_pickle.loads = _forbidden
@@ -109,7 +110,7 @@ def check(case: bytes) -> bool:
                 except FrameError:
                     pass
                 except ValueError:
-                    # the text of a server that could not do what was asked
+                    # The text of a server that could not serve the request.
                     assert read is key_value_table.answer_of
             try:
                 found = frame.from_bytes(bytearray(case), data_only=True)

@@ -1,4 +1,4 @@
-"""Guard of a process that reads hostile bytes: what must not happen meanwhile, and how much memory may be taken."""
+"""Guard of a process that reads untrusted bytes: forbidden events, and limits of memory."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ _FORBIDDEN = frozenset(
         ),
     }
 )
-_SPARE_BYTES = 1 << 30  # of address space, beside what the process has after warming up
+_SPARE_BYTES = 1 << 30  # of address space, in addition to its size after warming up
 _MOST_GROWTH_KIB = 64 << 10  # of resident memory in one case
 _status = os.open("/proc/self/status", os.O_RDONLY)
 
 
 class Guard:
-    """An audit hook, which cannot be taken away again, and limits of memory.
+    """An audit hook, which cannot be removed, and limits of memory.
 
     Args:
         folder: Files may be opened below it.
 
     Attributes:
-        imports: Beginnings of the names of modules that what is under test may import as it goes.
+        imports: Beginnings of the names of modules that the code under test may import.
     """
 
     def __init__(self, folder: str) -> None:
         self.imports: tuple[str, ...] = ()
         self._is_armed = False
         self._events: list[str] = []
-        # Tracebacks, which logs and answers have, read the lines of source files.
+        # Tracebacks in logs and answers read the lines of source files.
         self._sources = tuple(
             {
                 sysconfig.get_paths()["stdlib"],
@@ -76,7 +76,9 @@ class Guard:
         if not self._is_armed or event not in _FORBIDDEN:
             return
         if event == "import" and self.imports and args[0].startswith(self.imports):
-            self._is_armed = False  # its files are opened and run; the next case finds it there
+            self._is_armed = (
+                False  # an import opens and executes files; the next case finds the module loaded
+            )
             return
         if event in ("open", "os.remove", "os.rename") and self._is_expected(args):
             return
@@ -88,8 +90,7 @@ class Guard:
         path = args[0]
         if not isinstance(path, str):
             return isinstance(path, int)  # a descriptor that was opened before
-        # Tracebacks parse their lines; where that fails, Python's parser looks for the file that it
-        # was not given.
+        # Tracebacks parse their lines; if that fails, Python's parser opens the file by name.
         if path.startswith(self._folder) or path == "<unknown>":
             return True
         return (
@@ -97,14 +98,14 @@ class Guard:
         )
 
     def limit(self) -> None:
-        """Bound the address space from now on."""
+        """Limit the address space from now on."""
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[0])
         most = pages * os.sysconf("SC_PAGE_SIZE") + _SPARE_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 
     def __enter__(self) -> Guard:
-        # the most so far: hypothesis takes memory of its own between cases
+        # The maximum so far, because hypothesis allocates between cases.
         self._resident = _resident()
         self._is_armed = True
         return self
@@ -113,10 +114,10 @@ class Guard:
         self._is_armed = False
 
     def require_clean(self) -> None:
-        """Raise for what has happened in the last case that must not.
+        """Raise for a forbidden event in the last case.
 
         Raises:
-            AssertionError: An event, or more memory than any case of the allowed size is worth.
+            AssertionError: An event, or more memory than any case of the allowed size justifies.
         """
         if self._events:
             events, self._events = self._events, []
@@ -127,7 +128,10 @@ class Guard:
 
 
 def _resident() -> int:
-    """Return the most memory that this process has had, in KiB; ``getrusage`` counts what its parent had before it."""
+    """Return the maximum resident memory of this process in KiB.
+
+    ``getrusage`` would include the memory of its parent before fork.
+    """
     text = os.pread(_status, 4096, 0)
     place = text.index(b"VmHWM:") + 6
     return int(text[place : text.index(b"kB", place)])

@@ -1,6 +1,7 @@
-"""Whole messages to a worker with a list: transport, agent, requests and answers, without MPI and in one thread.
+"""Whole messages to a worker with a list: transport, agent, requests and answers, without MPI.
 
-A case is an eager message of ``comm.transport`` and the bytes that come as its payloads::
+All run in one thread. A case is an eager message of ``comm.transport`` and the bytes of its
+payloads::
 
     eager bytes u16 | the eager message | for each payload: bytes u32, and these
 """
@@ -34,10 +35,10 @@ from tests.bytes_fuzz.network import LENGTH, Mpi, Network, group
 from tests.rpc.attacks import canary, victim
 
 SIZE, SENDER, READER = 3, 1, 0
-_AGENT_CASES = 400  # cases that one agent reads: what it keeps of them is bounded so
-_ASKED_EVERY = 50  # cases, and a listed function must be answered
+_AGENT_CASES = 400  # cases of one agent, so that its state is bounded
+_ASKED_EVERY = 50  # cases after which a listed function must be answered
 
-# MPI is not started
+# MPI is not started.
 transport.MPI = eager_receives.MPI = mpi_errors.MPI = buffer.MPI = payload_receives.MPI = Mpi
 _LISTED = [
     victim.look,
@@ -56,8 +57,8 @@ class _Worker:
     """One agent without threads.
 
     Args:
-        rank: Its own.
-        is_listed: It has a list.
+        rank: Of the worker.
+        is_listed: The worker has a list.
     """
 
     def __init__(self, rank: int, is_listed: bool) -> None:
@@ -78,11 +79,11 @@ class _Worker:
         self.entries = allowed.entries() if allowed is not None else None
 
     def take(self, eager: bytes, payloads: bytes = b"") -> None:
-        """Take a message, and do all that it asks for."""
+        """Receive a message, and execute everything it requests."""
         current.agent = self.agent
         self.network.arrived.append((SENDER, eager))
         self.network.payloads = payloads
-        for _ in range(4):  # a message with payloads comes twice
+        for _ in range(4):  # a message with payloads is returned twice
             action = self.agent.dispatcher.poll(1)
             if action is not None and action is not HANDLED:
                 action.run()
@@ -102,7 +103,7 @@ def _refuse_to_wait(call: Call) -> None:
 
 
 def samples() -> list[bytes]:
-    """Return valid messages of every kind: as a sender writes them."""
+    """Return valid messages of every kind, as a sender encodes them."""
     sender = _Worker(SENDER, False)
     agent, network = sender.agent, sender.network
     current.agent = agent
@@ -207,14 +208,14 @@ def _call(codec: Any, tensor: torch.Tensor) -> tuple[bytes, Any]:
 
 
 class _Reading:
-    """The worker that reads, and how many cases it has read."""
+    """The worker that reads, and its number of cases."""
 
     worker: _Worker | None = None
     cases = 0
 
 
 def check(case: bytes) -> None:
-    """Take a case as a message: nothing is raised, nothing runs but the list, and the worker goes on."""
+    """Receive a case as a message: nothing raises, only listed functions run, the worker lives."""
     if _Reading.worker is None or _Reading.cases % _AGENT_CASES == 0:
         if _Reading.worker is not None:
             current.agent = _Reading.worker.agent
@@ -240,13 +241,13 @@ def check(case: bytes) -> None:
 
 
 def _read_answer(agent: Agent, call: Call) -> None:
-    # An answer may be any exception that a list admits, and none that ends a program.
+    # An answer may be any exception that a list admits, but not one that ends a program.
     with contextlib.suppress(Exception):
         agent.calls.result(call)
 
 
 def _require_alive(worker: _Worker) -> None:
-    """Require that the worker answers a listed call, and that its list is as it was."""
+    """Require that the worker answers a listed call, and that its list is unchanged."""
     allowed = worker.agent.allowed
     assert allowed is not None and allowed.entries() == worker.entries
     del worker.network.sent[:]

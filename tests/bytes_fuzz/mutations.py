@@ -44,7 +44,7 @@ def _number(rng: random.Random, case: bytearray, samples: Sequence[bytes]) -> No
 
 
 def _add(rng: random.Random, case: bytearray, samples: Sequence[bytes]) -> None:
-    """Change a number by a little: lengths that are off by one."""
+    """Change a number slightly: lengths that are off by one."""
     place = rng.randrange(len(case))
     case[place] = (case[place] + rng.choice((-2, -1, 1, 2))) & 255
 
@@ -91,7 +91,10 @@ _CHANGES: tuple[Callable[..., None], ...] = (
 
 
 def mutated(rng: random.Random, samples: Sequence[bytes]) -> bytes:
-    """Return a sample with one to four changes, at most ``MOST_BYTES`` long; now and then as it is, or bytes of no sample."""
+    """Return a sample with one to four changes, at most ``MOST_BYTES`` long.
+
+    Occasionally the sample itself, or random bytes.
+    """
     choice = rng.random()
     if choice < 0.01:
         return samples[rng.randrange(len(samples))]

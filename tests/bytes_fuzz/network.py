@@ -1,4 +1,4 @@
-"""MPI's calls as ``comm.transport`` makes them, in one process: messages that arrive are put here, those sent are kept here."""
+"""MPI calls of ``comm.transport`` in one process: a queue of arrivals, a list of sent messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LENGTH = struct.Struct("<I")  # of a payload
 
 
 class Status:
-    """A status: source and bytes."""
+    """A status with source and bytes."""
 
     def __init__(self) -> None:
         self.source = 0
@@ -32,14 +32,14 @@ class Status:
 
 
 class Done:
-    """A request that has ended with so many bytes."""
+    """A completed request."""
 
     def __init__(self, source: int = 0, count: int = 0) -> None:
         self._source = source
         self._count = count
 
     def Test(self, status: Status | None = None) -> bool:
-        """Say that it has."""
+        """Return True."""
         if status is not None:
             status.source, status.count = self._source, self._count
         return True
@@ -54,7 +54,7 @@ class Truncated(Done):
     """A receive whose message is longer than its memory."""
 
     def Test(self, status: Status | None = None) -> bool:
-        """Raise what MPI does."""
+        """Raise MPI's error."""
         raise Mpi.Exception("message truncated")
 
 
@@ -66,7 +66,7 @@ class Message:
         self._data = data
 
     def Irecv(self, what: Any) -> Done:
-        """Receive it, never past the memory's end."""
+        """Receive the message, never past the memory's end."""
         view = memoryview(what[0] if what[0] is not None else bytearray()).cast("B")[: what[1]]
         if len(self._data) > view.nbytes:
             return Truncated(self._source)
@@ -75,10 +75,10 @@ class Message:
 
 
 class Network:
-    """The communicator of one rank.
+    """Communicator of one rank.
 
     Attributes:
-        arrived: (source, eager message), not taken up yet.
+        arrived: (source, eager message), not received yet.
         payloads: Each payload's length u32 and its bytes; the last may have fewer.
         sent: (receiver, tag, bytes).
     """
@@ -89,12 +89,12 @@ class Network:
         self.sent: list[tuple[int, int, bytes]] = []
 
     def Isend(self, what: Any, to: int, tag: int) -> Done:
-        """Keep what is sent."""
+        """Record the message."""
         self.sent.append((to, tag, bytes(what[0])[: what[1]] if len(what) == 3 else bytes(what[0])))
         return Done()
 
     def Improbe(self, source: int, tag: int, status: Status) -> Message | None:
-        """Match the next eager message, or the next payload where a source is asked for."""
+        """Match the next eager message, or the next payload if a source is given."""
         if source == Mpi.ANY_SOURCE:
             if not self.arrived:
                 return None
@@ -110,12 +110,12 @@ class Network:
         return Message(status.source, data)
 
     def Iprobe(self, *args: Any, **options: Any) -> bool:
-        """Say that no other message waits."""
+        """Return False: no other message waits."""
         return False
 
 
 def group(network: Network, rank: int, size: int) -> Any:
-    """Return what ``Transport`` needs of a group."""
+    """Return the attributes of a group that ``Transport`` uses."""
     communicator = SimpleNamespace(plain=network, own_tag=lambda number: number)
     return SimpleNamespace(rank=rank, size=size, world_ranks=tuple(range(size)), _comm=communicator)
 
@@ -125,7 +125,7 @@ def _memory(address: int, nbytes: int) -> memoryview:
 
 
 class Mpi:
-    """What ``Transport`` needs of MPI's module."""
+    """The names of MPI's module that ``Transport`` uses."""
 
     buffer = SimpleNamespace(fromaddress=_memory)
 
@@ -137,7 +137,7 @@ class Mpi:
         """MPI's errors."""
 
         def Get_error_class(self) -> int:
-            """Return none of the classes that mean a death."""
+            """Return a class that does not mean a failed process."""
             return 15
 
     ERR_UNKNOWN = 14

@@ -1,4 +1,4 @@
-"""Data-only objects (``comm.data_reader``) with objects and the kinds of RPC."""
+"""Data-only objects (``comm.serialization.data_reader``) with objects and the kinds of RPC."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.rpc.attacks.data import array, ext
 _OBJECTS: list[Any] = [torch.ones(2), np.ones(3), bytearray(b"abc")]
 _REFERENCES = ["a reference", "another"]
 _allowed = Allowed([*victim.LISTED, victim.Unlisted])
-# What may come out, by exact type.
+# Allowed results, by exact type.
 _DATA = (
     *(
         type(None),
@@ -100,9 +100,8 @@ def written(obj: Any) -> bytes:
 
 
 def samples() -> list[bytes]:
-    """Return valid cases: each atom by itself, and objects of them."""
-    # Each once: the writer numbers tensors and arrays that it has not met, and the reader has
-    # three.
+    """Return valid cases: each atom alone, and containers of atoms."""
+    # Each once, because the writer numbers new tensors and arrays, and the reader has three.
     plain = [atom for atom in ATOMS if not any(atom is obj for obj in _OBJECTS)]
     nested: Any = [[]]
     for _ in range(20):
@@ -125,7 +124,7 @@ def samples() -> list[bytes]:
 
 
 def _record(cls: type, *values: Any) -> Any:
-    """Make a record without its constructor, which the canary notes."""
+    """Make a record without its constructor, which the canary would record."""
     made = cls.__new__(cls)
     made.__dict__.update(zip(("x", "y"), values, strict=True))
     return made
@@ -136,7 +135,7 @@ _leaves = st.sampled_from([written(atom) for atom in ATOMS]) | st.binary(max_siz
 
 
 def cases(valid: tuple[bytes, ...] = ()) -> Any:
-    """Return a strategy of MessagePack whose extension types hold anything, and are announced with wrong lengths."""
+    """Return a strategy of MessagePack with arbitrary extension types and wrong lengths."""
     return st.recursive(
         _leaves,
         lambda inner: st.one_of(
@@ -151,7 +150,7 @@ def cases(valid: tuple[bytes, ...] = ()) -> Any:
 
 
 def check(case: bytes) -> None:
-    """Read a case; it is refused by an error of ours, or data comes out, made of no more than the case has."""
+    """Read a case: one of the library's errors, or data of at most as many items as bytes."""
     fired = len(canary.fired)
     try:
         obj = data_reader.loads(case, _OBJECTS, Reading(_REFERENCES, _allowed).extend)

@@ -1,4 +1,4 @@
-"""Reader of hostile bytes, in a process of its own, which ``watching`` starts: ``python -m tests.bytes_fuzz.reading``."""
+"""Process that reads untrusted bytes, ``python -m tests.bytes_fuzz.reading``; see ``watching``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.bytes_fuzz.board import Board
 from tests.bytes_fuzz.guard import Guard
 from tests.bytes_fuzz.mutations import MOST_BYTES, mutated
 
-_WARM_UP = 300  # cases before anything is forbidden: torch and numpy import as they go
-_DRAWN = 50  # one in so many cases is drawn by hypothesis, which is slower by two orders
+_WARM_UP = 300  # cases before the guard is armed: torch and numpy import lazily
+_DRAWN = 50  # one in so many cases is drawn by hypothesis, which is 100 times slower
 
 
 class Wrong(Exception):
-    """A case that was not read as it should be."""
+    """A case that was read wrongly."""
 
     def __init__(self, case: bytes, error: BaseException) -> None:
         super().__init__(f"{type(error).__name__}: {error}")
@@ -33,10 +33,10 @@ class Wrong(Exception):
 
 
 class Reader:
-    """Cases of one target after the other.
+    """Reads the cases of one target.
 
     Args:
-        board: Gets each case before it is read.
+        board: Receives each case before it is read.
         folder: Files may be opened there.
     """
 
@@ -46,10 +46,10 @@ class Reader:
         self._number = 0
 
     def run(self, place: int, module: Any, count: int, seed: int) -> dict[str, Any]:
-        """Read so many cases; return counts and seconds.
+        """Read ``count`` cases; return counts and seconds.
 
         Raises:
-            Wrong: The first case that was not read as it should be.
+            Wrong: The first case that was read wrongly.
         """
         self._guard.imports = getattr(module, "IMPORTS", ())
         samples = module.samples()
@@ -72,7 +72,7 @@ class Reader:
         return {"count": count, "drawn": drawn, "seconds": round(time.monotonic() - start, 2)}
 
     def _draw(self, place: int, module: Any, strategy: Any, count: int, seed: int) -> None:
-        import hypothesis  # half a second, for targets that have strategies
+        import hypothesis  # half a second, for targets with strategies
 
         @hypothesis.seed(seed)
         @hypothesis.settings(
@@ -114,7 +114,7 @@ class Reader:
 
 
 def main() -> int:
-    """Run what the command line says; the last line of the output is the result, in JSON."""
+    """Run the command line; the last line of the output is the result in JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("board")
     parser.add_argument("--targets", required=True)

@@ -1,4 +1,4 @@
-"""Eager messages, packed sections and headers of RPC: valid ones, damaged ones, and random numbers in their places."""
+"""Eager messages, packed sections and RPC headers: valid, damaged, and with random numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _words = st.sampled_from(
 
 
 class _Receives:
-    """Payload receives without MPI: zeros have arrived as soon as they are announced."""
+    """Payload receives without MPI: zeros arrive immediately."""
 
     def __init__(self) -> None:
         self.lost: list[int] = []
@@ -62,7 +62,7 @@ def section_samples() -> list[bytes]:
 
 
 def header_samples() -> list[bytes]:
-    """Return what stands in headers of RPC's messages."""
+    """Return valid headers of RPC messages."""
     rows = [(1, 2, 3), (4, 5, 6)]
     made = [
         message.pack_references(rows),
@@ -74,7 +74,7 @@ def header_samples() -> list[bytes]:
 
 @st.composite
 def damaged(draw: Any, valid: list[bytes]) -> bytes:
-    """Draw a sample with some bytes changed, left out, or numbers put in their place; or any bytes."""
+    """Draw a sample with bytes changed, removed, or replaced by numbers; or arbitrary bytes."""
     if draw(st.integers(0, 9)) == 0:
         return draw(st.binary(max_size=100))
     case = bytearray(draw(st.sampled_from(valid)))
@@ -88,7 +88,7 @@ def damaged(draw: Any, valid: list[bytes]) -> bytes:
 
 
 def check_eager(case: bytes) -> bool:
-    """Take an eager message up, as ``Transport.poll`` does; return whether it is whole."""
+    """Decode an eager message as ``Transport.poll`` does; return whether it is valid."""
     here = Transport(None)
     here._payloads = receives = _Receives()  # type: ignore[assignment]
     if len(case) < eager_message.FIXED_BYTES:
@@ -122,9 +122,9 @@ def check_section(case: bytes, payloads: tuple[int, ...] = ()) -> bool:
 
 
 def check_header(case: bytes) -> bool:
-    """Read a header by each of its readers; return whether one has taken it.
+    """Read a header by each reader; return whether one succeeds.
 
-    None makes more of it than that.
+    None may return more than the header has.
     """
     size, taken = len(case), False
     readers: list[Callable[[], Any]] = [
@@ -144,7 +144,7 @@ def check_header(case: bytes) -> bool:
 
 
 def samples() -> list[bytes]:
-    """Return valid cases of all three kinds, each behind the byte that names its kind."""
+    """Return valid cases of all three kinds, each after the byte of its kind."""
     kinds = {b"e": eager_samples(), b"s": section_samples(), b"h": header_samples()}
     return [kind + case for kind, made in kinds.items() for case in made]
 
@@ -155,6 +155,6 @@ def cases(valid: tuple[bytes, ...] = ()) -> Any:
 
 
 def check(case: bytes) -> bool:
-    """Check a case by what its first byte names; headers, if that is damaged."""
+    """Check a case by its first byte; as a header if that byte is unknown."""
     checks = {b"e": check_eager, b"s": check_section}
     return checks.get(case[:1], check_header)(case[1:])

@@ -1,4 +1,4 @@
-"""What other ranks tell at ``init_rpc``: frames of the exchange, and what they contain."""
+"""Frames that ranks exchange in ``init_rpc``, and their content."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _TOLD: list[Any] = [
 
 
 class _Group:
-    """A group of two: this rank, and one that has told a case."""
+    """A group of two: this rank, and one whose contribution is a case."""
 
     def __init__(self, case: bytes) -> None:
         self._case = case
 
     def all_gather_object(self, obj: Any, *, data_only: bool) -> list[Any]:
-        """Return what both told."""
+        """Return both contributions."""
         return [obj, frame.from_bytes(self._case, data_only=data_only)]
 
 
 class _Transport:
-    """What ``gather_workers`` needs of a transport."""
+    """The attributes of a transport that ``gather_workers`` uses."""
 
     generation, rank, world_ranks = 1, 0, (0, 1)
 
@@ -48,7 +48,7 @@ def samples() -> list[bytes]:
 
 
 def cases(valid: tuple[bytes, ...] = ()) -> Any:
-    """Return a strategy of lists of five, of which any may be anything that is data."""
+    """Return a strategy of lists of five items, any of which may be any data."""
     data = st.recursive(
         st.sampled_from(
             [
@@ -80,7 +80,7 @@ def cases(valid: tuple[bytes, ...] = ()) -> Any:
 
 
 def check(case: bytes) -> None:
-    """Tell a case at the start; it is refused by an error of ours, or names a worker and plain device maps."""
+    """Use a case as a contribution: one of the library's errors, or a worker and device maps."""
     transport: Any = _Transport(case)
     try:
         workers, maps = gather_workers(transport, "worker0", RpcBackendOptions(), True, None)

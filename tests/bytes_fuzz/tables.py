@@ -1,6 +1,6 @@
-"""Tensor tables and the parts beside them: valid ones, damaged ones, and rows of random forms, sizes and numbers.
+"""Tensor tables and their parts: valid, damaged, and rows of random forms, sizes and numbers.
 
-A case is one run of bytes, so that it can be mutated, printed and run again::
+A case is contiguous bytes, so that it can be mutated, printed and read again::
 
     table bytes u32 | table | parts n u8 | n × bytes u32 | the parts, end to end
 """
@@ -20,7 +20,7 @@ from mpidist.comm.serialization import tensor_rebuild, tensor_table
 from mpidist.comm.serialization.tensor_format import COUNTS, FIRST, OFFSET, ROW, SCALE
 from mpidist.errors import FrameError
 
-_READ = 1 << 20  # elements up to which a result is read as a whole
+_READ = 1 << 20  # elements up to which a result is read completely
 
 
 def packed(table: bytes, parts: list[Any]) -> bytes:
@@ -31,7 +31,7 @@ def packed(table: bytes, parts: list[Any]) -> bytes:
 
 
 def unpacked(case: bytes) -> tuple[bytearray, list[memoryview]]:
-    """Return the table and the parts of a case; of a damaged one what is there."""
+    """Return the table and the parts of a case; of a damaged case the bytes that exist."""
     length = int.from_bytes(case[:4], "little")
     table, rest = bytearray(case[4 : 4 + length]), case[4 + length :]
     count = rest[0] if rest else 0
@@ -44,7 +44,7 @@ def unpacked(case: bytes) -> tuple[bytearray, list[memoryview]]:
 
 
 def described(objects: list[Any], is_dense: bool = True) -> tuple[bytes, list[memoryview]]:
-    """Return the table and the memory of objects, as they arrive."""
+    """Return the table and the memory of objects as they arrive."""
     assert all(map(tensor_table.is_describable, objects))
     table, parts, _ = tensor_table.describe(objects, is_dense=is_dense)
     return table, [_memory(part) for part in parts]
@@ -57,7 +57,7 @@ def _memory(part: Any) -> memoryview:
 
 
 def objects() -> dict[str, list[Any]]:
-    """Return objects of every form, by name; small, so that a mutation often meets what matters."""
+    """Return objects of every form, by name; small, so that mutations often hit a field."""
     base, wide = torch.arange(24.0).view(4, 6), torch.ones(9000)
     scales, zeros = torch.tensor([0.1, 0.2], dtype=torch.float64), torch.tensor([0, 1])
     coo = torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 2]], [3.0, 4.0, 5.0], (2, 3))
@@ -100,7 +100,7 @@ def objects() -> dict[str, list[Any]]:
 
 
 def samples() -> list[bytes]:
-    """Return valid cases, of every form and of several at once."""
+    """Return valid cases of each form, and of all forms together."""
     made = objects()
     return [
         packed(*described(one))
@@ -115,7 +115,7 @@ _sizes = st.sampled_from([0, 1, 2, 3, 4, 8]) | st.integers(-3, 70) | st.sampled_
 
 @st.composite
 def rows(draw: Any) -> bytes:
-    """Draw a row and what follows it, as a reader may take it; most numbers are near those of valid rows."""
+    """Draw a row and its elements, strides or scale; most numbers are close to valid ones."""
     shape = draw(st.lists(_sizes, max_size=3) | st.lists(_sizes, max_size=12))
     form, flags = draw(st.integers(0, 10)), draw(st.integers(0, 31) | st.integers(0, 255))
     row = ROW.pack(
@@ -143,7 +143,7 @@ def cases(draw: Any, valid: tuple[bytes, ...] = ()) -> bytes:
     if draw(st.booleans()):
         case = bytearray(draw(st.sampled_from(valid or tuple(samples()))))
         for _ in range(draw(st.integers(1, 4))):
-            # Most numbers of a table are eight bytes wide, and its rows lie at its beginning.
+            # Most numbers of a table have eight bytes, and its rows are at its beginning.
             place = draw(st.integers(0, min(len(case), 400)) | st.integers(0, len(case)))
             change = draw(
                 st.binary(min_size=1, max_size=4) | _sizes.map(lambda size: struct.pack("<q", size))
@@ -160,10 +160,10 @@ def cases(draw: Any, valid: tuple[bytes, ...] = ()) -> bytes:
 
 
 def check(case: bytes) -> bool:
-    """Read a case by either reader; whatever it is, it is refused by FrameError, or what comes out can be used.
+    """Read a case by both readers: ``FrameError``, or objects that can be used.
 
     Returns:
-        A strict reader has taken it.
+        Whether a strict reader accepted the case.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -193,7 +193,7 @@ def check(case: bytes) -> bool:
 
 
 def _inner(obj: Any) -> list[Any]:
-    """Return the dense tensors and arrays of which an object consists."""
+    """Return the dense tensors and arrays of an object."""
     if not isinstance(obj, torch.Tensor):
         return [obj]
     obj = obj.detach()
@@ -207,7 +207,7 @@ def _inner(obj: Any) -> list[Any]:
 
 
 def _require_inside(obj: Any) -> None:
-    """Require that elements lie within their storage: asked of numbers alone, no memory is touched."""
+    """Require that elements are within their storage; only numbers are compared."""
     for one in _inner(obj):
         if isinstance(one, torch.Tensor) and one.numel():
             reach = sum(
@@ -220,7 +220,7 @@ def _require_inside(obj: Any) -> None:
 
 
 def _storages(found: list[Any]) -> list[Any]:
-    """Return the memory that objects have, each once."""
+    """Return the memory of objects, each once."""
     pieces = [one for obj in found for one in _inner(obj)]
     storages = {
         one.untyped_storage().data_ptr(): one for one in pieces if isinstance(one, torch.Tensor)
@@ -242,7 +242,7 @@ def _bytes_of(one: Any) -> int:
 
 
 def _use(obj: Any) -> None:
-    """Read all of an object. What torch has no kernel for, or refuses by an exception, is well."""
+    """Read an object completely; torch may lack a kernel or raise an exception."""
     if isinstance(obj, bytearray):
         return
     if isinstance(obj, np.ndarray):

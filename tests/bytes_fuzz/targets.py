@@ -1,4 +1,4 @@
-"""Names of the targets, and how many of all cases each reads: those whose cases take long read fewer."""
+"""Targets and their shares of all cases; slow targets have small shares."""
 
 from __future__ import annotations
 

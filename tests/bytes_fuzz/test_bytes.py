@@ -1,4 +1,4 @@
-"""The command that reads hostile bytes: ten thousand cases, and that it reports what it is there to report."""
+"""Fuzzing command: ten thousand cases, and a report of each kind of fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watch over the process that reads hostile bytes: its crashes, and cases that never end."""
+"""Supervision of the process that reads untrusted bytes: its crashes, and cases that never end."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from typing import Any
 from tests.bytes_fuzz.board import Board
 
 ROOT = Path(__file__).resolve().parents[2]
-CASE_S = 10.0  # a case that takes longer hangs
-_START_S = 120.0  # until the first case: imports on busy cores
+CASE_S = 10.0  # a case that takes longer counts as hung
+_START_S = 120.0  # until the first case, for imports on busy cores
 _LOOK_S = 0.05
-_STACK_S = 1.0  # for the stacks of a process that hangs
+_STACK_S = 1.0  # for the stacks of a hung process
 
 Result = dict[str, Any]
 
@@ -31,7 +31,7 @@ def results(
     """Read cases of targets in child processes; yield each target's result.
 
     A result has ``target`` and either ``count``, ``drawn`` and ``seconds``, or ``error`` and
-    ``case`` (hex). After a crash, a hang or a wrong reading, a new process goes on with the next
+    ``case`` (hex). After a crash, a hang or a wrong result, a new process continues with the next
     target.
     """
     board = Board()
@@ -97,7 +97,7 @@ def _watched(
 
 
 def _wait(child: subprocess.Popen[str], board: Board) -> bool:
-    """Wait until a child has ended; end it if it hangs, and say so."""
+    """Wait until a child has ended; end it and report if it hangs."""
     seen, since = 0, time.monotonic()
     while child.poll() is None:
         number = board.number()

@@ -1,4 +1,4 @@
-"""The places where a kernel's test runs: the torch twin, the CUDA text on the CPU, the kernel on a GPU."""
+"""Places where kernel tests run: torch twin, CUDA source on the CPU, or kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kernels import host
 
 
 def use_cuda_text_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let the public functions launch their kernels on CPU tensors, through the shim; return a list that gets their names."""
+    """Launch kernels on CPU tensors through the shim; return a list that receives their names."""
     launched: list[str] = []
 
     def on_the_cpu(file, name, device, blocks, args, threads=launch.THREADS, defines=()):
@@ -34,7 +34,7 @@ def use_cuda_text_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(params=["twin", "text", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch) -> torch.device:
-    """Return where to put tensors; the functions then take this parameter's way."""
+    """Return the device for tensors; the functions then use this parameter's implementation."""
     if request.param == "cuda":
         assert load.is_available(0), "CuPy is missing"
         return torch.device("cuda", 0)

@@ -1,4 +1,4 @@
-"""Runs the CUDA text on the CPU: compiled by g++ with a shim, called with NumPy scalars and tensors."""
+"""CUDA sources on the CPU: compiled by g++ with a shim, called with NumPy scalars and tensors."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def run(
     defines: Sequence[str] = (),
     seed: int = 1,
 ) -> None:
-    """Do what ``kernels.launch`` does, at once and here.
+    """Run a kernel as ``kernels.launch`` does, synchronously on the CPU.
 
     Args:
         args: Tensors for pointers (None for a null pointer), NumPy scalars of the kernel's types
-            for all else.
-        seed: Chooses the order in which threads run; 0 for their natural one.
+            for all other arguments.
+        seed: Chooses the order in which threads run; 0 for their natural order.
     """
     held = [ctypes.c_void_p(_address(arg)) if _is_pointer(arg) else np.asarray(arg) for arg in args]
     places = [
@@ -69,12 +69,12 @@ def _library(file: str, defines: tuple[str, ...]) -> ctypes.CDLL:
     text = "\n".join(
         [f'#include "{_SHIM}"', f'#include "{load.folder() / file}"', *map(_launcher, names)]
     )
-    # Ranks, workers and later runs load what the first one has compiled. Two may compile at once:
-    # each writes beside it and renames.
+    # Ranks, workers and later runs load the first compiled library. Two processes may compile at
+    # the same time, so each writes a temporary file and renames it.
     common = (load.folder() / "common.cuh").read_text()
     parts = (require_tool("g++"), *_options(defines), text, expanded, common, _SHIM.read_text())
     kept = _KEPT / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.so"
-    is_ours = not Path(file).is_absolute()  # else a test has written it
+    is_ours = not Path(file).is_absolute()  # else a test has written the file
     if is_ours and kept.exists():
         return ctypes.CDLL(str(kept))
     _KEPT.mkdir(parents=True, exist_ok=True)
@@ -97,9 +97,10 @@ def _launcher(name: str) -> str:
 
 
 def _options(defines: Sequence[str]) -> list[str]:
-    # A vector at a wrong address traps, as it would on the device; products and sums stay apart.
+    # Misaligned vectors trap, as on the device; products and sums are not fused.
     checks = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-ffp-contract=off"]
-    # Libraries compiled for different ranks have variables of the same names and of other sizes.
+    # Libraries compiled for different values of RANK have variables of the same names and different
+    # sizes.
     own = ["-fno-gnu-unique", "-fvisibility=hidden"]
     return [
         "-std=c++17",
@@ -112,7 +113,7 @@ def _options(defines: Sequence[str]) -> list[str]:
 
 
 def _expanded(file: str, defines: Sequence[str]) -> str:
-    # Entry points are written by macros.
+    # Macros define the entry points.
     text = (load.folder() / file).read_text().replace('#include "common.cuh"', "")
     done = _compile(["-E", "-P", "-x", "c++", *(f"-D{define}" for define in defines), "-"], text)
     return re.sub(r"\s+", " ", done)

@@ -1,10 +1,11 @@
-// CUDA on the CPU, for tests: the threads of a block are fibers that give way at barriers and shuffles alone.
+// CUDA on the CPU, for tests: the threads of a block are fibers that switch only at barriers and
+// shuffles.
 //
-// A fiber runs until it has to wait for others, in an order that the test chooses; so a kernel that forgets a barrier computes
-// something else in another order. Fibers that wait for each other in vain, and misaligned vectors (by the compiler's check), end the
-// process.
+// A fiber runs until it must wait for others, in an order chosen by the test, so that a kernel that
+// lacks a barrier gives another result in another order. A deadlock of fibers, and misaligned
+// vectors (checked by the compiler), end the process.
 //
-// Blocks run one after another, so a fence between them that is missing cannot be seen here.
+// Blocks run one after another, so a missing fence between blocks is not noticed.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -25,14 +26,16 @@
 #define __launch_bounds__(...)
 
 namespace shim {
-struct Index { unsigned x, y, z; };
+struct Index {
+    unsigned x, y, z;
+};
 
 struct Fiber {
     ucontext_t start;
     jmp_buf at;
     std::vector<char> stack;
     bool has_begun, is_done;
-    unsigned long long word;  // what it shows the others in a shuffle
+    unsigned long long word;  // its value in a shuffle
 };
 
 constexpr int STACK_BYTES = 1 << 17;
@@ -40,40 +43,47 @@ inline std::vector<Fiber> fibers;
 inline ucontext_t caller;
 inline jmp_buf scheduler;
 inline int current, alive;
-inline bool has_moved;  // some fiber went on in this round
+inline bool has_moved;  // some fiber made progress in this round
 
-// A meeting of some fibers: nobody leaves before all have come.
-struct Meeting { int come = 0; unsigned round = 0; };
-inline Meeting of_block, of_warps[64];
+// A barrier of some fibers.
+struct Barrier {
+    int arrived = 0;
+    unsigned round = 0;
+};
+inline Barrier of_block, of_warps[64];
 inline int alive_in_warp[64];
 }  // namespace shim
 
 inline shim::Index blockIdx, threadIdx, blockDim, gridDim;
 
 namespace shim {
-inline void give_way() {
+inline void yield() {
     if (!_setjmp(fibers[current].at)) _longjmp(scheduler, 1);
 }
 
-inline void meet(Meeting& meeting, const int& expected) {
-    const unsigned round = meeting.round;
-    meeting.come++;
+inline void wait(Barrier& barrier, const int& expected) {
+    const unsigned round = barrier.round;
+    barrier.arrived++;
     has_moved = true;
-    while (meeting.round == round && meeting.come < expected) give_way();
-    if (meeting.round == round) { meeting.come = 0; meeting.round++; }
+    while (barrier.round == round && barrier.arrived < expected) yield();
+    if (barrier.round == round) {
+        barrier.arrived = 0;
+        barrier.round++;
+    }
     has_moved = true;
 }
 
-inline void meet_warp() { meet(of_warps[current / 32], alive_in_warp[current / 32]); }
+inline void wait_warp() { wait(of_warps[current / 32], alive_in_warp[current / 32]); }
 
-template <class T> T exchange(T value, int lane) {
+template <class T>
+T exchange(T value, int lane) {
     static_assert(sizeof(T) <= 8);
     memcpy(&fibers[current].word, &value, sizeof(T));
-    meet_warp();
-    T got;
-    memcpy(&got, &fibers[current / 32 * 32 + lane % 32].word, sizeof(T));
-    meet_warp();
-    return got;
+    wait_warp();
+    T received;
+    memcpy(&received, &fibers[current / 32 * 32 + lane % 32].word, sizeof(T));
+    wait_warp();
+    return received;
 }
 
 inline void (*body)(void*);
@@ -89,7 +99,7 @@ inline void run_fiber() {
     _longjmp(scheduler, 1);
 }
 
-// Called through volatile state alone: locals do not survive the jumps.
+// Uses only global state after a jump, because locals do not survive it.
 inline void resume(int i) {
     current = i;
     threadIdx = {(unsigned)i, 0, 0};
@@ -118,25 +128,30 @@ inline void run_block(unsigned block, unsigned threads) {
     unsigned state = order_seed * 2654435761u + block;
     while (alive) {
         has_moved = false;
-        // A step that has no factor in common with the number of threads visits each once.
+        // A step coprime to the number of threads visits each thread once.
         state = state * 1664525u + 1013904223u;
         unsigned step = order_seed ? (state >> 8) % threads | 1 : 1;
         while (std::gcd(step, threads) != 1) step += 2;
-        for (unsigned k = 0, i = order_seed ? state % threads : 0; k < threads; k++, i = (i + step) % threads)
+        for (unsigned k = 0, i = order_seed ? state % threads : 0; k < threads;
+             k++, i = (i + step) % threads)
             if (!fibers[i].is_done) resume((int)i);
         if (!has_moved) {
-            fprintf(stderr, "block %u: %d of %u threads wait for each other in vain\n", block, alive, threads);
+            fprintf(stderr, "block %u: %d of %u threads wait for each other in vain\n", block,
+                    alive, threads);
             abort();
         }
     }
 }
 
-template <class... A, size_t... I> void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
+template <class... A, size_t... I>
+void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
     kernel(*(std::remove_reference_t<A>*)arguments[I]...);
 }
 
-template <auto KERNEL> struct Launcher;
-template <class... A, void (*KERNEL)(A...)> struct Launcher<KERNEL> {
+template <auto KERNEL>
+struct Launcher;
+template <class... A, void (*KERNEL)(A...)>
+struct Launcher<KERNEL> {
     static void launch(unsigned blocks, unsigned threads, unsigned seed, void** arguments) {
         if (fibers.size() < threads) fibers.resize(threads);
         for (Fiber& fiber : fibers) fiber.stack.resize(STACK_BYTES);
@@ -150,24 +165,50 @@ template <class... A, void (*KERNEL)(A...)> struct Launcher<KERNEL> {
 };
 }  // namespace shim
 
-inline void __syncthreads() { shim::meet(shim::of_block, shim::alive); }
+inline void __syncthreads() { shim::wait(shim::of_block, shim::alive); }
 inline void __threadfence() {}
-template <class T> T __shfl_xor_sync(unsigned, T value, int mask) { return shim::exchange(value, (shim::current % 32) ^ mask); }
-template <class T> T __ldcg(const T* p) { return *p; }
-inline int atomicAdd(int* p, int v) { const int old = *p; *p += v; return old; }
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+    return shim::exchange(value, (shim::current % 32) ^ mask);
+}
+template <class T>
+T __ldcg(const T* p) {
+    return *p;
+}
+inline int atomicAdd(int* p, int v) {
+    const int old = *p;
+    *p += v;
+    return old;
+}
 
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
-inline unsigned __float_as_uint(float v) { unsigned bits; memcpy(&bits, &v, 4); return bits; }
-inline float __uint_as_float(unsigned bits) { float v; memcpy(&v, &bits, 4); return v; }
-inline long long __double_as_longlong(double v) { long long bits; memcpy(&bits, &v, 8); return bits; }
-inline double __longlong_as_double(long long bits) { double v; memcpy(&v, &bits, 8); return v; }
+inline unsigned __float_as_uint(float v) {
+    unsigned bits;
+    memcpy(&bits, &v, 4);
+    return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+    float v;
+    memcpy(&v, &bits, 4);
+    return v;
+}
+inline long long __double_as_longlong(double v) {
+    long long bits;
+    memcpy(&bits, &v, 8);
+    return bits;
+}
+inline double __longlong_as_double(long long bits) {
+    double v;
+    memcpy(&v, &bits, 8);
+    return v;
+}
 inline int __float2int_rn(float v) { return (int)std::nearbyint(v); }
 inline int __double2int_rn(double v) { return (int)std::nearbyint(v); }
 
-// IEEE 754 binary16, by arithmetic: not every compiler has the type.
+// IEEE 754 binary16 by arithmetic, because not every compiler has the type.
 inline float half_to_float(unsigned short bits) {
     const int exponent = bits >> 10 & 31, fraction = bits & 1023;
     const float magnitude = exponent == 31 ? (fraction ? NAN : INFINITY)
@@ -181,7 +222,8 @@ inline unsigned short float_to_half(float value) {
     const float magnitude = std::fabs(value);
     if (value != value) return 0x7e00;
     if (magnitude >= 65520.0f) return sign | 0x7c00;
-    if (magnitude < std::ldexp(1.0f, -14)) return sign | (unsigned short)std::nearbyint(std::ldexp(magnitude, 24));
+    if (magnitude < std::ldexp(1.0f, -14))
+        return sign | (unsigned short)std::nearbyint(std::ldexp(magnitude, 24));
     int exponent;
     std::frexp(magnitude, &exponent);
     const int fraction = (int)std::nearbyint(std::ldexp(magnitude, 11 - exponent));  // 1024 .. 2048

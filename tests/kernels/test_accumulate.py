@@ -1,4 +1,4 @@
-"""y += a * x, by the twin, the CUDA text and the kernel, against NumPy."""
+"""Accumulation y += a * x, by the twin, the CUDA source and the kernel, against NumPy."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The CUDA text against the compilers: NVRTC, which CuPy uses, from its wheel, and nvcc where it is."""
+"""Compilation of the CUDA sources by NVRTC, which CuPy uses, and by nvcc if it is installed."""
 
 import ctypes
 import re
@@ -14,7 +14,7 @@ from mpidist.errors import KernelError
 from mpidist.kernels import launch, load, powersgd_plan
 from tests.support import missing
 
-# What CuPy adds to the options that it is given (14.2, 13 and 12 alike; cupy/cuda/compiler.py).
+# Options that CuPy adds (14.2, 13 and 12 alike; cupy/cuda/compiler.py).
 CUPY = ("-ftz=true", "--device-as-default-execution-space")
 
 
@@ -31,8 +31,8 @@ FILES = [
 CASES = [
     (file, defines, architecture) for file, defines in FILES for architecture in ("sm_80", "sm_90")
 ]
-# A compilation takes seconds. Half types differ from float in what they read and write; fp64 needs
-# the most registers.
+# A compilation takes seconds, so types are selected: half types differ from float in loads and
+# stores; fp64 needs the most registers.
 CASES += [("powersgd.cu", of_rank(4, element), "sm_90") for element in ("bfloat16", "double")]
 CASES += [
     ("powersgd.cu", of_rank(*case), "sm_90")
@@ -47,8 +47,11 @@ def test_every_file_is_compiled():
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "defines", "architecture"), CASES, ids=str)
 def test_nvrtc(file, defines, architecture):
-    """It compiles without a word, a block of the size that is launched finds room in a multiprocessor's registers, and no thread
-    keeps anything in local memory, where what is chosen at run time among registers would lie."""
+    """Kernels compile without messages, fit in registers and use no local memory.
+
+    The registers of a multiprocessor suffice for a block of the size that is launched. Local memory
+    would mean that registers are indexed at run time.
+    """
     log, code = compiled_by_nvrtc(
         load._text(file), [f"--gpu-architecture={architecture}", *(f"-D{d}" for d in defines)]
     )
@@ -74,8 +77,7 @@ def test_a_mistake_is_told_with_its_file_and_line():
     assert not code and f"{load.folder() / 'pack.cu'}({line})" in log
 
 
-# One architecture: NVRTC has seen the other, and this is the compiler of which a user reads the
-# messages.
+# One architecture, because NVRTC has compiled the others; users read nvcc's messages.
 @pytest.mark.skipif(
     shutil.which("nvcc") is None, reason="nvcc is not installed; NVRTC has compiled the same text"
 )
@@ -98,7 +100,7 @@ def test_nvcc(file, defines, tmp_path):
 
 
 def ptx_of(file, defines=()):
-    """Return the PTX of each kernel of a file, by its name."""
+    """Return the PTX of each kernel of a file, by name."""
     log, code = compiled_by_nvrtc(
         load._text(file), ["--gpu-architecture=compute_90", *(f"-D{d}" for d in defines)]
     )
@@ -108,7 +110,7 @@ def ptx_of(file, defines=()):
 
 
 def test_whole_vectors_are_stored_at_once():
-    """A vector that the compiler takes apart is written by as many stores as it has elements: twice to four times the time."""
+    """A vector that is split takes one store for each element, at two to four times the time."""
     kernels = ptx_of("pack.cu") | ptx_of("accumulate.cu")
     assert len(kernels) == 32
     for name, text in kernels.items():
@@ -126,21 +128,21 @@ WIDTHS = {"float": 4, "float16": 2, "bfloat16": 2, "double": 8}
 
 
 def test_what_must_be_exact_keeps_subnormals():
-    """CuPy's own options flush them in every fp32 operation that names no other way."""
+    """CuPy's options flush subnormals in every fp32 operation without an explicit modifier."""
     kernels = ptx_of("pack.cu") | ptx_of("accumulate.cu") | ptx_of("quantize.cu")
     for name, text in kernels.items():
         assert not re.search(r"\b(add|mul|sub|div|fma)\S*\.ftz", text), name
 
 
 def test_a_block_of_int8_is_read_and_written_16_bytes_at_once():
-    """By each lane; beside it what single elements of a last block take."""
+    """Each lane accesses 16 bytes, and single elements in the last block."""
     kernels = ptx_of("quantize.cu")
     assert len(kernels) == 4
 
     def count(name, pattern):
         return len(re.findall(rf"\b{pattern}\b", kernels[name]))
 
-    # 8 elements a lane, of master and flat alike.
+    # 8 elements per lane, of master and of flat.
     for element, whole, vectors, narrow in (
         ("float", r"ld\.global\.v4\.[uf]32", 2, "b32"),
         ("double", r"ld\.global\.v2\.[uf]64", 4, "b16"),
@@ -153,7 +155,10 @@ def test_a_block_of_int8_is_read_and_written_16_bytes_at_once():
 
 @pytest.mark.slow
 def test_powersgd_reads_and_writes_what_it_must_once():
-    """For each width what a warp's loop reads and writes of four rows, and of Q at rank 4; and backproject's rows of P."""
+    """Count the loads and stores of each width.
+
+    A warp's loop accesses four rows, and Q at rank 4; backproject also reads rows of P.
+    """
     kernels = ptx_of("powersgd.cu", of_rank(4, "float")) | ptx_of(
         "powersgd.cu", of_rank(4, "bfloat16")
     )
@@ -162,7 +167,7 @@ def test_powersgd_reads_and_writes_what_it_must_once():
         return len(re.findall(rf"\b{pattern}\b", kernels[name]))
 
     for width in (4, 2):
-        # of tensors that travel whole, for each of two alignments of their sources
+        # Of uncompressed tensors, for each of two alignments of their sources.
         whole = 4 if width == 4 else 0
         loads, stores = rf"ld\.v{width}\.[fu]32", rf"st\.v{width}\.b32"
         assert count("project_float", loads) == 4 + 4 + 4 + whole, "M, E and Q"
@@ -170,11 +175,12 @@ def test_powersgd_reads_and_writes_what_it_must_once():
         assert count("reconstruct_float", loads) == 4 + 4 + whole, "M and Q"
         assert count("reconstruct_float", stores) == 4 + 4 + 2 * whole, "M and E"
         assert count("backproject_float", loads) == 4 * (4 // width), "M"
-    # The four rows of P in flight, for each width: 16 and 8 bytes and one element; 8 bytes are the
-    # most of four bfloat16.
+    # Four rows of P in flight, for each width: 16 bytes, 8 bytes and one element; for four bfloat16
+    # 8 bytes are the maximum.
     assert count("backproject_float", r"ld\.shared\.v4\.f32") == 3 * 4
     assert count("backproject_bfloat16", r"ld\.shared\.v4\.f32") == 2 * 4
-    # 16 rows of 4 columns are read and written once; the rest is for matrices that stay in memory.
+    # 16 rows of 4 columns are read and written once; the remaining accesses are for matrices in
+    # memory.
     assert 64 <= count("orthogonalize_float", r"st\.f32") < 2 * 64
     assert not any(re.search(r"\.local\b", text) for text in kernels.values())
 
@@ -185,7 +191,7 @@ def test_an_unknown_source_is_named():
 
 
 def compiled_by_nvrtc(text: str, options: list[str]) -> tuple[str, bytes]:
-    """Return the compiler's messages and the machine code; PTX for an architecture named ``compute_…``."""
+    """Return the compiler's messages and the machine code, or PTX for ``compute_…``."""
     nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
     assert (
         nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"text.cu", 0, None, None)
@@ -211,7 +217,7 @@ REGISTERS, FRAME_BYTES = 0x2F, 0x11  # of a thread: EIATTR_REGCOUNT, EIATTR_FRAM
 
 
 def attributes(cubin: bytes, wanted: int) -> dict[str, int]:
-    """Return one attribute of each kernel, as the machine code's ELF file tells it."""
+    """Return one attribute of each kernel from the ELF file of the machine code."""
     start, (size, count) = (
         struct.unpack_from("<Q", cubin, 0x28)[0],
         struct.unpack_from("<HH", cubin, 0x3A),

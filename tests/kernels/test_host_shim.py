@@ -1,4 +1,4 @@
-"""The shim itself: it must notice what a GPU would not forgive."""
+"""CPU shim for CUDA sources: it must report errors that a GPU would not tolerate."""
 
 import itertools
 import subprocess
@@ -15,7 +15,8 @@ from tests.support import ROOT
 SUM = """
 extern "C" __global__ void block_sum(const int* x, int* out, int n) {
     __shared__ int held[256];
-    held[threadIdx.x] = blockIdx.x * blockDim.x + threadIdx.x < n ? x[blockIdx.x * blockDim.x + threadIdx.x] : 0;
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    held[threadIdx.x] = i < n ? x[i] : 0;
     BARRIER
     int total = 0;
     if (threadIdx.x == 0) {

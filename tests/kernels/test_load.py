@@ -1,4 +1,4 @@
-"""CuPy: whether it can be used, and that no context is made on a device that nobody uses."""
+"""Availability of CuPy; no context is created on a device that is not used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cuda(monkeypatch):
 
 
 class Device:
-    """CuPy's, which sets the device from before at its end, and so makes a context there."""
+    """CuPy's device: at its end it restores the previous device, which creates a context there."""
 
     def __init__(self, cuda, index):
         self.cuda, self.index = cuda, index
@@ -70,7 +70,7 @@ def importing(monkeypatch, error):
 @pytest.mark.parametrize(
     "error",
     [
-        # CuPy makes its cache when it is imported
+        # CuPy creates its cache folder when it is imported.
         OSError(30, "Read-only file system", "/home/user/.cupy/kernel_cache"),
         ImportError("libnvrtc.so.13: cannot open shared object file"),
     ],

@@ -1,4 +1,4 @@
-"""Many tensors into one and back, by the twin, the CUDA text and the kernel."""
+"""Copies between many tensors and one buffer, by the twin, the CUDA source and the kernel."""
 
 import numpy as np
 import pytest
@@ -49,8 +49,10 @@ def test_any_other_type_moves_as_it_is(device, dtype):
     back = [torch.zeros_like(t) for t in tensors]
     unpack(flat, back)
     for mine, theirs in zip(tensors, back, strict=True):
-        assert torch.equal(mine.cpu().view(torch.uint8) if dtype is torch.float8_e5m2 else mine.cpu(),
-                           theirs.cpu().view(torch.uint8) if dtype is torch.float8_e5m2 else theirs.cpu())  # fmt: skip
+        mine, theirs = mine.cpu(), theirs.cpu()
+        if dtype is torch.float8_e5m2:
+            mine, theirs = mine.view(torch.uint8), theirs.view(torch.uint8)
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -108,7 +110,7 @@ def test_the_table_describes_each_chunk():
 
 
 def test_tensors_are_checked_when_they_first_come(monkeypatch):
-    """By all that matters of them: an address alone does not tell what lies there."""
+    """The key has everything that the checks read: an address does not identify a tensor."""
     use_cuda_text_on_the_cpu(monkeypatch)
     checked = []
     check = pack_module._checked
@@ -117,12 +119,12 @@ def test_tensors_are_checked_when_they_first_come(monkeypatch):
     )
     memory, flat = torch.randn(64), torch.empty(64)
     for _ in range(3):
-        # another buffer of the same kind needs no other table
+        # Another buffer of the same kind needs no new table.
         for other in (flat, torch.empty(64)):
             pack([memory[:32].view(4, 8), memory[32:]], other)
             assert torch.equal(other, memory)
     assert len(checked) == 1
-    # dense in another order, and so the same elements
+    # Dense in another order, and so the same elements.
     pack([memory[:32].view(4, 8).t(), memory[32:]], flat)
     unpack(flat, [memory[:48], memory[48:]])
     assert len(checked) == 3

@@ -1,4 +1,4 @@
-"""PowerSGD's stages over a bucket, by the twin, the CUDA text and the kernels, against plain matrix products."""
+"""PowerSGD's stages on a bucket, by twin, CUDA source and kernel, against plain matrix products."""
 
 import random
 
@@ -9,7 +9,7 @@ from mpidist.kernels import powersgd, powersgd_launches, powersgd_plan
 from mpidist.kernels.powersgd import Bucket, Matrix, gram_schmidt, orthogonalize
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-# Odd, tiny, wide, tall; rows past one tile of backproject, columns past one strip.
+# Odd, tiny, wide and tall shapes; more rows than a tile of backproject, more columns than a strip.
 SHAPES = [(5, 7), (33, 150), (300, 64), (1, 40), (2, 1), (17, 129), (131, 36)]
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
@@ -46,7 +46,7 @@ CASES = [(rank, torch.float32) for rank in (1, 3, 4, 7, 16, 32)] + [
 
 @pytest.mark.parametrize(("rank", "dtype"), CASES, ids=str)
 def test_the_stages_are_the_products_they_stand_for(device, rank, dtype):
-    # Two elements further, fp32 may be read 8 bytes at once.
+    # An offset of two elements allows loads of 8 bytes in fp32.
     for feedback, scale, offset in [
         (True, 0.5, 0),
         (False, 1.0, 1),
@@ -59,7 +59,7 @@ def test_the_stages_are_the_products_they_stand_for(device, rank, dtype):
 @pytest.mark.parametrize("is_busy", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_few_long_rows(device, dtype, is_busy, monkeypatch):
-    """Cut among the warps of a block, unless the bucket has blocks enough."""
+    """Rows are divided among the warps of a block, unless the bucket has enough blocks."""
     monkeypatch.setattr(powersgd_plan, "_ENOUGH_BLOCKS", 0 if is_busy else 1024)
     shapes = [(1, 1024), (6, 1023), (3, 1501), (9, 2050), (7, 4100), (40, 30)]
     for rank, feedback, offset in [(3, True, 0), (8, False, 2), (20, True, 0)]:
@@ -90,7 +90,7 @@ def test_any_shapes(device, seed):
 
 
 def check_stages(bucket, scale):
-    """All stages against plain products in fp64, up to the rounding of the bucket's dtype."""
+    """Compare all stages with plain products in fp64, up to the rounding of the bucket's dtype."""
     feedback, dtype = bucket.matrices[0].e is not None, bucket.dtype
     xs = [
         x.m.double().cpu() * scale + (x.e.double().cpu() if feedback else 0)
@@ -105,7 +105,7 @@ def check_stages(bucket, scale):
     assert is_close(bucket.slots, torch.cat(whole) * scale, dtype)
     ps = doubles(x.p for x in bucket.matrices)
     powersgd.backproject(bucket, scale)
-    powersgd.backproject(bucket, scale)  # what the first one left behind must not matter
+    powersgd.backproject(bucket, scale)  # a second call must not depend on state of the first
     for x, wanted, p in zip(bucket.matrices, xs, ps, strict=True):
         assert is_close(x.q, wanted.t() @ p, dtype), x.m.shape
     assert all(torch.equal(a, b.e) for a, b in zip(errors, bucket.matrices, strict=feedback)), (
@@ -186,7 +186,7 @@ on_kernels = pytest.mark.parametrize(
 
 
 def thin_bucket(matrices, device):
-    """A bucket whose Ps are these."""
+    """Return a bucket with these matrices as its Ps."""
     rank = matrices[0].shape[1]
     bucket = bucket_of(
         [(len(v), rank) for v in matrices], rank, matrices[0].dtype, device, whole=()
@@ -197,7 +197,7 @@ def thin_bucket(matrices, device):
 
 
 def exact(matrix):
-    """The Q of the QR decomposition whose R has a positive diagonal, in fp64."""
+    """Return Q of the QR decomposition in fp64 whose R has a positive diagonal."""
     q, r = torch.linalg.qr(matrix.double())
     return q * r.diagonal().sign()
 
@@ -207,15 +207,15 @@ def test_gram_schmidt_has_the_kernels_numbers(device):
     p = bucket.matrices[0].p
     wanted = gram_schmidt(p.cpu().clone())
     powersgd.orthogonalize_p(bucket)
-    signs = (wanted * p.cpu()).sum(0).sign()  # QR, the host's way, may turn a column
+    signs = (wanted * p.cpu()).sum(0).sign()  # QR on the host may flip a column
     assert torch.allclose(p.cpu(), wanted * signs, atol=1e-5)
 
 
-# An error of a few roundings, for matrices of moderate condition.
+# The error is a few roundings, for matrices of moderate condition.
 ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
-# Every width of the compiled kernel; every type at a small and a large one.
+# Every rank that kernels are compiled for; every dtype at a small and a large rank.
 THIN = [(rank, torch.float32) for rank in (1, 2, 3, 8, 11, 32)] + [
     (rank, dtype) for dtype in DTYPES[1:] for rank in (3, 11)
 ]
@@ -224,7 +224,7 @@ THIN = [(rank, torch.float32) for rank in (1, 2, 3, 8, 11, 32)] + [
 @on_kernels
 @pytest.mark.parametrize(("rank", "dtype"), [*THIN, (32, torch.float64)], ids=str)
 def test_rows_in_registers(device, rank, dtype):
-    """Around the ends of warps, of a block's threads, and of what a block holds."""
+    """Sizes near multiples of a warp, of a block's threads, and of the rows that a block holds."""
     torch.manual_seed(rank)
     held = powersgd_plan.held_rows(
         powersgd_plan.compiled_rank(rank), 8 if dtype is torch.float64 else 4
@@ -240,7 +240,7 @@ def test_rows_in_registers(device, rank, dtype):
     powersgd.orthogonalize_p(bucket)
     for x, v in zip(bucket.matrices, matrices, strict=True):
         got, twin = x.p.cpu(), gram_schmidt(v.clone())
-        if len(v) > 2 * rank:  # else their condition may be anything
+        if len(v) > 2 * rank:  # else their condition may be large
             assert float((got.double() - exact(v)).abs().max()) < ROUNDING[dtype] * (1 + rank), (
                 v.shape
             )
@@ -253,7 +253,7 @@ def test_rows_in_registers(device, rank, dtype):
 
 @pytest.fixture
 def tall(monkeypatch):
-    """Let matrices of more than 40 rows be tall, and three blocks or more share them."""
+    """Make matrices of more than 40 rows tall, so that three blocks or more share them."""
     monkeypatch.setattr(powersgd_plan, "held_rows", lambda rank, compute_bytes: 40)
     monkeypatch.setattr(powersgd_plan, "_SEGMENT", 64)
     monkeypatch.setattr(powersgd_plan, "_MAX_SEGMENTS", 5)
@@ -262,20 +262,20 @@ def tall(monkeypatch):
 @on_kernels
 @pytest.mark.parametrize(("rank", "dtype"), THIN, ids=str)
 def test_tall_matrices(device, tall, rank, dtype):
-    """Exact up to rounding, columns of any size, and also where the columns are far from orthogonal."""
+    """The result is exact up to rounding, for columns of any size and nearly dependent columns."""
     torch.manual_seed(rank)
     matrices = [torch.randn(n, rank, dtype=torch.float64) for n in (130, 193, 320, 40, 700)]
     matrices[1] *= 10.0 ** torch.linspace(-2, 2, rank)
-    # The sine of the angle to those before is near 3e-3, in fp64 3e-2.
+    # The sine of the angle to earlier columns is near 3e-3, in fp64 3e-2.
     matrices[2] = matrices[2][:, :1] + (3e-2 if dtype is torch.float64 else 3e-3) * matrices[2]
     matrices = [v.to(dtype) for v in matrices]
     if dtype.itemsize == 2:
-        del matrices[2]  # rounding leaves little of so small an angle
+        del matrices[2]  # the angle is below the rounding
     bucket = thin_bucket(matrices, device)
     assert bucket.on_device._has_tall[0]
     powersgd.orthogonalize_p(bucket)
     for x, v in zip(bucket.matrices, matrices, strict=True):
-        # the square of the condition
+        # The error grows with the square of the condition number.
         limit = ROUNDING[dtype] * (1 + rank) * (1000 if dtype is torch.float64 else 1)
         got = x.p.double().cpu()
         if len(v) > 2 * rank:
@@ -297,7 +297,7 @@ def test_tall_matrices(device, tall, rank, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("rank", [3, 4, 8])
 def test_tall_matrices_whose_small_angles_add_up(device, tall, rank, dtype):
-    """Each column lies near the one before it, and near nothing else: a pivot's rounding grows with each of them."""
+    """Each column is near the previous one only, so a pivot's rounding grows with each column."""
     torch.manual_seed(rank)
     basis, _ = torch.linalg.qr(torch.randn(300, rank, dtype=torch.float64))
     matrices = []
@@ -322,13 +322,13 @@ def test_tall_matrices_whose_small_angles_add_up(device, tall, rank, dtype):
 @on_kernels
 @pytest.mark.parametrize("epsilon", [0, 1e-8, 1e-4, 1e-2])
 def test_tall_matrices_that_cholesky_cannot_take(device, tall, epsilon):
-    """Dependent columns, zeros, norms near epsilon: as Gram-Schmidt does them."""
+    """Dependent columns, zeros, norms near epsilon: the result is that of Gram-Schmidt."""
     torch.manual_seed(3)
     sizes = (100, 200, 300, 130, 250, 140, 150)
     near, equal, zero, all_zero, small, tiny, slanting = matrices = [
         torch.randn(n, 5) for n in sizes
     ]
-    slanting += 2 * slanting[:, :1].clone()  # a large epsilon leaves some of one column in another
+    slanting += 2 * slanting[:, :1].clone()  # a large epsilon leaves components in later columns
     near[:, 3] = near[:, 1] + 1e-6 * near[:, 3]
     equal[:, 4] = equal[:, 0]
     zero[:, [0, 2]] = 0
@@ -340,7 +340,7 @@ def test_tall_matrices_that_cholesky_cannot_take(device, tall, epsilon):
     got = [x.p.cpu() for x in bucket.matrices]
     for place, v in enumerate(matrices):
         twin = gram_schmidt(v.clone(), epsilon)
-        if place > 1:  # the direction of what rounding leaves of dependent columns is any
+        if place > 1:  # the direction of a rounding residue is arbitrary
             assert torch.allclose(got[place], twin, atol=3e-6), place
         filled = got[place][:, v.any(dim=0)].double()
         if v is not all_zero and (epsilon == 0 or (epsilon == 1e-8 and v is not tiny)):
@@ -396,7 +396,9 @@ def test_orthogonalize_alone(shape, epsilon):
     matrix = torch.randn(shape)
     product = orthogonalize(matrix.clone(), epsilon)
     assert torch.allclose(product.t() @ product, torch.eye(shape[1]), atol=1e-4)
-    assert torch.allclose(product @ (product.t() @ matrix), matrix, atol=1e-4)  # the same space
+    assert torch.allclose(
+        product @ (product.t() @ matrix), matrix, atol=1e-4
+    )  # the same column space
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -423,7 +425,7 @@ def test_a_step_that_is_given_up_leaves_the_errors(device, dtype, feedback):
     powersgd.project(bucket)
     assert not any(powersgd.is_finite(x.p) for x in bucket.matrices)
     if feedback:
-        bucket.matrices[1].e[3, 4] = float("nan")  # as an overflow of X − M leaves it
+        bucket.matrices[1].e[3, 4] = float("nan")  # as after an overflow of X − M
         errors[1][3, 4] = 0
     for tensor in bucket.whole:
         tensor.zero_()

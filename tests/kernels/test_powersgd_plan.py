@@ -1,4 +1,4 @@
-"""The table that the PowerSGD kernels are told: every row and column strip is some block's, once."""
+"""Table of the PowerSGD kernels: every row and column strip belongs to one block."""
 
 import numpy as np
 import pytest
@@ -74,7 +74,7 @@ def test_the_blocks_cover_everything_once(items, compute_bytes):
 
 
 def test_a_block_holds_as_many_rows_as_its_registers():
-    """64 of a thread's registers, in a block of 512 threads; a rank of 4, and up to 8192 rows."""
+    """64 registers of a thread in a block of 512 threads: at rank 4 up to 8192 rows."""
     assert [held_rows(rank, 4) for rank in (1, 2, 4, 8, 16, 32)] == [
         8192,
         8192,

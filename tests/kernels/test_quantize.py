@@ -1,4 +1,4 @@
-"""Blockwise int8, by the twin, the CUDA text and the kernel, against NumPy."""
+"""Blockwise int8, by the twin, the CUDA source and the kernel, against NumPy."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ DTYPES = [torch.float32, torch.float64]
 
 
 def expected(change):
-    """Return q and scales, block by block, each operation rounded by NumPy."""
+    """Return q and scales, block by block, with each operation rounded by NumPy."""
     change = change.numpy()
     wide, q, scales = (
         change.dtype.type,
@@ -42,7 +42,7 @@ def is_same(tensor, wanted):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_change_is_rounded_by_blocks_and_added_again(device, dtype, monkeypatch):
-    monkeypatch.setattr(quantize_module, "_PIECE_NUMEL", 4096)  # several pieces of the twin's
+    monkeypatch.setattr(quantize_module, "_PIECE_NUMEL", 4096)  # several pieces of the twin
     for numel in SIZES:
         master, flat = torch.randn(numel, dtype=dtype), torch.randn(numel, dtype=dtype)
         master *= torch.logspace(-6, 6, numel, dtype=dtype)
@@ -57,7 +57,7 @@ def test_a_change_is_rounded_by_blocks_and_added_again(device, dtype, monkeypatc
         dequantize_add(target, q, scales)
         steps = wanted_scales.to(dtype).repeat_interleave(BLOCK)[:numel]
         assert torch.equal(target.cpu(), flat + wanted_q.to(dtype) * steps), numel
-        # Half a step is left, but for the rounding of the sums.
+        # The error is half a step, plus the rounding of the sums.
         slack = 4 * torch.finfo(dtype).eps * (master.abs() + flat.abs())
         assert bool(((master - target.cpu()).abs() <= 0.5001 * steps + slack).all()), numel
 
@@ -142,7 +142,7 @@ def test_special_values(device, dtype):
 
 
 def test_subnormal_sums_are_kept(device):
-    """CuPy compiles with -ftz=true; all ranks must see what a rank with a twin sees."""
+    """CuPy compiles with -ftz=true, but ranks with kernels must agree with ranks with the twin."""
     target = torch.full((BLOCK,), 3e-45, device=device)
     dequantize_add(
         target,

@@ -1,4 +1,4 @@
-"""Flat views, whatever the strides of a contiguous tensor are."""
+"""Flat views of contiguous tensors with any strides."""
 
 import torch
 

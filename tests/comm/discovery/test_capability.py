@@ -1,6 +1,6 @@
-"""What MPI does with device memory: what is forced, what is remembered, and that all ranks come to one answer.
+"""Capabilities on device memory: forced, cached or tried, with one result for all ranks.
 
-The CPU stands for a device here; the GPU test at the end does the same with a real one.
+The CPU replaces a device here; the GPU test at the end uses a real one.
 """
 
 import json
@@ -31,7 +31,7 @@ from tests.support import agree, raises_on_all
 
 CPU = torch.device("cpu")
 EVERYTHING = frozenset(trial_operations.OPERATIONS)
-# A rank that has MPI, but not torch, which takes seconds to import.
+# A rank with MPI but without torch, whose import takes seconds.
 _RANK = """
 import sys
 from mpi4py import MPI
@@ -40,13 +40,14 @@ for operation in sys.argv[sys.argv.index("--device") + 2 :]:
         print("mpidist-probe begins", operation, flush=True)
     MPI.COMM_WORLD.Barrier()
     if MPI.COMM_WORLD.Get_rank() == 0:
-        print("mpidist-probe ended", operation, "works" if MPI.COMM_WORLD.Get_size() == 2 else "alone", flush=True)
+        verdict = "works" if MPI.COMM_WORLD.Get_size() == 2 else "alone"
+        print("mpidist-probe ended", operation, verdict, flush=True)
 """
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Give each test a cache of its own, and a process that remembers nothing."""
+    """Give each test an empty cache folder, and this module its initial state."""
     monkeypatch.setenv("MPIDIST_CACHE", str(tmp_path))
     monkeypatch.delenv("MPIDIST_CUDA_AWARE", raising=False)
     monkeypatch.setattr(capability, "_tables", {})
@@ -56,7 +57,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Count the jobs that this rank starts; each finds that all but one operation work."""
+    """Count the jobs that this rank starts; each reports that all but one operation work."""
     started = []
 
     def found(device, library, cuda_first):
@@ -71,7 +72,7 @@ def launches(monkeypatch):
 
 
 def forget(comm, monkeypatch):
-    """Begin a new job, as far as this module can tell."""
+    """Reset this module's state, as in a new job."""
     comm.device_operations.clear()
     monkeypatch.setattr(capability, "_tables", {})
 
@@ -193,7 +194,7 @@ def test_the_trial_starts_mpi_first_where_one_rank_has_done_so(group, monkeypatc
 
 
 def pretend_devices(monkeypatch, visible):
-    """Pretend that this process sees these devices, by their names on the node."""
+    """Pretend that this process sees these devices, named by their UUID."""
     properties = [SimpleNamespace(uuid=name) for name in visible]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties[index])
@@ -204,7 +205,7 @@ def pretend_devices(monkeypatch, visible):
 
 @pytest.mark.mpi(min_size=2)
 def test_devices_that_ranks_of_a_node_do_not_see_are_not_given_to_mpi(group, launches, monkeypatch):
-    """``srun --gpus-per-task=1``: each rank's device is its device 0, and the trial's ranks would share one of them."""
+    """With ``srun --gpus-per-task=1`` device 0 differs by rank, and a trial would use one."""
     where = torch.device("cuda", 0)
     pretend_devices(monkeypatch, [f"GPU-{group.rank}"])
     agree(
@@ -252,7 +253,7 @@ def test_without_a_cache_folder_it_is_tried_in_each_job(group, launches, monkeyp
 
 @pytest.mark.mpi
 def test_a_job_inside_this_job_while_the_others_wait(group, monkeypatch):
-    """The others wait in a broadcast: the nested job must neither join this one nor abort it."""
+    """The other ranks wait in a broadcast: the child job must neither join nor abort this job."""
     real = capability_trial.try_operations
     program = [sys.executable, "-c", _RANK]
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The nested job that tries operations: real ranks where they must be, and ranks that crash, hang or lie."""
+"""Child job that tries operations, with real ranks and with ranks that crash, hang or misreport."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import torch
 from mpidist.comm.discovery import capability_trial, child_job, trial_operations
 from tests.support import missing
 
-# A rank that needs neither torch nor MPI, and what it does at Bcast.
+# A rank that needs neither torch nor MPI; ``at_bcast`` is its code for Bcast.
 _RANK = """
 import os, signal, sys, time
 if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "0":
@@ -27,7 +27,7 @@ _TRIED = ("point_to_point", "Bcast", "Allreduce")
 
 
 def library():
-    """Name the MPI whose launcher stands beside this Python."""
+    """Return the MPI whose launcher is beside this Python."""
     if child_job.launcher("Open MPI") is None:
         missing("no mpirun is installed")
     return "Open MPI"
@@ -112,7 +112,7 @@ def test_a_hang_marks_its_operation_alone_and_leaves_no_process(monkeypatch):
 
 
 def test_what_a_launcher_detaches_is_ended_too(tmp_path):
-    # As MPICH's does: the rank is in a session of its own, and whoever started it is gone.
+    # As with MPICH's launcher, the rank is in a session of its own and its parent has exited.
     code = (
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.close(1)\n    "
         "os.close(2)\n    time.sleep(60)\n"
@@ -201,7 +201,7 @@ def test_the_trials_are_right_on_any_number_of_ranks(group):
 
 
 class Silent:
-    """A library whose collectives do nothing: this is how a wrong one looks."""
+    """A library whose collectives do nothing, so that results are wrong."""
 
     def __init__(self, comm):
         self._comm = comm

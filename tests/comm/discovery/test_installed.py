@@ -1,4 +1,4 @@
-"""The MPI library that Python would load, without starting it."""
+"""MPI library that Python would load, without starting it."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.support import started
 
 
 def test_the_library_is_known_before_it_starts():
-    """In a process of its own: another test of this one may have started MPI."""
+    """Runs in a separate process, because another test of this one may have started MPI."""
     code = """
         import sys
         from mpidist.comm.discovery import installed
@@ -20,7 +20,8 @@ def test_the_library_is_known_before_it_starts():
         from mpi4py import rc
         rc.initialize = False
         from mpi4py import MPI
-        assert not MPI.Is_initialized() and found.text == MPI.Get_library_version().replace(chr(0), "").strip(), found
+        text = MPI.Get_library_version().replace(chr(0), "").strip()
+        assert not MPI.Is_initialized() and found.text == text, found
         print(found.abi, found.file, found.name, found.mpirun, "torch" in sys.modules, sep="|")
     """
     done = started([sys.executable, "-c", "\n".join(line.strip() for line in code.split("\n"))], 60)

@@ -1,4 +1,4 @@
-"""The trial of the launcher: what a real job and false ones come to."""
+"""Trial of the launcher, with a real job and with failing ones."""
 
 import stat
 

@@ -1,4 +1,4 @@
-"""What is known of transports, from the sources that tell."""
+"""Transports of an MPI library, from each source that reports them."""
 
 import pytest
 

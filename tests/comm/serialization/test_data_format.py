@@ -1,4 +1,4 @@
-"""Data-only objects: what goes out comes back exactly; what is none is refused with its place; bytes make data alone."""
+"""Data-only objects: exact round trips, refusals with the place, and data from any bytes."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def there_and_back(obj, **how):
 
 
 def told(obj):
-    """Return an object as text, with all types; sets sorted.
+    """Return an object as text, with all types; sets are sorted.
 
-    NaN is like NaN, and -0.0 not like 0.0.
+    NaN equals NaN, and -0.0 differs from 0.0.
     """
     kind = type(obj).__name__
     if isinstance(obj, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Objects to bytes and back, and bytes that are no frame."""
+"""Frames: objects to bytes and back, and bytes that are not a frame."""
 
 import os
 import struct
@@ -151,7 +151,7 @@ def test_tensors_and_arrays_travel_as_data():
 
 
 class Runs:
-    """Says so when it is unpickled."""
+    """Records that it was unpickled."""
 
     has_run = False
 
@@ -165,7 +165,7 @@ def test_a_pickle_is_refused_unread_where_data_is_asked_for():
         frame.from_bytes(data, data_only=True)
     assert not Runs.has_run
     frame.from_bytes(data)
-    assert Runs.has_run  # so the payload is one that runs
+    assert Runs.has_run  # unpickling runs the payload
 
 
 @pytest.mark.parametrize("number", [frame.DATA, frame.REFUSAL])

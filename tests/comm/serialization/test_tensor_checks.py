@@ -1,4 +1,7 @@
-"""Tables that nobody honest has written: refused before memory is touched, or safe to use; a strict reader checks values, too."""
+"""Forged tensor tables: refused before memory is touched, or safe to use.
+
+A strict reader checks values too.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ def strided(shape, offset, numbers, number=F32):
 
 
 def coo(indices, values, shape, flags=0, number=F32):
-    """A COO tensor over parts 0 and 1."""
+    """Return a COO tensor over parts 0 and 1."""
     return row(number, COO, flags, 0, shape, indices, values)
 
 
@@ -306,7 +309,7 @@ def test_a_strict_reader_checks_values(case):
 
 
 def test_a_cached_beginning_bypasses_no_check():
-    """What stands before the elements of small tensors is remembered: bools are looked at all the same."""
+    """The bytes in front of the elements are cached, but bools are always checked."""
     table = bytearray(described([torch.tensor([True, False])])[0])
     tensor_rebuild.read(table, 0, [])
     table[-1] = 9

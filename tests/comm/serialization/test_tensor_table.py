@@ -1,4 +1,4 @@
-"""Tensors and arrays as rows of a table and memory beside it: all kinds come over, and what is cut off is refused."""
+"""Tensors and arrays as rows of a table and parts: round trips, and refusal of truncated tables."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ KNOWN = [dtype for dtype in DTYPES if dtype is not None]
 
 
 def memory_of(part):
-    """Return a part as the transport gives it back: memory of its own."""
+    """Return a part as the transport delivers it: memory of its own."""
     is_tensor = isinstance(part, torch.Tensor)
     data = part.detach().view(-1).view(torch.uint8).numpy().tobytes() if is_tensor else bytes(part)
     return memoryview(bytearray(data))
 
 
 def described(objects):
-    """Return the table and the memory of objects, as they arrive."""
+    """Return the table and the memory of objects as they arrive."""
     assert all(map(tensor_table.is_describable, objects))
     table, parts, devices = tensor_table.describe(objects)
     assert devices == [None] * len(parts)
@@ -33,7 +33,7 @@ def described(objects):
 
 
 def over(*objects):
-    """Return objects that have been described and rebuilt, from within other bytes and with other parts behind theirs."""
+    """Return rebuilt objects from a table inside other bytes, with further parts behind its own."""
     table, parts = described(objects)
     there, used, end = tensor_rebuild.read(
         bytearray(b"ahead" + table + b"behind"), 5, [*parts, memoryview(b"other")]
@@ -59,7 +59,7 @@ def test_every_dtype_and_size(dtype):
             for there in over(*objects):
                 assert same(there, tensor), numel
                 if numel:
-                    there.view(torch.uint8)[0] = 1  # it owns memory that it may write
+                    there.view(torch.uint8)[0] = 1  # it owns writable memory
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in ARRAY_DTYPES if dtype is not None], ids=str)
@@ -85,7 +85,7 @@ def test_bytearrays():
 
 def test_what_is_no_row():
     class Own(torch.Tensor):
-        """A subclass: its methods are its own."""
+        """A subclass, whose methods a row would lose."""
 
     odd = torch.ones(2)
     odd.note = 1
@@ -299,7 +299,7 @@ def test_scattered_views_of_one_storage_keep_sharing():
 
 
 def test_tensors_that_only_lie_side_by_side_in_memory_stay_apart():
-    """Two storages over adjoining memory: what one receiver writes is not the other's."""
+    """Two storages in adjoining memory must not be merged, because a receiver may write to one."""
     memory = bytearray(16_000)
     left = torch.frombuffer(memory, dtype=torch.float32, count=2000)
     right = torch.frombuffer(memory, dtype=torch.float32, count=2000, offset=8000)
@@ -309,7 +309,7 @@ def test_tensors_that_only_lie_side_by_side_in_memory_stay_apart():
 
 
 def work_of(objects):
-    """Return how many functions run while objects are described and rebuilt, and how many bytes travel."""
+    """Return the number of functions called to describe and rebuild objects, and the bytes sent."""
     count = 0
 
     def note(frame, event, argument):

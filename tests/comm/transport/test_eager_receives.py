@@ -1,4 +1,4 @@
-"""Receives of eager messages change between posted and probed: none is lost or overtakes another, and no long one lands."""
+"""Changes between posted and probed receives: no message is lost, reordered or written too far."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
-COUNT = 12  # messages: more than there are posted receives
+COUNT = 12  # more messages than posted receives
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def isend(transport, to, data):
 
 
 def numbered(transport, group, first, count=COUNT):
-    """Send numbered messages to all others, every third with a payload."""
+    """Send numbered messages to all other ranks, every third with a payload."""
     for to in range(group.size):
         for number in range(first, first + count):
             if to != group.rank:
@@ -42,7 +42,7 @@ def numbered(transport, group, first, count=COUNT):
 
 
 def disorder(seen, count):
-    """Return what is wrong with numbered messages that have arrived."""
+    """Return the errors in the numbered messages that have arrived."""
     wrong = []
     for source in {one.source for one in seen}:
         ours = [one for one in seen if one.source == source]
@@ -86,7 +86,7 @@ def test_messages_keep_their_order_over_changes(group, made, ways, polled):
 
 
 def test_a_message_under_way_comes_before_those_of_posted_receives(group, made):
-    """Its receive was matched in the time of a probed one; the change takes place behind it."""
+    """A probed receive has matched the message; the change takes effect after it."""
     made.open_receives(is_probing=True)
     request = _Held()
     request.space = made._probed.space
@@ -110,7 +110,7 @@ def test_a_message_under_way_comes_before_those_of_posted_receives(group, made):
 
 
 class _Held:
-    """A receive of MPI that ends when it is told to."""
+    """An MPI receive that completes when the test sets it."""
 
     is_over = False
 

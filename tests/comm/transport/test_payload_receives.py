@@ -1,4 +1,4 @@
-"""Payloads that are not as announced: their message is returned with the reason, and those behind it keep their order."""
+"""Payloads that differ from their announcement: damage for their message, order for later ones."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from tests.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=2)
 __all__ = ["transport"]  # a fixture
-_kept = []  # what nobody receives must stay in memory all the same
+_kept = []  # sends that are never received keep their memory
 
 
 def forged(sizes, header=b"", packed=b"", kind=1, marks=0, count=None, lengths=(0, 0), sequence=7):
-    """Return an eager message that announces payloads of these sizes; ``lengths`` are added to those of header and section."""
+    """Return an eager message that announces payloads of these sizes.
+
+    ``lengths`` are added to those of header and section.
+    """
     count = len(sizes) if count is None else count
     fixed = eager_message.FIXED.pack(
         kind, 0, count | marks, 0, sequence, 0, len(header) + lengths[0], len(packed) + lengths[1]
@@ -116,7 +119,7 @@ DAMAGED = {
 def test_damaged_messages_are_returned_with_the_reason_and_the_next_ones_arrive(
     monkeypatch, group, transport, name
 ):
-    """What a sender announces and what it sends need not agree; nobody else's memory is handed out, and nothing else suffers."""
+    """Announced and sent payloads differ; later messages arrive, and no memory is mixed up."""
     message, payloads, reason, keeps_order = DAMAGED[name]
     if name == "memory that there is not":
         acquire = payload_receives.BufferPool.acquire
@@ -177,7 +180,7 @@ def test_what_another_message_has_left_in_lent_memory_is_not_handed_out(group, t
 def test_a_payload_longer_than_announced_is_not_received(
     monkeypatch, group, transport, announced, sent
 ):
-    """Not a byte of it: what lies in and behind the memory for it is as it was."""
+    """No byte is written: neither in the memory for the payload nor behind it."""
     blocks = []
 
     def acquire(self, nbytes):

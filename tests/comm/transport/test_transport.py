@@ -1,4 +1,4 @@
-"""Messages keep the order of each pair, and bring parts of any number and size; all may send to all at once."""
+"""Transport: messages of a pair keep their order, with parts of any number and size, all to all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.mpi(min_size=1)
 
 
 def receive(transport, count, limit_s=30):
-    """Return the first sight of ``count`` messages, in their order, all complete."""
+    """Return ``count`` messages in the order of their first return, all complete."""
     seen, deadline = [], time.monotonic() + limit_s
     while (
         len(seen) < count or not all(one.is_complete for one in seen)
@@ -85,11 +85,11 @@ def test_messages_and_parts_all_to_all_at_once(group, transport):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_sender_that_never_pauses_holds_up_no_payload(group, transport):
-    """Polls that always find the next small message complete the large ones of all ranks as well."""
+    """Polls that always find another small message also complete the large ones of all ranks."""
     if group.rank == 0:
         places = []
         while len(places) < group.size - 1:
-            # So many looks that none of these polls ends without a message.
+            # So many tests that each of these polls returns a message.
             one = transport.poll(looks=1 << 40)
             if one.is_new:
                 one.is_new = False
@@ -101,8 +101,8 @@ def test_a_sender_that_never_pauses_holds_up_no_payload(group, transport):
             transport.send(to, 2)
     else:
         transport.send(0, 1, header=b"large", parts=[bytes(1_000_000)] * 2)
-        # Small ones, until the large one is told to be there; with a pause, so that the receiver's
-        # queue stays short.
+        # Small messages until the large one is reported as complete; with a pause, so that the
+        # receiver's queue stays short.
         deadline = time.monotonic() + 20
         while (one := transport.poll()) is None:
             transport.send(0, 3, header=b"small")
@@ -115,7 +115,7 @@ def test_a_sender_that_never_pauses_holds_up_no_payload(group, transport):
 
 @pytest.mark.mpi(min_size=2)
 def test_payloads_that_wait_are_looked_at_in_turn(group, transport, monkeypatch):
-    """Whatever their number, none is left out while messages follow each other."""
+    """Every incomplete message is tested, for any number of them, while other messages arrive."""
     if group.rank == 0:
         for waiting in (2, 3, 4):
             looked = []
@@ -143,7 +143,7 @@ def test_numbers_travel_as_they_are(group, transport):
 
 @pytest.mark.parametrize(("count", "nbytes"), [(5000, 8), (40_000, 1), (600, 17_000)])
 def test_any_number_of_parts(group, transport, count, nbytes):
-    """More than an eager message can describe, and more large ones than travel by themselves."""
+    """More parts than an eager message can describe, and more large ones than ``MAX_PAYLOADS``."""
     data = bytes(range(250)) * (nbytes // 250 + 1)
     parts = [data[: nbytes - place % 2] for place in range(count)]
     transport.send((group.rank + 1) % group.size, 1, header=b"many", parts=parts)
@@ -224,7 +224,7 @@ def test_sections_that_do_not_hold_what_they_announce_are_refused():
 
 @pytest.mark.parametrize("aware", ["0", "1"])
 def test_a_part_for_a_device_waits_for_no_work_of_users(monkeypatch, group, transport, aware):
-    """Whoever polls has users' current stream: what was queued there must not delay the messages of all other calls."""
+    """The polling thread has a user's stream, whose work must not delay other calls."""
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", aware)
     device = LazyDevice(None)
     monkeypatch.setattr(device_p2p, "device_at", lambda where: device)
