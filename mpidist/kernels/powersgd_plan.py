@@ -99,16 +99,10 @@ def plan(
     partials = np.cumsum([0, *(n * s * rank * width for n, s in zip(shared, splits, strict=True))])
     counters = np.cumsum([0, *shared])
     held = held_rows(rank, compute_bytes)
-    of_p = _sweeps(
-        [item.rows if item.rank else 0 for item in items], held, rank, 0, int(counters[-1])
-    )
-    of_q = _sweeps(
-        [item.columns if item.rank else 0 for item in items],
-        held,
-        rank,
-        of_p.grams_end,
-        of_p.counters_end,
-    )
+    heights = [item.rows if item.rank else 0 for item in items]
+    of_p = _sweeps(heights, held, rank, 0, int(counters[-1]))
+    heights = [item.columns if item.rank else 0 for item in items]
+    of_q = _sweeps(heights, held, rank, of_p.grams_end, of_p.counters_end)
     columns = (first_row, shares_rows, first_column, splits, partials, counters)
     table = [
         (

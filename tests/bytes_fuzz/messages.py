@@ -20,7 +20,7 @@ from mpidist.autograd import control_messages
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi import mpi_errors
 from mpidist.comm.mpi.tags import Tag
-from mpidist.comm.transport import eager_receives, payload_receives, transport
+from mpidist.comm.transport import eager_receives, payload_receives, sends, transport
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import CommTimeout
 from mpidist.rpc import callee, current, proxy, rref
@@ -39,7 +39,8 @@ _AGENT_CASES = 400  # cases of one agent, so that its state is bounded
 _ASKED_EVERY = 50  # cases after which a listed function must be answered
 
 # MPI is not started.
-transport.MPI = eager_receives.MPI = mpi_errors.MPI = buffer.MPI = payload_receives.MPI = Mpi
+for _module in (transport, sends, eager_receives, payload_receives, mpi_errors, buffer):
+    _module.MPI = Mpi
 _LISTED = [
     victim.look,
     victim.echo,

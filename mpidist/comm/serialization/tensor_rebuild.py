@@ -39,6 +39,12 @@ _MAX_LONE = 4096
 _lone: dict[bytes, tuple[Any, int, tuple[int, ...] | None]] = {}
 
 
+_MALFORMED = (
+    *(struct.error, LookupError, TypeError, ValueError),
+    *(RuntimeError, OverflowError, MemoryError),
+)
+
+
 def read_lone(table: Any, place: int) -> tuple[Tensor, int] | None:
     """Rebuild the tensor of a table that holds one small whole host tensor; return it and the end.
 
@@ -82,38 +88,22 @@ def read(
         count, used, number, form, flags, dims, _ = FIRST.unpack_from(table, place)
         if count == 1 and used == 0 and flags & INLINE and form == DENSE and dims < len(SHAPES):
             # The content of most messages with tensors.
-            place += FIRST.size
-            shape = SHAPES[dims].unpack_from(table, place)
-            place += 8 * dims
-            end = place + (
-                shape[0] * ITEM_BYTES[number]
-                if dims == 1
-                else math.prod(shape, start=ITEM_BYTES[number])
-            )
+            shape = SHAPES[dims].unpack_from(table, place + FIRST.size)
+            place += FIRST.size + 8 * dims
+            end = place + math.prod(shape, start=ITEM_BYTES[number])
             tensor = _inline(table[place:end], number, shape, end - place, is_strict)
             if flags & (REQUIRES_GRAD | PARAMETER):
                 return [flagged(tensor, flags)], 0, end
             if end > place and number != BOOL:
                 if len(_lone) >= _MAX_LONE:
                     _lone.clear()
-                _lone[bytes(table[first:place])] = (
-                    DTYPES[number],
-                    end - place,
-                    None if dims == 1 else shape,
-                )
+                flat_shape = None if dims == 1 else shape
+                _lone[bytes(table[first:place])] = DTYPES[number], end - place, flat_shape
             return [tensor], 0, end
         if used > len(parts):
             raise ValueError(f"{used} parts announced, {len(parts)} arrived")
         return _rows(table, place + COUNTS.size, count, parts[:used], is_strict)
-    except (
-        struct.error,
-        LookupError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-        OverflowError,
-        MemoryError,
-    ) as error:
+    except _MALFORMED as error:
         raise FrameError(
             f"the table of {len(table) - first} bytes does not describe what came with it: {error}"
         ) from error

@@ -33,10 +33,8 @@ from mpidist.comm.transport.eager_message import DEVICE_SHIFT
 from mpidist.comm.transport.incoming import Incoming, Part
 from mpidist.errors import FrameError
 
-_MAX_ANNOUNCED_BYTES = (
-    1 << 44
-    # Announced by one message. Each GiB takes one receive, even if it never arrives.
-)
+# Announced by one message. Each GiB takes one receive, even if it never arrives.
+_MAX_ANNOUNCED_BYTES = 1 << 44
 
 
 class PayloadReceives:

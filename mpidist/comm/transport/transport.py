@@ -16,17 +16,12 @@ all at the same time, whatever the size, because a rank that polls also receives
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from mpidist.comm import device_p2p
 from mpidist.comm.group import ProcessGroup
 from mpidist.comm.memory.buffer_pool import BufferPool
-from mpidist.comm.memory.device_request import start_request
 from mpidist.comm.mpi import mpi_errors, runtime
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
@@ -40,14 +35,13 @@ from mpidist.comm.transport.eager_message import (
 )
 from mpidist.comm.transport.eager_receives import ProbedReceive, post_receives, withdraw
 from mpidist.comm.transport.incoming import Incoming, Part
-from mpidist.comm.transport.payload_receives import PayloadReceives, pieces_of
+from mpidist.comm.transport.payload_receives import PayloadReceives
+from mpidist.comm.transport.sends import Sends
 from mpidist.errors import FrameError, RankFailureError
 
 _RECEIVES = 4  # posted at a time
-_MAX_SENDING = (
-    # Sends under way beyond which a rank that always has a message to return tests them as well.
-    64
-)
+# Sends under way beyond which a rank that always has a message to return tests them as well.
+_MAX_SENDING = 64
 
 
 class Transport:
@@ -67,26 +61,20 @@ class Transport:
         self.generation = 0  # set by the user; messages of another generation are dropped
         self._memory = BufferPool()
         self._loopback: deque[Incoming] = deque()
-        self._sending: deque[tuple[Any, Any]] = deque()
         self._incomplete: list[Incoming] = []
-        # Counts eager messages returned while payloads were under way.
-        self._eager_count = 0
-        self._payload_lock = threading.Lock()
+        self._eager_count = 0  # eager messages received while payloads are under way
         self._posted: list[tuple[Any, bytearray, Any]] = []
-        # Index of the receive that the next eager message completes; receives complete in order.
-        self._next = 0
-        # The receive that was read last; the next poll posts it again.
-        self._consumed: Any = None
-        # Replaces the posted receives while probing.
-        self._probed: ProbedReceive | None = None
+        self._next = 0  # index of the receive that the next eager message completes
+        self._consumed: Any = None  # the receive that was read last
+        self._probed: ProbedReceive | None = None  # replaces the posted receives
         self._dead: set[int] = set()
         if group is not None:
             self._mpi = group._comm.plain
             self._isend, self._byte = self._mpi.Isend, MPI.BYTE
-            self._eager_tag, self._payload_tag = (
-                group._comm.own_tag(Tag.EAGER),
-                group._comm.own_tag(Tag.PAYLOAD),
-            )
+            self._eager_tag = group._comm.own_tag(Tag.EAGER)
+            self._payload_tag = group._comm.own_tag(Tag.PAYLOAD)
+            self._sends = Sends(self._isend, self._eager_tag, self._payload_tag)
+            self._sending = self._sends.pending
             self._status: Any = MPI.Status()
             self._payloads = PayloadReceives(self._mpi, self._payload_tag, self._memory)
             runtime.close_at_exit(self, stage=1)  # after the threads that poll
@@ -186,19 +174,7 @@ class Transport:
         message, payloads = eager_message.encode(
             (kind, flags, self.generation, sequence, context), header, parts, devices
         )
-        # The receiver posts receives in the order of eager messages, so no payload of another
-        # message may be sent in between.
-        ready = [
-            device_p2p.to_send(memory) if isinstance(memory, torch.Tensor) else (memory, None)
-            for memory in payloads
-        ]
-        with self._payload_lock:
-            self._sending.append((self._isend([message, self._byte], to, self._eager_tag), message))
-            for memory, device in ready:
-                for piece in pieces_of(memory):
-                    self._sending.append(
-                        (start_request(device, self._isend, piece, to, self._payload_tag), memory)
-                    )
+        self._sends.start(to, message, payloads)
 
     def poll(self, looks: int = 1) -> Incoming | None:
         """Test up to ``looks`` times for a message, or for the last part of one.
@@ -208,22 +184,20 @@ class Transport:
 
         Raises:
             FrameError: Bytes that are no message. They are dropped, and the next call continues.
-            RankFailureError: MPI reports failed ranks (ULFM); ``ranks`` are ranks of the group.
-                Each is reported once.
+            RankFailureError: MPI reports failed ranks (ULFM); ``ranks`` are new ones in the group.
         """
         if self._loopback or not self._posted:
             return self._loopback.popleft() if self._loopback else None
-        # The receive is posted again only now: every MPI call releases the GIL, and getting it back
-        # from a main thread that computes takes half a millisecond. The other receives stay posted
-        # meanwhile.
+        # The receive is posted again only now, because every MPI call releases the GIL: getting it
+        # back from a main thread that computes takes half a millisecond.
         if self._consumed is not None:
             self._consumed.Start()
             self._consumed = None
         if self._incomplete and self._eager_count:
-            # One test after each message, so that a sender whose next message is always ready does
-            # not delay the payloads of other senders.
-            complete = self._finish(self._eager_count % len(self._incomplete))
-            if complete is not None:
+            # One test after each message: a sender whose next message is always ready must not
+            # delay the payloads of other senders.
+            place = self._eager_count % len(self._incomplete)
+            if (complete := self._finish(place)) is not None:
                 return complete
         request, space, test = self._posted[self._next]
         status = self._status
@@ -243,24 +217,15 @@ class Transport:
             self._eager_count += 1
         data = space[: status.Get_count(self._byte)]
         if len(self._sending) > _MAX_SENDING:
-            self._test_sends()
-        if len(data) < FIXED_BYTES:
-            raise FrameError(
-                f"truncated message of {len(data)} bytes from rank {status.Get_source()}"
-            )
-        fields = kind, flags, payloads, generation, sequence, context, header_bytes, packed = (
-            FIXED.unpack_from(data)
-        )
-        if (
-            payloads
-            or packed
-            or generation != self.generation
-            or len(data) != FIXED_BYTES + header_bytes
-        ):
-            return self._accept(status.Get_source(), data, fields)
-        return Incoming(
-            status.Get_source(), kind, flags, sequence, context, data, FIXED_BYTES, len(data)
-        )
+            self._sends.test()
+        source, nbytes = status.Get_source(), len(data)
+        if nbytes < FIXED_BYTES:
+            raise FrameError(f"truncated message of {nbytes} bytes from rank {source}")
+        fields = FIXED.unpack_from(data)
+        kind, flags, payloads, generation, sequence, context, header, packed = fields
+        if payloads or packed or generation != self.generation or nbytes != FIXED_BYTES + header:
+            return self._accept(source, data, fields)
+        return Incoming(source, kind, flags, sequence, context, data, FIXED_BYTES, nbytes)
 
     def close(self, timeout_s: float) -> None:
         """Withdraw the receives, so that MPI can finalize."""
@@ -295,7 +260,7 @@ class Transport:
     def _progress(self) -> Incoming | None:
         self._eager_count = 0
         if self._sending:
-            self._test_sends()
+            self._sends.test()
         for place in range(len(self._incomplete)):
             incoming = self._finish(place)
             if incoming is not None or place >= len(self._incomplete):
@@ -317,16 +282,6 @@ class Transport:
         if incoming.section is not None:
             unpack_parts(incoming)
         return incoming
-
-    def _test_sends(self) -> None:
-        sending = self._sending
-        try:
-            while sending and sending[0][0].Test():
-                sending.popleft()
-        except Exception as error:
-            if not mpi_errors.is_mpi_error(error) or not mpi_errors.is_failure(error):
-                raise
-            sending.popleft()  # the receiver has failed
 
     def _translated(self, error: Exception, request: Any) -> Exception:
         """Return the library's error for an error of MPI, and keep the receives posted."""

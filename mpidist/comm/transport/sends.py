@@ -1,0 +1,62 @@
+"""Sends under way: eager messages with their payloads, and the completion of all sends."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mpidist.comm import device_p2p
+from mpidist.comm.memory.device_request import start_request
+from mpidist.comm.mpi import mpi_errors
+from mpidist.comm.mpi.library import MPI
+from mpidist.comm.transport.incoming import Part
+from mpidist.comm.transport.payload_receives import pieces_of
+
+
+class Sends:
+    """Sends of one communicator.
+
+    Args:
+        isend: The communicator's MPI_Isend.
+        eager_tag: Of eager messages.
+        payload_tag: Of payloads.
+
+    Attributes:
+        pending: (request, memory that must stay alive), in the order of sending.
+    """
+
+    def __init__(self, isend: Callable[..., Any], eager_tag: int, payload_tag: int) -> None:
+        self.pending: deque[tuple[Any, Any]] = deque()
+        self._isend = isend
+        self._eager_tag, self._payload_tag = eager_tag, payload_tag
+        self._lock = threading.Lock()
+
+    def start(self, to: int, message: bytes, payloads: Sequence[Part]) -> None:
+        """Send an eager message and its payloads. Blocks: until payloads on a device are computed."""
+        ready = [
+            device_p2p.to_send(memory) if isinstance(memory, torch.Tensor) else (memory, None)
+            for memory in payloads
+        ]
+        # The receiver posts receives in the order of eager messages, so no payload of another
+        # message may be sent in between.
+        with self._lock:
+            self.pending.append((self._isend([message, MPI.BYTE], to, self._eager_tag), message))
+            for memory, device in ready:
+                for piece in pieces_of(memory):
+                    request = start_request(device, self._isend, piece, to, self._payload_tag)
+                    self.pending.append((request, memory))
+
+    def test(self) -> None:
+        """Remove completed sends; a send to a failed rank counts as completed."""
+        pending = self.pending
+        try:
+            while pending and pending[0][0].Test():
+                pending.popleft()
+        except Exception as error:
+            if not mpi_errors.is_mpi_error(error) or not mpi_errors.is_failure(error):
+                raise
+            pending.popleft()
