@@ -99,7 +99,7 @@ def fewest_bytes(shapes: Sequence[Shape], rank: int, itemsize: int = 4) -> int:
     moved = 0
     for shape in shapes:
         numel = math.prod(shape)
-        if lowrank.is_worth_it(shape, rank, _LEAST_RATE):
+        if lowrank.is_compressible(shape, rank, _LEAST_RATE):
             n, m = shape[0], numel // shape[0]
             moved += 7 * n * m + 5 * lowrank.rank_of(n, m, rank) * (n + m)
         else:
@@ -147,7 +147,7 @@ def _factors(bucket: GradBucket, rank: int) -> Factors | None:
     matrices: list[tuple[str, Tensor, Tensor | None]] = []
     whole = []
     for name, gradient in zip(bucket.names(), bucket.gradients(), strict=True):
-        if lowrank.is_worth_it(gradient.shape, rank, _LEAST_RATE):
+        if lowrank.is_compressible(gradient.shape, rank, _LEAST_RATE):
             matrix = lowrank.as_matrix(gradient)
             matrices.append((name, matrix, 0.1 * torch.randn_like(matrix)))
         else:

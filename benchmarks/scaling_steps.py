@@ -137,7 +137,7 @@ def messages(bucket: Bucket, hook: str) -> tuple[int, ...]:
     first = second = 0  # P and uncompressed tensors; Q
     for shape in bucket.shapes:
         numel = math.prod(shape)
-        if lowrank.is_worth_it(shape, int(wanted), _LEAST_RATE):
+        if lowrank.is_compressible(shape, int(wanted), _LEAST_RATE):
             n, m = shape[0], numel // shape[0]
             r = lowrank.rank_of(n, m, int(wanted))
             first, second = first + n * r, second + m * r

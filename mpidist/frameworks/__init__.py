@@ -1,1 +1,1 @@
-"""frameworks → ddp, comm: strategies and environments for frameworks that admit such; none is imported before its module is."""
+"""frameworks → ddp, comm: strategies and environments for frameworks, imported module by module."""

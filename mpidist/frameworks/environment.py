@@ -1,4 +1,4 @@
-"""Lightning's view of an MPI job: ranks, nodes and size as MPI gives them."""
+"""Cluster environment of Lightning for an MPI job: ranks, nodes and size from MPI."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from mpidist.comm.mpi import runtime
 class MPIEnvironment(ClusterEnvironment):
     """The ranks of this MPI job, for Trainer and Fabric: ``plugins=[MPIEnvironment()]``.
 
-    Lightning's own class of this name reads MPI, too, but is detected last: where mpirun runs
-    within a batch job of Slurm, Lightning takes the batch shell's ``SLURM_PROCID=0`` for every
-    rank. Its detection also starts MPI before the rank's CUDA context exists, and some CUDA-aware
+    Lightning's own class of this name reads MPI as well, but is detected last: where mpirun runs
+    within a batch job of Slurm, Lightning uses the batch shell's ``SLURM_PROCID=0`` for every rank.
+    Its detection also starts MPI before the rank's CUDA context exists, and some CUDA-aware
     libraries then refuse device memory.
 
-    Constructed without MPI; the first question for a rank starts it, which is collective over all
-    ranks of the job.
+    Collective: the first query starts MPI on all ranks of the job; the constructor does not.
     """
 
     @property
@@ -38,7 +37,7 @@ class MPIEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Say whether a launcher of MPI started several ranks; starts MPI."""
+        """Start MPI; return whether its launcher started several ranks."""
         return runtime.world().size > 1
 
     def world_size(self) -> int:
@@ -46,14 +45,14 @@ class MPIEnvironment(ClusterEnvironment):
         return runtime.world().size
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: MPI knows the size."""
+        """Do nothing: MPI defines the size."""
 
     def global_rank(self) -> int:
         """Return this process's rank."""
         return runtime.world().rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: MPI knows the rank."""
+        """Do nothing: MPI defines the rank."""
 
     def local_rank(self) -> int:
         """Return the index among the ranks of this node."""
@@ -68,8 +67,8 @@ class MPIEnvironment(ClusterEnvironment):
         """Compare ``devices`` and ``num_nodes`` with the job.
 
         Raises:
-            ValueError: Their product is not the number of ranks: the sampler would leave out or
-                repeat examples.
+            ValueError: Their product is not the number of ranks; the sampler would omit or repeat
+                examples.
         """
         world = runtime.world()
         if num_devices * num_nodes == world.size:
@@ -78,7 +77,6 @@ class MPIEnvironment(ClusterEnvironment):
         right = f"devices={world.size // nodes}, num_nodes={nodes}"
         raise ValueError(
             f"rank {world.rank} of {world.size}: devices={num_devices} and num_nodes={num_nodes} "
-            f"mean {num_devices * num_nodes} "
-            f"rank(s), but MPI started {world.size}; write {right}, or start "
-            f"{num_devices * num_nodes} with mpirun or srun"
+            f"mean {num_devices * num_nodes} rank(s), but MPI started {world.size}; write {right}, "
+            f"or start {num_devices * num_nodes} with mpirun or srun"
         )

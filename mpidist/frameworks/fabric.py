@@ -14,7 +14,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from mpidist.ddp.backward_pass import Hook
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.frameworks.environment import MPIEnvironment
-from mpidist.frameworks.group import make_default_group, refuse
+from mpidist.frameworks.group import make_default_group, require_mpidist
 
 __all__ = ["DDPStrategy", "MPIEnvironment"]
 
@@ -25,20 +25,20 @@ class DDPStrategy(strategies.DDPStrategy):
     Collective: a Fabric with it is launched by all ranks of the job.
 
     Args:
-        ddp_comm_state, ddp_comm_hook: Arguments of ``register_comm_hook``, as Lightning's Trainer
-            has them and Fabric lacks.
+        ddp_comm_state, ddp_comm_hook: Arguments of ``register_comm_hook``, which Lightning's
+            Trainer has and its Fabric lacks.
         kwargs: Fabric's arguments of this strategy, and those of
             ``mpidist.ddp.DistributedDataParallel``.
 
     Raises:
-        ValueError: Another ``process_group_backend`` than ``"mpidist"``, or a ``start_method`` that
-            starts processes; in ``launch()``, ``devices`` and ``num_nodes`` that are not the job's.
+        ValueError: ``process_group_backend`` is not ``"mpidist"``, or ``start_method`` starts
+            processes; in ``launch()``, ``devices`` and ``num_nodes`` do not fit the job.
     """
 
     def __init__(
         self, *, ddp_comm_state: Any = None, ddp_comm_hook: Hook | None = None, **kwargs: Any
     ) -> None:
-        refuse(kwargs, type(self))
+        require_mpidist(kwargs, type(self))
         super().__init__(
             **{
                 "cluster_environment": MPIEnvironment(),
@@ -64,18 +64,18 @@ class DDPStrategy(strategies.DDPStrategy):
         return wrapped
 
     def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        """Return the state of the module within."""
-        return super().get_module_state_dict(_within(module))
+        """Return the state of the wrapped module."""
+        return super().get_module_state_dict(_unwrapped(module))
 
     def load_module_state_dict(
         self, module: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True
     ) -> None:
-        """Load the state of the module within."""
-        super().load_module_state_dict(_within(module), dict(state_dict), strict)
+        """Load the state of the wrapped module."""
+        super().load_module_state_dict(_unwrapped(module), dict(state_dict), strict)
 
 
 class _NoSync(_BackwardSyncControl):
-    """``fabric.no_backward_sync(model)``."""
+    """Implementation of ``fabric.no_backward_sync(model)``."""
 
     def no_backward_sync(
         self, module: torch.nn.Module, enabled: bool
@@ -90,5 +90,5 @@ class _NoSync(_BackwardSyncControl):
         return module.no_sync()
 
 
-def _within(module: torch.nn.Module) -> torch.nn.Module:
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module

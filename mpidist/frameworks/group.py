@@ -1,4 +1,4 @@
-"""Default group of torch for a strategy, and the arguments that contradict it."""
+"""torch's default group for a strategy, and a check of the strategy's arguments."""
 
 from __future__ import annotations
 
@@ -12,33 +12,31 @@ from mpidist.comm.resolve_group import native_group
 
 
 def make_default_group(timeout: timedelta | None) -> None:
-    """Make torch's default group on mpidist, unless there is one.
+    """Initialize torch's default group on mpidist, unless there is one.
 
     Collective: over all ranks of the job.
 
     Raises:
-        TypeError: The one that is there is of another backend.
+        TypeError: The existing default group is of another backend.
     """
     if not dist.is_initialized():
-        # mpi://, because env:// reads RANK and connects to MASTER_ADDR where a job script has set
-        # them.
+        # mpi://, because env:// reads RANK and connects to MASTER_ADDR if a job script sets them.
         dist.init_process_group("mpidist", init_method="mpi://", timeout=timeout)
     native_group(dist.group.WORLD)
 
 
-def refuse(arguments: Mapping[str, Any], strategy: type) -> None:
-    """Refuse what another strategy is for; pure.
+def require_mpidist(arguments: Mapping[str, Any], strategy: type) -> None:
+    """Require arguments of a strategy that fit mpidist: pure.
 
     Raises:
-        ValueError: Another backend, or a launcher beside MPI's.
+        ValueError: The backend is not ``"mpidist"``, or the launcher is not MPI's.
     """
     own = f"{strategy.__module__}.{strategy.__qualname__}"
     backend = arguments.get("process_group_backend")
     if backend not in (None, "mpidist"):
         raise ValueError(
             f"{own} makes its group on mpidist; got process_group_backend={backend!r}. Leave it "
-            "out, or use Lightning's own "
-            f"{strategy.__name__} for {backend}"
+            f"out, or use Lightning's own {strategy.__name__} for {backend}"
         )
     method = arguments.get("start_method", "popen")
     if method != "popen":

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies.strategy import _ForwardRedirection
 
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.frameworks.environment import MPIEnvironment
-from mpidist.frameworks.group import make_default_group, refuse
+from mpidist.frameworks.group import make_default_group, require_mpidist
 
 __all__ = ["DDPStrategy", "MPIEnvironment"]
 
@@ -19,8 +19,8 @@ __all__ = ["DDPStrategy", "MPIEnvironment"]
 class DDPStrategy(strategies.DDPStrategy):
     """Lightning's ``DDPStrategy`` with mpidist's ``DistributedDataParallel``, on a group over MPI.
 
-    Beside Lightning's: neither ``MPIDIST_REPLACE`` nor ``plugins`` is needed, and ``ddp_comm_hook``
-    is registered on the CPU, too, where Lightning's strategy ignores it without a word.
+    Unlike Lightning's strategy it needs neither ``MPIDIST_REPLACE`` nor ``plugins``, and registers
+    ``ddp_comm_hook`` on the CPU, too, where Lightning's ignores the hook silently.
 
     Collective: a Trainer with it is constructed by all ranks of the job.
 
@@ -29,15 +29,14 @@ class DDPStrategy(strategies.DDPStrategy):
             ``mpidist.ddp.DistributedDataParallel``.
 
     Raises:
-        ValueError: Another ``process_group_backend`` than ``"mpidist"``, or a ``start_method`` that
-            starts processes; when the Trainer starts, ``devices`` and ``num_nodes`` that are not
-            the job's.
+        ValueError: ``process_group_backend`` is not ``"mpidist"``, or ``start_method`` starts
+            processes; when the Trainer starts, ``devices`` and ``num_nodes`` do not fit the job.
     """
 
     model: torch.nn.Module | None
 
     def __init__(self, **kwargs: Any) -> None:
-        refuse(kwargs, type(self))
+        require_mpidist(kwargs, type(self))
         super().__init__(
             **{
                 "cluster_environment": MPIEnvironment(),
@@ -48,7 +47,7 @@ class DDPStrategy(strategies.DDPStrategy):
         self._forward_redirection = _Redirection()
 
     def setup_distributed(self) -> None:
-        """Make torch's default group, unless there is one."""
+        """Initialize torch's default group, unless there is one."""
         make_default_group(self._timeout)
         super().setup_distributed()
 
@@ -66,7 +65,7 @@ class DDPStrategy(strategies.DDPStrategy):
             )
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """Arm the reducer for a ``manual_backward``, which runs within the forward pass of DDP."""
+        """Arm the reducer for a ``manual_backward``, which runs within DDP's forward pass."""
         if isinstance(self.model, DistributedDataParallel) and not _is_automatic(
             self.lightning_module
         ):
@@ -80,7 +79,10 @@ class DDPStrategy(strategies.DDPStrategy):
 
 
 class _Redirection(_ForwardRedirection):
-    """Forward passes of manual optimization: their backward passes lie within, so that none shall be awaited behind them."""
+    """Forward passes of manual optimization, which contain their backward passes.
+
+    No backward pass follows, so that DDP must not arm its reducer after the forward pass.
+    """
 
     def on_after_inner_forward(
         self, wrapper_module: torch.nn.Module, original_module: LightningModule

@@ -40,7 +40,7 @@ def rank_of(n: int, columns: int, wanted: int) -> int:
     return min(n, columns, wanted)
 
 
-def is_worth_it(shape: Sequence[int], rank: int, least_rate: float) -> bool:
+def is_compressible(shape: Sequence[int], rank: int, least_rate: float) -> bool:
     """Say whether a gradient is a matrix that compresses by more than ``least_rate``.
 
     Source:

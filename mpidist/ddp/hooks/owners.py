@@ -1,19 +1,19 @@
-"""Gradients to their owners: the reduce-scatter in place of the all-reduce, for an optimizer that is sharded over the ranks.
+"""Hook that reduces gradients to their owners, for an optimizer that is sharded over the ranks.
 
-Each rank gets the average of the elements that it steps, and of no others. In our DDP buckets then
-take turns in a few buffers, and what a rank does not own is freed as soon as its bucket has left:
-beside the gradients of the buckets under way a rank holds its own share alone (ZeRO-2).
+Each rank gets the average of the elements that it steps, and of no others: a reduce-scatter instead
+of an all-reduce. In mpidist's DDP the buckets then rotate in a few buffers, and the elements that a
+rank does not own are freed as soon as their bucket is reduced: beside the gradients of the buckets
+in use a rank holds only its own share (ZeRO-2).
 
-Within a node all ranks add up a bucket where it lies, as in the plain average, and write each range
-to its owner: the same bits. Between nodes, on devices, and around a copy in half precision
+Within a node all ranks add up a bucket in shared memory, as in the plain average, and write each
+range to its owner: the same bits. Between nodes, on devices, and around a half-precision copy
 (``bf16_compress_wrapper(to_owners(bounds))``) elements are packed by owner and reduced by one
 reduce-scatter, which may add up in another order.
 
 Letters: W ranks of the group.
 
 Source: Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models", SC 2020 (arXiv
-1910.02054), section 5.2, P_os+g.
+Parameter Models", SC 2020 (arXiv 1910.02054), section 5.2, P_os+g.
 """
 
 from __future__ import annotations
@@ -51,32 +51,31 @@ def to_owners(
 ) -> ToOwners:
     """Return a communication hook that reduces gradients to their owners.
 
-    ``ddp.register_comm_hook(None, to_owners(bounds))`` averages in the gradients' own type. It
-    composes from both sides: ``bf16_compress_wrapper(to_owners(bounds))`` sends halves;
-    ``register_comm_hook(state, to_owners(bounds, powerSGD_hook))`` leaves the reduction to another
-    hook, whose result all ranks have, and frees what a rank does not own.
+    ``ddp.register_comm_hook(None, to_owners(bounds))`` averages in the gradients' own dtype. Other
+    hooks can be put around it and into it: ``bf16_compress_wrapper(to_owners(bounds))`` sends half
+    precision; ``register_comm_hook(state, to_owners(bounds, powerSGD_hook))`` reduces by another
+    hook on all ranks and frees the elements that a rank does not own.
 
-    After the backward pass ``.grad`` of a parameter is None on a rank that owns nothing of it; the
-    average, if it owns all; in the parameter's full size with zeros in the others' ranges, if it
-    owns a part. A pass that adds to averages of an earlier one gives the sum of both, as in plain
-    DDP. Under ``no_sync`` each rank keeps its own gradients, of all parameters. Sparse gradients
-    are averaged on all ranks, whatever the bounds say. Optimizers that step in the backward pass
-    are refused.
+    After the backward pass ``.grad`` of a parameter is None on a rank that owns no element of it,
+    the average on a rank that owns all, and the average with zeros in the other ranks' ranges on a
+    rank that owns a part. A pass that adds to averages of an earlier pass gives the sum of both, as
+    in plain DDP. Under ``no_sync`` each rank keeps its own gradients of all parameters. Sparse
+    gradients are always averaged on all ranks. Optimizers that step in the backward pass are
+    refused.
 
-    In torch's DDP, which keeps its buckets and all gradients, others' ranges become zeros: the same
-    step, no memory saved.
+    torch's DDP keeps its buckets and all gradients. There the other ranks' ranges become zeros: the
+    same step, without less memory.
 
     Args:
         bounds: For each parameter its owners: (rank in the group, start, stop) in elements, in the
-            order of memory, ascending, from 0 to the number of elements. A parameter that is
-            missing is averaged on all ranks.
-        hook: Reduces the buckets for all ranks, with the state that is registered; None for the
-            average.
-        buffers: How many buffers of the biggest bucket's size buckets take turns in; 1 leaves no
-            bucket to be filled while another travels.
+            order of memory, ascending, from 0 to the number of elements. A parameter without bounds
+            is averaged on all ranks.
+        hook: Reduces the buckets for all ranks, with the registered state; None for the average.
+        buffers: Number of buffers, of the largest bucket's size, in which buckets rotate. With 1,
+            no bucket can be filled while another is reduced.
 
     Raises:
-        TypeError: ``hook`` cannot be called, or ``buffers`` is no int.
+        TypeError: ``hook`` is not callable, or ``buffers`` is no int.
         ValueError: ``buffers`` is not positive.
     """
     return ToOwners(bounds, hook, buffers)
@@ -85,11 +84,11 @@ def to_owners(
 class ToOwners:
     """The hook of ``to_owners``.
 
-    Called with a group of mpidist as its state, or None for the module's.
+    Its state is a group of mpidist, or None for the module's group.
 
     Attributes:
-        ownership: The owners, by which a reducer recognises it.
-        is_in_order: It starts its collectives in one order on all ranks by itself.
+        ownership: The owners, which a reducer reads.
+        is_in_order: The hook starts its collectives in one order on all ranks by itself.
     """
 
     def __init__(self, bounds: Mapping[Tensor, Bounds], hook: Hook | None, buffers: int) -> None:
@@ -98,10 +97,10 @@ class ToOwners:
         self.ownership = Ownership(bounds, require_buffers(buffers))
         self.is_in_order = hook is None or is_in_order(hook)
         self._hook = hook
-        # by bucket, with the parameters that it is of
+        # By bucket, with the parameters for which the split was computed.
         self._splits: dict[int, tuple[Any, Split]] = {}
         self._compared: set[str] = set()  # groups whose ranks have the same bounds
-        # torch asks a hook for these.
+        # torch's DDP reads a hook's name and signature.
         self.__name__ = self.__qualname__ = "to_owners"
         names = ("state", "bucket")
         self.__signature__ = inspect.Signature(
@@ -112,8 +111,8 @@ class ToOwners:
         """Reduce one bucket, ours or torch's; return a future of its buffer, ours or torch's.
 
         Raises:
-            TypeError, ValueError, DisagreementError: The bounds are wrong, and no registration has
-                said so (torch's DDP).
+            TypeError, ValueError, DisagreementError: The bounds are wrong. mpidist's DDP raises
+                this at the registration; torch's does not compare bounds.
         """
         is_ours = isinstance(bucket, GradBucket)
         if is_ours and bucket.takes_turns() and self._hook is not None:
@@ -139,7 +138,7 @@ class ToOwners:
 
         if is_ours or not isinstance(future, Future):
             return future.then(lambda _: without_others())
-        return _torchs(future, without_others, buffer.device)
+        return _torch_future(future, without_others, buffer.device)
 
     def _group_of(self, state: Any, bucket: Any) -> Any:
         own = bucket.group() if isinstance(bucket, GradBucket) else None
@@ -149,8 +148,7 @@ class ToOwners:
         if own is not None and group.world_ranks != own.world_ranks:
             raise ValueError(
                 f"to_owners got a group of world ranks {list(group.world_ranks)} as its state; the "
-                "module is on ranks "
-                f"{list(own.world_ranks)}, to which the bounds belong"
+                f"module is on ranks {list(own.world_ranks)}, to which the bounds belong"
             )
         return group
 
@@ -169,7 +167,10 @@ class ToOwners:
         return held[1]
 
     def _require_agreed(self, group: Any) -> None:
-        """Compare the bounds; collective over the group, in the first bucket of a module whose reducer has not done so."""
+        """Compare the bounds at the first bucket of a module whose reducer has not done so.
+
+        Collective: over the group.
+        """
         if group.key in self._compared:
             return
         problem: Exception | None = None
@@ -184,13 +185,13 @@ class ToOwners:
                 )
         except (AttributeError, TypeError, ValueError) as error:
             problem = error
-        told = group.all_gather_object((rows, None if problem is None else str(problem)))
+        tables = group.all_gather_object((rows, None if problem is None else str(problem)))
         if problem is not None:
             raise problem
-        if any(one != told[0] for one in told):
+        if any(table != tables[0] for table in tables):
             wrong = "; ".join(
                 f"rank {rank}: {text or f'{len(its)} parameters'}"
-                for rank, (its, text) in enumerate(told)
+                for rank, (its, text) in enumerate(tables)
             )
             raise DisagreementError(f"the bounds of to_owners differ between ranks. {wrong}")
         self._compared.add(group.key)
@@ -199,7 +200,7 @@ class ToOwners:
 def _reduce(
     group: Any, buffer: Tensor, node_tensor: NodeTensor | None, parts: Split
 ) -> Future[Tensor]:
-    """Average each rank's ranges of a flat tensor in place; the other ranges keep any values."""
+    """Average each rank's ranges of a flat tensor in place; other ranges become undefined."""
     if group.size == 1:
         return completed(buffer)
     if node_tensor is not None and node_tensor.group is group:
@@ -221,22 +222,22 @@ def _reduce(
 
 
 def _packed(flat: Tensor, ranges: Sequence[Range]) -> Tensor:
-    """Return the elements of ranges, one behind the other; a view, if it is one range."""
+    """Return the elements of ranges in one tensor, which is a view if there is one range."""
     pieces = [flat[start:stop] for start, stop in ranges]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else flat[:0]
 
 
 def _unpack(packed: Tensor, flat: Tensor, ranges: Sequence[Range]) -> None:
-    """Write elements back that ``_packed`` has returned."""
+    """Write elements that ``_packed`` returned back to their ranges."""
     targets = [flat[start:stop] for start, stop in ranges]
     if targets and packed.data_ptr() != targets[0].data_ptr():
         torch._foreach_copy_(targets, list(packed.split([stop - start for start, stop in ranges])))
 
 
-def _torchs(future: Future[Any], result: Callable[[], Tensor], device: torch.device) -> Any:
-    """Return a future of torch's for one of ours; ``result()`` is asked when ours is complete."""
+def _torch_future(future: Future[Any], result: Callable[[], Tensor], device: torch.device) -> Any:
+    """Return a future of torch's that holds ``result()`` when ours is complete."""
     ended: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
-    # In a callback, because what it raises is an error for torch's reducer, too.
+    # Called in a callback, whose exception also fails torch's reducer.
     outcome = ended.then(lambda _: result())
     future.add_done_callback(lambda _: ended.set_result(None))
     return outcome

@@ -1,8 +1,10 @@
-"""Post-local SGD: gradients are averaged over all ranks for some steps, then within a node; a model averager joins the nodes.
+"""Post-local SGD: gradients averaged over all ranks for some steps, then within a node.
+
+A model averager then averages the parameters between the nodes.
 
 Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (arXiv
-1808.07217); names and meanings of torch's ``post_localSGD_hook``. Where torch's default subgroup is
-as many consecutive ranks as a machine has devices, ours is the ranks that share a node's memory.
+1808.07217); torch's ``post_localSGD_hook`` for names and meanings. torch's default subgroup is as
+many consecutive ranks as a machine has devices; here it is the ranks that share a node's memory.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ _log = logging.getLogger(__name__)
 
 
 class PostLocalSGDState:
-    """Settings of post-local SGD and its count of steps.
+    """Settings of post-local SGD and its number of steps.
 
-    Saved or copied it leaves its groups out; loaded, it has the default ones.
+    A saved or copied state has no groups; a loaded one has the default groups.
 
     Args:
         process_group: All ranks: a group of mpidist, or None for the default.
-        subgroup: The ranks that go on averaging gradients; None for those on this node, a group
-            that is made at the first step that needs it.
-        start_localSGD_iter: Steps of averaging over ``process_group`` before; the averager's
-            ``warmup_steps``.
+        subgroup: The ranks that average gradients afterwards; None for those on this node, a group
+            that is constructed at the first step that needs it.
+        start_localSGD_iter: Steps of averaging over ``process_group`` before; equal to the
+            averager's ``warmup_steps``.
         post_local_gradient_allreduce: False: no gradients are averaged afterwards, not even within
             ``subgroup``.
 
@@ -41,9 +43,9 @@ class PostLocalSGDState:
         iter: Steps so far, counted up to ``start_localSGD_iter``, as in torch.
 
     Raises:
-        TypeError: A group of another backend, or a number of steps that is no int.
-        ValueError: A negative number of steps, or a subgroup without this rank or with ranks that
-            ``process_group`` lacks.
+        TypeError: A group is of another backend, or the number of steps is no int.
+        ValueError: The number of steps is negative, or the subgroup lacks this rank or has ranks
+            outside of ``process_group``.
     """
 
     def __init__(
@@ -57,10 +59,10 @@ class PostLocalSGDState:
         if process_group is not None or subgroup is not None:
             whole = native_group(process_group)
             part = whole if subgroup is None else native_group(subgroup)
-            strangers = sorted(set(part.world_ranks) - set(whole.world_ranks))
-            if strangers:
+            outside = sorted(set(part.world_ranks) - set(whole.world_ranks))
+            if outside:
                 raise ValueError(
-                    f"subgroup must be some of process_group's ranks; ranks {strangers} of the job "
+                    f"subgroup must be some of process_group's ranks; ranks {outside} of the job "
                     "are not"
                 )
         self.process_group = process_group
@@ -77,18 +79,18 @@ class PostLocalSGDState:
                 _log.info("local SGD begins after %d steps", self.iter)
 
     def local_group(self) -> Any:
-        """Return the native group of the ranks that go on averaging gradients.
+        """Return the native group of the ranks that average gradients after the start.
 
         Collective: the first call, over ``process_group``.
         """
         whole = native_group(self.process_group)
         if self.subgroup is None:
-            # On one node it is all ranks, whose gradients lie in memory that they share.
+            # On one node the subgroup is all ranks, whose gradients lie in shared memory.
             self.subgroup = self.process_group if whole.is_single_node else whole.split_by_node()
         return native_group(self.subgroup)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything but the groups."""
+        """Return all attributes but the groups."""
         if self.process_group is not None or self.subgroup is not None:
             warnings.warn("a PostLocalSGDState is saved or copied without its groups", stacklevel=2)
         return {**self.__dict__, "process_group": None, "subgroup": None}
@@ -96,7 +98,7 @@ class PostLocalSGDState:
 
 @in_order
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average the bucket over all ranks until ``start_localSGD_iter`` steps are done, then over this node's.
+    """Average the bucket over all ranks for ``start_localSGD_iter`` steps, then within the node.
 
     From then on ``PeriodicModelAverager`` or ``HierarchicalModelAverager`` averages the parameters
     after the optimizer's step.

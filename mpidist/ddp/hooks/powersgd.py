@@ -1,23 +1,23 @@
-"""PowerSGD: gradients as products of two thin matrices, with what was left out added to the next step's.
+"""PowerSGD: gradients as products of two low-rank matrices, with error feedback.
 
 For each parameter M (n × m, its first dimension by the others) and rank r: P = M·Q, averaged and
-orthogonalised; Q = Mᵀ·P, averaged; M ≈ P·Qᵀ. Vectors, and matrices that would not shrink enough,
-are averaged as they are. On CUDA a bucket takes five launches of our kernels, whatever the number
-of its tensors.
+orthogonalised; Q = Mᵀ·P, averaged; M ≈ P·Qᵀ. The error is added to the next step's gradient.
+Vectors, and matrices that would not shrink enough, are averaged uncompressed. On CUDA a bucket
+takes five launches of our kernels, whatever the number of its tensors.
 
 Letters: W ranks; n × m the matrix; r the approximation's rank.
 
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
 Distributed Optimization", NeurIPS 2019 (arXiv 1905.13727), algorithm 1; names and options of
-torch's ``powerSGD_hook``. Differences: errors of parameters that are sent whole are not kept (they
-are zero on average); what is sent whole travels beside the Ps, so that a bucket takes two
-collectives; complex buckets are sent whole.
+torch's ``powerSGD_hook``. Differences: errors of uncompressed parameters are not kept (they are
+zero on average); uncompressed tensors are sent with the Ps, so that a bucket takes two collectives;
+complex buckets are sent uncompressed.
 
-A gradient that is not finite (an overflow under AMP) makes the averaged P, or Q, not finite, on all
-ranks alike. Then the gradients of that bucket become NaN on all ranks, which a GradScaler sees, and
-its errors are what they were before the step. Other buckets of the step, which were finite, have
-ended it. On CUDA the host asks for both at once, behind Q: between the stages the device would
-stand idle for as long as the answer takes.
+A gradient that is not finite (an overflow under AMP) makes the averaged P or Q not finite, on all
+ranks alike. Then the gradients of that bucket become NaN on all ranks, which a GradScaler detects,
+and its errors keep their values from before the step. Finite buckets of the same step complete it.
+On CUDA the host reads both results once, after Q, because the device would idle between the stages
+while the host waits.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ Tensor = torch.Tensor
 
 @in_order
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
-    """Approximate each gradient of the bucket by a matrix of rank r, and average that."""
+    """Average approximations of the bucket's gradients by matrices of rank r."""
     return _after_start(state, bucket, _compress)
 
 
 @in_order
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
-    """Approximate the whole bucket by one square matrix of rank r: faster, and coarser, than matrix by matrix."""
+    """Average the bucket's approximation by one square matrix of rank r: faster and coarser."""
     return _after_start(state, bucket, _compress_as_square)
 
 
@@ -62,8 +62,8 @@ def _after_start(
     step = state.count_step(bucket)
     if step < state.start_powerSGD_iter or bucket.buffer().dtype.is_complex:
         return average(group, bucket.buffer(), bucket.node_tensor())
-    # What comes before the first stage's collective happens here, beside the group's thread; the
-    # stages are one operation of it.
+    # The work before the first collective runs here, on autograd's thread. The stages are one
+    # operation of the group.
     return run_stages(
         group, bucket.buffer(), compress(state, bucket, group, step), waits_for_device=True
     )
@@ -79,11 +79,14 @@ def _compress(state: PowerSGDState, bucket: GradBucket, group: Any, step: int) -
 
 
 def _prepare(state: PowerSGDState, factors: Factors, group: Any, step: int) -> Callable[[], bool]:
-    """Do what comes before the first collective; return what begins with it, and says whether the step was finite."""
+    """Compute the Ps; return the stages from the first collective on.
+
+    The stages return whether the step was finite.
+    """
     matrices, epsilon = factors.bucket, state.orthogonalization_epsilon
-    # By the device, not by this rank's kernels: another rank may have none, and the collectives of
-    # a step are the same on all.
-    asks_once = matrices.on_device is not None or matrices.device.type == "cuda"
+    # Decided by the device and not by this rank's kernels, which another rank may lack: the
+    # collectives of a step must be the same on all ranks.
+    checks_once = matrices.on_device is not None or matrices.device.type == "cuda"
     last = state.q_memory_dict if state.warm_start else {}
     for name, x in zip(factors.names, matrices.matrices, strict=True):
         if last.get(name) is not x.q:
@@ -93,9 +96,9 @@ def _prepare(state: PowerSGDState, factors: Factors, group: Any, step: int) -> C
 
     def stages() -> bool:
         group.all_reduce(factors.flat_p, AVG)
-        # All ranks hold the same sums, so all give up the same steps, without a message.
+        # All ranks hold the same sums, and therefore skip the same steps without a message.
         largest_p = last_q = None
-        if asks_once:
+        if checks_once:
             largest_p, last_q = _largest(factors.flat_p), factors.flat_q.clone()
         elif not powersgd.is_finite(factors.flat_p):
             powersgd.give_up(matrices)
@@ -127,29 +130,30 @@ def _prepare(state: PowerSGDState, factors: Factors, group: Any, step: int) -> C
 
 
 def _largest(flat: Tensor) -> Tensor:
-    """Return the largest magnitude on the flat tensor's device, NaN if there is one: finite if all elements are."""
+    """Return the largest magnitude as a tensor on the device; NaN if an element is NaN."""
     return torch.linalg.vector_norm(flat, math.inf)
 
 
 def _factors_of(state: PowerSGDState, bucket: GradBucket) -> Factors | None:
-    """Return the bucket's matrices and factors, those of the last step if nothing has changed; None if all is sent whole."""
+    """Return the bucket's factors, those of the last step if unchanged; None if uncompressed."""
     options = (
         state.matrix_approximation_rank,
         state.min_compression_rate,
         state.use_error_feedback,
     )
-    what = (
+    key = (
         bucket.buffer().data_ptr(),
         bucket.buffer().dtype,
         bucket.names(),
         bucket.forms(),
         options,
     )
-    factors = state.cached(bucket.index(), what, lambda: _placed(state, bucket))
+    factors = state.cached(bucket.index(), key, lambda: _placed(state, bucket))
     if factors is not None and any(
         state.error_dict.get(name) is not error for name, error in factors.errors.items()
     ):
-        state.drop_cached(bucket.index())  # the errors were loaded since
+        # The errors have been loaded since.
+        state.drop_cached(bucket.index())
         return _factors_of(state, bucket)
     return factors
 
@@ -158,10 +162,10 @@ def _placed(state: PowerSGDState, bucket: GradBucket) -> Factors | None:
     matrices: list[tuple[str, Tensor, Tensor | None]] = []
     whole, errors = [], {}
     for name, gradient in zip(bucket.names(), bucket.gradients(), strict=True):
-        is_worth_it = lowrank.is_worth_it(
+        is_compressible = lowrank.is_compressible(
             gradient.shape, state.matrix_approximation_rank, state.min_compression_rate
         )
-        if not is_worth_it or not lowrank.is_matrix(gradient):
+        if not is_compressible or not lowrank.is_matrix(gradient):
             whole.append(gradient)
         elif state.use_error_feedback:
             errors[name] = state.error_of(name, gradient)
@@ -179,7 +183,7 @@ def _compress_as_square(
 ) -> Callable[[], None]:
     flat = bucket.buffer()
     numel, side = flat.numel(), math.ceil(math.sqrt(flat.numel()))
-    # Q is of this bucket; after a change of the buckets there is a new one
+    # Q belongs to this bucket; rebuilt buckets have a new one.
     name = "square of " + ", ".join(bucket.names())
 
     def placed() -> Factors:
@@ -202,12 +206,12 @@ def _compress_as_square(
             for name, gradient in zip(bucket.names(), bucket.gradients(), strict=True)
         ]
         pack(errors, x.e.view(-1)[:numel])
-    begun = _prepare(state, factors, group, step)
+    compress = _prepare(state, factors, group, step)
 
     def stages() -> None:
-        is_finite = begun()
+        is_finite = compress()
         flat.copy_(x.m.view(-1)[:numel])
-        # what the approximation has left behind the last gradient is none's
+        # The approximation also writes the padding after the last gradient.
         x.m.view(-1)[numel:].zero_()
         if x.e is not None:
             if not is_finite:

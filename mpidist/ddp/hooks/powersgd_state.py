@@ -1,4 +1,4 @@
-"""``PowerSGDState``: PowerSGD's settings and what it keeps between steps, by parameter name, so that it outlives the buckets."""
+"""PowerSGD's settings and its state between steps, by parameter name, so that buckets may change."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from mpidist.ddp.settings_checks import require_int, require_real
 Tensor = torch.Tensor
 T = TypeVar("T")
 
-_OWN = ("process_group", "_cache")  # what neither a file nor a copy takes along
-# What a file holds of each kind; of a number the least.
+# Attributes that are neither saved nor copied.
+_OWN = ("process_group", "_cache")
+# Attributes that are saved, by type; for an int its least value.
 _INTS = {
     "matrix_approximation_rank": 1,
     "start_powerSGD_iter": 0,
@@ -39,40 +40,39 @@ _log = logging.getLogger(__name__)
 
 
 class PowerSGDState:
-    """Settings of PowerSGD and what it keeps between steps.
+    """Settings of PowerSGD and its state between steps.
 
-    Saved with ``torch.save`` it leaves its group out; loaded, it has the default group.
-    ``torch.load(weights_only=True)`` reads its ``state_dict()`` as it is, and itself after
-    ``torch.serialization.add_safe_globals(mpidist.ddp.SAFE_GLOBALS)``. What each rank left out of
-    the average (``error_dict``) is its own: before rank 0 alone saves, let all ranks call
-    ``consolidated``; to save every rank's, see ``mpidist.ddp.hooks.checkpoint``.
+    A saved state (``torch.save``) has no group; a loaded one has the default group.
+    ``torch.load(weights_only=True)`` reads its ``state_dict()`` as it is, and the object after
+    ``torch.serialization.add_safe_globals(mpidist.ddp.SAFE_GLOBALS)``. The errors (``error_dict``)
+    differ between ranks: before rank 0 alone saves, all ranks call ``consolidated``; to save every
+    rank's, see ``mpidist.ddp.hooks.checkpoint``.
 
     Args:
         process_group: A group of mpidist, or None for the default.
         matrix_approximation_rank: r.
         start_powerSGD_iter: Steps of plain averaging before compression starts.
         min_compression_rate: Compress only matrices with (n + m) · r · rate < n · m.
-        use_error_feedback: Add what a step's approximation left out to the next step's gradient.
+        use_error_feedback: Add the error of a step's approximation to the next step's gradient.
         warm_start: Start from the last step's Q instead of a random one.
         orthogonalization_epsilon: Added to norms in Gram–Schmidt; 0 for QR.
-        random_seed: Of the random Qs; the same on all ranks.
-        compression_stats_logging_frequency: Log the compression rate every so many steps.
+        random_seed: Seed of the random Qs; the same on all ranks.
+        compression_stats_logging_frequency: Steps from one log of the compression rate to the next.
         batch_tensors_with_same_shape: Multiply matrices of one shape in one call.
 
     Attributes:
         iter: Steps so far.
-        error_dict: By parameter name, what was left out (the parameter's shape).
+        error_dict: By parameter name, the error (the parameter's shape).
         q_memory_dict: By parameter name, the last Q (m × r).
 
     Raises:
-        TypeError: A rank, a number of steps or a seed that is no int; a rate or an epsilon that is
-            no number.
-        ValueError: A rank below 1; a ``start_powerSGD_iter``, ``min_compression_rate`` or epsilon
-            that is negative or not finite.
+        TypeError: A rank, a number of steps or a seed is no int; a rate or an epsilon is no number.
+        ValueError: The rank is below 1; ``start_powerSGD_iter``, ``min_compression_rate`` or
+            epsilon is negative or not finite.
 
     Source:
-        torch 2.13's ``PowerSGDState``, whose options these are. Unlike there compression may start
-        at any step.
+        torch 2.13's ``PowerSGDState``, for the options. Unlike there, compression may start at any
+        step.
     """
 
     def __init__(
@@ -109,33 +109,33 @@ class PowerSGDState:
         self.q_memory_dict: dict[str, Tensor] = {}
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
-        # by bucket; made again when the bucket has changed
+        # Factors by bucket, with the key for which they were computed.
         self._cache: dict[int, tuple[Any, Any]] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but the group as plain data and tensors, which are the state's own."""
+        """Return all but the group as plain data and tensors, which are not copied."""
         held = {name: value for name, value in self.__dict__.items() if name not in _OWN}
         return {
             name: operator.index(value) if name in _INTS else value for name, value in held.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what ``state_dict`` returned; the group stays.
+        """Load the result of ``state_dict``; the group stays.
 
         Raises:
-            ValueError: It is no such state; nothing has been taken.
+            ValueError: ``state`` is no such state; nothing has been loaded.
         """
         _require_state(state)
         self.__dict__.update(state)
         self._cache = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything but the group."""
+        """Return all attributes but the group."""
         warnings.warn("a PowerSGD state is saved or copied without its process group", stacklevel=2)
         return {name: value for name, value in self.__dict__.items() if name not in _OWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take everything, and the default group."""
+        """Load all attributes, and use the default group."""
         self.load_state_dict(state)
         self.process_group = default_group() if torch.distributed.is_initialized() else None
         warnings.warn(
@@ -144,22 +144,21 @@ class PowerSGDState:
             stacklevel=2,
         )
 
-    def cached(self, index: int, what: Any, make: Callable[[], T]) -> T:
-        """Return what ``make()`` returned for a bucket when it was last made, if that was for the same ``what``."""
+    def cached(self, index: int, key: Any, make: Callable[[], T]) -> T:
+        """Return the cached ``make()`` of a bucket; call it again if the key has changed."""
         held = self._cache.get(index)
-        if held is None or held[0] != what:
-            held = self._cache[index] = (what, make())
+        if held is None or held[0] != key:
+            held = self._cache[index] = (key, make())
         return held[1]
 
     def drop_cached(self, index: int) -> None:
-        """Have what is ``cached`` for a bucket made again."""
+        """Drop the cached value of a bucket."""
         self._cache.pop(index, None)
 
     def consolidated(self) -> PowerSGDState:
-        """Return a state with the mean of all ranks' errors, which one file can hold for all.
+        """Return a state with the mean of all ranks' errors, which one file holds for all ranks.
 
-        Training goes on from it as well: only the mean of the errors enters the average of the
-        gradients.
+        Training continues equally well: only the mean of the errors enters the averages.
 
         Collective: over the state's group, with the same parameters on all ranks.
         """
@@ -175,7 +174,7 @@ class PowerSGDState:
         return (before / after if after else 0.0, before, after)
 
     def count_step(self, bucket: GradBucket) -> int:
-        """Return the number of the step that a bucket belongs to, from 0; its last bucket ends it."""
+        """Return a bucket's step, from 0; the last bucket completes the step."""
         step = self.iter
         if bucket.is_last():
             self.iter += 1
@@ -194,10 +193,10 @@ class PowerSGDState:
         self.total_numel_after_compression += after
 
     def error_of(self, name: str, gradient: Tensor) -> Tensor:
-        """Return what was left out of a parameter's gradient so far, in its shape and layout; zeros at first.
+        """Return a parameter's error, in its gradient's shape and strides; zeros at first.
 
         Raises:
-            ValueError: What is kept is of another shape: a state of another module.
+            ValueError: The error is of another shape, because the state is of another module.
         """
         error = self.error_dict.get(name)
         if error is None:
@@ -205,21 +204,21 @@ class PowerSGDState:
         elif error.shape != gradient.shape:
             raise ValueError(
                 f"the PowerSGD state holds an error of shape {tuple(error.shape)} for {name!r}, "
-                "whose gradient has "
-                f"{tuple(gradient.shape)}: it is of another module; make a new one"
+                f"whose gradient has {tuple(gradient.shape)}: it is of another module; make a new "
+                "one"
             )
         elif (error.device, error.dtype, error.stride()) != (
             gradient.device,
             gradient.dtype,
             gradient.stride(),
         ):
-            # loaded, or another hook around this one
+            # Loaded, or the gradient is now another hook's copy.
             error = torch.empty_like(gradient).copy_(error)
         self.error_dict[name] = error
         return error
 
     def initialize_q(self, name: str, q: Tensor, step: int) -> None:
-        """Fill ``q`` with the last step's, or with random values that all ranks share."""
+        """Fill ``q`` with the last step's Q, or with random values, the same on all ranks."""
         last = self.q_memory_dict.get(name) if self.warm_start else None
         if last is not None and last.shape == q.shape:
             q.copy_(last)
@@ -227,7 +226,7 @@ class PowerSGDState:
             q.copy_(random_like(q, f"{self.random_seed} {step} {name}"))
 
     def forget_q(self, names: Sequence[str]) -> None:
-        """Have the next step of these matrices start from random values."""
+        """Drop the Qs of these matrices; their next step starts from random values."""
         for name in names:
             self.q_memory_dict.pop(name, None)
 
@@ -263,13 +262,13 @@ def _is_dense(value: Any) -> bool:
 
 
 def merged(states: Sequence[PowerSGDState]) -> PowerSGDState:
-    """Return one state that stands for those of all ranks, wherever they were saved: with the mean of their errors.
+    """Return one state for the states of all ranks, with the mean of their errors.
 
     Args:
         states: The state of each rank of one run.
 
     Raises:
-        ValueError: None, or states of different steps.
+        ValueError: There is no state, or the states are of different steps.
     """
     if not states:
         raise ValueError("there is no PowerSGD state to merge")
@@ -287,7 +286,7 @@ def merged(states: Sequence[PowerSGDState]) -> PowerSGDState:
 
 
 def _sibling(state: PowerSGDState) -> PowerSGDState:
-    """Copy a state and its tensors; the group stays the same object."""
+    """Return a copy of a state and its tensors, on the same group."""
     sibling = PowerSGDState.__new__(PowerSGDState)
     sibling.__dict__.update(
         {name: copy.copy(value) for name, value in state.__dict__.items() if name not in _OWN}

@@ -1,20 +1,19 @@
-"""Gradients as bytes: each rank sends its bucket as uint8, and all average what was sent.
+"""Quantization of gradients to uint8: each rank sends bytes, and all average what was sent.
 
-Scales and zero points (one for the bucket, or one per channel of 512 elements) travel with the
+Scales and zero points (one for the bucket, or one per channel of 512 elements) are sent with the
 bytes, in one collective:
 
-- up to five ranks, all of it to all: W · N bytes arrive at each rank;
-- beyond, each rank's share to that rank, which averages it, and the averages back to all in fp32: 5
-  · N bytes, whatever W.
+- up to five ranks, all to all: W · N bytes arrive at each rank;
+- beyond, each rank's share to that rank, which averages the share, and the averages back to all in
+  fp32: 5 · N bytes, for any W.
 
 Both add up the same numbers in the order of the ranks: all ranks hold the same bits.
 
 Letters: W ranks; N elements of a bucket.
 
-Source: ``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks``, whose names, blocks and
-averages these are. torch sends scales and bytes in two collectives, and W · N bytes always; its
-hook per channel needs NCCL. A block that is not finite becomes NaN on all ranks, which a GradScaler
-sees.
+Source: ``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks``, for names, blocks and
+averages. torch sends scales and bytes in two collectives, and W · N bytes always; its hook per
+channel needs NCCL. A block that is not finite becomes NaN on all ranks, which a GradScaler detects.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Tensor = torch.Tensor
 CHANNEL = 512  # elements that share a scale in the hook per channel; torch's default
 MOST_TO_ALL = 5  # ranks; above, the shares' 5 · N bytes are less than W · N
 
-# A group executes one bucket after the other, so one set of buffers serves all buckets.
+# One set of buffers per group, because a group reduces one bucket after the other.
 _memory: weakref.WeakKeyDictionary[Any, dict[Any, Tensor]] = weakref.WeakKeyDictionary()
 
 
@@ -50,11 +49,11 @@ def quantization_pertensor_hook(process_group: Any, bucket: GradBucket) -> Futur
 def quantization_perchannel_hook(
     process_group: Any, bucket: GradBucket, bucket_size: int = CHANNEL
 ) -> Future[Tensor]:
-    """Average the bucket in uint8, with a scale per ``bucket_size`` elements: finer where magnitudes differ.
+    """Average the bucket in uint8, with one scale per ``bucket_size`` elements.
 
     Raises:
         TypeError: ``bucket_size`` is no int.
-        ValueError: It is below 1.
+        ValueError: ``bucket_size`` is below 1.
     """
     require_int("bucket_size", bucket_size, least=1)
     return _reduced(process_group, bucket, bucket_size)
@@ -72,7 +71,7 @@ def _reduced(process_group: Any, bucket: GradBucket, block: int | None) -> Futur
 
 
 def average_quantized(group: Any, flat: Tensor, block: int) -> None:
-    """Replace ``flat`` by the average of what all ranks' tensors become as bytes.
+    """Replace ``flat`` by the average of all ranks' quantized tensors.
 
     Collective: over the group, with as many elements and one ``block`` on all ranks.
 
@@ -123,7 +122,10 @@ def _by_shares(group: Any, flat: Tensor, block: int) -> None:
 
 
 def share_bounds(numel: int, block: int, ranks: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of each rank's share: whole blocks, or elements where there is one block; the first is the longest."""
+    """Return (start, stop) of each rank's share, the first of which is the longest.
+
+    Shares are whole blocks, or any elements if there is one block.
+    """
     unit = 1 if block >= numel else block
     longest = -(-numel // (unit * ranks)) * unit
     return [(min(rank * longest, numel), min((rank + 1) * longest, numel)) for rank in range(ranks)]
@@ -132,7 +134,7 @@ def share_bounds(numel: int, block: int, ranks: int) -> list[tuple[int, int]]:
 def _scratch(
     group: Any, name: str, numel: int, like: Tensor, dtype: torch.dtype = torch.uint8
 ) -> Tensor:
-    """Return memory that the next call with this name gets again."""
+    """Return scratch memory, which the next call with this name reuses."""
     of_group = _memory.setdefault(group, {})
     held = of_group.get((name, like.device))
     if held is None or held.numel() < numel:

@@ -1,6 +1,6 @@
-"""torch's registry of communication hooks: ``DDPCommHookType`` and ``register_ddp_comm_hook``.
+"""Registry of communication hooks: ``DDPCommHookType`` and ``register_ddp_comm_hook``.
 
-Source: ``torch.distributed.algorithms.ddp_comm_hooks``, whose names and values these are.
+Source: ``torch.distributed.algorithms.ddp_comm_hooks``, for names and values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpidist.ddp.hooks.quantization import quantization_perchannel_hook, quantiz
 
 
 class _Registration:
-    """How a hook is registered: on a model, with a process group as its state."""
+    """Registration of a hook on a model, with a process group as its state."""
 
     def __init__(self, hook: Callable[..., Any], rank: int | None = None) -> None:
         self.hook = hook
@@ -39,8 +39,8 @@ class _Registration:
 class DDPCommHookType(Enum):
     """Hooks by name; ``DDPCommHookType.FP16_COMPRESS.value(model=model, state=process_group)`` registers one.
 
-    The state is a process group, or None for the default one; the PowerSGD hooks make their own
-    state of it.
+    The state is a process group, or None for the default one; the PowerSGD hooks construct a
+    ``PowerSGDState`` from it.
     """
 
     ALLREDUCE = _Registration(allreduce_hook)
@@ -59,13 +59,12 @@ def register_ddp_comm_hook(comm_hook_type: Any, model: Any, state: Any = None) -
     """Register a hook by its type.
 
     Args:
-        comm_hook_type: A ``DDPCommHookType`` of this module; torch's own types hold torch's hooks,
-            and register themselves.
+        comm_hook_type: A ``DDPCommHookType`` of this module; torch's types hold torch's hooks.
         model: A ``DistributedDataParallel``.
         state: The process group; None for the default.
 
     Raises:
-        TypeError: Another type, or a state that is no group of mpidist.
+        TypeError: ``comm_hook_type`` is of another type, or ``state`` is no group of mpidist.
     """
     if not isinstance(comm_hook_type, DDPCommHookType):
         name = getattr(comm_hook_type, "name", "ALLREDUCE")

@@ -1,4 +1,4 @@
-"""Blocks of a tensor as bytes from 0 to 255 with a scale and a zero point each, and the average of several ranks' blocks.
+"""Blocks of a tensor quantized to uint8, and the average of several ranks' blocks.
 
 A block from min to max, 0 included: scale = (max - min) / 255, zero = -round(min / scale), q =
 round(x / scale) + zero; back, x ≈ scale · (q - zero). A packed tensor is [scale and zero of each
@@ -7,7 +7,7 @@ block, fp32][N bytes][padding to 8 bytes].
 Letters: N elements; B = ⌈N / block⌉ blocks.
 
 Source: the arithmetic of torch's ``MinMaxObserver`` for ``quint8``. Its scales are at least 1.2e-7;
-ours the smallest normal number.
+here the smallest normal number is the least.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ Tensor = torch.Tensor
 _LEVELS = 255
 _LEAST = torch.finfo(torch.float32).tiny
 _HEAD_BYTES = 8
-# What is worked on before going on, so that it stays in the processor's cache; a GPU wants much at
-# once.
+# Elements per pass: on the host they stay in the processor's cache, a GPU needs large passes.
 _PIECE_NUMEL, _DEVICE_PIECE_NUMEL = 1 << 16, 1 << 26
 
 
@@ -55,10 +54,10 @@ def pack(x: Tensor, block: int, packed: Tensor, heads: Tensor | None = None) -> 
 
     Args:
         x: N elements of a real dtype, contiguous.
-        packed: Receives it: at least ``packed_bytes(N, block)`` elements of uint8, the first at a
-            multiple of 4 bytes.
-        heads: ``heads_of(x, block)``, or those of a longer tensor that ``x`` is a part of, for a
-            part of one block.
+        packed: Receives the result: at least ``packed_bytes(N, block)`` elements of uint8, the
+            first at a multiple of 4 bytes.
+        heads: ``heads_of(x, block)``, or the heads of a longer tensor, of one block, of which ``x``
+            is a part; None to compute them.
     """
     if heads is None:
         heads = heads_of(x, block)

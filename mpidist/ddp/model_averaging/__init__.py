@@ -1,4 +1,4 @@
-"""parameters → averagers → hierarchical: parameters instead of gradients are averaged, every so many steps."""
+"""parameters → averagers → hierarchical: averages of parameters instead of gradients."""
 
 from mpidist.ddp.model_averaging.averagers import ModelAverager, PeriodicModelAverager
 from mpidist.ddp.model_averaging.hierarchical import HierarchicalModelAverager

@@ -1,7 +1,6 @@
-"""Averagers that are called after each step of the optimizer: every ``period`` steps they average the parameters.
+"""Averagers, called after each step of the optimizer: every ``period`` steps they average.
 
-Source: ``torch.distributed.algorithms.model_averaging.averagers``, whose names and meanings these
-are.
+Source: ``torch.distributed.algorithms.model_averaging.averagers``, for names and meanings.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from mpidist.ddp.settings_checks import require_int
 
 
 class ModelAverager(ABC):
-    """A schedule by which parameters are averaged over a group.
+    """Schedule by which parameters are averaged over a group.
 
     Args:
         process_group: A group of mpidist; None for the default.
@@ -25,7 +24,7 @@ class ModelAverager(ABC):
         step: Calls of ``average_parameters`` so far; part of a checkpoint.
 
     Raises:
-        TypeError: A group of another backend.
+        TypeError: The group is of another backend.
     """
 
     def __init__(self, process_group: Any = None) -> None:
@@ -35,7 +34,7 @@ class ModelAverager(ABC):
 
     @abstractmethod
     def average_parameters(self, params: Any) -> None:
-        """Count a step, and average if it is time."""
+        """Count a step, and average at the steps of the schedule."""
 
 
 class PeriodicModelAverager(ModelAverager):
@@ -47,8 +46,8 @@ class PeriodicModelAverager(ModelAverager):
         process_group: A group of mpidist; None for the default.
 
     Raises:
-        TypeError: A number that is no int, or a group of another backend.
-        ValueError: A period below 1, or a negative ``warmup_steps``.
+        TypeError: A number is no int, or the group is of another backend.
+        ValueError: ``period`` is below 1, or ``warmup_steps`` negative.
     """
 
     def __init__(self, period: int, warmup_steps: int = 0, process_group: Any = None) -> None:
@@ -61,7 +60,7 @@ class PeriodicModelAverager(ModelAverager):
         self.period = period
 
     def average_parameters(self, params: Any) -> None:
-        """Count a step, and average the parameters with a gradient if it is time.
+        """Count a step, and average the parameters with a gradient every ``period`` steps.
 
         Collective: over the group, by all ranks at the same steps.
 
@@ -80,7 +79,6 @@ def warn_of_period_1() -> None:
     """Warn of parameters that are averaged at every step."""
     warnings.warn(
         "parameters are averaged at every step, which costs as much as averaging the gradients: "
-        "DistributedDataParallel alone "
-        "does the same",
+        "DistributedDataParallel alone does the same",
         stacklevel=3,
     )

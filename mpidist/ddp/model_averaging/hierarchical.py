@@ -1,9 +1,9 @@
 """Averages at several levels: often among a few ranks, seldom among all.
 
-Source: ``torch.distributed.algorithms.model_averaging.hierarchical_model_averager``, whose names
-and meanings these are; Castiglia, Das, Patterson, "Multi-Level Local SGD" (arXiv 2007.13819).
-torch's groups are always consecutive ranks. Ours are ranks of a node, or of whole nodes, where the
-sizes allow it, however the launcher has placed the ranks.
+Source: ``torch.distributed.algorithms.model_averaging.hierarchical_model_averager``, for names and
+meanings; Castiglia, Das, Patterson, "Multi-Level Local SGD" (arXiv 2007.13819). torch's groups are
+always consecutive ranks. Here they are ranks of a node, or of whole nodes, where the sizes allow
+it, for any placement of the ranks.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _log = logging.getLogger(__name__)
 class HierarchicalModelAverager(ModelAverager):
     """Average parameters among groups of several sizes, each with a period of its own.
 
-    At a step that several periods divide, the largest of them is taken, whose groups contain the
-    smaller ones.
+    At a step that several periods divide, the ranks average in the groups of the largest period,
+    which contain the smaller groups.
 
     Collective: constructed by all ranks of ``process_group`` with the same arguments.
 
     Args:
-        period_group_size_dict: Periods in steps → sizes of the groups, both growing; the last size
-            is the group's.
+        period_group_size_dict: Periods in steps → sizes of the groups, both increasing; the last
+            size is that of ``process_group``.
         warmup_steps: Steps before the first average.
         process_group: A group of mpidist; None for the default.
 
@@ -42,9 +42,10 @@ class HierarchicalModelAverager(ModelAverager):
         period_process_group_dict: For each period the group in which this rank averages.
 
     Raises:
-        TypeError: A number that is no int, no mapping, or a group of another backend.
-        ValueError: No periods; one below 1; periods that do not grow; sizes that do not divide each
-            other, or end in another size than the group's.
+        TypeError: A number is no int, ``period_group_size_dict`` no mapping, or the group is of
+            another backend.
+        ValueError: There is no period, a period is below 1, periods do not increase, a size does
+            not divide the next, or the last is not the group's.
         DisagreementError: Another rank has other arguments, or raised one of the above.
     """
 
@@ -81,7 +82,7 @@ class HierarchicalModelAverager(ModelAverager):
             )
 
     def average_parameters(self, params: Any) -> None:
-        """Count a step, and average the parameters with a gradient if it is time.
+        """Count a step, and average the parameters with a gradient at the steps of a period.
 
         Collective: over the groups of the step, by all ranks at the same steps.
 
@@ -103,22 +104,22 @@ class HierarchicalModelAverager(ModelAverager):
         return None
 
 
-def require_levels(levels: Sequence[tuple[int, int]], given: Any, ranks: int) -> None:
-    """Require periods and sizes that make a hierarchy of a group.
+def require_levels(levels: Sequence[tuple[int, int]], argument: Any, ranks: int) -> None:
+    """Require periods and sizes that form a hierarchy over a group.
 
     Args:
         levels: Pairs of a period and a size.
-        given: The argument, for messages.
+        argument: The caller's argument, for messages.
         ranks: The group's size.
 
     Raises:
-        TypeError, ValueError: They do not.
+        TypeError, ValueError: The periods and sizes do not form one.
     """
     if not levels:
-        kind = ValueError if not given else TypeError
+        kind = ValueError if not argument else TypeError
         raise kind(
             f"period_group_size_dict must map periods to group sizes, as in {{2: 4, 8: {ranks}}}; "
-            f"got {given!r}"
+            f"got {argument!r}"
         )
     for period, size in levels:
         require_int("each period", period, least=1)
@@ -127,8 +128,8 @@ def require_levels(levels: Sequence[tuple[int, int]], given: Any, ranks: int) ->
         if next_period <= period or next_size % size:
             raise ValueError(
                 "period_group_size_dict must have growing periods, and sizes that divide the "
-                f"next: groups of {size} every "
-                f"{period} steps stand before groups of {next_size} every {next_period}"
+                f"next: groups of {size} every {period} steps stand before groups of {next_size} "
+                f"every {next_period}"
             )
     if levels[-1][1] != ranks:
         raise ValueError(
@@ -138,11 +139,13 @@ def require_levels(levels: Sequence[tuple[int, int]], given: Any, ranks: int) ->
 
 
 def parts_of(nodes: Sequence[int], size: int) -> list[tuple[int, ...]]:
-    """Divide ranks into parts of one size: along the nodes if no part then straddles a node, else consecutive ranks.
+    """Divide ranks into parts of one size, along the nodes or consecutively.
+
+    Along the nodes, if every part then lies within a node or consists of whole nodes.
 
     Args:
         nodes: For each rank the number of its node.
-        size: Divides the number of ranks.
+        size: A divisor of the number of ranks.
     """
     ranks = range(len(nodes))
     by_node = sorted(ranks, key=lambda rank: (nodes[rank], rank))

@@ -1,10 +1,10 @@
-"""Parameters to their average over a group: the functions that averagers call.
+"""Averages of parameters over a group: the functions that averagers call.
 
-Source: ``torch.distributed.algorithms.model_averaging.utils``, whose names and meanings these are.
-torch replaces each parameter's memory by a part of a flat tensor in the widest dtype; here
-parameters are averaged in their own dtype and stay where they are, so that views of them (a sharded
-optimizer's) stay valid. Parameters that differ in number, shape or dtype between ranks are an error
-on all of them.
+Source: ``torch.distributed.algorithms.model_averaging.utils``, for names and meanings. torch
+replaces each parameter's memory by a part of a flat tensor in the widest dtype; here parameters are
+averaged in their own dtype and keep their memory, so that views of them (a sharded optimizer's)
+stay valid. Parameters that differ in number, shape or dtype between ranks are an error on all of
+them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpidist.errors import DisagreementError
 
 Tensor = torch.Tensor
 
-_BATCH_BYTES = 64 << 20  # of the flat copy in which parameters travel
+_BATCH_BYTES = 64 << 20  # of a flat copy of parameters
 
 
 def average_parameters(params: Iterable[Tensor], process_group: Any) -> None:
@@ -36,9 +36,9 @@ def average_parameters(params: Iterable[Tensor], process_group: Any) -> None:
         process_group: A group of mpidist; None for the default.
 
     Raises:
-        NotImplementedError: Something else among them.
-        TypeError: A group of another backend, or a parameter that is not dense.
-        DisagreementError: Their number, a shape or a dtype differs between ranks, or another rank
+        NotImplementedError: An item is no tensor.
+        TypeError: The group is of another backend, or a parameter is not dense.
+        DisagreementError: The number, a shape or a dtype differs between ranks, or another rank
             raised one of the above (on all ranks that raise nothing else).
     """
     if _is_outside(process_group):
@@ -54,7 +54,7 @@ def get_params_to_average(params: Any) -> list[Tensor]:
         params: Parameters, the parameter groups of an optimizer, or an optimizer.
 
     Raises:
-        NotImplementedError: Something else among them.
+        NotImplementedError: An item is neither a tensor nor a parameter group.
     """
     return [parameter for parameter in _all_of(params) if parameter.grad is not None]
 
@@ -75,8 +75,8 @@ def average_parameters_or_parameter_groups(params: Any, process_group: Any) -> N
         return
     group = native_group(process_group)
     held = _agreed(group, params)
-    # Which have one may differ: where gradients are not averaged any more, ranks may use different
-    # parameters.
+    # The parameters with a gradient may differ, because ranks whose gradients are not averaged may
+    # use different parameters.
     has_gradient = torch.tensor(
         [parameter.grad is not None for parameter in held], dtype=torch.uint8, device="cpu"
     )
@@ -111,7 +111,7 @@ def _is_outside(process_group: Any) -> bool:
 
 
 def _agreed(group: Any, params: Any) -> list[Tensor]:
-    """Return the parameters, once all ranks have been found to hold the same ones.
+    """Return the parameters after a check that all ranks hold the same.
 
     Collective: over the group.
     """
@@ -123,7 +123,7 @@ def _agreed(group: Any, params: Any) -> list[Tensor]:
     except (NotImplementedError, TypeError) as error:
         problem = error
     rows = [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in held]
-    # A checksum at each call, the rows themselves only where it differs.
+    # Each call compares a checksum; the rows are gathered only if it differs.
     own = [int(problem is not None), len(rows), zlib.crc32("\n".join(rows).encode())]
     table = torch.tensor([*own, *(-value for value in own)], device="cpu")
     group.all_reduce(table, MAX)
@@ -180,7 +180,7 @@ def _average_batch(group: Any, batch: Sequence[Tensor]) -> None:
     if len(batch) == 1 and batch[0].is_contiguous():
         group.all_reduce(batch[0], AVG)
         return
-    # Elements in the order of the shape, whatever the strides, which may differ between ranks.
+    # In the order of the shape, because strides may differ between ranks.
     flat = torch.cat([tensor.reshape(-1) for tensor in batch])
     if flat.numel():
         group.all_reduce(flat, AVG)
