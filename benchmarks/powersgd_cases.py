@@ -23,7 +23,8 @@ from kernel_launches import most_launches
 from timing import Contender
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
-from mpidist.ddp.bucket import Bucket, GradBucket
+from mpidist.ddp.bucket import Bucket
+from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks import lowrank
 from mpidist.ddp.hooks.lowrank import Factors
 from mpidist.ddp.hooks.powersgd import powerSGD_hook

@@ -26,7 +26,7 @@ from mpidist import ddp
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.algorithms.shared_memory import share
 from mpidist.comm.resolve_group import native_group
-from mpidist.ddp.bucket import GradBucket
+from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks.stages import in_order
 
 _MI = 1 << 20

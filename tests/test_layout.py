@@ -83,6 +83,7 @@ COVERED_BY = {
     "ddp/backward_pass": "ddp/test_reducer.py",
     "ddp/bucket": "ddp/test_reducer.py",
     "ddp/bucket_allocation": "ddp/test_layout.py",
+    "ddp/grad_bucket": "ddp/hooks/test_powersgd.py",
     "ddp/gradient_errors": "ddp/test_module.py",
     "ddp/logging_data": "ddp/test_torch_private.py",
     "ddp/owned_bucket": "ddp/hooks/test_owners.py",

@@ -3,7 +3,7 @@
 The names are torch's; importing the package starts neither MPI nor CUDA.
 """
 
-from mpidist.ddp.bucket import GradBucket
+from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks.default import (
     Compressed,
     allreduce_hook,

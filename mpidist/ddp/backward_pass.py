@@ -13,8 +13,9 @@ import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.ddp import gradient_errors
-from mpidist.ddp.bucket import Bucket, GradBucket
+from mpidist.ddp.bucket import Bucket
 from mpidist.ddp.buffer_rotation import BufferRotation
+from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks import stages
 from mpidist.ddp.layout import Layout
 from mpidist.ddp.owned_bucket import OwnedBucket

@@ -1,4 +1,4 @@
-"""Synchronization of a module's buffers: a broadcast or a hook, before or after the forward pass."""
+"""Synchronization of a module's buffers by a broadcast or a hook, in the forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layout of a module's gradients in buckets, rebuilt in ready order after the first backward pass."""
+"""Layout of a module's gradients in buckets, rebuilt after the first backward pass."""
 
 from __future__ import annotations
 

@@ -125,6 +125,10 @@ class OwnedBucket(Bucket):
             gradient.record_stream(torch.cuda.current_stream(gradient.device))
         parameter.grad = None
 
+    def _after_copies(self, copies: Sequence[tuple[int, Tensor, Tensor]], as_views: bool) -> None:
+        for copy in copies:
+            self._after_copy(*copy, as_views)
+
     def _memory_of(self, place: int, parameter: Tensor) -> Tensor:
         kept = self._owners.kept
         if kept is not None and place in kept:

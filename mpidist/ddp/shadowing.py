@@ -48,7 +48,7 @@ class OwnGradients:
             setattr(parameter, _IS_SHADOWING, True)
 
     def restore(self) -> None:
-        """Give the parameters their gradients back; former views become views of today's buckets."""
+        """Restore the gradients; those that were views become views of the present buckets."""
         views = self._layout.views
         for place, parameter in enumerate(self._parameters):
             gradient, values = self._held[place]

@@ -1,4 +1,4 @@
-"""Arguments of torch's ``DistributedDataParallel``: their meaning here, or the reason of a refusal."""
+"""Arguments of torch's ``DistributedDataParallel``: their meaning here, or an error."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Private names of torch's ``DistributedDataParallel`` that torch and frameworks use.
 
-Names without a meaning here are missing: those of the C++ reducer, of mixed precision and of delayed
-parameters. ``docs/data-parallel.md`` lists them with the reason.
+Names without a meaning here are missing: those of the C++ reducer, of mixed precision and of
+delayed parameters. ``docs/data-parallel.md`` lists them with the reason.
 
 Source: ``torch/nn/parallel/distributed.py`` of torch 2.13.
 """
@@ -45,8 +45,9 @@ class TorchNames(TorchSettings, BufferSyncing):
     def _set_params_and_buffers_to_ignore_for_model(
         module: torch.nn.Module, params_and_buffers_to_ignore: Sequence[str]
     ) -> None:
-        """Exclude parameters and buffers, by name, from DDP; called before the module is wrapped."""
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+        """Exclude parameters and buffers, by name, from DDP before the module is wrapped."""
+        ignored: Any = params_and_buffers_to_ignore
+        module._ddp_params_and_buffers_to_ignore = ignored
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in params_and_buffers_to_ignore:
                 tensor._ddp_ignored = True  # type: ignore[attr-defined]

@@ -123,7 +123,7 @@ def used_somewhere(
     group.all_reduce(table, SUM)
     *used, wrong = table.tolist()
     if wrong:
-        raise RuntimeError(_told(group, complaints))
+        raise RuntimeError(_gathered_texts(group, complaints))
     if not any(used):
         text = (
             "no parameter received a gradient on any rank: the loss does not depend on the "
@@ -154,9 +154,9 @@ def require_all_gradients(group: Any, missing: Sequence[str], complaints: Sequen
     group.all_reduce(table, SUM)
     absent, wrong = table.tolist()
     if wrong:
-        raise RuntimeError(_told(group, complaints))
+        raise RuntimeError(_gathered_texts(group, complaints))
     if absent:
-        text = _told(group, [_listed(missing)] if missing else [])
+        text = _gathered_texts(group, [_listed(missing)] if missing else [])
         raise RuntimeError(
             f"parameters received no gradient in this backward pass. {text}. {_ADVICE}"
         )
@@ -218,9 +218,11 @@ def require_equal_owners(
             )
 
 
-def _told(group: Any, lines: Sequence[str]) -> str:
-    told = group.all_gather_object(list(lines))
-    return "; ".join(f"rank {rank}: {' '.join(lines)}" for rank, lines in enumerate(told) if lines)
+def _gathered_texts(group: Any, lines: Sequence[str]) -> str:
+    tables = group.all_gather_object(list(lines))
+    return "; ".join(
+        f"rank {rank}: {' '.join(lines)}" for rank, lines in enumerate(tables) if lines
+    )
 
 
 def _text(row: Any) -> str:

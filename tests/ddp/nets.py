@@ -1,4 +1,4 @@
-"""A net with everything that has gone wrong somewhere, its data, and training it in one process or on all ranks."""
+"""A net with the cases that once failed, its data, and its training on one or all ranks."""
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -7,7 +7,7 @@ BATCH = 4
 
 
 class Net(torch.nn.Module):
-    """Shared, frozen, double and batch-dependent parameters; ``with_extra`` chooses which are used."""
+    """Shared, frozen, double and batch-dependent parameters; ``with_extra`` uses the extra one."""
 
     def __init__(self, checkpointing=None, with_unused=False):
         super().__init__()

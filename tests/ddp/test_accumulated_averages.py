@@ -1,4 +1,7 @@
-"""What a later pass adds to an average that one rank alone holds: W times the average, once, unless it was cleared."""
+"""Additions to an average that one rank alone holds: W times the average, once.
+
+A cleared average is not weighted.
+"""
 
 import gc
 import weakref
@@ -91,8 +94,8 @@ def test_what_adds_nothing_changes_nothing():
     case.parameter.grad = None
     case.add(True)
     assert case.contribution() == 1
-    # Under other owners what stands is still weighed; what was cleared is not taken for another
-    # gradient at its address.
+    # Under other owners an existing average is still weighted, and a cleared one is not confused
+    # with another gradient at its address.
     case.averages.record(0, case.parameter.grad)
     case.averages = AccumulatedAverages([case.parameter], [], SIZE, lambda: True, case.averages)
     case.add(True)

@@ -1,4 +1,4 @@
-"""Buckets have a buffer one after the other, in the order in which they leave; those with their own never wait."""
+"""Rotation of buffers among buckets in launch order."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from mpidist.ddp.buffer_rotation import BufferRotation, RotatingBuffers
 
 
 def test_a_buffer_goes_from_bucket_to_bucket():
-    rotation = BufferRotation([0, 1, None, 0, 1, 0], [0, 1, 2, 3, 5])  # bucket 4 does not leave
+    rotation = BufferRotation([0, 1, None, 0, 1, 0], [0, 1, 2, 3, 5])  # bucket 4 is skipped
     assert [rotation.is_current(index) for index in range(6)] == [
         True,
         True,

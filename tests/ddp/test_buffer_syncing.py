@@ -1,4 +1,4 @@
-"""Buffer hooks, torch's ``_register_buffer_comm_hook``: where they run, what they may return, and ranks without inputs."""
+"""Buffer hooks: location, returned futures, and ranks without inputs."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.mpi
 
 
 class Counting(torch.nn.Module):
-    """Each forward pass adds 1 to a buffer, and uses it."""
+    """A module whose forward pass adds 1 to a buffer and uses the buffer."""
 
     def __init__(self, start):
         super().__init__()
@@ -25,7 +25,7 @@ class Counting(torch.nn.Module):
 
 
 def seen_by(ddp, group, passes=3):
-    """Return the buffer within and behind each pass."""
+    """Return the buffer's value within and after each pass."""
     found = []
     for _ in range(passes):
         out = ddp(torch.ones(()))
@@ -51,12 +51,13 @@ def test_sums_in_the_place_of_the_broadcast(group, location, returns):
         return None
 
     if returns != "nothing" and location is Location.PRE_FORWARD:
-        return  # such a future is waited for behind the forward pass that would use the buffer
+        # Such a future is complete only after the forward pass that uses the buffer.
+        return
     calls = []
     ddp = DistributedDataParallel(Counting(group.rank), process_group=group)
     ddp._register_buffer_comm_hook(calls, hook, location)
     found = seen_by(ddp, group)
-    value, expected = 0.0, []  # rank 0's buffer, with which the module was constructed
+    value, expected = 0.0, []  # rank 0's buffer
     for _ in range(3):
         value = value * group.size if location is Location.PRE_FORWARD else value
         value += 1
@@ -64,7 +65,7 @@ def test_sums_in_the_place_of_the_broadcast(group, location, returns):
         value = value * group.size if location is Location.POST_FORWARD else value
         expected.append(value)
     agree(group, found == expected and calls == [["count"]] * 3, f"{found} and not {expected}")
-    # Under no_grad no backward pass comes, so the futures are waited for in the forward pass.
+    # Under no_grad the forward pass waits for the futures, because no backward pass follows.
     with torch.no_grad():
         ddp(torch.ones(()))
     agree(group, float(ddp.module.count) in (value * group.size + 1, (value + 1) * group.size))
@@ -74,7 +75,7 @@ def test_the_broadcast_by_a_hook_is_the_default(group):
     names = {}
     for name in ("plain", "hooked"):
         ddp = DistributedDataParallel(Counting(0), process_group=group)
-        # after construction: the forward pass synchronises
+        # Changed after the construction, so that the forward pass synchronizes.
         ddp.module.count.fill_(10.0 * group.rank)
         if name == "hooked":
             ddp._register_buffer_comm_hook(

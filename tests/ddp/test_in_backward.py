@@ -1,4 +1,4 @@
-"""Optimizers of torch's _apply_optimizer_in_backward step with the average, not with each rank's own gradients."""
+"""Optimizers of _apply_optimizer_in_backward step with the average of all ranks."""
 
 import pytest
 import torch

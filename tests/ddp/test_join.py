@@ -1,4 +1,4 @@
-"""Uneven inputs: native and under torch's Join, with every way to divide, and what cannot be mirrored says so."""
+"""Uneven inputs, under ``join`` and torch's Join, with every divisor and every error."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 
 
 def inputs_of(rank, size, order):
-    """Rank 0 ends first or last; the first to end has none at all."""
+    """Return a rank's number of inputs: rank 0 ends first or last; the first to end has none."""
     return 2 * (rank if order == "rising" else size - 1 - rank)
 
 
@@ -38,7 +38,7 @@ def test_uneven_inputs(group, by_initial, order, in_thread, monkeypatch):
     monkeypatch.setattr(type(group), "is_single_node", not in_thread)
     ddp = DistributedDataParallel(Net(), process_group=group, bucket_cap_mb=0.0005)
     optimizer = sgd(ddp)
-    for epoch in range(3):  # what one epoch leaves behind, the next finds
+    for epoch in range(3):  # an epoch starts with the state of the last
         with ddp.join(divide_by_initial_world_size=by_initial):
             for step in range(inputs_of(group.rank, group.size, order)):
                 optimizer.zero_grad()
@@ -111,7 +111,7 @@ def test_throw_on_early_termination(group):
     if group.size == 1:
         run()
         return
-    # In the words of torch's Join, for which programs look.
+    # The text of torch's Join, for which programs look.
     text = raises_on_all(group, RuntimeError, run, "exhausted")
     agree(
         group,
@@ -123,7 +123,7 @@ def test_throw_on_early_termination(group):
         in text,
         text,
     )
-    backward(ddp, group.rank, 0)  # the context is over, and a pass needs nobody's telling
+    backward(ddp, group.rank, 0)  # outside of join
     agree(group, True)
 
 
@@ -165,9 +165,9 @@ def test_different_passes_are_refused(group):
 @pytest.mark.usefixtures("default_group")
 @pytest.mark.parametrize("by_initial", [True, False])
 def test_torchs_join_with_a_sharded_optimizer(group, by_initial):
-    """A rank without inputs steps its shard with the average of the others' gradients."""
+    """A rank without inputs steps its shard with the average of the other ranks' gradients."""
     net = Net()
-    net.wide.requires_grad_(False)  # this optimizer wants parameters of one dtype
+    net.wide.requires_grad_(False)  # the optimizer needs one dtype
     ddp = DistributedDataParallel(net)
     optimizer = ZeroRedundancyOptimizer(
         [p for p in net.parameters() if p.requires_grad], torch.optim.SGD, lr=0.1

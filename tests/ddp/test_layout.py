@@ -1,4 +1,7 @@
-"""When buckets are made: by all ranks in the constructor and after the first backward pass, never by a forward pass."""
+"""Allocation of buckets: in the constructor and after the first backward pass, by all ranks.
+
+A forward pass allocates none.
+"""
 
 import copy
 
@@ -27,7 +30,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
 def test_a_forward_pass_of_one_rank_alone_communicates_nothing(group, options):
-    """Evaluation on rank 0 before the first step and after each, with gradients enabled."""
+    """Rank 0 evaluates before the first step and after each, with gradients enabled."""
     ddp = DistributedDataParallel(
         Net(), process_group=group, broadcast_buffers=False, bucket_cap_mb=0.0005, **options
     )
@@ -46,7 +49,7 @@ def test_a_forward_pass_of_one_rank_alone_communicates_nothing(group, options):
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
 def test_a_copy_on_one_rank_alone_communicates_nothing(world, options):
-    """An average of weights kept by rank 0, say; a copy that all ranks make shares its memory after its first pass."""
+    """One rank copies a module alone; a copy by all ranks shares memory after its first pass."""
     ddp = DistributedDataParallel(Net(), process_group=None, broadcast_buffers=False, **options)
     train(world, ddp, 2)
     if world.rank == 0:

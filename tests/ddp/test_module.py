@@ -1,4 +1,4 @@
-"""k ranks × batch b train as one rank × batch k·b does, under every combination of options; and what cannot work says why."""
+"""k ranks × batch b train like one rank × batch k·b, with all combinations of options."""
 
 import itertools
 
@@ -41,7 +41,7 @@ HOOKS = {
 )
 @pytest.mark.parametrize("hook", HOOKS)
 def test_every_combination_of_options(group, view, find, static, hook):
-    """Compare with one process; full-rank PowerSGD is the average. Both ways to clear gradients are within.
+    """Compare with one process, with both ways to clear gradients; full-rank PowerSGD averages.
 
     The whole product on two ranks of Open MPI; elsewhere a quarter that holds every pair of
     options.
@@ -149,7 +149,7 @@ def test_autograd_grad_of_parameters_is_refused_with_the_reason(group, find):
 @pytest.mark.parametrize("find", [False, True])
 @pytest.mark.parametrize("static", [False, True])
 def test_gradients_of_inputs_pass_through(group, find, static):
-    """A gradient penalty (WGAN-GP), saliency, and a generator's step through a frozen discriminator."""
+    """Gradient penalty (WGAN-GP), saliency, a generator's step through a frozen discriminator."""
     options = {"find_unused_parameters": find, "static_graph": static}
     ddp = DistributedDataParallel(
         torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh()), process_group=group, **options
@@ -316,7 +316,7 @@ def test_without_any_gradient_the_reason_is_named_not_an_option_that_is_set(grou
         "no parameter received a gradient on any rank",
     )
     agree(group, "find_unused_parameters=True" not in text and "returns None" in text, text)
-    # torch's module lets a pass end in which all are unused; so does ours, with a warning.
+    # As in torch, a pass in which all parameters are unused ends with a warning.
     ddp = DistributedDataParallel(Module(), process_group=group, find_unused_parameters=True)
     with pytest.warns(UserWarning, match="no parameter received a gradient on any rank"):
         ddp().sum().backward()
@@ -359,7 +359,7 @@ def test_no_sync_after_a_forward_pass_without_a_backward_pass(group):
         torch.equal(ddp.module.weight.grad, alone.weight.grad),
         f"not this rank's own: {ddp.module.weight.grad}",
     )
-    unused.sum().backward()  # its backward pass averages what has added up
+    unused.sum().backward()  # averages the accumulated gradients
     want = torch.full((2, 3), 2.0 * (group.size - 1))  # 2 rows, 2 passes, the mean of 0 … W - 1
     agree(
         group,

@@ -1,4 +1,4 @@
-"""Between nodes buckets are reduced while the backward pass goes on, even if one rank's gradients arrive in reverse."""
+"""Overlap between nodes: buckets are reduced while the backward pass runs."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ PARTS = 5
 
 
 class Slow(torch.autograd.Function):
-    """Takes its time on the way back, and waits there for ``event`` if there is one; ``waits`` says whether it came."""
+    """Identity whose backward sleeps, or waits for ``event`` and records whether it was set."""
 
     waits: ClassVar[list[bool]] = []
 
@@ -36,7 +36,7 @@ class Slow(torch.autograd.Function):
 
 
 class Branches(torch.nn.Module):
-    """Independent parameters; autograd reaches last what was used first."""
+    """Independent parameters; autograd reaches the first used parameter last."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Branches(torch.nn.Module):
 
 @pytest.fixture
 def record(group, monkeypatch):
-    """Have the group's thread reduce, and note when each reduction of gradients begins and ends."""
+    """Reduce on the group's thread, and record the begin and end of each gradient's reduction."""
     monkeypatch.setattr(type(group), "is_single_node", False)
     noted, reduce = [], collectives.reductions.all_reduce
 
@@ -74,7 +74,7 @@ def record(group, monkeypatch):
 
 
 def expected(size):
-    """The gradient of every rank is the same."""
+    """Return the gradients, which are the same on all ranks."""
     return [2 * (place + 1) * weight.detach() for place, weight in enumerate(Branches().weights)]
 
 
@@ -88,14 +88,13 @@ def right(ddp, size):
 def test_bucket_0_is_reduced_before_backward_ends(group, record):
     noted, _, ended = record
     ddp = DistributedDataParallel(Branches(), process_group=group, bucket_cap_mb=1e-5)
-    for _ in range(2):  # the second pass goes by the order of arrival
+    for _ in range(2):  # the second pass is in ready order
         ddp.zero_grad()
         ddp(range(PARTS)).backward()
     for old in (noted, ended, Slow.waits):
         old.clear()
     ddp.zero_grad()
-    # The last branch goes on only when a reduction has ended; without overlap there is none to wait
-    # for.
+    # The last branch waits until a reduction has ended, which never happens without overlap.
     ddp(range(PARTS), ended).backward()
     agree(
         group,

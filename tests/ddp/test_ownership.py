@@ -1,4 +1,4 @@
-"""Bounds to ranges of a bucket, and what is no bounds of a module."""
+"""Bounds as ranges of a bucket, and bounds that are refused."""
 
 import itertools
 import random
@@ -15,7 +15,7 @@ def parameters():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_each_element_of_a_bucket_has_its_owner(size):
-    """Against one owner an element, written down one by one."""
+    """Compare with a twin that has one owner per element."""
     choose = random.Random(size)
     for _ in range(50):
         numels, bounds, expected = [], [], []

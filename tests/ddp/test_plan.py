@@ -1,4 +1,4 @@
-"""The bucket plan against the published cases, and against torch's own function over random inputs."""
+"""Bucket plans against published cases, and against torch's function over random inputs."""
 
 from itertools import pairwise
 
@@ -68,7 +68,7 @@ def test_equal_to_torchs_own_in_a_given_order(kinds, limits, random):
     theirs, _ = torch_assignment([tensors[place] for place in order], limits, [], order)
     closed = sum(size_bytes(tensors, b) >= b.limit_bytes for b in assign(tensors, limits, order))
     assert ours[:closed] == theirs[:closed]
-    # what is left over lies in a hash table there
+    # torch keeps the remaining buckets in a hash table, in any order.
     assert sorted(ours[closed:]) == sorted(theirs[closed:])
 
 

@@ -1,4 +1,4 @@
-"""Buckets leave in the order of the plan, whatever the order of arrival; against a brute-force twin."""
+"""Buckets become ready in the order of the plan; against a brute-force twin."""
 
 import itertools
 import random
@@ -8,9 +8,9 @@ import pytest
 from mpidist.ddp.readiness import Readiness
 
 
-def leave(buckets, expected, skipped, order):
-    """Return after each arrival which buckets have left so far: the longest complete beginning of the plan."""
-    counts, told = [0] * len(expected), []
+def launched(buckets, expected, skipped, order):
+    """Return after each addition the launched buckets: the plan's longest complete beginning."""
+    counts, launches = [0] * len(expected), []
     for place in order:
         counts[place] += 1
         gone = []
@@ -20,8 +20,8 @@ def leave(buckets, expected, skipped, order):
             if any(counts[p] < expected[p] for p in places):
                 break
             gone.append(index)
-        told.append(gone)
-    return told
+        launches.append(gone)
+    return launches
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
@@ -29,7 +29,7 @@ def test_plan_order(order):
     buckets = [(3, 2), (0,), (1,)]
     readiness = Readiness(buckets, [1] * 4)
     gone = []
-    for place, expected in zip(order, leave(buckets, [1] * 4, (), order), strict=True):
+    for place, expected in zip(order, launched(buckets, [1] * 4, (), order), strict=True):
         assert readiness.mark_ready(place) == 0
         gone += readiness.pop_ready()
         assert gone == expected
@@ -52,7 +52,7 @@ def test_random_plans_against_the_twin():
         order = [place for place, times in enumerate(expected) for _ in range(times)]
         random.shuffle(order)
         readiness, gone = Readiness(buckets, expected, skipped), []
-        for place, wanted in zip(order, leave(buckets, expected, skipped, order), strict=True):
+        for place, wanted in zip(order, launched(buckets, expected, skipped, order), strict=True):
             readiness.mark_ready(place)
             if readiness.counts[place] == expected[place]:
                 gone += readiness.pop_ready()
@@ -64,7 +64,7 @@ def test_random_plans_against_the_twin():
         ] * bool(gone)
 
 
-def test_a_surplus_is_told():
+def test_surplus_additions_are_negative():
     readiness = Readiness([(0,), (1,)], [2, 0])
     assert [readiness.mark_ready(0) for _ in range(3)] == [1, 0, -1]
     assert readiness.mark_ready(1) == -1

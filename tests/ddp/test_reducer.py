@@ -1,4 +1,4 @@
-"""The reducer without its module: what arrives is averaged in the order of the plan, and handed back."""
+"""The reducer without its module: averages in the order of the plan."""
 
 import gc
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.mpi
 
 NAMES = ["a", "b", "c", "d"]
 DENSE = [False] * len(NAMES)
-ONE_EACH = Settings(limits=(40,))  # bytes: a bucket closes with each parameter
+ONE_EACH = Settings(limits=(40,))  # bytes: one bucket per parameter
 
 
 def parameters(numel=10):
@@ -24,7 +24,7 @@ def parameters(numel=10):
 
 
 def loss_of(own, rank, places=(0, 1, 2, 3)):
-    """A rank's loss; the gradient of the parameter at a place is (place + 1) * (rank + 1)."""
+    """Return a loss; the gradient of the parameter at a place is (place + 1) * (rank + 1)."""
     return sum(own[place].sum() * float((place + 1) * (rank + 1)) for place in places)
 
 
@@ -35,7 +35,7 @@ def backward(reducer, own, rank, places=(0, 1, 2, 3)):
 
 
 def is_mean(own, size, factor=1.0):
-    """Whether each gradient is the mean over ranks."""
+    """Say whether each gradient is the mean over ranks."""
     mean = (size + 1) / 2
     wanted = [torch.full_like(p, (place + 1) * mean * factor) for place, p in enumerate(own)]
     return all(torch.allclose(p.grad, value) for p, value in zip(own, wanted, strict=True))
@@ -52,7 +52,7 @@ def test_gradients_are_averaged_pass_by_pass(group, as_views):
             parameter.grad = None
         backward(reducer, own, group.rank)
         agree(group, is_mean(own, group.size), f"pass {turn}: {[p.grad[0].item() for p in own]}")
-    # Not cleared: a pass adds to what is there, which is the same on all ranks.
+    # Gradients that are not cleared are averages, the same on all ranks, to which a pass adds.
     backward(reducer, own, group.rank)
     agree(group, is_mean(own, group.size, 2.0), f"{[p.grad[0].item() for p in own]}")
 
@@ -73,8 +73,8 @@ def test_buckets_go_in_reverse_first_and_then_as_rank_0s_gradients_arrive(group)
     own = parameters()
     reducer = Reducer(own, NAMES, DENSE, group, ONE_EACH)
     assert reducer.layout.plan == [(3,), (2,), (1,), (0,)]
-    # A chain: the gradient of the parameter that is used first arrives last. Rank 0 alone uses them
-    # in reverse.
+    # In a chain the gradient of the first used parameter is ready last. Rank 0 alone uses the
+    # parameters in reverse.
     order = (3, 1, 0, 2) if group.rank == 0 else (0, 1, 2, 3)
     total = torch.zeros(10)
     for place in order:
@@ -136,7 +136,7 @@ def test_what_is_missing_is_named_or_reduced(group):
     )
 
 
-def test_a_plan_is_told_by_names_and_used_again(group):
+def test_a_plan_is_saved_by_names_and_loaded(group):
     own = parameters()
     reducer = Reducer(own, NAMES, DENSE, group, ONE_EACH)
     backward(reducer, own, group.rank)

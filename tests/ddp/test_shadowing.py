@@ -1,4 +1,4 @@
-"""A rank that mirrors the others' passes keeps its own gradients: [1, 1, 1, 1] over two epochs, whatever is left behind."""
+"""Own gradients of a rank that shadows the other ranks' passes."""
 
 import contextlib
 import itertools
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 
 
 class Two(torch.nn.Module):
-    """One parameter that every pass uses, one that none does."""
+    """One parameter that every pass uses, and one that no pass uses."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ def test_the_next_epoch_begins_with_the_gradients_that_the_last_one_left(group, 
 
 @pytest.mark.parametrize("view", [True, False])
 def test_a_gradient_stays_the_tensor_it_was(group, view):
-    """None stays None; a gradient that a user made keeps its identity; one under way under no_sync keeps its values."""
+    """None stays None, a user's tensor stays the same, gradients of no_sync keep their values."""
     if group.size == 1:
         return
     for kind, rebuilt in itertools.product(["none", "own", "local"], [False, True]):
@@ -87,7 +87,7 @@ def test_a_gradient_stays_the_tensor_it_was(group, view):
             Two(), process_group=group, gradient_as_bucket_view=view, find_unused_parameters=True
         )
         if rebuilt:
-            # its first pass, which rank 0 mirrors, lays the buckets out once more
+            # The first pass, which rank 0 shadows, rebuilds the buckets.
             ddp._set_static_graph()
         own = torch.full((3,), 7.0)
         with ddp.join():

@@ -1,4 +1,7 @@
-"""Sparse gradients in DDP: k ranks × batch b train as one rank × batch k·b, and the gradients stay sparse."""
+"""Sparse gradients in DDP: k ranks × batch b train like one rank × batch k·b.
+
+The gradients stay sparse.
+"""
 
 import itertools
 
@@ -18,7 +21,7 @@ WORDS, WIDTH = 20, 6
 
 
 class Words(torch.nn.Module):
-    """Two sparse tables (one never used, if ``with_unused``), and dense layers between and behind them."""
+    """Two sparse tables (one unused, if ``with_unused``), dense layers between and after them."""
 
     def __init__(self, sparse=True, with_unused=False):
         super().__init__()
@@ -34,7 +37,7 @@ class Words(torch.nn.Module):
 
 
 def words_of(rank, step):
-    # Ranks share some words, and have others alone; some come twice.
+    # Ranks have some words in common and others alone; some words appear twice.
     return torch.randint(
         0, WORDS, (4, 3), generator=torch.Generator().manual_seed(100 * step + rank)
     ) // (1 + rank % 2)
@@ -109,7 +112,7 @@ def test_the_average_is_sparse_and_the_same_on_all_ranks(group):
 
 
 def test_hooks_get_the_dense_buckets_alone(group):
-    """The last dense bucket is the last for a hook, whatever sparse ones follow; PowerSGD counts its steps by it."""
+    """The last dense bucket is a hook's last; PowerSGD counts its steps by it."""
     for hook, tolerance in ((allreduce_hook, 1e-5), (fp16_compress_hook, 1e-2)):
         seen = []
 
@@ -155,7 +158,7 @@ def test_a_rank_without_inputs_keeps_its_sparse_gradient(group):
 
 
 def test_a_layout_that_the_module_does_not_announce_raises_on_all_ranks(group):
-    """Also where one rank alone has it: the others would wait for its bucket."""
+    """One rank alone has the gradient; the others would wait for its bucket."""
 
     class Shared(torch.nn.Module):
         def __init__(self, announced):

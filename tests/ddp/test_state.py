@@ -1,4 +1,4 @@
-"""What outlives a module: its state_dict, a copy, a pickle; and what must not: its hooks on the parameters."""
+"""State of a module: its state_dict, copies and pickles, and the end of its hooks."""
 
 import copy
 import gc
@@ -62,7 +62,7 @@ def test_a_module_is_free_when_its_wrapper_goes(group):
     gc.collect()
     agree(group, gone() is None, "the reducer lives on")
     if group.rank == 0:
-        backward(net, 0, 0)  # alone: nothing is averaged any more
+        backward(net, 0, 0)  # on one rank: nothing is averaged any more
     again = DistributedDataParallel(net, process_group=group)
     train(group, again, 2)
     agree(group, same_everywhere(group, net))
@@ -70,7 +70,7 @@ def test_a_module_is_free_when_its_wrapper_goes(group):
 
 @pytest.mark.parametrize("view", [True, False])
 def test_two_backward_passes_of_one_forward_pass(group, view):
-    """Each is averaged: the second adds to the average of the first."""
+    """Each pass is averaged; the second adds to the average of the first."""
     ddp = DistributedDataParallel(
         torch.nn.Linear(2, 1), process_group=group, gradient_as_bucket_view=view
     )
@@ -156,7 +156,7 @@ def test_unused_buckets_do_not_travel(group, static):
         find_unused_parameters=not static,
         static_graph=static,
         skip_all_reduce_unused_params=True,
-        bucket_cap_mb=0.00001,  # a bucket for each
+        bucket_cap_mb=0.00001,  # one bucket per parameter
     )
     names = []
 

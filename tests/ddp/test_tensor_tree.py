@@ -1,4 +1,4 @@
-"""Tensors in what a module takes and returns."""
+"""Tensors in a module's inputs and outputs."""
 
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""torch's arguments: what each does here, what is refused, and that a refusal reaches all ranks."""
+"""torch's arguments: their effect, their refusal, and its error on all ranks."""
 
 import inspect
 import warnings
@@ -20,7 +20,7 @@ def test_every_argument_of_torch_is_accepted():
     places = [name for name, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert places[: len(theirs)] == list(theirs), "arguments given by place must mean the same"
     differing = {name for name, p in theirs.items() if p.default != ours[name].default}
-    # the latter was True before torch 2.13
+    # Before torch 2.13 the second default was True.
     assert differing <= {"gradient_as_bucket_view", "broadcast_buffers"}
 
 
@@ -183,7 +183,7 @@ def test_buffers(group, options, expected):
     ddp = DistributedDataParallel(module, process_group=group, **options)
     for _ in range(2):
         ddp(torch.ones(1, 2)).sum().backward()
-        module.seen += group.rank  # drifts apart between the passes
+        module.seen += group.rank  # differs between ranks
     drift = {"rank 0": group.rank, "init": 2 * group.rank, "own": 12 * group.rank}[expected]
     agree(group, float(module.seen) == 2 + drift, f"{module.seen}")
     agree(group, float(module.own) == 10 * group.rank, "an ignored buffer was touched")
@@ -230,7 +230,7 @@ def test_a_mesh_and_torch_groups(group):
         mean = (group.size + 1) / 2
         agree(group, float(ddp.module.bias.grad) == mean, str(ddp.module.bias.grad))
     both = {"device_mesh": mesh, "process_group": mesh.get_group()}
-    # torch's class of error, and its words
+    # torch's class and text.
     wanted = "Cannot specify both process_group and device_mesh arguments."
     raises_on_all(
         group, RuntimeError, lambda: DistributedDataParallel(torch.nn.Linear(1, 1), **both), wanted
@@ -256,7 +256,7 @@ def test_another_backends_group_is_refused(group):
 
 @pytest.mark.mpi
 def test_a_module_with_nothing_to_average_is_refused_on_all_ranks(group):
-    """As in torch; and where one rank alone has nothing, the others raise, too."""
+    """As in torch; if one rank alone has no such parameter, the others raise, too."""
     frozen = torch.nn.Linear(1, 1).requires_grad_(False)
     call = lambda: DistributedDataParallel(frozen, process_group=group)  # noqa: E731
     raises_on_all(group, RuntimeError, call, "a parameter that requires a gradient")
@@ -282,7 +282,9 @@ def test_a_module_with_nothing_to_average_is_refused_on_all_ranks(group):
     ],
 )
 def test_numbers_that_mean_nothing_are_refused_on_all_ranks(group, options, error, match):
-    call = lambda: DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group, **options)  # noqa: E731
+    def call():
+        DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group, **options)
+
     raises_on_all(group, error, call, match)
 
 

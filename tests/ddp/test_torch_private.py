@@ -1,4 +1,4 @@
-"""torch's private names on our module, used as torch's tests and the frameworks use them."""
+"""Private names of torch on our module, used as torch's tests and the frameworks use them."""
 
 import pytest
 import torch
@@ -111,7 +111,7 @@ def test_logging_data(group):
 
 
 def test_training_within_the_forward_pass_as_lightning_does(group):
-    """Lightning's manual optimization: backward passes within the module's forward pass, each announced to the reducer."""
+    """Lightning's manual optimization: backward passes within forward arm the reducer."""
 
     class Manual(torch.nn.Module):
         def __init__(self):
@@ -224,7 +224,7 @@ def test_fused_optimizer(group):
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.usefixtures("default_group")
 def test_data_parallel_over_tensor_parallel(group):
-    """A mesh of one dimension cut out of two, with a module whose parameters lie on the other."""
+    """A mesh of one dimension sliced from two; the module's parameters lie on the other."""
     if group.size != 4:
         pytest.skip("a mesh of 2 × 2")
     from torch.distributed.device_mesh import init_device_mesh

@@ -1,4 +1,7 @@
-"""k ranks × batch b is one rank × batch k·b for ten steps of any optimizer, and all ranks hold the same bits after each."""
+"""k ranks × batch b are one rank × batch k·b for ten steps of any optimizer.
+
+All ranks hold the same bits after each step.
+"""
 
 import pytest
 import torch
@@ -103,7 +106,7 @@ def test_the_same_bits_with_every_hook(group, name, in_thread, monkeypatch):
 
 
 def test_gradients_that_autograd_leaves_conjugated(group):
-    # Of real(w * x) the gradient of w is a conjugated view of x; copied back, it stays one.
+    # The gradient of w in real(w * x) is a conjugated view of x, and stays one when copied back.
     for is_view in (True, False):
         module = torch.nn.Module()
         module.w = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))

@@ -1,1 +1,1 @@
-"""Jobs of two ranks in which a framework trains, each a program of this folder, and what they must print."""
+"""Jobs of two ranks in which a framework trains: programs, and tests of their reports."""

@@ -1,4 +1,4 @@
-"""What the programs share: a tiny model, its reference in one process, and which groups torch made."""
+"""Model, single-process reference and report that the programs share."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ FEATURES, HIDDEN, CLASSES = 8, 16, 4
 LOCAL_BATCH, STEPS_AN_EPOCH = 4, 3
 LEARNING_RATE, MOMENTUM = 0.1, 0.9
 
-groups: list[str] = []  # class of each group that torch has made in this process
+groups: list[str] = []  # class of each of torch's groups in this process
 _make = c10d._new_process_group_helper
 
 
 def _noted(*args: Any, **kwargs: Any) -> Any:
     made = _make(*args, **kwargs)
-    # "fake" is a backend of torch that communicates nothing: the groups of one rank that torchtitan
-    # makes.
+    # "fake" is a backend of torch without communication, of torchtitan's groups of one rank.
     if made[0] is not c10d.GroupMember.NON_GROUP_MEMBER and str(args[3]) != "fake":
         groups.append(f"{type(made[0]).__module__}.{type(made[0]).__name__}")
     return made

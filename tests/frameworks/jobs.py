@@ -1,4 +1,4 @@
-"""A program of this folder as a job of two ranks."""
+"""Launch of a program of this folder as a job of two ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ OUR_DDP, TORCHS_DDP = "mpidist.ddp.module", "torch.nn.parallel.distributed"
 CLOSE = 1e-6  # float32, sums in another order
 
 
-# Lightning's own strategies, by the words of MPIDIST_REPLACE and the module that then has the class
-# they wrap with.
+# Values of MPIDIST_REPLACE, and the module of the class with which Lightning's own strategies then
+# wrap.
 each_class_of_theirs = pytest.mark.parametrize(
     ("words", "module"),
     [
@@ -27,7 +27,7 @@ each_class_of_theirs = pytest.mark.parametrize(
 
 
 def require(library: str) -> None:
-    """Skip, or in CI fail, without a library of the extra ``frameworks``."""
+    """Skip, or fail in CI, if a library of the extra ``frameworks`` is missing."""
     if importlib.util.find_spec(library) is None:
         missing(f"{library} is not installed (pip install 'mpidist[frameworks]')")
 
@@ -35,7 +35,7 @@ def require(library: str) -> None:
 def ranks_of(
     program: str, words: str | None, *arguments: str, **variables: str
 ) -> list[dict[str, Any]]:
-    """Run ``tests.frameworks.<program>`` on two ranks and return their reports; all groups in them were mpidist's.
+    """Run ``tests.frameworks.<program>`` on two ranks; return their reports, all on mpidist.
 
     Args:
         words: ``MPIDIST_REPLACE``; None leaves it unset.
@@ -45,7 +45,8 @@ def ranks_of(
         environment["MPIDIST_REPLACE"] = words
     command = [*launcher(2), sys.executable, "-m", f"tests.frameworks.{program}", *arguments]
     done = started(command, 180, environment)
-    if done.returncode == 0:  # the Trainer prints dicts, too
+    # The Trainer prints dicts as well.
+    if done.returncode == 0:
         done.stdout = "\n".join(
             line for line in done.stdout.splitlines() if line.startswith('{"rank"')
         )

@@ -1,4 +1,4 @@
-"""Accelerate under MPIDIST_REPLACE, with torch's DDP, with ours in its place, and beside FSDP2."""
+"""Accelerate under MPIDIST_REPLACE, with torch's DDP, with mpidist's DDP, and with FSDP2."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def test_training_equals_that_of_one_process(tmp_path, words, module):
         )
         for what in ("trained", "loss", "resumed", "accumulated", "unused", "sharded", "triggered"):
             assert abs(facts[what]) < CLOSE, (what, facts)
-        assert facts["before"] == 0  # load_state had something to do
+        assert facts["before"] == 0  # load_state changes the weights
         assert ("our_hook" in facts) is module.startswith("mpidist") and facts.get(
             "our_hook", 0
         ) < 1e-4, facts
         assert facts["full_rank"] < 1e-4 < facts["rank_1"], facts
-        # which is ours here
+        # mpidist's class here.
         assert "mpidist is not available, please use gloo" in facts["wrong"], facts["wrong"]

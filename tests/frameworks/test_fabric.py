@@ -1,4 +1,4 @@
-"""Lightning Fabric: by its own strategies under MPIDIST_REPLACE, and by ours, which need no variable."""
+"""Lightning Fabric with its own strategies under MPIDIST_REPLACE, and with mpidist's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning's Trainer: by its own strategies under MPIDIST_REPLACE, and by ours, which need no variable."""
+"""Lightning's Trainer with its own strategies under MPIDIST_REPLACE, and with mpidist's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""torchtitan's calls of torch.distributed under MPIDIST_REPLACE; torchtitan itself trains on GPUs alone."""
+"""torchtitan's calls of torch.distributed under MPIDIST_REPLACE.
+
+torchtitan itself trains on GPUs alone.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 def test_they_shard_train_and_save_beside_the_training(tmp_path):
     first, second = ranks_of("with_torchtitans_calls", "gloo,nccl,mpi", str(tmp_path))
-    # the world, which is the mesh, and the one for checkpoints
+    # The world, which is the mesh, and the group for checkpoints.
     assert first["groups"] == [OURS] * 2
     assert first["norms"] == second["norms"] and first["means"] == second["means"]
     assert len(set(first["means"])) == 1

@@ -1,4 +1,4 @@
-"""transformers' Trainer under MPIDIST_REPLACE, with torch's DDP and with ours in its place."""
+"""transformers' Trainer under MPIDIST_REPLACE, with torch's DDP and with mpidist's."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def test_training_equals_that_of_one_process(tmp_path, words, module):
         assert facts["wrapped"] == module and facts["mode"] == "distributed" and facts["ranks"] == 2
         for what in ("trained", "loss", "logits", "resumed", "named"):
             assert abs(facts[what]) < 10 * CLOSE, (what, facts)
-        assert facts["before"] == 0  # the checkpoint had something to bring
-        # which is ours here
+        assert facts["before"] == 0  # the checkpoint changes the weights
+        # mpidist's class here.
         assert "mpidist is not available, please use gloo" in facts["wrong"], facts["wrong"]

@@ -1,4 +1,4 @@
-"""A framework's own backend under mpirun, without MPIDIST_REPLACE: the error says what to write."""
+"""A framework's own backend under mpirun without MPIDIST_REPLACE: the error says what to set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def test_the_error_names_it(monkeypatch, size, is_told):
         monkeypatch.delenv(name, raising=False)
     for name, value in (("SIZE", size), ("RANK", "0"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
-    # As Accelerate does, with the rank and the size that it has read of mpirun's variables.
+    # As Accelerate does, with the rank and size from mpirun's variables.
     with pytest.raises(ValueError, match="MASTER_ADDR expected, but not set") as caught:
         dist.init_process_group("gloo", rank=0, world_size=int(size))
     told = "mpirun (Open MPI) started 2 ranks: set MPIDIST_REPLACE=gloo,nccl,mpi" in str(

@@ -1,4 +1,4 @@
-"""Accelerate: trains, accumulates, evaluates, saves and goes on; run as a job, with a folder for its checkpoint."""
+"""Job with Accelerate: trains, accumulates, evaluates, saves and resumes from a folder."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def train(accelerator, model, optimizer, loader, epochs=EPOCHS):
 
 
 def evaluate(accelerator, model, loader):
-    """Return the mean loss over all examples, which each rank computes for its own."""
+    """Return the mean loss over all examples, of which each rank computes its own."""
     model.eval()
     with torch.no_grad():
         losses = [
@@ -68,7 +68,7 @@ def power_sgd(rank_of_approximation):
 
 
 def sharded(ranks):
-    """Train with FSDP2, which Accelerate itself applies on GPUs alone: the script shards, Accelerate does the rest."""
+    """Train with FSDP2; the script shards, because Accelerate shards on GPUs alone."""
     Accelerator._shared_state = {}
     accelerator = Accelerator(cpu=True)
     model = evidence.model()
@@ -94,7 +94,7 @@ def main(folder: str) -> None:
         loss_of(expected, *evidence.examples(ranks))
     )
 
-    # After the first epoch into a checkpoint; the second by a script that starts anew.
+    # The first epoch ends with a checkpoint, from which a new script trains the second.
     train(*(first := fresh()), epochs=1)
     first[0].save_state(folder)
     resumed = fresh()
@@ -119,7 +119,7 @@ def main(folder: str) -> None:
         facts["our_hook"] = evidence.distance(train(*hooked), expected)
     facts["sharded"] = evidence.distance(sharded(ranks), expected)
 
-    # Between no_sync and the next forward pass: Accelerate arms torch's reducer by hand.
+    # Accelerate arms torch's reducer between no_sync and the next forward pass.
     accelerator, model, optimizer, loader = fresh()
     batch = next(iter(loader))
     with accelerator.no_sync(model):

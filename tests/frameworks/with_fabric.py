@@ -1,4 +1,4 @@
-"""Lightning Fabric: trains, accumulates, evaluates, saves and goes on; run as a job, with a folder for checkpoints."""
+"""Job with Lightning Fabric: trains, accumulates, evaluates, saves and resumes from a folder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def train(fabric, model, optimizer, loader, epochs=EPOCHS, accumulate=1):
 
 
 def course(strategy, folder, expected):
-    """Train, evaluate, then train half, save, and go on with all made anew; return what differs from one process."""
+    """Train, evaluate, train half, save and resume; return the differences from one process."""
     fabric, model, *rest = fresh(strategy())
     facts = {"wrapped": type(model._forward_module).__module__}
     facts["trained"] = evidence.distance(train(fabric, model, *rest), expected)

@@ -1,4 +1,4 @@
-"""Lightning's Trainer: trains, validates, saves and goes on; run as a job, with a folder for checkpoints."""
+"""Job with Lightning's Trainer: trains, validates, saves and resumes from a folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EPOCHS, RANKS = 2, 2
 
 
 class Module(L.LightningModule):
-    """The shared model; ``by_hand``: it steps by itself, twice as many backward passes as steps."""
+    """The shared model; ``by_hand``: manual optimization, two backward passes per step."""
 
     def __init__(self, by_hand=False, shards=False):
         super().__init__()
@@ -29,7 +29,8 @@ class Module(L.LightningModule):
         self.wrapped = None
 
     def configure_model(self):
-        if self.shards and not isinstance(self.net, FSDPModule):  # fit and validate call it, each
+        # Called by fit and by validate.
+        if self.shards and not isinstance(self.net, FSDPModule):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def configure_optimizers(self):
@@ -90,7 +91,10 @@ def fit(strategy, folder, epochs=EPOCHS, ckpt_path=None, **options):
 
 
 def course(strategy, folder, expected, **kinds):
-    """Train, validate, then train half, save, and go on in a Trainer that starts anew; return what differs from one process."""
+    """Train, validate, train half, save and resume in a new Trainer.
+
+    Return the differences from one process.
+    """
     made, module = fit(strategy(), folder, **kinds)
     facts = {"wrapped": module.wrapped, "trained": evidence.distance(module.net, expected)}
     loss = made.validate(module, loader(made.global_rank), verbose=False)[0]["loss"]
@@ -139,7 +143,7 @@ def main(folder: str) -> None:
         "full_rank": away(hooked(8)),
         "rank_1": away(hooked(1)),
         "wrapped": away(hooked(8, fp16_compress_wrapper)),
-        # Lightning's own strategy registers no hook on the CPU: docs/frameworks.md says so.
+        # Lightning's own strategy registers no hook on the CPU (docs/frameworks.md).
         "theirs": away(
             DDPStrategy(
                 ddp_comm_state=torch_hooks.PowerSGDState(None, 1),
@@ -154,7 +158,7 @@ def main(folder: str) -> None:
         "start": evidence.text_of_error(lambda: ours.DDPStrategy(start_method="fork")),
         "devices": evidence.text_of_error(lambda: fit(ours.DDPStrategy(), folder, devices=3)),
     }
-    # As mpirun leaves them in a batch job of Slurm: the batch shell's, the same for every rank.
+    # Under mpirun in a batch job of Slurm all ranks have the batch shell's variables.
     os.environ.update(
         SLURM_NTASKS="2",
         SLURM_JOB_NAME="train",

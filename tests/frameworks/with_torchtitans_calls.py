@@ -1,4 +1,4 @@
-"""The calls by which torchtitan uses torch.distributed, in its order; run as a job, with a folder for checkpoints.
+"""Job with torchtitan's calls of torch.distributed, in its order, with a folder for checkpoints.
 
 Source: torchtitan's distributed/utils.py, distributed/parallel_dims.py and
 components/checkpointer/dcp.py, of August 2026.
@@ -24,7 +24,10 @@ EPOCHS = 2
 
 
 def meshes(ranks):
-    """Return the one mesh of the world, and it as pipeline × replicas × shards × tensor; those of one rank have no group."""
+    """Return the mesh of the world, flat and as pipeline × replicas × shards × tensor.
+
+    Dimensions of one rank have no group.
+    """
     world = init_device_mesh("cpu", (ranks,), mesh_dim_names=("world",))
     names = ("pp", "dp_replicate", "fsdp", "tp")
     alone = dict.fromkeys(("pp", "dp_replicate", "tp"), "fake")
@@ -103,5 +106,6 @@ def main(folder: str) -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":  # the process that saves imports this file
+# Guarded, because the process that saves imports this file.
+if __name__ == "__main__":
     main(sys.argv[1])

@@ -1,4 +1,4 @@
-"""transformers' Trainer: trains a tiny GPT-2, evaluates, predicts, saves and goes on; run as a job, with a folder."""
+"""Job with transformers' Trainer: trains a tiny GPT-2, evaluates, predicts, saves, resumes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS, WORDS, LENGTH, LOCAL_BATCH = 4, 32, 10, 3
 
 
 class Sentences(Dataset):
-    """One global batch: in whichever order the Trainer draws it, a step is a step on all of it."""
+    """One global batch, on all of which each step is taken, in any order of the examples."""
 
     def __init__(self, ranks: int) -> None:
         drawn = torch.Generator().manual_seed(2)
@@ -29,8 +29,8 @@ class Sentences(Dataset):
 
 
 def labels_of(tokens):
-    # The Trainer divides by the number of labels, the model's own loss by that of predictions,
-    # which the first word has none of.
+    # The Trainer divides by the number of labels, the model's own loss by the number of
+    # predictions, of which the first token has none.
     labels = tokens.clone()
     labels[..., 0] = -100
     return labels

@@ -21,7 +21,7 @@ from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.algorithms.shared_memory import NodeTensor
 from mpidist.comm.memory.stream import used_here
 from mpidist.comm.resolve_group import native_group
-from mpidist.ddp.bucket import GradBucket
+from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks.stages import in_order, is_in_order, launch, run_stages
 from mpidist.ddp.ownership import Ownership, ownership_of
 from mpidist.future import Future, completed
@@ -73,8 +73,8 @@ class Compressed:
     def __init__(self, hook: Hook, dtype: torch.dtype) -> None:
         self.hook = hook
         self.dtype = dtype
-        # By ``slot()``, for all steps, because new memory is slow and hooks identify a buffer by its
-        # address.
+        # By ``slot()``, kept for all steps, because new memory is slow and hooks identify a buffer
+        # by its address.
         self._narrow: dict[int, Tensor] = {}
 
     @property

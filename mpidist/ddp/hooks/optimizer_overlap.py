@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mpidist.comm.memory.stream import used_here
-from mpidist.ddp.bucket import GradBucket
+from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks.stages import is_in_order
 
 Tensor = torch.Tensor

@@ -27,7 +27,7 @@ import torch
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.algorithms.shared_memory import NodeTensor
 from mpidist.comm.resolve_group import native_group
-from mpidist.ddp.bucket import GradBucket
+from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks.stages import is_in_order, run_stages
 from mpidist.ddp.ownership import (
     DEFAULT_BUFFERS,

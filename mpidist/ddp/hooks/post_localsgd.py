@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mpidist.comm.resolve_group import native_group
-from mpidist.ddp.bucket import GradBucket
+from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks.default import average
 from mpidist.ddp.hooks.stages import in_order
 from mpidist.ddp.settings_checks import require_int

@@ -30,7 +30,7 @@ import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.resolve_group import native_group
-from mpidist.ddp.bucket import GradBucket
+from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks import lowrank
 from mpidist.ddp.hooks.default import average
 from mpidist.ddp.hooks.lowrank import Factors

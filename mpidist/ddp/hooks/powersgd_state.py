@@ -1,4 +1,4 @@
-"""PowerSGD's settings and its state between steps, by parameter name, so that buckets may change."""
+"""PowerSGD's settings and its state between steps, kept by parameter name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.resolve_group import default_group, native_group
-from mpidist.ddp.bucket import GradBucket
+from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks.lowrank import random_like
 from mpidist.ddp.settings_checks import require_int, require_real
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from mpidist.comm.resolve_group import native_group
-from mpidist.ddp.bucket import GradBucket
+from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks import uint8_blocks
 from mpidist.ddp.hooks.stages import in_order, run_stages
 from mpidist.ddp.settings_checks import require_int

@@ -37,8 +37,9 @@ class _Registration:
 
 
 class DDPCommHookType(Enum):
-    """Hooks by name; ``DDPCommHookType.FP16_COMPRESS.value(model=model, state=process_group)`` registers one.
+    """Communication hooks by name.
 
+    ``DDPCommHookType.FP16_COMPRESS.value(model=model, state=process_group)`` registers a hook.
     The state is a process group, or None for the default one; the PowerSGD hooks construct a
     ``PowerSGDState`` from it.
     """

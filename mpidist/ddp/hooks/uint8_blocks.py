@@ -96,7 +96,7 @@ def _parts(packed: Tensor, numel: int, block: int) -> tuple[Tensor, Tensor]:
 
 
 def _pieces(x: Tensor, block: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (start, stop, first block, blocks) of pieces: several whole blocks, or a part of one."""
+    """Yield (start, stop, first block, blocks) of pieces: whole blocks, or a part of one block."""
     numel, most = x.numel(), _PIECE_NUMEL if x.is_cpu else _DEVICE_PIECE_NUMEL
     if block > most:
         for first, start in enumerate(range(0, numel, block)):

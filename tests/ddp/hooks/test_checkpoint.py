@@ -1,4 +1,4 @@
-"""A hook and its state, saved and loaded: by rank 0 alone, by every rank, on more and on fewer ranks, with other buckets."""
+"""Checkpoints of a hook's state: by rank 0, by every rank, on other numbers of ranks."""
 
 import io
 import warnings
@@ -70,7 +70,7 @@ def folder(group, tmp_path_factory):
     ],
 )
 def test_rank_0_saves_and_all_rebuild(group, folder, hook):
-    """The example of torch's documentation, end to end; rank 0's file holds the mean of all errors."""
+    """The example of torch's documentation; rank 0's file holds the mean of all errors."""
     ddp = DistributedDataParallel(net(), bucket_cap_mb=0.001)
     state = PowerSGDState(None, 2, start_powerSGD_iter=1, min_compression_rate=1)
     ddp.register_comm_hook(state, hook)
@@ -90,7 +90,7 @@ def test_rank_0_saves_and_all_rebuild(group, folder, hook):
 
     with torch.serialization.safe_globals(mddp.SAFE_GLOBALS):
         read = torch.load(f"{folder}/checkpoint.pt", weights_only=True)
-    other = DistributedDataParallel(net(seed=5))  # other weights and other buckets
+    other = DistributedDataParallel(net(seed=5))  # other weights, other buckets
     other.load_state_dict(read["model"])
     its_optimizer = sgd(other)
     its_optimizer.load_state_dict(read["optimizer"])
@@ -102,7 +102,7 @@ def test_rank_0_saves_and_all_rebuild(group, folder, hook):
     train(group, ddp, optimizer, range(STEPS, STEPS + 1))
     train(group, other, its_optimizer, range(STEPS, STEPS + 1))
     agree(group, same_everywhere(group, other.module))
-    # the mean of the errors is all that enters the average, so the next step is the same
+    # Only the mean of the errors enters the average, so that the next step is the same.
     if hook is mddp.powerSGD_hook:
         pairs = zip(ddp.module.parameters(), other.module.parameters(), strict=True)
         agree(group, all(torch.allclose(a, b, atol=1e-5) for a, b in pairs), "another step")
@@ -131,7 +131,7 @@ def test_every_rank_saves_and_goes_on_with_the_same_bits(group, folder, stop, ho
     other.load_state_dict(weights)
     its_optimizer.load_state_dict(momenta)
     loaded = checkpoint.load(folder, other)
-    # files of others can name none of ours
+    # A file from elsewhere cannot name a class or function of mpidist.
     assert not set(mddp.SAFE_GLOBALS) & set(torch.serialization.get_safe_globals())
     other.register_comm_hook(loaded, hook)
     train(group, other, its_optimizer, range(stop, stop + 4))
@@ -169,7 +169,7 @@ def test_another_number_of_ranks_keeps_the_mean_error(group, world, folder):
         agree(fewer, more.exists())
         fewer.close()
     world.barrier()
-    back = checkpoint.load(folder, ddp)  # and on more ranks than wrote it
+    back = checkpoint.load(folder, ddp)  # on more ranks than saved
     told = group.all_gather_object(back.error_dict)
     agree(group, all(same(errors, told[0], 0) for errors in told))
 
@@ -241,9 +241,14 @@ def test_merged_keeps_the_mean():
 
 def test_hooks_survive_a_file():
     hooks = [
-        mddp.allreduce_hook, mddp.fp16_compress_hook, mddp.bf16_compress_hook, mddp.noop_hook, mddp.powerSGD_hook,
-        mddp.batched_powerSGD_hook, mddp.bf16_compress_wrapper(mddp.fp16_compress_wrapper(mddp.allreduce_hook)),
-    ]  # fmt: skip
+        mddp.allreduce_hook,
+        mddp.fp16_compress_hook,
+        mddp.bf16_compress_hook,
+        mddp.noop_hook,
+        mddp.powerSGD_hook,
+        mddp.batched_powerSGD_hook,
+        mddp.bf16_compress_wrapper(mddp.fp16_compress_wrapper(mddp.allreduce_hook)),
+    ]
     file = io.BytesIO()
     torch.save(hooks, file)
     file.seek(0)

@@ -1,4 +1,4 @@
-"""Each default hook against the plain average; torch's own hooks beside ours."""
+"""Default hooks against the plain average, and torch's own hooks on our DDP."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""An optimizer within the hook, ours and torch's private registration, against a step behind the backward pass."""
+"""Optimizers stepped within the hook, against a step after the backward pass."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 
 
 class Plain:
-    """A functional optimizer: gradient descent."""
+    """Gradient descent as a functional optimizer."""
 
     def step_param(self, parameter, gradient):
         with torch.no_grad():

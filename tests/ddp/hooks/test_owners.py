@@ -1,4 +1,4 @@
-"""Gradients leave to their owners: against plain DDP, whose averages all ranks hold."""
+"""Gradients reduced to their owners, against plain DDP, whose averages all ranks hold."""
 
 import contextlib
 import functools
@@ -23,7 +23,7 @@ SMALL = 0.0005  # MiB: several buckets
 
 
 def bounds_of(module, size):
-    """Whole parameters in turn; one cut into parts, with a rank that comes twice; one that is all ranks'."""
+    """Return bounds: whole parameters, one in parts of which a rank owns two, one common."""
     trained = [p for p in module.parameters() if p.requires_grad]
     bounds = {p: ((number % size, 0, p.numel()),) for number, p in enumerate(trained)}
     cut, common = trained[2], trained[3]
@@ -38,7 +38,7 @@ def flat(gradient):
 
 
 def wrong(group, ddp, plain, bounds, is_same):
-    """Say which gradient is not this rank's share of plain DDP's."""
+    """Return the names of the gradients that differ from this rank's share of plain DDP's."""
     named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
     for (name, p), q in zip(
         named, [q for q in plain.module.parameters() if q.requires_grad], strict=True
@@ -69,7 +69,7 @@ def close(one, other, tolerance=1e-5):
 def pair(
     group, options=None, hook=allreduce_hook, state=None, net=Net, around=lambda hook: hook, of=None
 ):
-    """Return two modules of the same values, one that reduces to owners and one that does not, and the owners."""
+    """Return two modules of the same values, and the owners; the first reduces to them."""
     options = {"process_group": group, "bucket_cap_mb": SMALL, **(options or {})}
     one, plain = (
         DistributedDataParallel(net(), **options),
@@ -82,14 +82,20 @@ def pair(
 
 
 KINDS = [
-    {}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": False},
+    {},
+    {"find_unused_parameters": True},
+    {"static_graph": True},
+    {"gradient_as_bucket_view": False},
     {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_each_rank_gets_its_share(group, in_thread, monkeypatch):
-    """On one node with the same bits; buckets of two dtypes, a module that is used twice, other strides, unused parameters."""
+    """Buckets of two dtypes, a module used twice, other strides, unused parameters.
+
+    On one node the bits are the same.
+    """
     monkeypatch.setattr(type(group), "is_single_node", not in_thread)
     is_same = close if in_thread or torch.ones(1).is_cuda else torch.equal
     for options in KINDS:
@@ -109,7 +115,7 @@ def test_each_rank_gets_its_share(group, in_thread, monkeypatch):
             and not options.get("skip_all_reduce_unused_params")
             and "static_graph" not in options
         ):
-            for ddp in (one, plain):  # used by one rank, which need not be the owner
+            for ddp in (one, plain):  # one rank, not always the owner
                 ddp.zero_grad()
                 x, target = data(group.rank, 9)
                 loss_of(ddp(x, group.rank == 0), target).backward()
@@ -122,7 +128,7 @@ def test_each_rank_gets_its_share(group, in_thread, monkeypatch):
 
 @pytest.mark.parametrize("view", [True, False])
 def test_passes_add_up(group, view):
-    """What a pass adds to: averages of which each is on one rank, gradients of this rank, and none."""
+    """A pass adds to averages held by one rank each, to gradients of this rank, or to none."""
     sequences = ["ss", "lss", "sls", "lzs", "szs", "slzs", "slns", "bs", "sbs"]
     for sequence in sequences:
         one, plain, bounds = pair(group, {"gradient_as_bucket_view": view})
@@ -130,7 +136,7 @@ def test_passes_add_up(group, view):
             for ddp in (one, plain):
                 if what in "zn":
                     ddp.zero_grad(set_to_none=what == "n")
-                elif what == "b":  # a loss of the weights alone, beside DDP
+                elif what == "b":  # without DDP
                     sum(
                         p.square().sum() for p in ddp.module.parameters() if p.requires_grad
                     ).backward()
@@ -144,7 +150,7 @@ def test_passes_add_up(group, view):
 
 
 def test_it_holds_the_buckets_under_way_and_its_share_alone(group):
-    """Bytes of gradients and buckets, counted by memory: during the pass, and at its end."""
+    """Bytes of gradients and buckets, each memory once, during the pass and at its end."""
     width, layers = 32, 12
     parts = [
         part
@@ -190,7 +196,8 @@ def test_it_holds_the_buckets_under_way_and_its_share_alone(group):
                 held() == buffers * one_bytes + share,
                 f"{buffers} buffers: {held()} bytes, {share} its own",
             )
-            if step:  # the first one has buckets in another order
+            # The buckets of the first pass are in another order.
+            if step:
                 limit = buffers * one_bytes + share + one_bytes
                 agree(
                     group, most <= limit or weights[0].is_cuda, f"{buffers} buffers: {most} bytes"
@@ -208,7 +215,7 @@ def test_it_holds_the_buckets_under_way_and_its_share_alone(group):
 
 
 def test_it_composes(group):
-    """Halves around it, PowerSGD within it, both; a hook of a user's that returns other memory."""
+    """Half precision around the hook, PowerSGD within, both; a hook that returns other memory."""
     powersgd = functools.partial(
         PowerSGDState, group, 2, start_powerSGD_iter=1, min_compression_rate=1
     )
@@ -240,7 +247,7 @@ def test_it_composes(group):
 
 
 def test_uneven_inputs(group):
-    """A rank without inputs gets its share of each pass of the others, and has its own gradients back in the end."""
+    """A rank without inputs gets its share of each pass, and its own gradients back at the end."""
     for view in (True, False):
         one, plain, bounds = pair(
             group, {"gradient_as_bucket_view": view, "find_unused_parameters": True}
@@ -280,7 +287,7 @@ def test_uneven_inputs(group):
         agree(
             group,
             is_right and len(seen[one]) == 2 * (group.size - 1 - group.rank),
-            f"while it mirrors, views {view}",
+            f"while it shadows, views {view}",
         )
         for ddp in (one, plain):
             ddp.zero_grad(set_to_none=False)
@@ -321,7 +328,7 @@ def test_sparse_gradients_are_averaged_on_all_ranks(group):
 
 @pytest.mark.parametrize("view", [True, False])
 def test_captured_passes(group, monkeypatch, view):
-    """Distributed autograd's: each rank's context gets what it owns; ``.grad`` stays as it was, an average of one rank's, too."""
+    """Each rank's context gets the averages that the rank owns; ``.grad`` stays as it was."""
     one, plain, bounds = pair(group, {"gradient_as_bucket_view": view})
     joined = []
     monkeypatch.setattr(autograd_context, "_join", joined.append)
@@ -374,7 +381,7 @@ def test_it_is_registered_and_taken_back(group):
     for step, of in enumerate([bounds, None, others, {}, bounds, others]):
         one.zero_grad()
         plain.zero_grad()
-        backward(one, group.rank, step)  # of the hook before
+        backward(one, group.rank, step)  # by the last hook
         one.zero_grad()
         one.register_comm_hook(None, None if of is None else to_owners(of))
         backward(one, group.rank, step)
@@ -382,7 +389,7 @@ def test_it_is_registered_and_taken_back(group):
         agree(
             group, not (text := wrong(group, one, plain, of or {}, close)), f"change {step}: {text}"
         )
-    # Averages that one rank holds go on to the next owner.
+    # Averages that one rank holds are added to under the next owners.
     one.register_comm_hook(None, to_owners(bounds))
     backward(one, group.rank, 7)
     backward(plain, group.rank, 7)
@@ -392,7 +399,7 @@ def test_it_is_registered_and_taken_back(group):
 @pytest.mark.usefixtures("default_group")
 @pytest.mark.parametrize("of", [None, allreduce_hook])
 def test_torchs_ddp(group, of):
-    """It keeps its buckets; what a rank does not own becomes zeros."""
+    """torch's DDP keeps its buckets; elements that a rank does not own become zeros."""
     one, plain = (
         TorchDDP(Net(), bucket_cap_mb=SMALL),
         DistributedDataParallel(Net(), process_group=group),

@@ -1,4 +1,4 @@
-"""Post-local SGD: all ranks' averages first, a node's later; against a naive twin and against torch's hook on torch's DDP."""
+"""Post-local SGD against a naive twin, and against torch's hook on torch's DDP."""
 
 import copy
 
@@ -39,7 +39,7 @@ def expected_gradients(rank, size, step, start, locally):
 @pytest.mark.parametrize("given", [True, False], ids=["a subgroup", "by node"])
 def test_all_ranks_then_the_node(group, monkeypatch, locally, given):
     monkeypatch.setattr(runtime.World, "nodes_of", lambda self, ranks: pairs(ranks))
-    whole = group.clone()  # made behind the patch: pairs of ranks are its nodes
+    whole = group.clone()  # made after the patch: nodes of two ranks
     monkeypatch.setattr(
         type(whole), "split_by_node", lambda self: self.split(self.rank // 2, self.rank)
     )
@@ -84,20 +84,43 @@ def trained(module, rank, optimizer):
 
 @pytest.mark.usefixtures("default_group")
 def test_training_as_with_torchs_parts_on_torchs_module(group):
-    """Parts of torch's and of ours in one training, and each as the whole."""
+    """torch's parts and ours mixed in one training, and each alone."""
     subgroup = dist.new_subgroups(group_size=1)[0]
     runs = {}
     for name, module_of, hook, state_of, averager_of, optimizer_of in [
-        ("torch", torch.nn.parallel.DistributedDataParallel, theirs.post_localSGD_hook, theirs.PostLocalSGDState,
-         torchs_averagers.PeriodicModelAverager, TorchsOptimizer),
-        ("ours", DistributedDataParallel, post_localSGD_hook, PostLocalSGDState, PeriodicModelAverager, PostLocalSGDOptimizer),
-        ("torch's parts on "
-         "ours", DistributedDataParallel, theirs.post_localSGD_hook, theirs.PostLocalSGDState,
-         torchs_averagers.PeriodicModelAverager, TorchsOptimizer),
-        ("our "
-         "averager", torch.nn.parallel.DistributedDataParallel, theirs.post_localSGD_hook, theirs.PostLocalSGDState,
-         PeriodicModelAverager, TorchsOptimizer),
-    ]:  # fmt: skip
+        (
+            "torch",
+            torch.nn.parallel.DistributedDataParallel,
+            theirs.post_localSGD_hook,
+            theirs.PostLocalSGDState,
+            torchs_averagers.PeriodicModelAverager,
+            TorchsOptimizer,
+        ),
+        (
+            "ours",
+            DistributedDataParallel,
+            post_localSGD_hook,
+            PostLocalSGDState,
+            PeriodicModelAverager,
+            PostLocalSGDOptimizer,
+        ),
+        (
+            "torch's parts on ours",
+            DistributedDataParallel,
+            theirs.post_localSGD_hook,
+            theirs.PostLocalSGDState,
+            torchs_averagers.PeriodicModelAverager,
+            TorchsOptimizer,
+        ),
+        (
+            "our averager",
+            torch.nn.parallel.DistributedDataParallel,
+            theirs.post_localSGD_hook,
+            theirs.PostLocalSGDState,
+            PeriodicModelAverager,
+            TorchsOptimizer,
+        ),
+    ]:
         module = module_of(net())
         module.register_comm_hook(state_of(None, subgroup, 3), hook)
         local = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)

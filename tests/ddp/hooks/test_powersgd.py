@@ -1,9 +1,13 @@
-"""PowerSGD: approximation + error = input; full rank is the plain average; the same weights on all ranks; the paper's volumes."""
+"""PowerSGD: approximation + error = input, and full rank is the plain average.
+
+All ranks hold the same weights; volumes are those of the paper.
+"""
 
 import pytest
 import torch
 
-from mpidist.ddp.bucket import Bucket, GradBucket
+from mpidist.ddp.bucket import Bucket
+from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks.powersgd import batched_powerSGD_hook, powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.module import DistributedDataParallel
@@ -79,7 +83,7 @@ def test_approximation_and_error_add_up_to_the_input(group, hook, in_thread, mon
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("epsilon", [0, 1e-8])
 def test_full_rank_is_the_plain_average(group, batch, channels_last, epsilon):
-    # Only if the ranks' column spaces together have no more than r dimensions, so r = n.
+    # Exact only if the column spaces of all ranks together have at most r dimensions, so r = n.
     state = PowerSGDState(
         group,
         12,
@@ -231,7 +235,7 @@ def test_nothing_is_made_again_in_a_later_step(group):
     kept, q = dict(state._cache), dict(state.q_memory_dict)
     powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
     agree(group, state._cache == kept and all(state.q_memory_dict[name] is q[name] for name in q))
-    state.error_dict["a"] = torch.ones(SHAPES["a"])  # as loaded from a file
+    state.error_dict["a"] = torch.ones(SHAPES["a"])  # as if loaded from a file
     view = bucket.views[0]
     given = view.clone()
     powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
@@ -252,7 +256,7 @@ def test_complex_gradients_are_averaged(group, hook):
 @pytest.mark.mpi
 @pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
 def test_an_error_goes_on_in_another_layout(group, hook):
-    """What a channels-last model has left out, a contiguous one adds to the same elements."""
+    """The error of a channels-last model is added to the same elements of a contiguous one."""
     state, names = state_of(group, 2), ("conv",)
     hook(state, GradBucket(bucket_of(group.rank, names, channels_last=True), 0, True)).wait()
     before = state.error_dict["conv"].clone()
@@ -281,7 +285,7 @@ for width, before in ((64, 64), (128, 64), (256, 128), (512, 256)):
 
 @pytest.mark.parametrize(("rank", "rate"), [(1, 243), (2, 136), (4, 72)])
 def test_volume_on_resnet18(rank, rate):
-    """arXiv 1905.13727, table 3: ResNet-18 for CIFAR, 10 classes, batch norms sent whole."""
+    """arXiv 1905.13727, table 3: ResNet-18 for CIFAR, 10 classes, batch norms uncompressed."""
     matrices = [
         (64, 3 * 3 * 3),
         *[(s[0], torch.Size(s[1:]).numel()) for s in RESNET18[1:]],

@@ -1,9 +1,9 @@
-"""PowerSGD by the CUDA text, run on the CPU: what a step of a bucket costs in launches and collectives."""
+"""Launches and collectives of PowerSGD per bucket, with the CUDA text run on the CPU."""
 
 import pytest
 import torch
 
-from mpidist.ddp.bucket import GradBucket
+from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks import lowrank
 from mpidist.ddp.hooks.powersgd import powerSGD_hook
 from tests.ddp.hooks.test_powersgd import bucket_of, state_of
@@ -13,7 +13,7 @@ from tests.support import agree
 
 @pytest.mark.mpi
 def test_a_bucket_takes_two_collectives_and_five_launches(group, monkeypatch):
-    """On the CUDA text, run on the CPU: as many as on a GPU, and the numbers of torch's operations."""
+    """The CUDA text on the CPU takes a GPU's launches and gives torch's results."""
     twin, text = state_of(group, 2), state_of(group, 2)
     wanted = [bucket_of(group.rank, seed=step) for step in range(3)]
     for bucket in wanted:
@@ -56,8 +56,7 @@ def test_buckets_are_collected_and_handed_back_in_one_launch(group, monkeypatch)
         launched[1:] == ["unpack_float_float"] and bool((given[0] == bucket.views[0]).all()),
         str(launched),
     )
-    # A parameter without a gradient, and one of another layout: not all of the bucket, so torch
-    # copies.
+    # torch copies if a gradient is missing, because the kernel copies whole buckets.
     bucket.parameters[0].grad = None
     bucket._collect_together(as_views=True)
     agree(
@@ -72,7 +71,7 @@ def test_buckets_are_collected_and_handed_back_in_one_launch(group, monkeypatch)
 
 @pytest.mark.mpi
 def test_a_buckets_layout_is_looked_at_once(group, monkeypatch):
-    """Later steps ask neither parameters nor gradients one by one; another bucket's layout is its own."""
+    """Later steps read neither parameters nor gradients; another bucket has a layout of its own."""
     state, bucket = state_of(group, 2), bucket_of(group.rank)
     powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
     placed = []

@@ -1,11 +1,14 @@
-"""PowerSGD under AMP: one gradient that is not finite costs one step, on all ranks alike, and nothing of the state."""
+"""PowerSGD under AMP: a gradient that is not finite skips one step on all ranks.
+
+The state keeps its values from before the step.
+"""
 
 import itertools
 
 import pytest
 import torch
 
-from mpidist.ddp.bucket import GradBucket
+from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks.default import fp16_compress_wrapper
 from mpidist.ddp.hooks.powersgd import batched_powerSGD_hook, powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
@@ -21,7 +24,10 @@ OVERFLOW = 4
 
 
 def train(group, hook, bad=None, feedback=True, cap=None):
-    """Train under a GradScaler; in step 4 rank 0's loss is ``bad``, or without it the step is left out and the scale halved."""
+    """Train under a GradScaler; in step 4 rank 0's loss is ``bad``.
+
+    Without ``bad`` the step is omitted and the scale halved.
+    """
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
     ddp = DistributedDataParallel(module, process_group=group, bucket_cap_mb=cap)
@@ -93,7 +99,7 @@ def test_training_goes_on_as_if_the_step_had_not_been(group, hook, in_thread, mo
 
 @pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
 def test_several_buckets_and_half_precision(group, hook):
-    """Buckets that stay finite have ended their step; a finite gradient past fp16's range counts as an overflow, too."""
+    """Finite buckets complete their step; a gradient beyond fp16's range counts as an overflow."""
     for chosen, cap, bad in itertools.product(
         [hook, fp16_compress_wrapper(hook)], [None, 0.001], [float("inf"), 1e9]
     ):
@@ -117,14 +123,14 @@ def test_several_buckets_and_half_precision(group, hook):
 
 
 def span_of(q):
-    """Return the projection on a Q's columns: what is left of it when it is made orthonormal once more."""
+    """Return the projection on a Q's columns, which a second orthonormalisation keeps."""
     orthonormal, _ = torch.linalg.qr(q)
     return orthonormal @ orthonormal.t()
 
 
 @pytest.mark.parametrize("is_text", [False, True])
 def test_the_state_of_a_step_that_is_given_up(group, device, is_text, monkeypatch):
-    """By the twins, and by the CUDA text: errors to the bit, gradients that are NaN on all ranks."""
+    """Twins and CUDA text: errors equal to the bit, gradients NaN on all ranks."""
     if is_text:
         if device.type == "cuda":
             pytest.skip("the text runs on the host; on a device the kernels do")
@@ -164,7 +170,7 @@ def test_the_state_of_a_step_that_is_given_up(group, device, is_text, monkeypatc
 
 @pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
 def test_ranks_with_kernels_and_without_give_up_alike(group, hook, monkeypatch):
-    """On devices: CuPy may be missing, or broken, on one rank alone; all issue the same collectives and keep the same Qs."""
+    """CuPy is missing on one rank alone; all issue the same collectives and keep the same Qs."""
     if group.rank == 0:
         use_cuda_text_on_the_cpu(monkeypatch)
     make = powersgd.Bucket.__init__
@@ -198,7 +204,7 @@ def test_ranks_with_kernels_and_without_give_up_alike(group, hook, monkeypatch):
 
 @pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
 def test_an_error_that_is_not_finite_heals(group, hook):
-    """As X − M overflows on one rank, or as a state of an older run holds it."""
+    """X − M overflows on one rank, or a state of an older run holds such an error."""
     state = state_of(group, 2)
     for step in range(3):
         bucket = bucket_of(group.rank, ("a", "conv", "c"), seed=step)

@@ -1,4 +1,4 @@
-"""The quantizing hooks against a naive twin, and against torch's on torch's DDP over our group."""
+"""Quantizing hooks against a naive twin, and against torch's hooks on torch's DDP."""
 
 import functools
 
@@ -35,7 +35,7 @@ def test_shares_cover_all_elements_in_whole_blocks():
 
 
 def twin(parts, block):
-    """Average of the dequantized tensors, block by block."""
+    """Return the average of the dequantized tensors, block by block."""
     total = torch.zeros_like(parts[0], dtype=torch.float64)
     for part in parts:
         for start in range(0, len(part), block):
@@ -97,7 +97,7 @@ def test_average_of_what_was_sent(group, name, most_to_all, monkeypatch):
             near = torch.isclose(
                 as_real(ddp.module.weight.grad).double(), expected, rtol=1e-5, atol=1e-7
             )
-            # A value half way between two steps may go either way in another precision.
+            # A value halfway between two steps may round either way in another precision.
             agree(group, near.float().mean() > 0.99, f"{dtype}: {int((~near).sum())} differ")
 
 
@@ -149,7 +149,7 @@ def trained(ddp, rank):
 @pytest.mark.mpi
 @pytest.mark.usefixtures("default_group")
 def test_as_torchs_hook_on_torchs_module(group):
-    """torch's hook per channel indexes a list by a tuple unless NCCL answers it: its arithmetic is in test_uint8_blocks."""
+    """torch's per-channel hook fails without NCCL; test_uint8_blocks compares its arithmetic."""
 
     def net():
         torch.manual_seed(0)
@@ -159,7 +159,7 @@ def test_as_torchs_hook_on_torchs_module(group):
     reference.register_comm_hook(dist.group.WORLD, theirs.quantization_pertensor_hook)
     expected = trained(reference, group.rank)
     plain = trained(DistributedDataParallel(net(), process_group=group), group.rank)
-    # torch's own runs on our bucket, too
+    # torch's own hook runs on our bucket, too.
     for hook in (quantization_pertensor_hook, theirs.quantization_pertensor_hook):
         ours = DistributedDataParallel(net())
         ours.register_comm_hook(dist.group.WORLD, hook)

@@ -1,4 +1,4 @@
-"""torch's registry: every type has a counterpart, and each registers a hook that averages."""
+"""Registry of hooks: every type of torch's has a counterpart that registers an averaging hook."""
 
 import pytest
 import torch
@@ -36,7 +36,8 @@ def test_each_type_registers_its_hook(group):
     expected = gradients(None)
     for kind in DDPCommHookType:
         got = gradients(kind)
-        if kind is not DDPCommHookType.NOOP:  # PowerSGD averages plainly for its first 1000 steps
+        # PowerSGD averages uncompressed for its first 1000 steps.
+        if kind is not DDPCommHookType.NOOP:
             near = torch.allclose(
                 got, expected, atol=TOLERANCE.get(kind.name, 5e-2) * float(expected.abs().max())
             )

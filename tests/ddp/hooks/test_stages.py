@@ -1,4 +1,4 @@
-"""Hooks of several stages, ours, torch's and a user's, whose callbacks run late on one rank and early on another."""
+"""Hooks of several stages whose callbacks run late on one rank and early on another."""
 
 import random
 import time
@@ -67,7 +67,7 @@ def equal(one, other, tolerance=1e-5):
 @pytest.mark.parametrize("future_of", ["ours", "torch's"])
 @pytest.mark.usefixtures("default_group", "in_thread")
 def test_a_users_hook_with_late_callbacks(group, future_of):
-    """Two collectives, and a third from a callback that is attached before they end on one rank, after it on another."""
+    """Two collectives, and a third from a callback, attached before or after they have ended."""
     random.seed(group.rank)
 
     def start(tensor):
@@ -108,8 +108,7 @@ def test_a_users_hook_with_late_callbacks(group, future_of):
 
 @pytest.mark.usefixtures("default_group", "in_thread")
 def test_torchs_powersgd(group):
-    # Its batched form cannot be run anywhere: torch 2.13 asserts three dimensions of a matrix that
-    # has two.
+    # torch's batched form never runs: torch 2.13 asserts three dimensions of a matrix with two.
     state = powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=3, min_compression_rate=1)
     ddp = DistributedDataParallel(net(), bucket_cap_mb=0.001)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

@@ -1,4 +1,4 @@
-"""Blocks as bytes, against torch's observers and element by element."""
+"""Blocks quantized to uint8, against torch's observers and element by element."""
 
 import math
 

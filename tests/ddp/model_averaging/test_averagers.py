@@ -1,4 +1,4 @@
-"""When ``PeriodicModelAverager`` averages, step by step, and as torch's does."""
+"""Steps at which ``PeriodicModelAverager`` averages, as torch's does."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def test_steps_are_torchs(group):
     for period, warmup_steps in [(2, 0), (4, 3), (3, 5)]:
         mine = PeriodicModelAverager(period, warmup_steps, group)
         torchs = theirs.PeriodicModelAverager(period, warmup_steps, dist.group.WORLD)
-        # torch's default group, which is ours
+        # torch's default group, on mpidist.
         default = PeriodicModelAverager(period, warmup_steps)
         for step in range(14):
             found = []

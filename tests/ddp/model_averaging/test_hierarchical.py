@@ -1,4 +1,4 @@
-"""``HierarchicalModelAverager``: which ranks average at which step, in groups along the nodes."""
+"""Steps and ranks of ``HierarchicalModelAverager``, in groups along the nodes."""
 
 from collections import OrderedDict
 
@@ -20,7 +20,7 @@ from tests.support import agree, raises_on_all
         ([0, 1, 0, 1], 2, [(0, 2), (1, 3)]),  # ranks placed round robin
         ([0, 1, 0, 1], 4, [(0, 2, 1, 3)]),
         ([0, 1, 2, 3, 0, 1, 2, 3], 4, [(0, 4, 1, 5), (2, 6, 3, 7)]),  # two whole nodes each
-        # parts would straddle: consecutive ranks
+        # Parts would straddle nodes: consecutive ranks.
         ([0, 0, 0, 1, 1, 1], 2, [(0, 1), (2, 3), (4, 5)]),
         ([0, 1, 0, 1, 0, 1], 2, [(0, 1), (2, 3), (4, 5)]),
         ([0, 0, 0], 1, [(0,), (1,), (2,)]),

@@ -1,4 +1,4 @@
-"""Averages of parameters, in place, against the mean over ranks."""
+"""Averages of parameters in place, against the mean over ranks."""
 
 import pytest
 import torch
