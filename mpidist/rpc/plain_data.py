@@ -62,7 +62,7 @@ class Walk:
                 return obj
         elif kind is set or kind is frozenset:
             if self._is_in_set:
-                # marshal writes each member of a set twice, for sorting, so that the time for nested
+                # marshal writes each member of a set twice, for sorting, so the time for nested
                 # sets is exponential in their depth.
                 raise NotPlain
             if not SCALARS.issuperset(map(type, obj)):

@@ -1,8 +1,8 @@
-"""Random call graphs: trees of calls, references and errors, each of which is run over RPC and reckoned without.
+"""Random call graphs: trees of calls, references and errors, run over RPC and by plain recursion.
 
-``run`` of a node makes its calls from the worker that it runs on; ``expected`` returns the same
-value, or raises the same error, by plain recursion. Calls add the worker on which they ran, so that
-a call that went elsewhere is a wrong value.
+``run`` of a node makes its calls from the worker that runs the node; ``expected`` computes the same
+value or error without RPC. Each call adds the rank of its worker to the value, so that a call on a
+wrong worker gives a wrong value.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Call(Node):
 
 @dataclass(frozen=True)
 class Crowd(Node):
-    """Calls that are all under way before any is waited for; those behind one that fails are left alone."""
+    """Calls that are all pending before the first wait; after an error, the rest is abandoned."""
 
     calls: tuple[tuple[int, Node], ...]
 
@@ -128,12 +128,12 @@ class Crowd(Node):
 
 @dataclass(frozen=True)
 class Handed(Node):
-    """A reference that is made on a worker, handed through others in arguments and back in results, and read at each.
+    """A reference that is passed through workers in arguments and results, and read on each.
 
     Attributes:
-        owner: Where the value is; None: where this node runs, which is called back for it.
-        through: The workers through which the reference goes.
-        drops: The maker forgets the reference as soon as it is on its way.
+        owner: The worker that has the value; None for the worker that runs this node.
+        through: The workers that receive the reference in turn.
+        drops: The first worker deletes the reference as soon as the message is sent.
     """
 
     owner: int | None
@@ -160,7 +160,7 @@ class Handed(Node):
 
 
 def handed_on(held: dict[str, Any], through: tuple[int, ...]) -> tuple[list[Any], Any]:
-    """Read a reference, hand it on to the others, and return the values that were read and the reference."""
+    """Read a reference, pass it on, and return the values that were read and the reference."""
     rref = held["rref"]
     values = []
     if through:
@@ -204,7 +204,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Counted(Node):
-    """A worker's object whose methods are called by proxies, one after the other."""
+    """An object of a worker, whose methods are called through proxies, one after the other."""
 
     owner: int
     steps: tuple[tuple[str, int], ...]
@@ -255,10 +255,10 @@ class Caught(Node):
 
 @dataclass(frozen=True)
 class Race(Node):
-    """A call with so little time that the answer may be too late: it is right, or late, and nothing else.
+    """A call with a short timeout: either the answer is right, or the call times out.
 
     Attributes:
-        way: ``fetch``: the reading of a reference has little time; else the call.
+        way: ``fetch`` for a short timeout of ``to_here``; else the call's own timeout is short.
     """
 
     way: str
@@ -317,9 +317,9 @@ def node(rng: random.Random, size: int, depth: int = DEPTH) -> Node:
     """Draw a node whose calls are at most ``depth`` deep.
 
     Args:
-        rng: Where the numbers come from.
+        rng: Random numbers.
         size: The number of workers.
-        depth: 0: a value or an error.
+        depth: 0 gives a value or an error.
     """
 
     def body(less: int = 1) -> Node:
@@ -379,7 +379,7 @@ def outcome(make: Callable[[], Any]) -> tuple[Any, ...]:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Say whether two values are the same, types and bits."""
+    """Return whether two values are equal in types and bits."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Contents carried from encoding to decoding without MPI, and references that stand for remote ones."""
+"""Round trips from encoder to decoder without MPI, and local stand-ins for remote references."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpidist.rpc import codec, decoder, pickles
 
 
 class Marked(pickles.Reference):
-    """A reference that is told from others by its number."""
+    """A reference that is identified by a number."""
 
     def __init__(self, number):
         self.number = number
@@ -22,14 +22,14 @@ class Marked(pickles.Reference):
 
 
 def memory_of(part):
-    """Return a part as the transport gives it back: memory of its own."""
+    """Return a part as the transport delivers it: in memory of its own."""
     is_tensor = isinstance(part, torch.Tensor)
     data = part.detach().view(-1).view(torch.uint8).numpy().tobytes() if is_tensor else bytes(part)
     return memoryview(bytearray(data))
 
 
 def decoded(content, place=0, reader=decoder, **options):
-    """Carry a content over; ``place`` bytes stand before it, as a header's do."""
+    """Decode a content; ``place`` bytes precede it, as a header would."""
     flags, body, parts, _ = content.body(None)
     if not body:
         return None
@@ -44,7 +44,7 @@ def over(obj, **options):
 
 
 def described(obj):
-    """Return a hashable description that is equal for objects of the same types and values alone."""
+    """Return a hashable description, equal only for objects of equal types and values."""
     kind = type(obj)
     if kind is float:
         return kind, struct.pack("<d", obj)

@@ -1,4 +1,4 @@
-"""Workers named worker0, worker1, … for one test, ended gracefully; nothing may be left in any table, and no thread."""
+"""Fixtures: workers for one test, with a check of tables and threads after the shutdown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.rpc.limits import shut_down
 
 @pytest.fixture
 def workers(group):
-    """Return the names of all workers; this one has its group's rank."""
+    """Return the names of all workers: worker0, worker1, …, by rank in the group."""
     rpc.init_rpc(f"worker{group.rank}", group=group)
     yield [f"worker{rank}" for rank in range(group.size)]
     if api._is_current_rpc_agent_set():

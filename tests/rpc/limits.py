@@ -1,4 +1,4 @@
-"""Limits and last looks of RPC's tests: a test that hangs ends its process, and a worker that ends has nothing left."""
+"""Time limits and leak checks of RPC's tests: a hanging test ends its process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ CALL_S = 10  # the limit of one call, and of a shutdown
 
 @contextlib.contextmanager
 def process_ends_after(seconds: float, config: Any) -> Iterator[None]:
-    """Limit of a block: on expiry the stacks of all threads go to stderr, and the process ends; MPI then ends the other ranks."""
+    """Limit the time of a block: on expiry, print the stacks of all threads and end the process.
+
+    MPI then ends the other ranks.
+    """
     # In the place of pytest's own limit, and on its file: while a test runs, stderr itself is
     # captured and would be lost.
     faulthandler.dump_traceback_later(
@@ -35,7 +38,7 @@ def process_ends_after(seconds: float, config: Any) -> Iterator[None]:
 
 
 def limit_of_tests(seconds: float) -> Any:
-    """Fixture under which each test of a module ends after so many seconds."""
+    """Return a fixture that limits the time of each test of a module, in seconds."""
 
     @pytest.fixture(autouse=True)
     def limit(request: Any) -> Iterator[None]:
@@ -46,7 +49,7 @@ def limit_of_tests(seconds: float) -> Any:
 
 
 def left_behind(agent: Any) -> list[str]:
-    """Texts that name what a worker still has after its shutdown: entries of values, calls, threads. Empty where all is well."""
+    """Return the entries, calls and threads that a worker has left after its shutdown."""
     entries, forks = agent.references.store.counts()
     threads = [
         thread.name for thread in threading.enumerate() if thread.name.startswith("mpidist-rpc")
@@ -65,7 +68,7 @@ def shut_down(group: Any, timeout: float = CALL_S) -> None:
 
 
 def joined(threads: list[threading.Thread], seconds: float) -> list[str]:
-    """Names of those threads that have not ended after so many seconds."""
+    """Return the names of threads that have not ended after some seconds."""
     deadline = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -73,7 +76,7 @@ def joined(threads: list[threading.Thread], seconds: float) -> list[str]:
 
 
 def soon(holds: Callable[[], bool], seconds: float = CALL_S) -> bool:
-    """Wait until a condition holds, at most so many seconds; return whether it does."""
+    """Wait until a condition holds, at most some seconds; return whether it holds."""
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A user's module, as tests list it: what it defines, what it imports, and what others could try to reach through it."""
+"""A user's module for tests of the allowlist: definitions, imports, and targets of attacks."""
 
 import collections
 import dataclasses
@@ -227,7 +227,7 @@ class Impostor(metaclass=Meta):
 
 
 class Claims:
-    """Says that it is a ``Server``."""
+    """Its ``__class__`` is falsely ``Server``."""
 
     @property
     def __class__(self):
@@ -360,7 +360,7 @@ class WithHiddenSlot(Hidden):
 
 @dataclasses.dataclass
 class EqualToPoint(metaclass=Equal):
-    """A record whose class is equal to all others."""
+    """A record whose metaclass makes it equal to every class."""
 
     other: str
 

@@ -1,4 +1,4 @@
-"""Faults injected at the transport: every message of a process, whatever sends it, is delayed, or dropped."""
+"""Fault injection at the transport: random delays of all messages of a process."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _send = Transport.send
 
 @contextlib.contextmanager
 def delayed(seed: int) -> Iterator[None]:
-    """Delay each message by a random time; messages of one pair of ranks keep their order, all others overtake each other."""
+    """Delay each message by a random time; only messages of one pair of ranks keep their order."""
     rng, lock, end = random.Random(seed), threading.Lock(), threading.Event()
     queues: defaultdict[int, deque] = defaultdict(deque)
 
     def late(self, to, *args, **kwargs):
         with lock:
             if end.is_set() and not queues[to]:
-                _send(self, to, *args, **kwargs)  # nobody delivers any more
+                _send(self, to, *args, **kwargs)  # delivery has ended
             else:
                 queues[to].append((self, to, args, kwargs))
 

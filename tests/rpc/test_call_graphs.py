@@ -1,6 +1,6 @@
-"""Random call graphs on all workers at once: their values and errors are exact, and a shutdown under load leaves nothing behind.
+"""Random call graphs on all workers at once: exact values and errors; no leaks after a shutdown.
 
-``MPIDIST_CALL_GRAPHS=30-60`` runs those seeds in place of the first few; ``30-30`` one of them.
+``MPIDIST_CALL_GRAPHS=30-60`` runs these seeds instead of the first few; ``30-30`` runs one seed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LONG = range(100, 400)
 
 
 def run(group, seed):
-    """Run one seed's graphs: some of them by threads of their own, and some that nobody waits for behind the shutdown."""
+    """Run one seed's graphs: some in threads of their own, some not awaited before the shutdown."""
     rng = random.Random(1000 * seed + group.rank)
     options = rpc.RpcBackendOptions(num_worker_threads=rng.choice((1, 2, 4, 16)))
     rpc.init_rpc(f"worker{group.rank}", group=group, rpc_backend_options=options)

@@ -1,4 +1,4 @@
-"""Names of functions in messages: what has one is found by it again, what has none is told from it."""
+"""Wire names of functions: a function with a name is resolved from it; others are detected."""
 
 import functools
 import operator

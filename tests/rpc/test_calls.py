@@ -1,4 +1,4 @@
-"""Calls: results, errors, timeouts, depth, size; and how RPC begins and ends."""
+"""Calls: results, errors, timeouts, depth and size; start and shutdown of RPC."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_a_worker_that_has_left_fails_calls_at_once(group):
         with pytest.raises(RankFailureError, match="has left without a graceful shutdown"):
             rpc.shutdown()
     group.barrier()
-    # What came too late for one agent is not taken for the next one's.
+    # A message that is too late for one agent is not delivered to the next one.
     rpc.init_rpc(f"worker{group.rank}", group=group)
     assert rpc.rpc_sync((group.rank + 1) % group.size, echo, args=(2,)) == 2
     rpc.shutdown()
@@ -296,7 +296,7 @@ def test_shutdown_answers_others_until_all_have_come(group, workers):
 
 
 def spreads(depth, size):
-    """Note the call, and leave others behind that nobody waits for."""
+    """Record the call, and make further calls that are not awaited."""
     _notes.append(depth)
     if depth:
         for rank in range(size):

@@ -1,4 +1,4 @@
-"""Requests under way: registered before they are sent, taken by one thread alone, failed for every reason."""
+"""Pending calls: registered before sending, completed by one thread, failed for each reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEFAULT_S = 7.0
 
 
 class Wire:
-    """Takes what is sent; may refuse it, or have the answer come at once."""
+    """Records messages; may raise, or deliver the answer immediately."""
 
     def __init__(self):
         self.sent = []
@@ -45,7 +45,7 @@ class Wire:
 
 
 class Polling:
-    """Polls for nothing: a test says what happens while a thread waits."""
+    """Polls no messages: a test defines what happens while a thread waits."""
 
     def __init__(self):
         self.meanwhile = lambda call: None
@@ -62,7 +62,7 @@ class Polling:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Return a list whose one number is what the modules' clock says, in seconds."""
+    """Return a list with one number: the time of the modules' clock, in seconds."""
     now = [1000.0]
     for module in (call_module, pending_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))

@@ -1,4 +1,4 @@
-"""Objects go to bytes and come back: by marks or by pickle, with their sharing and references; what cannot is told."""
+"""Round trips of objects by marks and by pickle: sharing, references, and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Other:
 
 
 def by_both(obj):
-    """Return an object that came over by marks, and one that came by pickle."""
+    """Return the object after a round trip by marks, and after one by pickle."""
     return over([obj])[0], over(Other(obj)).held
 
 
@@ -193,7 +193,7 @@ def test_a_reference_travels_once_however_often_it_stands_there():
 
 
 class Unreadable:
-    """An object whose rebuilding raises."""
+    """An object that raises when it is unpickled."""
 
     def __reduce__(self):
         return unreadable, ()

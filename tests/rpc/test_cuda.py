@@ -1,4 +1,4 @@
-"""CUDA tensors in calls and references: by device pointer or through pinned memory, where a device map says to."""
+"""CUDA tensors in calls and references, by device maps: device pointers or pinned memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages that no worker sends: each is refused with its reason, its sender's call fails, and nothing else does."""
+"""Damaged messages: each is rejected with a reason; the sender's call fails, and nothing else."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def echo(x=None):
     return x
 
 
-# Name: (kind, flags, header, parts, context, what the receiver's log says). One-way messages that
-# are counted for quiescence come to a sender that has counted them, too.
+# Name: (kind, flags, header, parts, context, text in the receiver's log). One-way messages that are
+# counted for quiescence are counted by the sender as well.
 MESSAGES = {
     "an empty report": (Kind.QUIET_REPORT, 0, b"", (), 0, "a report of 0 numbers"),
     "a short report": (
@@ -126,7 +126,7 @@ def is_counted(kind):
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_a_message_that_nobody_sends_ends_no_worker(group, workers, to, name, caplog):
-    """Rank 0 sends, all others receive; all still answer, and the shutdown of the fixture finds all of them at rest."""
+    """Rank 0 sends, all others receive; afterwards all workers answer and shut down."""
     kind, flags, header, parts, context, reason = MESSAGES[name]
     agent = api._get_current_rpc_agent()
     group.barrier()  # what is refused before the test has begun is not in its records
@@ -233,7 +233,7 @@ def test_a_request_that_cannot_be_read_fails_its_call_with_the_reason(group, wor
 
 
 def forge_answer(rank, sequence, kind, is_damaged):
-    """Answer, from here, a call that another worker has made to somebody else."""
+    """Answer, from this worker, a call between two other workers."""
     agent = api._get_current_rpc_agent()
     agent.dispatcher._transport.send(
         rank,

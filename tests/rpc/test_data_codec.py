@@ -1,4 +1,4 @@
-"""Contents for workers that read data only: what goes over, what fails at the caller, and what is refused when it comes."""
+"""Data-only codec: round trips, errors at the caller, and refusals at the receiver."""
 
 from __future__ import annotations
 
@@ -361,7 +361,7 @@ def test_exceptions_arrive_as_what_they_are_where_they_are_data():
         str(carried_error(UnicodeDecodeError("utf8", b"abc", 1, 2, "why")))
         == "'utf8' codec can't decode byte 0x62 in position 1: why"
     )
-    # A traceback has a mark for each column that a SyntaxError tells.
+    # A traceback prints one mark for each column of a SyntaxError.
     wide = carried_error(SyntaxError("x", ("f", 1, 1, "aaa", 1, 10**9)))
     assert type(wide) is SyntaxError and wide.lineno is None
     unlisted = carried_error(type("Unlisted", (Exception,), {})("what it says"))

@@ -1,4 +1,4 @@
-"""Workers with a list, which read data only, beside workers without one: all that RPC does, within the list."""
+"""Data-only workers next to workers without a list: all functions of RPC, within the list."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Faults that users have met: messages of thousands of parts, failures on the way, what threads keep,
-forks, crowds of callers, ends.
-"""
+"""Regressions: messages of thousands of parts, failures in transit, leaks, forks, ends."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def echo(x=None):
 
 
 def call(to, function, *args):
-    """Call with a limit: what stays pending is told by name."""
+    """Call with a time limit, so that a pending call fails with its name."""
     return rpc.rpc_sync(to, function, args=args, timeout=CALL_S)
 
 
@@ -167,7 +165,7 @@ class FailsToUnpickle:
 
 
 class Untold(Exception):
-    """An exception that ends whoever pickles it or asks for its text."""
+    """An exception that raises SystemExit when it is pickled or formatted."""
 
     def __reduce__(self):
         raise SystemExit("not even as an error")
@@ -247,7 +245,7 @@ _BAD_ARGUMENTS = {
 
 
 def sent_with(to, argument):
-    """The ways in which an argument leaves; each returns or raises what the other worker, or the pickling, made of it."""
+    """Ways to send an argument; each returns the result or raises the error."""
     return [
         lambda: rpc.rpc_sync(to, echo, args=(argument,), timeout=CALL_S),
         lambda: rpc.rpc_async(to, echo, kwargs={"x": argument}, timeout=CALL_S).wait(),
@@ -382,7 +380,7 @@ def test_a_pool_keeps_no_argument_alive(group, workers, to, way, caplog):
 
 
 def test_a_pool_keeps_no_remote_value_alive(group, workers, to):
-    """References that slow functions took are dropped with their calls, and so the values on their owners."""
+    """References in the arguments of slow functions end with the calls, and so do their values."""
     values = [Tracked() for _ in range(6)]
     there = weakref.WeakSet(values)
     futures = [rpc.rpc_async(to, rest, args=(rpc.RRef(value),), timeout=CALL_S) for value in values]
@@ -412,7 +410,7 @@ class Adder:
 
 
 def in_child(uses):
-    """Run functions in a forked child, each by its name; return what each raised there, as (type name, text, is ours)."""
+    """Run functions in a forked child; return their errors: (type name, text, is ours)."""
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -475,7 +473,7 @@ def test_a_forked_child_is_refused_and_its_parent_works_on(group, workers, to):
 
 
 class CallsOthers(Dataset):
-    """A data set whose items come from another worker."""
+    """A data set that reads its items from another worker."""
 
     def __init__(self, to):
         self.to = to
@@ -588,7 +586,7 @@ _WAITS = [waits_for_type, waits_for_block, waits_for_own_reference, waits_for_cr
 
 @pytest.mark.parametrize("wait", _WAITS, ids=operator.attrgetter("__name__"))
 def test_a_pool_of_one_thread_serves_handlers_that_wait(group, wait):
-    """A handler that waits for what its own worker's pool must do gives up its place, in whatever way it waits."""
+    """A handler that waits for work of its own pool does not count as running, however it waits."""
     options = rpc.RpcBackendOptions(num_worker_threads=1)
     rpc.init_rpc(f"worker{group.rank}", group=group, rpc_backend_options=options)
     home, to = f"worker{group.rank}", f"worker{(group.rank + 1) % group.size}"
@@ -603,7 +601,7 @@ def test_a_pool_of_one_thread_serves_handlers_that_wait(group, wait):
     "wait", [waits_for_callback, waits_for_all], ids=operator.attrgetter("__name__")
 )
 def test_callbacks_need_no_place_among_the_handlers(group, wait):
-    """A future that is none of ours keeps its handler's place; what completes it must run all the same."""
+    """A handler that waits for a foreign future counts as running; callbacks run nevertheless."""
     options = rpc.RpcBackendOptions(num_worker_threads=1)
     rpc.init_rpc(f"worker{group.rank}", group=group, rpc_backend_options=options)
     home, to = f"worker{group.rank}", f"worker{(group.rank + 1) % group.size}"
@@ -630,7 +628,7 @@ def waits_for_gate():
 
 
 def test_a_value_may_come_after_all_who_waited_have_given_up(group, workers):
-    """Once for each limit that has expired, the reading's and the creation's, nobody waits any more."""
+    """No thread waits after the limits of the fetch and of the creation have expired."""
     _gate.clear()
     rref = rpc.remote(workers[group.rank], waits_for_gate, timeout=0.2)
     with pytest.raises((CommTimeout, RRefError)):
@@ -668,11 +666,11 @@ def test_begins_and_ends_three_hundred_times(group):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_worker_that_leaves_fails_those_who_wait_in_a_crowd(group, workers):
-    """Calls that handlers, threads and futures wait for fail alike when their worker leaves; nobody waits for ever."""
+    """Calls of handlers, threads and futures fail when their worker leaves; none waits forever."""
     _gate.clear()
     group.barrier()
     if group.rank == 1:
-        # The functions return once those who called them have been told otherwise.
+        # The functions return after their callers have got an error.
         opener = threading.Thread(target=lambda: group.recv_object(0) and _gate.set())
         opener.start()
         time.sleep(0.1)
@@ -707,7 +705,7 @@ def test_a_worker_that_leaves_fails_those_who_wait_in_a_crowd(group, workers):
 
 
 class Odd:
-    """A callable whose name is no text."""
+    """A callable whose name is not a string."""
 
     def __init__(self):
         self.__qualname__ = []
@@ -779,7 +777,7 @@ def test_a_creation_completes_its_future_once_whoever_comes_first(workers, to):
     made = []
 
     def error_of(call):
-        made[0].run()  # as another thread would meanwhile
+        made[0].run()  # as another thread could at this moment
         return ValueError("told once")
 
     for begin in (Creation.future, Creation.complete):

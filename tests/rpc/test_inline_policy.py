@@ -1,4 +1,4 @@
-"""Running times that decide where a request runs."""
+"""Inline policy: running times decide where a request runs."""
 
 from mpidist.rpc import inline_policy
 from mpidist.rpc.inline_policy import InlinePolicy

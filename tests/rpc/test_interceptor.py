@@ -1,4 +1,4 @@
-"""The seam for distributed autograd: contexts ride on all messages, tensors are replaced, kinds of its own are handled."""
+"""Hooks for distributed autograd: contexts in all messages, replaced tensors, own kinds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.mpi(min_size=1)
 
 
 class Recording:
-    """An engine that notes all that it is asked, and doubles the tensors that arrive with a number."""
+    """An engine that records all calls, and doubles the tensors of messages with a number."""
 
     def __init__(self):
         self.here = threading.local()
@@ -337,7 +337,7 @@ def test_one_way_messages_are_awaited_however_late_they_are(group, engine):
 
 
 def test_one_way_messages_are_handled_by_a_thread_that_waits(group, engine, workers):
-    """A worker's own call answers only after its thread has polled, and handled what came before."""
+    """A call to the own worker is answered after earlier messages have been handled."""
     agent, me = api._get_current_rpc_agent(), group.rank
     waiting = threading.current_thread().name
     deadline = time.monotonic() + 20

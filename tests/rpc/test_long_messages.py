@@ -1,4 +1,4 @@
-"""Messages that are longer than a worker with a list has room for: refused before any byte of them is received."""
+"""Messages too long for a worker with a list: rejected before any byte is received."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A message as a header, a content and parts, and back; whatever is cut off or unknown is refused."""
+"""Messages: headers, contents and parts; truncated messages and unknown kinds are rejected."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_any_number_of_references_travels_once_each(wire, count, number):
     assert wire.reader.references_in(incoming) == expected
     assert bool(incoming.flags & ANNOUNCED) == (count > MAX_REFERENCES)
     if count > MAX_REFERENCES:
-        # The owner counts them before they can come: only its own, by their forks.
+        # Announced ahead of the message: only the owner's own references, by their forks.
         ((owner, pairs),) = wire.announced
         assert owner == 0 and pairs == [row[:2] for row in expected if row[2] == 0]
     else:

@@ -1,4 +1,4 @@
-"""Options: what is accepted in which form, and what is refused."""
+"""Options: accepted forms and rejected values."""
 
 from datetime import timedelta
 

@@ -1,4 +1,4 @@
-"""Plain data, alone and with tensors, arrays and references in it, comes over as it is and without pickle."""
+"""Plain data, with and without tensors, arrays and references: exact round trips, no pickle."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ mixed = st.recursive(scalars | objects | few(keys, st.sets), containers, max_lea
 
 
 def has_sets_in_sets(obj, is_in_set=False):
-    """Say whether a set has another in it, at any depth."""
+    """Return whether a set contains another set, at any depth."""
     is_set = isinstance(obj, (set, frozenset))
     if is_set and is_in_set:
         return True
@@ -242,7 +242,7 @@ def test_deep_nesting_goes_by_pickle_beyond_a_limit(inner):
 
 
 def test_sets_in_sets_go_by_pickle():
-    """marshal writes each member of a set twice: its time would double with each set around another."""
+    """marshal writes each member of a set twice, so its time would double with each nesting."""
     shared = (frozenset({1}),)
     for obj in (
         {frozenset()},

@@ -1,4 +1,4 @@
-"""Leader, follower, pool, and callers that wait: the thread that polls, and the thread that runs what was found."""
+"""Leader, follower, pool and waiting callers: which thread polls, and which one runs an action."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpidist.rpc.pool import HANDLED, Task
 
 
 class Source:
-    """What a polling thread finds: actions that a test puts there."""
+    """Source of a polling thread's actions, filled by the test."""
 
     def __init__(self):
         self.actions = []
@@ -84,7 +84,7 @@ class Crowd:
 
 
 def test_no_more_actions_run_at_once_than_the_pool_has_threads(polled):
-    """The leader runs them itself, and blocks in them; those that are submitted meanwhile count as well."""
+    """The leader blocks in actions that it runs itself; submitted actions count as well."""
     source, polling = polled
     crowd = Crowd()
     source.actions.extend(crowd.task() for _ in range(6))
@@ -99,7 +99,7 @@ def test_no_more_actions_run_at_once_than_the_pool_has_threads(polled):
     assert until(lambda: polling.pool.counts()[2] == 0) and crowd.ended == 9 and crowd.most == 2
 
 
-def test_who_waits_polls_and_hands_on_what_may_block(polled):
+def test_a_waiting_thread_polls_and_submits_what_may_block(polled):
     source, polling = polled
     call, ran_in = Call(0, "x", 5), []
     source.actions.append(Task(lambda: ran_in.append(threading.current_thread().name)))
@@ -114,7 +114,7 @@ def test_who_waits_polls_and_hands_on_what_may_block(polled):
 
 
 def test_a_leader_whose_handler_waits_for_long_is_not_counted_as_running(polled):
-    """It gives up polling after a few milliseconds and sleeps; the follower finds it in one action for a whole tick."""
+    """The leader stops polling after 3 ms and sleeps; the follower finds it in one action."""
     source, polling = polled
     calls = [Call(0, "x", 20) for _ in range(2)]
     ended = []
@@ -132,7 +132,7 @@ def test_a_leader_whose_handler_waits_for_long_is_not_counted_as_running(polled)
 
 
 def test_a_handler_that_waits_leaves_its_place_to_others(polled):
-    """Calls nest deeper than the pool: more handlers wait at once than may run."""
+    """Calls nest deeper than the pool has threads: more handlers wait at once than may run."""
     source, polling = polled
     calls = [Call(0, "x", 20) for _ in range(5)]
     entered, left = [], []
@@ -151,7 +151,7 @@ def test_a_handler_that_waits_leaves_its_place_to_others(polled):
 
 
 class Patient(Call):
-    """A call whose thread sleeps until it is woken: no clock wakes it in time."""
+    """A call whose thread sleeps until it is woken, without a timeout."""
 
     __slots__ = ()
 
@@ -160,12 +160,12 @@ class Patient(Call):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_turn_is_handed_on_without_a_follower(monkeypatch, seed):
-    """Of many threads that wait one polls; as its own answer comes it wakes the next.
+def test_a_caller_promotes_the_next_without_a_follower(monkeypatch, seed):
+    """One of many waiting threads polls; when its own answer arrives it promotes the next.
 
-    No thread of the pool is there to help.
+    The pool has no threads here.
     """
-    monkeypatch.setattr(module, "_CALLER_POLLS_S", 60)  # who has the turn keeps it
+    monkeypatch.setattr(module, "_CALLER_POLLS_S", 60)  # a leading caller keeps the lead
     rng = random.Random(seed)
     waiting, ended, lock = [], [], threading.Lock()
 
@@ -195,7 +195,7 @@ def test_the_turn_is_handed_on_without_a_follower(monkeypatch, seed):
 
 
 class Interrupted(deque):
-    """The calls whose threads would poll; another thread runs between an append and what comes behind it."""
+    """The parked calls; another thread runs between an append and the next statement."""
 
     def __init__(self, polling, meanwhile):
         super().__init__()
@@ -205,7 +205,7 @@ class Interrupted(deque):
     def append(self, call):
         meanwhile, self.meanwhile = self.meanwhile, None
         if meanwhile == "ends before":
-            self.polling.leadership.leader = None  # it has promoted nobody: nobody was there
+            self.polling.leadership.leader = None  # before any call is parked, so none is promoted
         super().append(call)
         if meanwhile == "promotes":
             self.polling.leadership.leader = None
@@ -213,7 +213,7 @@ class Interrupted(deque):
 
 
 @pytest.mark.parametrize("meanwhile", ["ends before", "promotes"])
-def test_a_turn_that_is_freed_while_a_thread_goes_to_sleep_is_not_lost(meanwhile):
+def test_a_lead_that_is_freed_while_a_thread_goes_to_sleep_is_not_lost(meanwhile):
     call = Patient(0, "x", 0)
     polling = Polling(lambda looks: Task(call.finish, False), 1, "test")
     polling.leadership.parked = Interrupted(polling, meanwhile)
@@ -224,8 +224,8 @@ def test_a_turn_that_is_freed_while_a_thread_goes_to_sleep_is_not_lost(meanwhile
     assert call.done and polling.leadership.leader is None
 
 
-def test_a_thread_that_is_chosen_to_poll_but_has_its_answer_passes_the_turn_on():
-    """It is woken by both at once; another that sleeps must not wait for more."""
+def test_a_promoted_thread_that_has_its_answer_promotes_another():
+    """Promotion and answer wake the thread at the same time; another parked thread must lead."""
     first, second = Patient(0, "x", 0), Patient(0, "y", 0)
     polling = Polling(lambda looks: Task(second.finish, False), 1, "test")
     polling.leadership.leader = leader = Call(1, "another that polls", 0)
@@ -236,10 +236,10 @@ def test_a_thread_that_is_chosen_to_poll_but_has_its_answer_passes_the_turn_on()
         thread.start()
         assert until(lambda count=count: len(polling.leadership.parked) == count)
     assert until(lambda: first.latches and second.latches)
-    polling.leadership.parked.remove(first)  # chosen, …
+    polling.leadership.parked.remove(first)  # promoted
     assert polling.leadership.leader is leader
     polling.leadership.leader = None
-    first.finish()  # … and its answer comes before it runs
+    first.finish()  # its answer arrives before the thread runs
     for thread in threads:
         thread.join(5)
     assert first.done and second.done
@@ -264,7 +264,7 @@ def test_many_threads_wait_while_the_pool_polls_too(polled):
     assert not calls and until(lambda: not source.actions)
 
 
-def test_a_thread_that_issues_calls_looks_once_by_itself(polled):
+def test_a_thread_that_issues_calls_polls_once(polled):
     source, polling = polled
     ran = []
 
@@ -299,7 +299,7 @@ class Argument:
 
 
 def test_what_an_action_holds_is_free_as_soon_as_it_has_run(polled):
-    """Run by the leader, by a thread that waits, and by the pool."""
+    """For actions run by the leader, by a waiting caller, and by the pool."""
     source, polling = polled
     ran = []
 
@@ -333,7 +333,7 @@ def test_a_wait_ends_with_the_polling():
     assert not waiting.is_alive() and not call.done
 
 
-def test_a_handler_that_does_not_end_is_told_by_stop():
+def test_stop_reports_a_handler_that_does_not_end():
     source, gate = Source(), threading.Event()
     polling = Polling(source.poll, 1, "test")
     polling.start()
@@ -346,7 +346,7 @@ def test_a_handler_that_does_not_end_is_told_by_stop():
 
 
 def test_a_poller_without_messages_needs_no_clock_after_a_while(polled):
-    """The follower sleeps until it is woken; what comes then finds a leader, and a stuck one is replaced."""
+    """The follower sleeps until it is woken; a stuck leader is replaced even then."""
     source, polling = polled
     assert until(lambda: polling.leadership.is_follower_asleep)
     gate, entered, done = threading.Event(), threading.Event(), threading.Event()

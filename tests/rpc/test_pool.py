@@ -1,4 +1,4 @@
-"""Threads that run actions: a limited number at once, in order, and nothing of them is kept."""
+"""Thread pool: a limited number of actions at once, in order; no action is kept."""
 
 from __future__ import annotations
 

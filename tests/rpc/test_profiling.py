@@ -1,4 +1,4 @@
-"""Calls as events in torch.profiler."""
+"""Events of calls in torch.profiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Termination detection over a simulated network: it ends always, and only when nothing is under way."""
+"""Termination detection over a simulated network: it always ends, and never too early."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Network:
 
     def tell_verdict(self, numbers):
         with self.lock:
-            # Nothing may be under way, nor be able to come to be, once the verdict is to proceed.
+            # After the verdict to proceed, no message may be in flight or be sent.
             if numbers[1] and self.under_way():
                 self.too_early.append(self.under_way())
             for to in range(self.size):
@@ -115,7 +115,7 @@ class Network:
                 self.post(worker.rank, to, ("one way",))
 
     def step(self):
-        """Deliver a message, or let a handler answer; say whether there was something to do."""
+        """Deliver a message, or let a handler answer; return whether there was something to do."""
         with self.lock:
             moves = self.rng.random() < self.pace
             if moves and self.running and self.rng.random() < 0.5:
@@ -151,7 +151,7 @@ class Network:
             return True
 
     def run(self, limit_s=30):
-        """Let all workers wait, in threads that come at random times, until they have ended."""
+        """Run ``wait`` of all workers in threads that start at random times, until all end."""
         with self.lock:
             for worker in self.workers:
                 self.send_some(worker, 10)
@@ -190,7 +190,7 @@ def test_it_ends_again_and_again():
 
 
 def test_two_rounds_in_a_row_must_be_the_same_and_balanced():
-    """Reports of one round are not of one moment: as many may have been taken as sent, and others be under way."""
+    """Reports of one round differ in time: equal counts do not prove an empty network."""
     verdicts = []
     part = Quiescence(0, 2, lambda is_verdict, numbers: verdicts.append(numbers), None, None)
     rounds = [
@@ -259,7 +259,7 @@ def test_reports_and_verdicts_that_cannot_be_are_refused():
 
 
 def alone(rank, size, check, active=0):
-    """Return one worker's part of which nobody answers."""
+    """Return one worker's part, without other workers."""
     reports = []
     part = Quiescence(
         rank,
@@ -321,7 +321,7 @@ def test_check_gets_the_deadline(timeout_s, is_finite):
 
 
 def test_a_worker_that_gives_up_does_not_keep_the_others_from_being_told():
-    """Messages carry all of it: who is left hears of the missing one and ends with an error as well."""
+    """Only messages are used, so the remaining workers detect the missing one and raise as well."""
     network = Network(3, 1, 0)
     network.workers[2].wait = lambda: setattr(network.workers[2], "is_over", True)
     said = []

@@ -1,4 +1,4 @@
-"""Records travel by their fields, and no code of their classes runs for it."""
+"""Records: sent by fields, and rebuilt without running code of their classes."""
 
 from __future__ import annotations
 

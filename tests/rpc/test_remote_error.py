@@ -1,4 +1,4 @@
-"""Exceptions on their way to the caller."""
+"""Exceptions in answers, rebuilt at the caller."""
 
 from mpidist.errors import RemoteError
 from mpidist.rpc import remote_error

@@ -1,4 +1,7 @@
-"""The protocol of references under any delay that keeps the order of each pair: no value goes too early, none stays."""
+"""Protocol of references under random delays: no value is freed early, and none leaks.
+
+The delays keep the order of messages of each pair of ranks.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class Network:
 
 
 class Worker:
-    """Follows the protocol as ``rref`` and ``agent`` do; holds references as (reference, fork, owner), its own with fork None."""
+    """A simulated worker; references are (reference, fork, owner), owned ones without fork."""
 
     def __init__(self, rank, network, workers):
         self.rank, self.network, self.workers = rank, network, workers
@@ -149,7 +152,7 @@ def history(seed):
 
 
 def test_the_simulation_notices_a_fork_that_is_told_too_late():
-    """Were the new holder told before the owner, a value could go under it: the random test must be able to fail."""
+    """Announcing a fork after the message can free a value: the random test must detect it."""
 
     class Hasty(Worker):
         def share(self, holding, to):

@@ -1,4 +1,4 @@
-"""References between workers: values, holders, errors, proxies; random histories with delayed messages."""
+"""References between workers: values, holders, errors, proxies; histories with random delays."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_values_and_ownership(group, workers, to):
         rref.owner().name == to and rref.owner_name() == to and rref.is_owner() == (group.size == 1)
     )
     assert torch.equal(rref.to_here(), torch.full((2,), 2.0))
-    assert soon(rref.confirmed_by_owner)  # the owner's word may come after the value
+    assert soon(rref.confirmed_by_owner)  # the owner's answer may arrive after the value
     own = rpc.RRef(Counter(3))
     assert own.is_owner() and own.to_here() is own.local_value() and own.local_value().count == 3
     assert rpc.rpc_sync(to, give_back, args=(own,)).local_value() is own.local_value()
@@ -255,7 +255,7 @@ def drop(number):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_histories_with_delayed_messages(group, seed):
-    """Messages of a pair keep their order, and are late by random times; in the end all tables are empty."""
+    """Messages are delayed randomly, in order for each pair; at the end all tables are empty."""
     rng = random.Random(1000 * seed + group.rank)
     with network.delayed(rng.random()):
         rpc.init_rpc(f"worker{group.rank}", group=group)

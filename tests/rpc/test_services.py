@@ -1,4 +1,4 @@
-"""Services that every worker answers: found by their names alone, and each checks what it gets."""
+"""Services: resolved by name only, with checked arguments."""
 
 from __future__ import annotations
 

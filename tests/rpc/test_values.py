@@ -1,4 +1,4 @@
-"""Values survive calls as they are, whatever their types, places and company: compared there and here, types exactly."""
+"""Values of all types and combinations in calls, compared exactly on both workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.rpc.limits import CALL_S, limit_of_tests
 
 pytestmark = [
     pytest.mark.mpi(min_size=1),
-    # What torch says of sparse and quantized tensors, each time that one is made.
+    # Warnings of torch for each new sparse or quantized tensor.
     pytest.mark.filterwarnings("ignore:Sparse:UserWarning", "ignore:torch.quantize:UserWarning"),
 ]
 
@@ -126,11 +126,13 @@ def views_of_one():
 def arrays():
     grid = np.arange(24.0).reshape(4, 6)
     return [
-        grid, grid.T, grid[::2, 1::2], grid[::-1], np.asfortranarray(grid), np.array(3.5), np.array([]), np.zeros((0, 4)),
-        np.array([1, "a", None, [2]], dtype=object), np.array(["a", "ä\0"]), np.array([b"x", b"yy"]),
-        np.array([(1, 2.5, "a")], dtype=[("n", "i4"), ("x", "f8"), ("s", "U3")]), np.array([True, False]),
-        np.array(["2020-01-01", "NaT"], dtype="M8[D]"), np.arange(5, dtype=">i4"), np.array([1 + 2j]),
-        np.arange(100_000), np.arange(100_000)[::3], np.float16([1.5]),
+        grid, grid.T, grid[::2, 1::2], grid[::-1], np.asfortranarray(grid), np.array(3.5),
+        np.array([]), np.zeros((0, 4)), np.array([1, "a", None, [2]], dtype=object),
+        np.array(["a", "ä\0"]), np.array([b"x", b"yy"]),
+        np.array([(1, 2.5, "a")], dtype=[("n", "i4"), ("x", "f8"), ("s", "U3")]),
+        np.array([True, False]), np.array(["2020-01-01", "NaT"], dtype="M8[D]"),
+        np.arange(5, dtype=">i4"), np.array([1 + 2j]), np.arange(100_000), np.arange(100_000)[::3],
+        np.float16([1.5]),
     ]  # fmt: skip
 
 
@@ -138,12 +140,15 @@ def tensors():
     grid = torch.arange(24.0).view(4, 6)
     index = torch.tensor([[0, 2, 0], [1, 0, 1]])
     return [
-        grid, grid.t(), grid[::2, 1::2], torch.tensor(3.5), torch.empty(0), torch.empty(0, 4), torch.tensor([True, False]),
-        torch.tensor([1 + 2j]).conj(), torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(3)),
-        torch.nn.Parameter(torch.ones(3), requires_grad=False), torch.nn.Parameter(torch.ones(9000)),
-        torch.nn.Buffer(torch.ones(2)), torch.ones(2, dtype=torch.bfloat16), torch.zeros(3).expand(2, 3), grid.unfold(1, 2, 1),
-        torch.sparse_coo_tensor(index, torch.ones(3), (3, 2)), torch.sparse_coo_tensor(index, torch.ones(3), (3, 2)).coalesce(),
-        grid.to_sparse_csr(), grid.to_sparse_csc(), torch.tensor([math.nan, math.inf, -0.0]),
+        grid, grid.t(), grid[::2, 1::2], torch.tensor(3.5), torch.empty(0), torch.empty(0, 4),
+        torch.tensor([True, False]), torch.tensor([1 + 2j]).conj(),
+        torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(3)),
+        torch.nn.Parameter(torch.ones(3), requires_grad=False),
+        torch.nn.Parameter(torch.ones(9000)), torch.nn.Buffer(torch.ones(2)),
+        torch.ones(2, dtype=torch.bfloat16), torch.zeros(3).expand(2, 3), grid.unfold(1, 2, 1),
+        torch.sparse_coo_tensor(index, torch.ones(3), (3, 2)),
+        torch.sparse_coo_tensor(index, torch.ones(3), (3, 2)).coalesce(), grid.to_sparse_csr(),
+        grid.to_sparse_csc(), torch.tensor([math.nan, math.inf, -0.0]),
         torch.quantize_per_tensor(torch.ones(4), 0.5, 1, torch.quint8),
         torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
     ]  # fmt: skip
@@ -151,56 +156,62 @@ def tensors():
 
 def numbers():
     return [
-        0, -1, 2**31, 2**63, -(2**63) - 1, 2**64, 2**100, -(2**100), 2**4000,
-        True, False, 0.0, -0.0, math.nan, math.inf, -math.inf,
-        5e-324, 1e308, 1 + 2j, complex(-0.0, math.nan), Whole(3), fractions.Fraction(1, 3), decimal.Decimal("1.10"),
-        decimal.Decimal("NaN"), np.float32(1.5), np.int8(-3), np.uint64(2**64 - 1), np.bool_(True), np.complex64(1j),
-        np.float64(-0.0), np.str_("a"), np.bytes_(b"a"), np.datetime64("2020-01-01"), np.timedelta64(3, "s"), np.void(b"ab"),
+        0, -1, 2**31, 2**63, -(2**63) - 1, 2**64, 2**100, -(2**100), 2**4000, True, False, 0.0,
+        -0.0, math.nan, math.inf, -math.inf, 5e-324, 1e308, 1 + 2j, complex(-0.0, math.nan),
+        Whole(3), fractions.Fraction(1, 3), decimal.Decimal("1.10"), decimal.Decimal("NaN"),
+        np.float32(1.5), np.int8(-3), np.uint64(2**64 - 1), np.bool_(True), np.complex64(1j),
+        np.float64(-0.0), np.str_("a"), np.bytes_(b"a"), np.datetime64("2020-01-01"),
+        np.timedelta64(3, "s"), np.void(b"ab"),
     ]  # fmt: skip
 
 
 def texts():
     return [
-        "", "ä€😀\0", "\ud800", "x" * 100_000, b"", b"\0\xff", bytes(100_000), bytearray(), bytearray(b"ab"), bytearray(100_000),
-        array.array("d", [1.5, -0.0]), pathlib.PurePosixPath("a/b"), uuid.UUID(int=5), datetime.datetime(2020, 1, 2, 3, 4, 5, 6),
+        "", "ä€😀\0", "\ud800", "x" * 100_000, b"", b"\0\xff", bytes(100_000), bytearray(),
+        bytearray(b"ab"), bytearray(100_000), array.array("d", [1.5, -0.0]),
+        pathlib.PurePosixPath("a/b"), uuid.UUID(int=5), datetime.datetime(2020, 1, 2, 3, 4, 5, 6),
         datetime.timedelta(days=-1, microseconds=7), datetime.timezone.utc,
     ]  # fmt: skip
 
 
 def containers():
     return [
-        [], (), {}, set(), frozenset(), [[], [[]], ()], ((), ((),)), {"": {}}, [{}, {(): []}], ({"a": [(1, {"b": (2, [3])})]},),
-        {(1, "a"): 1, 3: "int", 2.5: "float", None: "none", True: "bool", frozenset({1, (2,)}): "set", b"b": "bytes"},
-        {"z": 1, "a": 2, "m": 3}, {1, "a", None, (1, 2), 2.5}, frozenset({frozenset(), frozenset({1})}),
-        Point(1, [2]), Point(Point(1)),
-        collections.OrderedDict([("b", 1), ("a", 2)]), default_dictionary(), collections.Counter("abca"),
-        collections.deque([1, 2], maxlen=2), collections.ChainMap({"a": 1}, {"b": 2}), table(), Words([1, Words()]),
-        Slotted(1, Point(2)), range(3, 10, 2), slice(1, None, [2]), itertools.repeat(1, 2).__reduce__()[1],
-        torch.Size([2, 3]), [torch.Size([]), (torch.Size([1]),)], list(range(3000)), [[[[[[[[["deep"]]]]]]]]],
+        [], (), {}, set(), frozenset(), [[], [[]], ()], ((), ((),)), {"": {}}, [{}, {(): []}],
+        ({"a": [(1, {"b": (2, [3])})]},),
+        {(1, "a"): 1, 3: "int", 2.5: "float", None: "none", True: "bool",
+         frozenset({1, (2,)}): "set", b"b": "bytes"},
+        {"z": 1, "a": 2, "m": 3}, {1, "a", None, (1, 2), 2.5},
+        frozenset({frozenset(), frozenset({1})}), Point(1, [2]), Point(Point(1)),
+        collections.OrderedDict([("b", 1), ("a", 2)]), default_dictionary(),
+        collections.Counter("abca"), collections.deque([1, 2], maxlen=2),
+        collections.ChainMap({"a": 1}, {"b": 2}), table(), Words([1, Words()]),
+        Slotted(1, Point(2)), range(3, 10, 2), slice(1, None, [2]),
+        itertools.repeat(1, 2).__reduce__()[1], torch.Size([2, 3]),
+        [torch.Size([]), (torch.Size([1]),)], list(range(3000)), [[[[[[[[["deep"]]]]]]]]],
     ]  # fmt: skip
 
 
 def names():
     return [
-        None, Ellipsis, NotImplemented, StopIteration, StopIteration(3), ValueError("a value, not raised"),
-        KeyError, int, type(None),
-        len, math.sin, np.float32, np.dtype("f4"), torch.float32, torch.device("cpu"), torch.device("cuda", 1), torch.sparse_csr,
-        torch.channels_last, torch.add, torch.nn.Linear, Colour.RED, Colour.BLUE, Level.LOW, Mode.READ, Mode.READ | Mode.WRITE,
-        Colour, Point, same,
+        None, Ellipsis, NotImplemented, StopIteration, StopIteration(3),
+        ValueError("a value, not raised"), KeyError, int, type(None), len, math.sin, np.float32,
+        np.dtype("f4"), torch.float32, torch.device("cpu"), torch.device("cuda", 1),
+        torch.sparse_csr, torch.channels_last, torch.add, torch.nn.Linear, Colour.RED, Colour.BLUE,
+        Level.LOW, Mode.READ, Mode.READ | Mode.WRITE, Colour, Point, same,
     ]  # fmt: skip
 
 
 SAMPLES = {
     made.__name__: made
     for made in (
-        numbers, texts, containers, names, arrays, tensors, shared, holds_itself, dictionary_within_itself, tensor_twice,
-        views_of_one,
+        numbers, texts, containers, names, arrays, tensors, shared, holds_itself,
+        dictionary_within_itself, tensor_twice, views_of_one,
     )
 }  # fmt: skip
 
 
 def same(a, b, path="value", seen=None):
-    """Places at which two values differ: in type, content, order, or in which of their parts are one object."""
+    """Return where two values differ: in type, content, order, or in shared parts."""
     here, there = seen = ({}, {}) if seen is None else seen
     if type(a) is not type(b):
         return [f"{path}: {type(a)} is not {type(b)}"]
@@ -222,7 +233,7 @@ def same(a, b, path="value", seen=None):
 
 
 def children(a, b, path):
-    """Pairs of parts of two containers of one type, with their names; None of what is no container."""
+    """Return pairs of parts of two containers of one type, with names; None for other objects."""
     if isinstance(a, (list, tuple, collections.deque)) and not isinstance(a, torch.Size):
         kids = [(f"[{place}]", *pair) for place, pair in enumerate(zip(a, b, strict=False))]
         return kids
@@ -241,7 +252,7 @@ def children(a, b, path):
 
 
 def is_equal(a, b):
-    """Say whether two values of one type that are no containers are the same."""
+    """Return whether two values of one type other than containers are equal."""
     if isinstance(a, torch.Tensor):
         return is_same_tensor(a, b)
     if isinstance(a, np.ndarray):
@@ -296,7 +307,7 @@ def bits(tensor):
 
 
 def differing_there(name, value):
-    """Differences between a value that came and the one that this worker makes; run by the other worker."""
+    """Return differences of a received value from a local one; run by the other worker."""
     return same(value, SAMPLES[name]())
 
 
@@ -349,7 +360,7 @@ class Company:
 
 
 def wrong_in(company):
-    """Names of what is not as ``Company`` made it; run by whoever got it."""
+    """Return the names of parts that differ from those of ``Company``; run by the receiver."""
     inside, value = company.inside, company.inside["value"]
     rref, (tensor, again, last) = inside["all"]
     found = differing_there(company.name, value)
@@ -436,9 +447,11 @@ def test_arguments_in_any_container(workers, to):
 
 
 @pytest.mark.parametrize("differ", [
-    (1, True), (1, 1.0), (0.0, -0.0), ([1], (1,)), ({1: 2, 3: 4}, {3: 4, 1: 2}), (bytearray(b"a"), b"a"), (np.float32(1), 1.0),
-    (torch.ones(2), torch.nn.Parameter(torch.ones(2))), (Point(1), (1, None)), ({"a": 1}, collections.OrderedDict(a=1)),
-    (torch.Size([1]), (1,)), (np.ones((2, 3)), np.asfortranarray(np.ones((2, 3)))), (shared(), eval(repr(shared()))),
+    (1, True), (1, 1.0), (0.0, -0.0), ([1], (1,)), ({1: 2, 3: 4}, {3: 4, 1: 2}),
+    (bytearray(b"a"), b"a"), (np.float32(1), 1.0),
+    (torch.ones(2), torch.nn.Parameter(torch.ones(2))), (Point(1), (1, None)),
+    ({"a": 1}, collections.OrderedDict(a=1)), (torch.Size([1]), (1,)),
+    (np.ones((2, 3)), np.asfortranarray(np.ones((2, 3)))), (shared(), eval(repr(shared()))),
     (Level.LOW, 1), (Whole(1), 1), ([1, 2], [1]), ({"a": 1}, {"b": 1}),
 ])  # fmt: skip
 def test_differences_are_seen(differ):

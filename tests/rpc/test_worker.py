@@ -1,4 +1,4 @@
-"""A worker's name and number."""
+"""Names and ranks of workers."""
 
 import pytest
 

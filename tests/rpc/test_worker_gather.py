@@ -1,4 +1,4 @@
-"""One object of each worker at all of them, by calls."""
+"""All-gather of one object from each worker, by calls."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_a_worker_that_does_not_come_is_named(group, workers):
 
 @pytest.mark.mpi(min_size=2)
 def test_what_is_sent_ahead_is_bounded_and_dropped_at_the_end(group, workers):
-    """A worker may be ahead of the leader by some gatherings; of what it sends nothing outlives the agent."""
+    """A worker may be some gatherings ahead of the leader; its messages end with the agent."""
     leader, sender = workers[0], workers[1]
     generation = current.require().generation
     refused = 0

@@ -1,1 +1,1 @@
-"""Attacks on a worker that was started with a list of what others may call."""
+"""Attacks on a worker with a list."""

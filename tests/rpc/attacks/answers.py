@@ -1,4 +1,4 @@
-"""Answers to the attacked worker's own calls: of wrong kinds, with hostile contents, from nobody who was asked."""
+"""Attacks by answers to the victim's calls: wrong kinds, hostile contents, wrong senders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIRE = whole(called(named(CANARY, "fire"), plain("answer")))
 
 @contextlib.contextmanager
 def replies(reply: Callable[[Attacker, Any], None], attacker: Attacker) -> Iterator[None]:
-    """Answer calls to this process in the place of its agent."""
+    """Answer calls to this process in place of its agent."""
     agent = attacker.agent
     handlers = agent.dispatcher._handlers
     before = list(handlers)
@@ -228,7 +228,7 @@ def to_nobody(attacker: Attacker) -> None:
 
 
 def _forge(to: int, numbers: range) -> None:
-    """Answer calls of a worker that went to another."""
+    """Answer calls that a worker has made to another one."""
     transport = current.require().dispatcher._transport
     for number in numbers:
         transport.send(to, Kind.RESULT, number, 0, 0, encode(["forged"]))
@@ -245,7 +245,7 @@ def of_another(attacker: Attacker) -> None:
         )
         attacker.send(Kind.RESULT, encode(["true"]), sequence=incoming.sequence)
 
-    # The reply waits for another worker, which the thread that polls must not.
+    # The reply waits for another worker, so it must not run on the polling thread.
     def later(attacker: Attacker, incoming: Any) -> None:
         attacker.agent.polling.pool.submit(Task(lambda: reply(attacker, incoming)))
 

@@ -1,4 +1,4 @@
-"""One rank's access to another worker below the public calls: any bytes as a message of any kind."""
+"""Attacker: sends any bytes, as a message of any kind, below the public calls."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Accepted(AssertionError):
 
 
 class Seen(NamedTuple):
-    """What the attacked worker says of itself.
+    """State that the victim reports.
 
     Attributes:
-        fired: What the canary noted.
+        fired: The events of the canary.
         entries: The list.
-        log: The texts logged since the last look.
+        log: The texts logged since the last report.
     """
 
     fired: list[str]
@@ -60,7 +60,7 @@ class Attacker:
         sequence: int = 0,
         context: int = 0,
     ) -> None:
-        """Send a message that nobody answers."""
+        """Send a one-way message."""
         if kind in _COUNTED:
             # As an honest sender counts them: else the end would wait for messages that were never
             # sent.
@@ -111,7 +111,7 @@ class Attacker:
         flags: int = 0,
         parts: Sequence[Any] = (),
     ) -> Any:
-        """Send a call of a listed function with a pickle for arguments; with an empty name the pickle names the function."""
+        """Send a call with pickled arguments; with an empty name, the pickle names the function."""
         return self.call(name, data, flags=codec.PICKLED | flags, parts=parts)
 
     def raw(self, message: bytes, *payloads: bytes) -> None:
@@ -130,7 +130,7 @@ class Attacker:
         return rpc.rpc_sync(self.to, function, args=args, timeout=WAIT_S)
 
     def look(self) -> Seen:
-        """Return what the attacked worker says of itself."""
+        """Return the state that the victim reports."""
         return Seen(*self.ask(victim.look))
 
 

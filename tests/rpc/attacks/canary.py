@@ -1,4 +1,4 @@
-"""Canary: what no worker's list admits, and what payloads of the attacks would call."""
+"""Canary: functions that no list admits; a payload that runs code calls them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ fired: list[str] = []
 
 
 def fire(*args: Any, **kwargs: Any) -> str:
-    """Note that code ran that nobody has listed."""
+    """Record that code outside of the list has run."""
     fired.append(repr(args))
     return "fired"
 
@@ -35,7 +35,7 @@ class Bird:
 
 
 def silent_bird() -> Bird:
-    """Return an instance whose constructor has not run."""
+    """Return an instance without running its constructor."""
     return Bird.__new__(Bird)
 
 

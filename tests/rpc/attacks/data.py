@@ -1,4 +1,4 @@
-"""Data that is malformed, or names what is not there: MessagePack and its extension types by hand."""
+"""Attacks by malformed data: hand-written MessagePack and extension types."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def array(*items: bytes) -> bytes:
 
 
 def own(code: int, *values: Any) -> bytes:
-    """Write an extension type that holds an array of plain values; bytes of ``Written`` go as they are."""
+    """Write an extension type with an array of plain values; ``Written`` bytes are copied."""
     return ext(
         code,
         array(*[value.data if isinstance(value, Written) else encode(value) for value in values]),
@@ -282,7 +282,7 @@ noted(
 
 
 def _unicode(kind: str, obj: Any, start: int, end: int) -> bytes:
-    """Write a UnicodeError: CPython 3.11 reads a UnicodeDecodeError's object at the start it was given, wherever that is."""
+    """Write a UnicodeError. CPython 3.11 does not check the start of a UnicodeDecodeError."""
     arguments = Written(ext(TUPLE, array(*map(encode, ("utf8", obj, start, end, "reason")))))
     return own(ERROR, f"builtins:{kind}", "text", arguments, {})
 

@@ -1,4 +1,4 @@
-"""Methods of referenced values: what is no public method that a listed class itself defines."""
+"""Attacks by methods of referenced values: names other than listed public methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of functions that are not in the list, in every spelling."""
+"""Attacks by names: functions outside of the list, in every spelling."""
 
 from __future__ import annotations
 

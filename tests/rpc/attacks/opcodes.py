@@ -1,4 +1,4 @@
-"""Pickles written opcode by opcode: what no pickler would write."""
+"""Writer of pickles, opcode by opcode."""
 
 from __future__ import annotations
 

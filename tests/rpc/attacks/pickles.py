@@ -1,4 +1,4 @@
-"""Pickles in the place of data: every opcode that makes, calls or changes something."""
+"""Attacks by pickles in place of data: every opcode that creates, calls or changes an object."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def as_arguments(obj: bytes) -> bytes:
 
 
 def noted(name: str, idea: str, written: Callable[[], bytes]) -> None:
-    """Note an attack whose pickle holds something as its one argument."""
+    """Register an attack whose pickle has one argument."""
 
     def run(attacker: Attacker) -> object:
         return attacker.pickled(as_arguments(written()))

@@ -1,4 +1,4 @@
-"""One-way messages of control, and requests that are no calls: counts, words, fetches, gradients."""
+"""Attacks by control messages and requests other than calls: counts, fetches, gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FAR = (1 << 64) - 1
 
 
 def noted(name: str, idea: str, kind: int, header: bytes, reason: str, flags: int = 0) -> None:
-    """Note an attack: one message that nobody answers."""
+    """Register an attack by one one-way message."""
 
     def run(attacker: Attacker) -> None:
         attacker.send(kind, header, flags=flags)
@@ -160,7 +160,7 @@ def gathering(number: int, joined: str, generation: int | None = None) -> str:
 def part(
     name: str, idea: str, sequence_id: Callable[[], str], giver: str, names: set[str], reason: str
 ) -> None:
-    """Note an attack: a part of a gathering that nobody has called."""
+    """Register an attack by an object for a gathering that does not exist."""
 
     def run(attacker: Attacker) -> object:
         rpc.rpc_sync(

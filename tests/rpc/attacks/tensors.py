@@ -1,4 +1,4 @@
-"""Tables of tensors and arrays that do not fit what came with them."""
+"""Attacks by tensor tables that do not match their data."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def row(
 
 
 def inline(number: int, shape: Sequence[int], data: bytes = b"", flags: int = 0) -> bytes:
-    """Write a row whose elements follow."""
+    """Write a row with its elements behind it."""
     return row(number, DENSE, INLINE | WHOLE | flags, shape) + data
 
 
@@ -81,7 +81,7 @@ def noted(
     count: int = 1,
     used: int | None = None,
 ) -> None:
-    """Note an attack: a call with one tensor, whose table has these rows and parts."""
+    """Register an attack by a call with one tensor, whose table has these rows and parts."""
 
     def run(attacker: Attacker) -> object:
         table = COUNTS.pack(count, len(parts) if used is None else used) + rows
@@ -241,7 +241,7 @@ class Rows:
         return self
 
     def whole(self, number: int, shape: Sequence[int], data: bytes, form: int = DENSE) -> Rows:
-        """Add a row whose elements are a part."""
+        """Add a row with its elements in a part."""
         self.data += row(number, form, WHOLE, shape, len(self.parts))
         self.parts.append(data)
         return self

@@ -1,7 +1,7 @@
-"""Attacks of one worker on another that names what may be called: each is refused with its reason, and nothing has changed.
+"""Attacks of one worker on another with a list: each is refused with a reason and has no effect.
 
-Rank 1 attacks, rank 0 has the list (it coordinates the end, too), a third is an accomplice. All
-share one ``init_rpc``.
+Rank 1 attacks; rank 0 has the list, and coordinates the shutdown; rank 2 is an accomplice. All
+attacks share one ``init_rpc``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rank tells in the place of its worker at ``init_rpc``: refused by the one with the list, which can begin anew."""
+"""Attacks at ``init_rpc``: forged descriptions are rejected by the worker with the list."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ATTACKER, ATTACKED = 1, 0
 
 
 class Bomb:
-    """A pickle that calls what nobody lists."""
+    """A pickle that calls a function outside of the list."""
 
     def __reduce__(self) -> Any:
         return canary.fire, ("start-up",)
 
 
 def told(generation: int) -> dict[str, Any]:
-    """Return by name what is told: what an honest worker tells, changed in one place."""
+    """Return forged descriptions by name: an honest one, changed in one place."""
     name, maps = "worker1", {"worker0": {0: 0}}
     return {
         "nothing": None,
@@ -72,7 +72,7 @@ _gather = ProcessGroup.all_gather_object
 
 
 def begin(group: Any, is_attacker: bool, hostile: Any) -> BaseException | None:
-    """Call ``init_rpc``, the attacker with something else to tell; return what it raised."""
+    """Call ``init_rpc``, on the attacker with a forged description; return the error."""
 
     def gather(self: Any, obj: Any, **options: Any) -> Any:
         is_pickle = b"fire" in pickle.dumps(hostile)
@@ -113,7 +113,7 @@ def test_what_no_worker_tells(world, generation, name):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("change", ["claims_data", "cut_off", "magic", "announces"])
 def test_a_frame_that_is_none(world, generation, change):
-    """What the start-up exchange travels in: a pickle that claims to be data, and frames that are damaged."""
+    """Forged frames of the exchange: a pickle that claims to be data, and damaged frames."""
     before = list(canary.fired)
     encode = frame.encode
 

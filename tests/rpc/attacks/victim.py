@@ -1,4 +1,4 @@
-"""What the attacked worker lists, and what it says of itself afterwards."""
+"""Victim: the functions of its list, and the report of its state after an attack."""
 
 from __future__ import annotations
 
@@ -50,24 +50,22 @@ def echo(*args: Any, **kwargs: Any) -> Any:
 
 
 def touched(*args: Any) -> list[str]:
-    """Read all elements of tensors and arrays, as any function that computes with them does, and return what they look like."""
+    """Read all elements of tensors and arrays, as a computation would; return descriptions."""
     return [_touch(item) for item in args]
 
 
 def _touch(item: Any) -> str:
     if isinstance(item, torch.Tensor):
-        # A sparse tensor is as large as its sender says; what a listed function makes of that is
-        # its own.
+        # A sparse tensor may claim any size: a listed function must check the size itself.
         whole = (
             item.to_dense()
             if item.layout is not torch.strided and item.numel() <= _MOST_DENSE
             else item
         )
         whole = whole.dequantize() if whole.is_quantized else whole
-        return (
-            f"{whole.shape} "
-            f"{whole.clone().sum() if whole.layout is not torch.strided else whole.clone().view(-1).float().sum()}"
-        )
+        copy = whole.clone()
+        total = copy.view(-1).float().sum() if copy.layout is torch.strided else copy.sum()
+        return f"{whole.shape} {total}"
     if isinstance(item, np.ndarray):
         return f"{item.shape} {item!r}"
     return repr(item)

@@ -1,5 +1,7 @@
-"""Messages past our transport: eager messages and payloads whose numbers do not fit each other. Run last: they cost the sender's
-later payloads their place."""
+"""Attacks below the transport: eager messages and payloads with inconsistent numbers.
+
+These run last, because the sender's later payloads are mismatched afterwards.
+"""
 
 from __future__ import annotations
 
