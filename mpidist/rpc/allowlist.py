@@ -137,7 +137,7 @@ class Allowed:
             raise Refused(f'"{printable_name(name)}" may not be named: {_NOT_LISTED}')
         return found[1] if found[1] is not None else callee.builtin(name)
 
-    def method(self, value: Any, name: str) -> Any:
+    def method(self, value: object, name: str) -> Any:
         """Return a method of a value, bound to it.
 
         The value's own class and the class that defines the method must be listed. No code of the
@@ -168,7 +168,7 @@ class Allowed:
             ) from None
         return listed_class.bound(attribute, value, cls)
 
-    def has_method(self, value: Any, name: str) -> bool:
+    def has_method(self, value: object, name: str) -> bool:
         """Return whether ``method`` would return a method."""
         return type(name) is str and name in self._methods.get(id(type(value)), ())
 
@@ -202,7 +202,7 @@ class Allowed:
         found = _EXCEPTIONS.get(name) or self._named_classes.get(name)
         return found if found is not None and class_dicts.is_below(found, Exception) else None
 
-    def has_class(self, cls: Any) -> bool:
+    def has_class(self, cls: object) -> bool:
         """Return whether the list has this class itself."""
         return id(cls) in self._classes
 
@@ -213,7 +213,7 @@ class Allowed:
     def __repr__(self) -> str:
         return f"Allowed({list(self._entries)!r})"
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(
             f"the list of what a worker allows does not change: {name!r} cannot be set"
         )
@@ -231,7 +231,7 @@ class Allowed:
         return id(cls) in self._classes or (id(cls), name) in self._single
 
 
-def printable_name(name: Any) -> str:
+def printable_name(name: object) -> str:
     """Return a name from a message, safe for a log."""
     if type(name) is not str:
         return f"an object of {class_dicts.name_of(type(name))}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.autograd import profiler as torch_profiler
@@ -17,10 +17,11 @@ from mpidist.errors import MpidistError
 from mpidist.rpc import current, membership, profiling, rref, worker_gather
 from mpidist.rpc.agent import FORKED, Agent
 from mpidist.rpc.allowlist import Allowed
-from mpidist.rpc.call import wait_for_all
+from mpidist.rpc.call import RpcFuture, wait_for_all
 from mpidist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from mpidist.rpc.options import BackendType, RpcBackendOptions, seconds, select_options
-from mpidist.rpc.worker import WorkerInfo, check_name
+from mpidist.rpc.rref_store import Entry
+from mpidist.rpc.worker import Destination, WorkerInfo, check_name
 
 # torch's switch: with False, ``shutdown`` raises for references that were not deleted.
 _ignore_rref_leak = True
@@ -127,10 +128,10 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 @untraced
 def rpc_sync(
-    to: Any,
+    to: Destination,
     func: Callable[..., Any],
-    args: Any = None,
-    kwargs: Any = None,
+    args: Iterable[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
     """Call ``func(*args, **kwargs)`` on worker ``to`` and return its result.
@@ -162,12 +163,12 @@ def rpc_sync(
 
 @untraced
 def rpc_async(
-    to: Any,
+    to: Destination,
     func: Callable[..., Any],
-    args: Any = None,
-    kwargs: Any = None,
+    args: Iterable[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
-) -> Any:
+) -> RpcFuture:
     """Call ``func(*args, **kwargs)`` on worker ``to``; return a future of its result.
 
     The future is a ``torch.futures.Future``. Tensors in the arguments must not be changed until the
@@ -186,10 +187,10 @@ def rpc_async(
 
 @untraced
 def remote(
-    to: Any,
+    to: Destination,
     func: Callable[..., Any],
-    args: Any = None,
-    kwargs: Any = None,
+    args: Iterable[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> rref.RRef[Any]:
     """Call ``func(*args, **kwargs)`` on worker ``to``, and return a reference to the result.
@@ -252,7 +253,7 @@ def _is_current_rpc_agent_set() -> bool:
 
 
 def _all_gather(
-    obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+    obj: object, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
     return worker_gather.all_gather(obj, worker_names, timeout)
 
@@ -270,7 +271,7 @@ def _delete_all_user_and_unforked_owner_rrefs() -> None:
     current.require().references.delete_users()
 
 
-def _refuse_leaks(agent: Agent, leaks: Sequence[Any]) -> None:
+def _refuse_leaks(agent: Agent, leaks: Sequence[Entry]) -> None:
     if leaks and not _ignore_rref_leak:
         names = ", ".join(repr(rref.owner_rref(agent, entry)) for entry in leaks[:8])
         raise MpidistError(

@@ -60,7 +60,7 @@ class Call:
         self.what = what
         self.timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s if timeout_s > 0 else float("inf")
-        self.incoming: Any = None
+        self.incoming: Any = None  # Incoming
         self.error: BaseException | None = None
         self.done = False
         self.latches: tuple[threading.Lock, ...] = ()
@@ -182,7 +182,7 @@ class RpcFuture(torch.futures.Future):
     """
 
     def __init__(
-        self, wait_for: Callable[[Call], None], call: AsyncCall, devices: list[Any]
+        self, wait_for: Callable[[Call], None], call: AsyncCall, devices: list[torch.device]
     ) -> None:
         _RawFuture.__init__(self, devices)
         self.has_callbacks = False

@@ -47,7 +47,7 @@ UNNAMED = COUNT.pack(0)
 _PYTHON, _SERVICE = int(Kind.CALL_PYTHON), int(Kind.CALL_SERVICE)
 
 
-def wire_name(function: Any) -> tuple[int, bytes]:
+def wire_name(function: object) -> tuple[int, bytes]:
     """Return the kind of a function's call, and its name for the header.
 
     Returns:
@@ -127,7 +127,7 @@ def _find_wire_name(function: Any) -> tuple[int, bytes]:
     return number, encoded
 
 
-def module_and_name(function: Any) -> tuple[str, str]:
+def module_and_name(function: object) -> tuple[str, str]:
     """Return the module and qualified name of a function; empty strings if it has none."""
     owner = function
     suffix = ""
@@ -142,7 +142,7 @@ def module_and_name(function: Any) -> tuple[str, str]:
     )
 
 
-def is_found_at(function: Any, module: str, attribute: str) -> bool:
+def is_found_at(function: object, module: str, attribute: str) -> bool:
     """Return whether a loaded module has this function or class under a qualified name."""
     try:
         there = _attribute(sys.modules[module], attribute)
@@ -154,7 +154,7 @@ def is_found_at(function: Any, module: str, attribute: str) -> bool:
     )
 
 
-def _attribute(found: Any, path: str) -> Any:
+def _attribute(found: object, path: str) -> Any:
     for part in path.split("."):
         found = getattr(found, part)
     return found

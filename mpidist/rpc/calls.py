@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from mpidist.comm.transport.incoming import Incoming
 from mpidist.errors import FrameError, MpidistError, RankFailureError
 from mpidist.rpc import callee, interceptor, remote_error
@@ -46,7 +48,7 @@ class Calls(PendingCalls):
         reader: Reader,
         polling: Polling,
         rpc_timeout: float,
-        devices: Sequence[Any],
+        devices: Sequence[torch.device],
         allowed: Allowed | None,
         drop: Callable[[Incoming], None],
     ) -> None:
@@ -67,7 +69,9 @@ class Calls(PendingCalls):
 
     # Calls of functions.
 
-    def invoke(self, to: int, function: Any, args: Any, kwargs: Any, timeout: float) -> Any:
+    def invoke(
+        self, to: int, function: object, args: object, kwargs: object, timeout: float
+    ) -> Any:
         """Call a function on a worker and return its result.
 
         Blocks: until the answer is there, at most the timeout.
@@ -84,7 +88,7 @@ class Calls(PendingCalls):
         return self.result(call)
 
     def invoke_async(
-        self, to: int, function: Any, args: Any, kwargs: Any, timeout: float
+        self, to: int, function: object, args: object, kwargs: object, timeout: float
     ) -> RpcFuture:
         """Call a function on a worker and return the future of its result."""
         kind, name = callee.wire_name(function)
@@ -97,7 +101,7 @@ class Calls(PendingCalls):
         return future
 
     def request(
-        self, to: int, kind: int, prefix: bytes, obj: Any, timeout: float, what: str
+        self, to: int, kind: int, prefix: bytes, obj: object, timeout: float, what: str
     ) -> Any:
         """Send a request other than a function call, and return its answer.
 

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import marshal
 import operator
+import pickle
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
 
 from mpidist.comm.serialization import inline_rows, tensor_table
+from mpidist.comm.transport.incoming import Part
 from mpidist.rpc import pickles, remote_error
 from mpidist.rpc.pickles import Reference
 from mpidist.rpc.plain_data import MARK, SCALARS, NotPlain, Walk
@@ -93,17 +95,19 @@ class Content:
         self.objects = objects
         self.references: Sequence[Reference] = ()
         self.slots: Sequence[int] = ()
-        self.buffers: Sequence[Any] = ()
+        self.buffers: Sequence[pickle.PickleBuffer] = ()
         self.is_dense = False
 
-    def body(self, device_map: Any) -> tuple[int, bytes, list[Any], list[int | None]]:
+    def body(
+        self, device_map: Mapping[int, int] | None
+    ) -> tuple[int, bytes, list[Part], list[int | None]]:
         """Return flags, tables and skeleton, the separate parts, and the devices of the parts.
 
         Raises:
             ValueError: A tensor on a device that ``device_map`` does not name.
         """
         flags = self.flags
-        parts: list[Any] = []
+        parts: list[Part] = []
         devices: list[int | None] = []
         if self.table is not None:
             pieces = list(self.table)
@@ -196,7 +200,7 @@ def describe_error(error: BaseException) -> Any:
     return remote_error.describe(error)
 
 
-def encode_pickled(obj: Any) -> Content:
+def encode_pickled(obj: object) -> Content:
     """Encode an object by pickle.
 
     Raises:

@@ -8,17 +8,20 @@ an error at the sender, with the name of the argument. The decoder makes data on
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mpidist.comm.serialization import data_reader, data_writer, inline_rows, tensor_rebuild
 from mpidist.comm.serialization.data_format import NATIVE, NUMBER, OBJECT
 from mpidist.comm.serialization.data_writer import Ext, encode
+from mpidist.comm.transport.incoming import Part
 from mpidist.errors import FrameError, NotPlainData
 from mpidist.rpc import callee, decoder, remote_error
 from mpidist.rpc.allowlist import Allowed, Refused
 from mpidist.rpc.codec import EMPTY, KEYWORDS, PICKLED, SLOTS, TABLE, Content, Tensor
 from mpidist.rpc.data_values import REFERENCE, Reading, Writing
+from mpidist.rpc.decoder import Attach
+from mpidist.rpc.message import Buffer
 from mpidist.rpc.pickles import Reference
 
 _MARKS = [Ext(OBJECT, NUMBER.pack(number)) for number in range(8)]
@@ -80,7 +83,7 @@ class DataEncoder:
             place = _argument_name(function, error.place, len(args), list(kwargs or ()))
             raise NotPlainData(f"{error.reason}, {self._reads}", place) from None
 
-    def encode(self, obj: Any) -> Content:
+    def encode(self, obj: object) -> Content:
         """Encode a result.
 
         Raises:
@@ -109,7 +112,7 @@ def _encode_flat(flags: int, items: list[Any]) -> Content | None:
     """
     skeleton: list[Any] = []
     objects: list[Any] = []
-    references: list[Any] = []
+    references: list[Reference] = []
     for item in items:
         kind = type(item)
         if kind in NATIVE:
@@ -135,7 +138,7 @@ def _encode_flat(flags: int, items: list[Any]) -> Content | None:
     return content
 
 
-def _encode_walked(flags: int, obj: Any) -> Content:
+def _encode_walked(flags: int, obj: object) -> Content:
     objects: list[Any] = []
     writing = Writing()
     content = Content(flags, data_writer.dumps(obj, objects, writing.extend))
@@ -178,11 +181,11 @@ class DataDecoder:
     def decode(
         self,
         flags: int,
-        body: Any,
+        body: Buffer,
         place: int,
-        parts: Sequence[Any],
-        references: Sequence[Any] = (),
-        attach: Callable[[list[Any]], list[Any]] | None = None,
+        parts: Sequence[Part],
+        references: Sequence[Reference] = (),
+        attach: Attach | None = None,
     ) -> Any:
         """Decode a content as ``decoder.decode`` does; a call's arguments are a list.
 
@@ -218,7 +221,7 @@ class DataDecoder:
         )
         return data_reader.loads(memoryview(body)[place:], objects, extend)
 
-    def arguments(self, flags: int, data: Any) -> tuple[Any, Any]:
+    def arguments(self, flags: int, data: object) -> tuple[Any, Any]:
         """Return the args and kwargs of a decoded call.
 
         Raises:

@@ -93,7 +93,7 @@ class Writing:
         return None
 
 
-def _encode_name(obj: Any) -> tuple[int, list[Any]]:
+def _encode_name(obj: object) -> tuple[int, list[Any]]:
     text = callee.wire_name(obj)[1][COUNT.size :].decode()
     if not text:
         raise NotPlainData(
@@ -123,7 +123,7 @@ def error_values(error: BaseException) -> tuple[str, str, tuple[Any, ...], dict[
     return f"{kind.__module__}:{kind.__qualname__}", _error_text(error), arguments, attributes
 
 
-def _is_data(obj: Any) -> bool:
+def _is_data(obj: object) -> bool:
     objects: list[Any] = []
     try:
         data_writer.dumps(obj, objects)
@@ -149,7 +149,7 @@ class Reading:
 
     __slots__ = ("_allowed", "_references")
 
-    def __init__(self, references: Sequence[Any], allowed: Allowed) -> None:
+    def __init__(self, references: Sequence[Reference], allowed: Allowed) -> None:
         self._references = references
         self._allowed = allowed
 
@@ -256,7 +256,7 @@ def _number(values: list[Any], count: int) -> int:
     return number
 
 
-def _text(obj: Any) -> str:
+def _text(obj: object) -> str:
     if type(obj) is not str:
         raise FrameError(f"a {type(obj).__name__} in the place of a name")
     return obj

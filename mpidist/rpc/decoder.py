@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpidist.comm.serialization import tensor_rebuild
+from mpidist.comm.transport.incoming import Part
 from mpidist.errors import FrameError
 from mpidist.rpc import pickles
 from mpidist.rpc.codec import (
@@ -21,16 +22,20 @@ from mpidist.rpc.codec import (
     TABLE,
     Tensor,
 )
+from mpidist.rpc.message import Buffer
+from mpidist.rpc.pickles import Reference
 from mpidist.rpc.plain_data import MARK, Filling
+
+Attach = Callable[[list[Tensor]], list[Tensor]]  # replaces the tensors of a message
 
 
 def decode(
     flags: int,
-    body: Any,
+    body: Buffer,
     place: int,
-    parts: Sequence[Any],
-    references: Sequence[Any] = (),
-    attach: Callable[[list[Any]], list[Any]] | None = None,
+    parts: Sequence[Part],
+    references: Sequence[Reference] = (),
+    attach: Attach | None = None,
 ) -> Any:
     """Decode the content that ``Content.body`` has written.
 
@@ -67,7 +72,7 @@ def decode(
             objects, used, place = tensor_rebuild.read(body, place, parts)
         if attach is not None:
             objects = attach_tensors(objects, attach)
-    numbers: Any = None
+    numbers: array[int] | None = None
     if flags & SLOTS:
         numbers, place = _read_slots(body, place)
     if flags & PICKLED:
@@ -78,7 +83,7 @@ def decode(
     return _merge(body[place:], met)
 
 
-def _merge(skeleton: Any, met: Sequence[Any]) -> Any:
+def _merge(skeleton: Buffer, met: Sequence[Any]) -> Any:
     """Return the data of a skeleton, its marks replaced by objects."""
     try:
         data = marshal.loads(skeleton)
@@ -99,7 +104,7 @@ def _select(met: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
         raise FrameError(f"slots beyond the {len(met)} objects that came with them") from error
 
 
-def _fill(data: Any, met: Sequence[Any]) -> Any:
+def _fill(data: object, met: Sequence[Any]) -> Any:
     following = iter(met)
     try:
         made = next(following) if data is MARK else Filling(following).fill(data)
@@ -110,7 +115,7 @@ def _fill(data: Any, met: Sequence[Any]) -> Any:
     return made
 
 
-def attach_tensors(objects: list[Any], attach: Callable[[list[Any]], list[Any]]) -> list[Any]:
+def attach_tensors(objects: list[Any], attach: Attach) -> list[Any]:
     """Return the objects of a table, with the tensors replaced by those from ``attach``."""
     tensors = [obj for obj in objects if isinstance(obj, Tensor)]
     if not tensors:
@@ -119,7 +124,7 @@ def attach_tensors(objects: list[Any], attach: Callable[[list[Any]], list[Any]])
     return [next(following) if isinstance(obj, Tensor) else obj for obj in objects]
 
 
-def _read_slots(body: Any, place: int) -> tuple[array[int], int]:
+def _read_slots(body: Buffer, place: int) -> tuple[array[int], int]:
     numbers = array("I")
     try:
         (count,) = COUNT.unpack_from(body, place)

@@ -38,7 +38,7 @@ class EngineMessages:
         self._lock = threading.Lock()  # for ``handled``
 
     def send(
-        self, to: int, kind: int, obj: Any, context: int | None = None, prefix: bytes = b""
+        self, to: int, kind: int, obj: object, context: int | None = None, prefix: bytes = b""
     ) -> None:
         """Send a message to the engine of another worker.
 

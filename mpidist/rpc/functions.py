@@ -35,7 +35,7 @@ class DeferredResult:
 
     __slots__ = ("future",)
 
-    def __init__(self, future: Any, name: str) -> None:
+    def __init__(self, future: object, name: str) -> None:
         if not isinstance(future, torch._C.Future):
             raise MpidistError(
                 "Functions decorated with @rpc.async_function must return a torch.futures.Future "
@@ -44,7 +44,7 @@ class DeferredResult:
         self.future = future
 
 
-def deferred_result(function: Any, result: Any) -> DeferredResult:
+def deferred_result(function: object, result: object) -> DeferredResult:
     """Return a marked function's result as a ``DeferredResult``.
 
     Raises:

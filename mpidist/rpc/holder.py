@@ -76,7 +76,7 @@ class Holder(Reference):
         if getattr(self, "_fork", None) is not None:
             self.delete()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         if self._deleted:
             raise RRefError(f"{self!r} was deleted. Cannot call fork an UserRRef after deletion.")
         raise RRefError(

@@ -15,11 +15,11 @@ class InlinePolicy:
     def __init__(self) -> None:
         self._seconds: dict[Any, float] = {}
 
-    def is_quick(self, key: Any) -> bool:
+    def is_quick(self, key: object) -> bool:
         """Return whether a function has run, and recently took less than ``QUICK_S``."""
         return self._seconds.get(key, QUICK_S) < QUICK_S
 
-    def record(self, key: Any, seconds: float) -> None:
+    def record(self, key: object, seconds: float) -> None:
         """Record the running time of one run.
 
         A long run takes effect at once; its effect decays with short runs.

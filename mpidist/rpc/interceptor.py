@@ -115,7 +115,7 @@ def in_current_context(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return partial(_run_in, context, callback) if context else callback
 
 
-def _run_in(context: int, callback: Callable[[Any], Any], argument: Any) -> Any:
+def _run_in(context: int, callback: Callable[[Any], Any], argument: object) -> Any:
     if engine is None:
         return callback(argument)
     with engine.entering(context, -1, True):

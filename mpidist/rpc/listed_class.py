@@ -100,17 +100,17 @@ def class_methods(cls: type) -> Iterator[tuple[str, Any]]:
             yield name, bound(attribute, None, cls)
 
 
-def is_bound_to_classes(attribute: Any) -> bool:
+def is_bound_to_classes(attribute: object) -> bool:
     """Return whether an attribute is a static or class method."""
     return _is_one_of(attribute, _BOUND_TO_CLASSES)
 
 
-def is_method(attribute: Any) -> bool:
+def is_method(attribute: object) -> bool:
     """Return whether an attribute of a class is a method."""
     return _is_one_of(attribute, _METHODS)
 
 
-def _is_one_of(attribute: Any, kinds: tuple[type, ...]) -> bool:
+def _is_one_of(attribute: object, kinds: tuple[type, ...]) -> bool:
     # By identity, not by "in": a metaclass may redefine equality.
     return any(type(attribute) is kind for kind in kinds)
 
@@ -121,7 +121,7 @@ def _attribute(cls: type, name: str) -> Any:
     return class_dicts.own(base)[name]
 
 
-def _is_foreign(attribute: Any, cls: type) -> bool:
+def _is_foreign(attribute: object, cls: type) -> bool:
     """Return whether a method is another module's function, as in ``run = subprocess.run``."""
     function = attribute
     while type(function) in _WRAPPERS:

@@ -48,7 +48,7 @@ class Entry:
     owner: type | None = None
 
 
-def entries_of(item: Any) -> list[Entry]:
+def entries_of(item: object) -> list[Entry]:
     """Return the entries of one item of a list.
 
     Args:
@@ -79,7 +79,7 @@ def entries_of(item: Any) -> list[Entry]:
     return list(_of_path(f"{module}.{name}", sys.modules[module], name.split(".")))
 
 
-def display_name(item: Any) -> str:
+def display_name(item: object) -> str:
     """Return an item as text."""
     if type(item) is str:
         return item
@@ -214,7 +214,7 @@ def _of_class(name: str, cls: type) -> Iterator[Entry]:
         yield Entry(int(Kind.CALL_PYTHON), f"{name}.{method}", function)
 
 
-def _of_function(function: Any) -> Iterator[Entry]:
+def _of_function(function: object) -> Iterator[Entry]:
     """Yield a function under the wire name that callers use."""
     kind, name = callee.wire_name(function)
     if name != callee.UNNAMED:
@@ -258,12 +258,12 @@ def _namespaces() -> set[str]:
     return {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()}
 
 
-def _is_function(found: Any) -> bool:
+def _is_function(found: object) -> bool:
     # Not by isinstance, which reads __class__: a module may hold lazy objects that raise there.
     return any(type(found) is kind for kind in _FUNCTIONS)
 
 
-def _home_of(function: Any) -> str:
+def _home_of(function: object) -> str:
     """Return the module that defines a function; an empty string if unknown."""
     if isinstance(function, torch.jit.ScriptFunction):
         home: str = torch._jit_internal._qualified_name(function).rpartition(".")[0]

@@ -17,7 +17,6 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from mpidist.comm.transport.eager_message import EAGER_BYTES
 from mpidist.errors import FrameError
@@ -30,6 +29,7 @@ REFERENCES = 64  # the header has references, which the owner counts on arrival
 ANNOUNCED = 128
 MAX_REFERENCES = 512  # in a header
 
+Buffer = bytes | bytearray | memoryview
 ReferenceRow = tuple[int, int, int]  # reference, fork, owner's rank
 
 WORD = struct.Struct("<Q")
@@ -80,7 +80,7 @@ def pack_references(rows: Sequence[ReferenceRow]) -> bytes:
     return COUNT.pack(len(rows)) + b"".join([REFERENCE.pack(*row) for row in rows])
 
 
-def unpack_references(data: Any, place: int) -> tuple[list[ReferenceRow], int]:
+def unpack_references(data: Buffer, place: int) -> tuple[list[ReferenceRow], int]:
     """Unpack the references at ``place``; return them and the offset behind them.
 
     Raises:
@@ -94,7 +94,7 @@ def unpack_references(data: Any, place: int) -> tuple[list[ReferenceRow], int]:
         raise FrameError(f"references are cut off after {len(data)} bytes") from error
 
 
-def _read_rows(data: Any, place: int, count: int) -> tuple[list[ReferenceRow], int]:
+def _read_rows(data: Buffer, place: int, count: int) -> tuple[list[ReferenceRow], int]:
     end = place + count * REFERENCE.size
     if end > len(data):
         raise FrameError(f"{count} references announced, cut off after {len(data)} bytes")
@@ -106,7 +106,7 @@ def pack_announced(rows: Sequence[ReferenceRow]) -> bytes:
     return _COUNT32.pack(len(rows)) + b"".join([REFERENCE.pack(*row) for row in rows])
 
 
-def unpack_announced(data: Any, place: int) -> tuple[list[ReferenceRow], int]:
+def unpack_announced(data: Buffer, place: int) -> tuple[list[ReferenceRow], int]:
     """Unpack the references that precede a content; return them and the offset behind them.
 
     Raises:
@@ -126,7 +126,7 @@ def pack_words(words: Iterable[int]) -> bytes:
     return struct.pack(f"<{len(words)}Q", *words)
 
 
-def unpack_words(data: Any, start: int, end: int) -> tuple[int, ...]:
+def unpack_words(data: Buffer, start: int, end: int) -> tuple[int, ...]:
     """Unpack the numbers of a message without content.
 
     Raises:
@@ -137,7 +137,7 @@ def unpack_words(data: Any, start: int, end: int) -> tuple[int, ...]:
     return struct.unpack_from(f"<{(end - start) // WORD.size}Q", data, start)
 
 
-def unpack_pairs(data: Any, start: int, end: int) -> list[tuple[int, int]]:
+def unpack_pairs(data: Buffer, start: int, end: int) -> list[tuple[int, int]]:
     """Unpack the (reference, fork) pairs of a message without content.
 
     Raises:
@@ -148,7 +148,7 @@ def unpack_pairs(data: Any, start: int, end: int) -> list[tuple[int, int]]:
     return list(PAIR.iter_unpack(memoryview(data)[start:end]))
 
 
-def unpack_ids(data: Any, place: int, end: int, count: int) -> tuple[int, ...]:
+def unpack_ids(data: Buffer, place: int, end: int, count: int) -> tuple[int, ...]:
     """Unpack ``count`` numbers of a header.
 
     Raises:
@@ -159,7 +159,7 @@ def unpack_ids(data: Any, place: int, end: int, count: int) -> tuple[int, ...]:
     return struct.unpack_from(f"<{count}Q", data, place)
 
 
-def unpack_gradients(data: Any, place: int, end: int) -> tuple[int, int, int, int]:
+def unpack_gradients(data: Buffer, place: int, end: int) -> tuple[int, int, int, int]:
     """Unpack the four numbers of ``GRADIENTS``.
 
     Raises:
@@ -171,7 +171,7 @@ def unpack_gradients(data: Any, place: int, end: int) -> tuple[int, int, int, in
     return numbers
 
 
-def unpack_name(data: Any, place: int, end: int) -> tuple[bytes, int]:
+def unpack_name(data: Buffer, place: int, end: int) -> tuple[bytes, int]:
     """Unpack a function's name; return the name and the offset behind it.
 
     Raises:

@@ -8,7 +8,7 @@ from mpidist.rpc import functions, services
 from mpidist.rpc.pickles import Reference
 
 
-def call_method(name: str, rref: Any, /, *args: Any, **kwargs: Any) -> Any:
+def call_method(name: str, rref: object, /, *args: Any, **kwargs: Any) -> Any:
     """Call a method of an owned value.
 
     Raises:
@@ -23,13 +23,13 @@ def call_method(name: str, rref: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 @services.service
-def type_of(source: int, /, rref: Any) -> type:
+def type_of(source: int, /, rref: object) -> type:
     """Return the type of an owned value."""
     return type(_owned(rref)[0])
 
 
 @services.service
-def has_method(source: int, /, rref: Any, name: str) -> bool:
+def has_method(source: int, /, rref: object, name: str) -> bool:
     """Return whether an owned value has an attribute.
 
     Raises:
@@ -39,7 +39,7 @@ def has_method(source: int, /, rref: Any, name: str) -> bool:
     return hasattr(value, name) if allowed is None else allowed.method(value, name) is not None
 
 
-def _owned(rref: Any) -> tuple[Any, Any]:
+def _owned(rref: object) -> tuple[Any, Any]:
     """Return an owned value, and the list of this worker."""
     if not isinstance(rref, Reference):
         raise TypeError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 
@@ -106,7 +105,7 @@ class RpcBackendOptions:
         )
 
 
-def select_options(backend: Any, options: Any) -> RpcBackendOptions:
+def select_options(backend: object, options: object) -> RpcBackendOptions:
     """Check the arguments of ``init_rpc``; return the options, or the defaults for None.
 
     Raises:
@@ -127,7 +126,7 @@ def select_options(backend: Any, options: Any) -> RpcBackendOptions:
     return options
 
 
-def seconds(timeout: Any) -> float:
+def seconds(timeout: object) -> float:
     """Return a timeout in seconds.
 
     Raises:

@@ -16,6 +16,7 @@ import torch
 
 from mpidist.comm.serialization import tensor_pickle
 from mpidist.errors import MpidistError
+from mpidist.rpc.message import Buffer
 
 
 class Reference:
@@ -25,6 +26,10 @@ class Reference:
 
     def require_shareable(self) -> None:
         """Raise if this reference cannot be passed on."""
+
+    def delete(self) -> None:
+        """Delete this holder."""
+        raise NotImplementedError
 
     def fork(self, to: int) -> tuple[int, int, int]:
         """Count a new holder on rank ``to``; return reference, fork and the owner's rank."""
@@ -45,7 +50,7 @@ class Carried:
         raise NotImplementedError
 
 
-def dumps(obj: Any) -> tuple[bytes, Sink]:
+def dumps(obj: object) -> tuple[bytes, Sink]:
     """Pickle an object; return the pickle, and the sink with its tensors and references.
 
     Raises:
@@ -60,7 +65,7 @@ def dumps(obj: Any) -> tuple[bytes, Sink]:
 
 
 def loads(
-    pickled: Any, objects: Sequence[Any], references: Sequence[Any], buffers: Sequence[Any]
+    pickled: Buffer, objects: Sequence[Any], references: Sequence[Reference], buffers: Sequence[Any]
 ) -> Any:
     """Unpickle an object, with its tables and out-of-band buffers."""
     before, _here.references = _here.references, references
@@ -79,7 +84,7 @@ class Sink(tensor_pickle.Sink):
         super().__init__()
         self.references: list[Reference] = []
 
-    def reduced(self, obj: Any) -> Any:
+    def reduced(self, obj: object) -> Any:
         """See ``tensor_pickle.Sink``."""
         if isinstance(obj, Reference):
             self.references.append(obj)
@@ -98,14 +103,14 @@ class Sink(tensor_pickle.Sink):
         return super().reduced(obj)
 
 
-def _dumps_by_value(obj: Any, sink: Sink, error: Exception) -> bytes:
+def _dumps_by_value(obj: object, sink: Sink, error: Exception) -> bytes:
     try:
         cloudpickle: Any = importlib.import_module("cloudpickle")
     except ImportError:
         raise error from None
 
     class ValuePickler(cloudpickle.Pickler):
-        def reducer_override(self, obj: Any) -> Any:
+        def reducer_override(self, obj: object) -> Any:
             reduced = sink.reduced(obj)
             return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
@@ -117,7 +122,7 @@ def _dumps_by_value(obj: Any, sink: Sink, error: Exception) -> bytes:
 class _Here(threading.local):
     """References of the pickle that the thread reads."""
 
-    references: Sequence[Any] = ()
+    references: Sequence[Reference] = ()
 
 
 _here = _Here()

@@ -102,7 +102,7 @@ class Walk:
         self._seen[id(obj)] = made
         return made
 
-    def _require_no_sets(self, members: Any) -> None:
+    def _require_no_sets(self, members: object) -> None:
         # A tuple outside of sets may contain a set, so results from there are not valid here.
         seen, self._seen = self._seen, {}
         self._is_in_set = True
@@ -150,5 +150,5 @@ class Filling:
                     data[key] = self._value(value)
         return data
 
-    def _value(self, item: Any) -> Any:
+    def _value(self, item: object) -> Any:
         return next(self._following) if item is MARK else self.fill(item)

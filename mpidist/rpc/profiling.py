@@ -19,7 +19,7 @@ from mpidist.rpc.worker import Workers
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def record_calls(call: F, kind: str, function: Any, workers: Workers, to: int) -> F:
+def record_calls(call: F, kind: str, function: object, workers: Workers, to: int) -> F:
     """Wrap a function that makes calls, so that each call is an event of the calling thread.
 
     Args:
@@ -38,7 +38,7 @@ def record_calls(call: F, kind: str, function: Any, workers: Workers, to: int) -
     return cast(F, call_recorded)
 
 
-def _name(function: Any) -> str:
+def _name(function: object) -> str:
     if isinstance(function, torch.jit.ScriptFunction):
         return str(torch._jit_internal._qualified_name(function))
     builtin = torch.jit._builtins._find_builtin(function)

@@ -23,7 +23,7 @@ class Proxy:
         timeout: Seconds for each call.
     """
 
-    def __init__(self, rref: Any, mode: str, timeout: float) -> None:
+    def __init__(self, rref: object, mode: str, timeout: float) -> None:
         self._rref = rref
         self._mode = mode
         self._timeout = timeout

@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from mpidist.comm.transport.incoming import Incoming
+import torch
+
+from mpidist.comm.transport.incoming import Incoming, Part
 from mpidist.errors import FrameError
 from mpidist.rpc import data_codec, decoder, interceptor, message
 from mpidist.rpc.allowlist import Allowed
-from mpidist.rpc.message import ANNOUNCED, AUTOGRAD, FAR, REFERENCES, WORD, ReferenceRow
+from mpidist.rpc.decoder import Attach
+from mpidist.rpc.message import ANNOUNCED, AUTOGRAD, FAR, REFERENCES, WORD, Buffer, ReferenceRow
 from mpidist.rpc.pickles import Reference
 from mpidist.rpc.rref_store import require_own
 
@@ -22,11 +25,11 @@ class Decoder(Protocol):
     def decode(
         self,
         flags: int,
-        body: Any,
+        body: Buffer,
         place: int,
-        parts: Sequence[Any],
-        references: Sequence[Any] = (),
-        attach: Callable[[list[Any]], list[Any]] | None = None,
+        parts: Sequence[Part],
+        references: Sequence[Reference] = (),
+        attach: Attach | None = None,
     ) -> Any:
         """Decode a content."""
 
@@ -103,7 +106,7 @@ class Reader:
             body = body[: incoming.end]  # without the packed parts
         if place == len(body):
             return None
-        references: Sequence[Any] = ()
+        references: Sequence[Reference] = ()
         if flags & REFERENCES:
             references = [self.make_reference(*row) for row in incoming.noted[1]]
         elif flags & ANNOUNCED:
@@ -154,6 +157,10 @@ def _no_references(*args: Any) -> Any:
 
 
 def _attach_autograd(
-    engine: Any, incoming: Incoming, number: int, is_answer: bool, tensors: list[Any]
-) -> list[Any]:
+    engine: interceptor.Interceptor,
+    incoming: Incoming,
+    number: int,
+    is_answer: bool,
+    tensors: list[torch.Tensor],
+) -> list[torch.Tensor]:
     return engine.arriving(incoming.context, incoming.source, number, tensors, is_answer)

@@ -83,7 +83,7 @@ def fields_of(obj: Any) -> tuple[str, list[Any]] | None:
     return f"{layout.module}:{layout.qualname}", values
 
 
-def complaint(obj: Any) -> str:
+def complaint(obj: object) -> str:
     """Return why a dataclass instance or named tuple is not a record; else an empty string."""
     cls = type(obj)
     if not dataclasses.is_dataclass(cls) and not (
@@ -139,7 +139,7 @@ def make_record(cls: type, values: Sequence[Any]) -> Any:
     return obj
 
 
-def _has_further_state(obj: Any, layout: _Layout) -> bool:
+def _has_further_state(obj: object, layout: _Layout) -> bool:
     try:
         attributes = object.__getattribute__(obj, "__dict__")
     except AttributeError:
@@ -150,7 +150,7 @@ def _has_further_state(obj: Any, layout: _Layout) -> bool:
     return any(_is_set(member, obj) for member in layout.slots)
 
 
-def _is_set(member: MemberDescriptorType, obj: Any) -> bool:
+def _is_set(member: MemberDescriptorType, obj: object) -> bool:
     try:
         member.__get__(obj, type(obj))
     except AttributeError:
@@ -208,7 +208,7 @@ def _is_compiled(cls: type) -> bool:
     )
 
 
-def _runs_code(attribute: Any) -> bool:
+def _runs_code(attribute: object) -> bool:
     """Return whether setting the attribute would run a descriptor's code."""
     kind = type(attribute)
     return kind is not MemberDescriptorType and (

@@ -8,12 +8,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mpidist.comm.transport.incoming import Incoming
 from mpidist.errors import FrameError
 from mpidist.rpc import callee, message
 from mpidist.rpc.call import Call
 from mpidist.rpc.calls import Calls
 from mpidist.rpc.creation import Creation
 from mpidist.rpc.message import PAIR, TO_REMOTE, Kind
+from mpidist.rpc.pickles import Reference
 from mpidist.rpc.polling import Polling
 from mpidist.rpc.reader import Reader
 from mpidist.rpc.rref_store import ID_SHIFT, Entry, RRefStore, require_own
@@ -48,12 +50,12 @@ class References:
         reader: Reader,
         calls: Calls,
         polling: Polling,
-        make: Callable[[int, int, int], Any],
+        make: Callable[[int, int, int], Reference],
     ) -> None:
         self.store = RRefStore(workers.me.id)
         self.deletes: deque[tuple[int, int, int]] = deque()
         # Held references to other workers' values, by fork.
-        self._user_rrefs: dict[int, weakref.ref[Any]] = {}
+        self._user_rrefs: dict[int, weakref.ref[Reference]] = {}
         self._workers = workers
         self._wire = wire
         self._reader = reader
@@ -121,7 +123,7 @@ class References:
             header = b"".join([PAIR.pack(*pair) for pair in pairs[start : start + _MAX_PAIRS]])
             self._wire.post_one_way(owner, kind, header)
 
-    def drop(self, incoming: Any) -> None:
+    def drop(self, incoming: Incoming) -> None:
         """Delete the references in a message that is not decoded."""
         for reference, fork, owner in self._reader.references_in(incoming):
             if owner < len(self._workers.infos):
@@ -144,7 +146,7 @@ class References:
             if owner == me:
                 self.store.add_fork(reference, fork)
 
-    def add_announced_forks(self, incoming: Any) -> None:
+    def add_announced_forks(self, incoming: Incoming) -> None:
         """Count the forks that another worker announces.
 
         Raises:
@@ -154,7 +156,7 @@ class References:
         require_own(incoming.source, [fork for _, fork in pairs])
         self.store.add_forks(pairs)
 
-    def delete_forks(self, incoming: Any) -> None:
+    def delete_forks(self, incoming: Incoming) -> None:
         """Delete the forks that a message names."""
         for reference, fork in message.unpack_pairs(incoming.data, incoming.start, incoming.end):
             self.store.delete_fork(reference, fork)
@@ -179,7 +181,7 @@ class References:
             raise call.timed_out(what)
 
     def create(
-        self, to: int, function: Any, args: Any, kwargs: Any, timeout_s: float
+        self, to: int, function: object, args: object, kwargs: object, timeout_s: float
     ) -> tuple[int, int, Entry | None, Creation]:
         """Call a function on a worker, which keeps the result.
 

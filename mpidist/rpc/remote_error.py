@@ -55,7 +55,9 @@ def describe(error: BaseException, as_data: bool = False) -> tuple[str, str, str
     return type(error).__qualname__, _representation(error), text, content
 
 
-def rebuild(description: Any, worker: WorkerInfo, allowed: Allowed | None = None) -> BaseException:
+def rebuild(
+    description: object, worker: WorkerInfo, allowed: Allowed | None = None
+) -> BaseException:
     """Return the exception to raise at the caller.
 
     Args:

@@ -138,7 +138,7 @@ class Request:
         else:
             self.succeed(value)
 
-    def succeed(self, value: Any) -> None:
+    def succeed(self, value: object) -> None:
         """Answer with a result; with the error if the result cannot be sent."""
         incoming = self._incoming
         try:
@@ -185,7 +185,7 @@ class RemoteRequest(Request):
         reference, fork = message.unpack_ids(incoming.data, incoming.start, incoming.end, 2)
         self._entry = agent.references.store.create_for(incoming.source, reference, fork)
 
-    def succeed(self, value: Any) -> None:
+    def succeed(self, value: object) -> None:
         """Store the result, and answer without it."""
         if isinstance(value, torch._C.Future):
             self.fail(

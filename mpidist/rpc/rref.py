@@ -42,7 +42,7 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
         MpidistError: RPC is not initialised.
     """
 
-    def __init__(self, value: T, type_hint: Any = None) -> None:
+    def __init__(self, value: T, type_hint: object = None) -> None:
         agent = current.agent
         if agent is None:
             raise MpidistError(
@@ -120,7 +120,7 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
 
     @staticmethod
     def create(
-        agent: Agent, to: int, function: Any, args: Any, kwargs: Any, timeout: float
+        agent: Agent, to: int, function: object, args: object, kwargs: object, timeout: float
     ) -> RRef[Any]:
         """See ``create``; used by the proxies."""
         return create(agent, to, function, args, kwargs, timeout)
@@ -193,7 +193,7 @@ PyRRef = RRef
 
 
 def create(
-    agent: Agent, to: int, function: Any, args: Any, kwargs: Any, timeout: float
+    agent: Agent, to: int, function: object, args: object, kwargs: object, timeout: float
 ) -> RRef[Any]:
     """Call a function on a worker and return a reference to its result, which stays on it."""
     calls = agent.calls

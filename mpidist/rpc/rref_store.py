@@ -114,7 +114,7 @@ class Entry:
                 return
         act(self)
 
-    def set(self, value: Any = None, error: BaseException | None = None) -> None:
+    def set(self, value: object = None, error: BaseException | None = None) -> None:
         """Set the value, or the error of its creation, and run the callbacks of ``when_set``.
 
         A second call does nothing.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mpidist.errors import MpidistError
 
@@ -33,6 +32,9 @@ class WorkerInfo:
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"
+
+
+Destination = str | int | WorkerInfo
 
 
 def check_name(name: str) -> None:
@@ -85,7 +87,7 @@ class Workers:
         self.data_only = frozenset(data_only)
         self._ranks = {info.name: info.id for info in infos}
 
-    def rank_of(self, to: Any) -> int:
+    def rank_of(self, to: Destination) -> int:
         """Return the rank of a worker, given its name, rank or ``WorkerInfo``.
 
         A worker that has left RPC keeps its rank; a call to it raises RankFailureError.

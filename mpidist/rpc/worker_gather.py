@@ -69,7 +69,7 @@ def reset() -> None:
 
 @services.service
 def gather_to_leader(
-    source: int, /, sequence_id: str, worker_name: str, obj: Any, worker_names: set[str]
+    source: int, /, sequence_id: str, worker_name: str, obj: object, worker_names: set[str]
 ) -> None:
     """Store a worker's object; runs on the leader.
 
@@ -176,7 +176,7 @@ def _sender(agent: Agent, source: int, identity: _Identity) -> str:
 
 
 def all_gather(
-    obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+    obj: object, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
     """Gather one object from each worker.
 
@@ -214,7 +214,7 @@ def all_gather(
 
 
 def _run_gather(
-    agent: Agent, state: _State, sequence_id: str, obj: Any, names: set[str], timeout: float
+    agent: Agent, state: _State, sequence_id: str, obj: object, names: set[str], timeout: float
 ) -> dict[str, Any]:
     leader, me = min(names), agent.workers.me.name
     limit = agent.calls.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
@@ -254,7 +254,7 @@ def _require_present(agent: Agent, me: str, missing: set[str], leader: str) -> N
 
 
 def _broadcast_to_followers(
-    followers: set[str], sequence_id: str, gathered: Any, timeout: float, limit: float
+    followers: set[str], sequence_id: str, gathered: object, timeout: float, limit: float
 ) -> None:
     agent = current.require()
     answers = {

@@ -71,7 +71,7 @@ def to(group, engine, monkeypatch):
         made.append(args)
         raise AssertionError("a pickle")
 
-    for module, name in [(pickles, "dumps"), (pickles, "loads"), (codec, "pickled")]:
+    for module, name in [(pickles, "dumps"), (pickles, "loads"), (codec, "encode_pickled")]:
         monkeypatch.setattr(module, name, no_pickle)
     names = [
         by_way_of,

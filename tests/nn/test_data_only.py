@@ -42,7 +42,7 @@ def to(group, monkeypatch):
         made.append(args)
         raise AssertionError("a pickle")
 
-    for module, name in [(pickles, "dumps"), (pickles, "loads"), (codec, "pickled")]:
+    for module, name in [(pickles, "dumps"), (pickles, "loads"), (codec, "encode_pickled")]:
         monkeypatch.setattr(module, name, no_pickle)
     interceptor.register(_engine)
     names = [
