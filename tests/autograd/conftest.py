@@ -1,4 +1,4 @@
-"""Workers for one test, as in ``tests/rpc``; at its end no context may be left on any of them."""
+"""RPC workers for one test, as in ``tests/rpc``, and a check that no context is left at its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support import agree
 
 @pytest.fixture(autouse=True)
 def engine(request):
-    """Have the engine registered, whatever another test has registered before."""
+    """Register the engine, because another test may have registered another one."""
     interceptor.register(_engine)
     yield _engine
     if "group" in request.fixturenames:
@@ -24,7 +24,7 @@ def engine(request):
 
 @pytest.fixture
 def clean(group, workers):  # noqa: F811
-    """Require that all contexts are gone when a test is over."""
+    """Require at the end of a test that all contexts have been released."""
     yield
     group.barrier()
     deadline = time.monotonic() + 20

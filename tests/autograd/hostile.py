@@ -1,4 +1,4 @@
-"""An engine without MPI: a context of its own that one peer shares, with a message in it, and a box for what it sends."""
+"""Engine without MPI, with one context that one peer shares, and an outbox for sent messages."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mpidist.rpc.worker import WorkerInfo, Workers
 
 ME, PEER, STRANGER, WORKERS = 0, 1, 2, 3
 OWN, PEERS, NOBODYS = 7, PEER << 48 | 7, 9 << 48 | 7  # contexts
-MESSAGE = 11  # that this worker has sent to its peer
+MESSAGE = 11  # sent to the peer
 
 
 class Outbox:
-    """Takes what the engine sends; a rank that does not exist would end the job."""
+    """Records sent messages; asserts that the receiver's rank exists."""
 
     def __init__(self):
         self.sent = []
@@ -31,7 +31,7 @@ class Outbox:
 
 
 def agent(outbox):
-    """Return what the engine needs of an agent."""
+    """Return an agent with the attributes that the engine reads."""
     workers = Workers(
         [WorkerInfo(f"worker{rank}", rank) for rank in range(WORKERS)], ME, range(WORKERS)
     )
@@ -40,7 +40,7 @@ def agent(outbox):
 
 
 def make_engine():
-    """Return the engine."""
+    """Return an engine with a context and one sent message."""
     made = Engine()
     context = made.contexts._contexts[OWN] = Context(OWN)
     context.callees.add(PEER)
@@ -50,7 +50,7 @@ def make_engine():
 
 
 def running(engine, mode=0, context=OWN):
-    """Have a pass of this worker under way in which the peer has a part; return it."""
+    """Register a running pass of this worker in which the peer has a part, and return it."""
     made = Pass(ME << 48 | 21 | mode, context, ME)
     made.expect([PEER])
     engine.initiator._passes[made.key] = made
@@ -58,18 +58,18 @@ def running(engine, mode=0, context=OWN):
 
 
 def notice(engine, source, what, *rest):
-    """Have the engine take a notice, and do what is left to do."""
+    """Deliver a notice to the engine and run the resulting task, if any."""
     action = engine.handle_one_way(source, Kind.AUTOGRAD_NOTICE, 0, (int(what), *rest))
     return None if action is None else action.run()
 
 
 def give(engine, source, content, context=OWN, key=PEER << 48 | 33, message=MESSAGE):
-    """Have the engine take gradients."""
+    """Deliver gradients to the engine."""
     return engine.handle_one_way(
         source, Kind.GRADIENTS, 0, (context, key, message, 0, content)
     ).run()
 
 
 def right():
-    """Return gradients of the message."""
+    """Return valid gradients of the message."""
     return [torch.ones(2, 3), torch.ones((), dtype=torch.float64)]

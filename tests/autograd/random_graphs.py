@@ -1,4 +1,7 @@
-"""Random graphs of calls over ranks with shared weights, tensor hooks and unused results; and the same in one process."""
+"""Random graphs of calls over ranks, compared with the same graphs in one process.
+
+The graphs have shared weights, tensor hooks and unused results.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def weight(worker):
 
 def squared(gradient):
     hook_runs[0] += 1
-    # not linear: a hook that gets a part of its gradient shows
+    # Not linear, so a hook that receives only a part of its gradient gives a wrong result.
     return gradient * gradient.abs() / 4
 
 
@@ -40,7 +43,7 @@ def invoke(is_local, to, *args):
 
 
 def work(size, worker, seed, depth, is_local, hooks, unused, *xs):
-    """Compute on one worker, which may call on to others, and to itself."""
+    """Compute on one worker, which may call other workers and itself."""
     hidden = torch.tanh(sum(xs) @ weight(worker))
     if hooks and seed % 3 == 0:
         hidden.register_hook(squared)
@@ -89,7 +92,7 @@ def loss_of(seed, size, is_local, hooks, unused, x):
                 *args,
             )
         )
-    # Several roots; all values are used, for FAST mode waits for them.
+    # Several roots that use all values, because FAST mode awaits all gradients.
     return [sum(value.sum() for value in values[::2]), sum(value.sum() for value in values[1::2])]
 
 
@@ -98,7 +101,7 @@ def my_gradient(context, worker):
 
 
 def complaint(seed, size, mode, hooks=False, unused=False):
-    """Run a graph over all workers and in this process, twice within one context; return what differs."""
+    """Run a graph on all workers and in this process, twice in one context; return differences."""
     x = torch.randn(
         2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     ).requires_grad_()

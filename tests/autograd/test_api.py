@@ -1,4 +1,4 @@
-"""What goes wrong: bad input in torch's words, errors of nodes on any worker, workers that leave, results that are not used."""
+"""Errors of ``backward``: invalid input, failing nodes, lost workers, unused results."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_bad_input_is_refused_in_torchs_words(group, workers, to):
 
 
 class TellTale(ValueError):
-    """An error with a type of its own."""
+    """An error of a user-defined type."""
 
 
 class Fails(torch.autograd.Function):
@@ -74,7 +74,7 @@ def fail(x):
 
 
 def then(path, x, function=fail):
-    """Go to the end of a path of workers, and call a function there."""
+    """Call a function on the last worker of a path, through all workers of the path."""
     return (
         rpc.rpc_sync(path[0], then, args=(path[1:], x * 2, function)) * 2 if path else function(x)
     )
@@ -106,7 +106,7 @@ def test_an_error_anywhere_ends_the_pass_on_all_workers(group, workers, mode, ho
             ) as caught:
                 autograd.backward(context, [loss], mode=mode)
             assert type(caught.value.__cause__) is TellTale
-        # The context is still good for what does not fail.
+        # The context stays usable after an error.
         y = torch.ones(2, requires_grad=True)
         autograd.backward(context, [then(path, y, torch.exp).sum()], mode="smart")
         assert y in autograd.get_gradients(context) and x not in autograd.get_gradients(context)
@@ -184,7 +184,7 @@ def slow(x):
 
 @pytest.mark.usefixtures("clean")
 def test_a_pass_may_take_longer_than_a_call(group, workers, to):
-    """What is running on other workers is progress, though this one hears nothing of it."""
+    """A node that runs on another worker is progress, although no message arrives here."""
     x = torch.ones(2, requires_grad=True)
     last = workers[(group.rank + 2) % group.size]
     with autograd.context() as context:

@@ -1,4 +1,4 @@
-"""Messages with content that no engine sends: refused with a reason, nothing sent anywhere, no pass but theirs fails."""
+"""Malformed messages: each is refused with a reason, causes no message, and fails only its pass."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ class TestAwaited:
     KEY = PEER << 48 | SMART | 5
 
     def failures(self, outbox):
-        """Return the texts of the failures that the worker which began the pass was told."""
+        """Return the error texts of the FAILED notices to the initiator."""
         assert all(
             to == PEER and content[0] == Notice.FAILED and content[2] == self.KEY
             for to, content in outbox.sent
@@ -322,7 +322,7 @@ class TestGradients:
         ("place", "wrong"),
         [
             (0, torch.ones(2, 4)),
-            (0, torch.ones(5, 2, 3)),  # torch would sum the first dimension without a word
+            (0, torch.ones(5, 2, 3)),  # torch would sum dimension 0
             (0, torch.ones(1, 3)),
             (0, torch.ones(())),
             (0, torch.ones(2, 3, dtype=torch.complex64)),  # torch would drop the imaginary part
@@ -380,7 +380,7 @@ class TestGradients:
         assert outbox.sent == []
 
     def test_a_second_time(self, engine, outbox):
-        """When the part is over, as a message that comes again would begin it anew, and when it waits for others."""
+        """A repeated message is refused while the part waits for others, and after its end."""
         context = engine.contexts.find(OWN)
         give(engine, PEER, right())
         with pytest.raises(FrameError, match="part here is over"):
@@ -421,7 +421,7 @@ def test_requests_within_contexts_that_no_worker_makes(engine):
 
 
 def test_notices_of_the_engine_itself_have_the_form():
-    """Each notice that a pass sends is one that the checks take, so that they are not stricter than what is sent."""
+    """The checks accept every notice that a real pass sends."""
     key = ME << 48 | SMART | 1
     for what, rest in [
         (Notice.DONE, [(1, 2)]),

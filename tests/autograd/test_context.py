@@ -1,4 +1,4 @@
-"""Contexts: ids, which messages make them, and their end on all workers, however late messages are and whoever dies."""
+"""Contexts: ids, creation by messages, and release on all workers with late messages and deaths."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_request_makes_a_context_of_another_worker_and_none_of_ours():
     ) is None
     contexts.request_arrived(1, 2 << 48 | 5, 1)
     contexts.release(2 << 48 | 5, 1)
-    # sent to itself before the clean-up came; no other would follow
+    # A request that the worker sent to itself before the clean-up; no further clean-up follows.
     contexts.request_arrived(1, 2 << 48 | 5, 1)
     assert not len(contexts)
 
@@ -132,7 +132,7 @@ def doubled(x):
 
 
 def doubled_later(path, seconds, x):
-    """Go on to other workers after a while: by then the context has ended."""
+    """Call other workers after a delay, when the context has ended."""
     time.sleep(seconds)
     return rpc.rpc_sync(path[0], doubled_later, args=(path[1:], seconds, x)) if path else x * 2
 

@@ -1,4 +1,4 @@
-"""CUDA tensors in distributed autograd: gradients go back by the inverse device maps, and wait for the kernels that make them."""
+"""CUDA tensors in distributed autograd: device maps of gradients, and stream order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _weights: list[torch.Tensor] = []
 
 
 class SlowScale(torch.autograd.Function):
-    """x → 3x whose kernels, forward and backward, are not done when the function returns."""
+    """x → 3x with kernels that still run when the function returns, forward and backward."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,4 +1,4 @@
-"""Passes among workers with lists, between which no pickle goes: equal to one process, in both modes, with hooks and errors."""
+"""Passes among workers with lists, without pickles: results, hooks and errors in both modes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def cube(x):
 
 
 def by_way_of(others, x):
-    """Go on from worker to worker."""
+    """Call along a chain of workers."""
     return rpc.rpc_sync(others[0], by_way_of, args=(others[1:], x * 2)) * 3 if others else cube(x)
 
 
@@ -64,7 +64,7 @@ def weight_gradient(context, reference):
 
 @pytest.fixture
 def to(group, engine, monkeypatch):
-    """Have every worker started with a list, and no pickle made or read by RPC; return the next worker."""
+    """Start every worker with a list, and fail if RPC pickles; return the next worker's name."""
     made = []
 
     def no_pickle(*args, **kwargs):

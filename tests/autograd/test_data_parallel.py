@@ -1,4 +1,4 @@
-"""Data-parallel modules within distributed autograd: their gradients in the context are averages, all others the rank's own."""
+"""Data-parallel modules in distributed autograd: averaged gradients; local ones of other leaves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZE = 6
 
 @pytest.fixture(autouse=True)
 def remote_weight(group):
-    """Give each worker a weight of its own, of which all know the values."""
+    """Set a different weight on each worker, with values known to all."""
     _remote_weight[:] = [weight_of(group.rank).requires_grad_()]
     group.barrier()
     yield _remote_weight[0]
@@ -44,7 +44,7 @@ def multiplied(x):
 
 
 class Net(nn.Module):
-    """Layers around a call of another worker; the first weight is used on both sides of it."""
+    """Layers before and after a call to another worker; both use the first weight."""
 
     def __init__(self, to, tied):
         super().__init__()
@@ -75,7 +75,7 @@ def inputs_of(rank, step=0):
 
 
 def expected(group, tied, outside, step=0):
-    """Gradients of the weights on each rank, and of its remote weight, by one process."""
+    """Gradients of each rank's weights and remote weight, computed in one process."""
     by_rank = []
     for rank in range(group.size):
         net, remote = Net(None, tied), weight_of((rank + 1) % group.size).requires_grad_()
@@ -189,7 +189,7 @@ def test_under_no_sync_gradients_stay_the_ranks_own(group, workers):
 
 @pytest.mark.mpi(min_size=2)
 def test_unused_parameters_and_hooks(group, workers):
-    """One rank leaves a layer out; what all leave out has no gradient."""
+    """One rank skips a layer; a layer that all ranks skip has no gradient."""
 
     class Parts(nn.Module):
         def __init__(self):
@@ -305,7 +305,7 @@ def open_reductions(context, is_open):
 def test_a_module_of_another_worker_that_is_in_a_pass_already_fails_the_pass(
     group, workers, to, mode
 ):
-    """In SMART mode the part begins with a notice, to which there is no answer: the error must not be lost with it."""
+    """In SMART mode a notice without an answer begins the part; errors must reach the initiator."""
     _models[:] = [
         DistributedDataParallel(nn.Linear(SIZE, 2), process_group=group.split(group.rank))
     ]

@@ -12,7 +12,7 @@ from mpidist.autograd.recording import LEAF, RECEIVE, Send, received
 
 
 def below(node, seen):
-    """Return a node and all below it, as far as the pass goes."""
+    """Return a node and all nodes of the pass below it."""
     if node is not None and node not in seen:
         seen.add(node)
         if type(node) not in (LEAF, RECEIVE):
@@ -58,8 +58,13 @@ def test_plans_equal_brute_force(seed):
     if len(sources) > 1:
         places = {node: place for place, node in enumerate(plan.order)}
         assert set(plan.order) == set(masks) and len(places) == len(plan.order)
-        assert all(places[other] < places[node] for node in masks if type(node) not in (LEAF, RECEIVE)
-                   for other, _ in node.next_functions if other is not None)  # fmt: skip
+        assert all(
+            places[other] < places[node]
+            for node in masks
+            if type(node) not in (LEAF, RECEIVE)
+            for other, _ in node.next_functions
+            if other is not None
+        )
         mask = next(iter(plan.cuts), 0)
         cut = set(list(plan.cuts.get(mask, ()))[:1])
         ready = {
@@ -77,7 +82,8 @@ def test_plans_equal_brute_force(seed):
 def test_no_sources_and_deep_graphs():
     assert not Plan({}).masks
     value = leaf = torch.ones(1, requires_grad=True)
-    for _ in range(20_000):  # deeper than Python's stack
+    # The graph is deeper than Python's stack.
+    for _ in range(20_000):
         value = value * 1
     for sources in ([[value]], [[value], [value]]):
         plan = Plan({place: Send(0, True, one).next_functions for place, one in enumerate(sources)})
@@ -85,5 +91,6 @@ def test_no_sources_and_deep_graphs():
         assert [node.variable is leaf for node in captures.leaves] == [True] and len(
             plan.masks
         ) == 20_001
-    while value.grad_fn is not None:  # let go from the top: torch's own recursion is bounded
+    # The graph is freed from the top, because torch's own recursion is bounded.
+    while value.grad_fn is not None:
         value = torch.ones(1)

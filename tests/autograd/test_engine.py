@@ -1,4 +1,4 @@
-"""Backward passes over ranks equal one process: random graphs, both modes, messages counted; also when messages are late."""
+"""Backward passes over ranks against one process: random graphs, message counts, late messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODES = ["fast", "smart"]
 
 
 def check_graphs(group, seeds, **options):
-    # All ranks run graphs of their own at the same time.
+    # All ranks run their own graphs at the same time.
     wrong = []
     for seed in seeds:
         for mode in MODES:
@@ -137,7 +137,7 @@ class TestBothModes:
         group.barrier()
 
     def test_an_output_that_gets_no_gradient(self, group, workers, to, mode):
-        """Undefined gradients are a flag: no zeros travel, and none are added."""
+        """Undefined gradients are sent as flags, not as zeros."""
         x = torch.ones(2, requires_grad=True)
         with autograd.context() as context:
             first, _ = rpc.rpc_sync(to, pair, args=(x,))
@@ -185,7 +185,7 @@ class TestBothModes:
         group.barrier()
 
     def test_hooks_that_call_other_workers(self, group, workers, to, mode):
-        """They run on threads that poll, and their calls are not recorded."""
+        """Hooks run on polling threads, and their calls are not recorded."""
         x = torch.full((2,), 2.0, requires_grad=True)
         me = workers[group.rank]
         with autograd.context() as context:
@@ -267,7 +267,7 @@ def test_an_unused_result_does_no_harm_in_smart_mode(group, workers, to):
 
 
 def hop(workers, place, depth, x):
-    """Go on from worker to worker."""
+    """Call along a chain of workers."""
     following = (place + 1) % len(workers)
     return (
         rpc.rpc_sync(workers[following], hop, args=(workers, following, depth - 1, x * 2))
@@ -282,7 +282,7 @@ def sent():
 
 @pytest.mark.parametrize("depth", [1, 4, 12])
 def test_messages_of_a_pass_are_counted(group, workers, depth):
-    """G gradients and one end message a worker; SMART adds at most three a worker at any depth, and no gradients."""
+    """G gradients and one DONE per worker; SMART adds at most three messages per worker."""
 
     def totals():
         group.barrier()
@@ -320,7 +320,7 @@ def scaled(x):
 def test_a_worker_that_has_not_registered_the_engine_records_all_the_same(
     group, workers, to, engine
 ):
-    """As in a job whose servers import mpidist.rpc alone."""
+    """As in a job whose servers import only mpidist.rpc."""
     if group.rank != 0:
         interceptor.register(None)
     group.barrier()
@@ -339,7 +339,7 @@ def in_the_background(other, x):
 
 
 def test_smart_mode_while_unused_calls_are_under_way(group, workers, to):
-    """The question may reach a worker before the request that tells it of the context."""
+    """ASK may reach a worker before the first request within the context."""
     other = workers[(group.rank + 2) % group.size]
     wrong = ""
     for _ in range(40):

@@ -1,4 +1,4 @@
-"""Order of gradients between threads: what is noted, and what waits for it."""
+"""Stream order of gradients between threads: recorded events, and streams that wait for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpidist.autograd.fence import Fence
 
 
 class Device:
-    """Notes which events were made and held."""
+    """Records events and waits."""
 
     def __init__(self, log, name):
         self.log, self.name, self.made = log, name, 0

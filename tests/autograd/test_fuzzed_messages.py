@@ -1,4 +1,4 @@
-"""Rows of random messages of the engine, most of them nearly right: refused or handled, and a right one is taken after them."""
+"""Random sequences of nearly valid messages: all refused or handled; the engine stays usable."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_rows_of_messages(messages, mode):
         )
         for gradient in context.gradients.all().values():
             assert gradient.shape == (2, 3) and gradient.dtype is torch.float32
-        # The graph may be used up by a pass that one of the messages was right for.
+        # A valid message among them may have begun a pass that freed the graph.
         context.sends = make_engine().contexts.require(OWN).sends
         give(engine, PEER, right(), key=PEER << 48 | 34)
         assert outbox.sent[-1] == (PEER, (Notice.DONE, OWN, PEER << 48 | 34, ()))

@@ -1,4 +1,4 @@
-"""Sums of gradients: taken over, copied, added, beside what torch does to ``.grad``."""
+"""Gradient sums against torch's accumulation into ``.grad``: kept, copied and added gradients."""
 
 from __future__ import annotations
 

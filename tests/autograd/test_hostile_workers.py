@@ -1,4 +1,4 @@
-"""A worker whose engine says what is not so: passes in which it has no say go on, the others end with the reason."""
+"""A worker with invalid messages: its own passes fail with the reason, and other passes go on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.usefixtures("clean")]
 
 @pytest.fixture(params=[False, True], ids=["anything", "list"])
 def workers(request, group):
-    """Return the names of all workers, with a list of what may be called and without one."""
+    """Return the names of all workers; run once with a list of allowed functions, once without."""
     listed = [scaled, wrong_gradients, returns_it] if request.param else None
     rpc.init_rpc(f"worker{group.rank}", group=group, allowed=listed)
     yield [f"worker{rank}" for rank in range(group.size)]
@@ -31,7 +31,7 @@ def scaled(x):
 
 
 def wrong_gradients(to, context, wrong):
-    """Send gradients of all messages that came here in a context from a worker, as if a pass of its own were under way."""
+    """Send gradients of all messages received from a worker in a context, without a pass."""
     key = to << 48 | 1 << 20
     found = [
         receive

@@ -1,4 +1,4 @@
-"""One worker's part of a pass: random graphs, sources in any order, cuts, hooks, and what torch's engine does at them."""
+"""One worker's part of a pass: random graphs, order of sources, cuts, hooks, engine calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpidist.autograd.recording import Receive, Send, received
 
 
 class Recording:
-    """An outlet that keeps what a part yields."""
+    """An outlet that records a part's results."""
 
     def __init__(self):
         self.sent, self.completed = {}, 0
@@ -41,7 +41,7 @@ def arrival(context, tensors, message):
 
 
 class Once(torch.autograd.Function):
-    """Counts its runs in the backward pass; refuses a second with the same graph."""
+    """Counts its backward calls; a second call on one graph is refused."""
 
     runs = 0
 
@@ -56,7 +56,7 @@ class Once(torch.autograd.Function):
 
 
 def random_graph(rng, context, hooks):
-    """Return leaves, received tensors by message, and outputs of a random graph of up to 30 operations."""
+    """Return leaves, received tensors by message, outputs and hook log of a random graph."""
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
 
     def make():
@@ -143,7 +143,7 @@ def test_random_graphs_equal_one_call_of_torch(seed, hooks):
 
 
 def test_a_tied_weight_below_a_skip_connection_with_hooks_that_are_not_linear():
-    """torch's engine would run on through the cut, and run hooks on a part of the gradient."""
+    """At such a cut torch's engine alone would run hooks on a part of the gradient."""
     log, context = [], Context(1)
     weight = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
     weight.register_hook(lambda gradient: gradient.abs())
@@ -187,7 +187,7 @@ def test_only_the_nodes_above_a_cut_with_care_run_one_by_one():
 
 
 def test_nothing_runs_before_it_must():
-    """Without a received tensor that another worker waits for, one call of torch's engine does it all."""
+    """Without received tensors, one call of torch's engine runs all nodes."""
     context = Context(1)
     weight = torch.ones(2, requires_grad=True)
     calls = []

@@ -1,4 +1,4 @@
-"""A pass at its initiator: when it is over, the first error, and waits without progress."""
+"""A pass at its initiator: end, first error, and timeout without progress."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ NAMES = ["w0", "w1", "w2"]
 
 
 def waiting(*steps):
-    """Return a wait that takes one step each time; without one left, it lasts until the deadline."""
+    """Return a wait that runs one step per call; without steps left, the deadline passes."""
     left = list(steps)
 
     def wait(call):
         if left:
             left.pop(0)()
         else:
-            call.deadline = 0.0  # it has passed
+            call.deadline = 0.0
 
     return wait
 
@@ -29,7 +29,8 @@ def no_probe(running):
 
 def test_it_is_over_when_all_that_were_sent_gradients_are_complete():
     running = Pass(1, 1, 0)
-    running.complete(2, [])  # before anybody is known to have sent to it
+    # Rank 2 is complete before any worker has reported gradients for rank 2.
+    running.complete(2, [])
     running.complete(0, [1])
     assert running.involves(1) and running.members() == {1}
     running.complete(1, [0, 2])
@@ -56,7 +57,7 @@ def test_progress_here_or_elsewhere_extends_the_time():
         if len(probes) == 1:
             of.report(1, 0.0, ["x"], [])  # busy
         elif len(probes) == 2:
-            of.report(1, 0.0, ["x"], [2])  # has sent to another one
+            of.report(1, 0.0, ["x"], [2])  # has sent to rank 2
         else:
             of.report(1, 9.0, ["x of w2"], [])
             of.report(2, 9.0, [], [])

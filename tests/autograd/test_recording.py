@@ -1,4 +1,4 @@
-"""Send and receive nodes: torch's names, who owns the graph, in-place use."""
+"""Send and receive nodes: names, ownership of the graph, in-place use of outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpidist.autograd.recording import LEAF, RECEIVE, Send, received
 
 
 class Doubled(torch.autograd.Function):
-    """A node written in Python, which torch frees as soon as no tensor refers to it."""
+    """A Python node, which torch frees when no tensor refers to it."""
 
     @staticmethod
     def forward(ctx, x):

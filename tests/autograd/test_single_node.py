@@ -1,4 +1,4 @@
-"""One node by itself: its hooks run, nothing below does, and torch's anomaly mode sees no error where there is none."""
+"""Execution of one node: its hooks run, no node below runs, and anomaly mode reports only NaN."""
 
 from __future__ import annotations
 

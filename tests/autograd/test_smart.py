@@ -1,4 +1,4 @@
-"""The closure of SMART mode on random small graphs, and the survey's end in any order of the answers."""
+"""SMART mode: closures of random message graphs, and the survey's end in any order of answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's name DistributedDataParallel, and who gets which class by it."""
+"""Replacement of torch's name DistributedDataParallel, by the module that reads it."""
 
 import sys
 from types import ModuleType
@@ -59,6 +59,6 @@ def test_a_program_may_put_a_class_of_its_own_there(monkeypatch):
         patch.setattr(torch.nn.parallel, "DistributedDataParallel", str)
         assert torch.nn.parallel.DistributedDataParallel is str
     assert torch.nn.parallel.DistributedDataParallel is Ours
-    # as unittest.mock does, which looks into the module's dictionary
+    # unittest.mock reads the module's dictionary and restores the value found there.
     torch.nn.parallel.DistributedDataParallel = Torchs
     assert torch.nn.parallel.DistributedDataParallel is Ours

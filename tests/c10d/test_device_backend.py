@@ -1,4 +1,4 @@
-"""What torch asks of a group's backend for a device: `torch.distributed`'s own callers get along with the answers."""
+"""Backend object of a device, tested through the functions of torch that read it."""
 
 import copy
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Functional collectives by the operators that compiled code calls; each of torch's on our group."""
+"""Functional collectives: the operators that compiled code calls, on a group of mpidist."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ ops = torch.ops._c10d_functional
 
 @pytest.mark.mpi(min_size=1)
 def test_operators(world, default_group):
-    """What each gives, from a rank's own number."""
+    """The result of each operator for inputs made from the rank."""
     name, rank, size = default_group.group_name, world.rank, world.size
     mine, every = torch.full((2,), float(rank)), torch.arange(float(size))
     total, all_rows = every.sum().item(), every.repeat_interleave(2)
@@ -75,7 +75,8 @@ def test_operators(world, default_group):
                 (sent, []),
                 (received, [float(source)] * 2),
             )
-    ops.wait_tensor(mine)  # a send is noted by the tensor that it takes, too
+    # The work of a send is also registered under the sent tensor.
+    ops.wait_tensor(mine)
     for operator, (result, expected) in cases.items():
         waited = ops.wait_tensor(result)
         agree(world, torch.equal(waited, torch.as_tensor(expected)), f"{operator}: {waited}")
@@ -93,13 +94,14 @@ ANOTHER_BACKEND = """
     out = torch.empty(size)
     operator = torch.ops._c10d_functional.all_gather_into_tensor_out
     result = operator(torch.full((1,), float(rank)), size, gloo.group_name, out=out)
-    told = {"rank": rank, "out": torch.ops._c10d_functional.wait_tensor(result).tolist(), "got": [1.0 - rank]}
+    out = torch.ops._c10d_functional.wait_tensor(result).tolist()
+    facts = {"rank": rank, "out": out, "got": [1.0 - rank]}
     if hasattr(torch.ops._c10d_functional, "batch_p2p_ops"):
         mine, got = torch.full((1,), float(rank)), torch.empty(1)
         batch = torch.ops._c10d_functional.batch_p2p_ops
         works = batch(["isend", "irecv"], [1 - rank] * 2, [0, 0], [mine, got], gloo.group_name)
-        told["got"] = [torch.ops._c10d_functional.wait_tensor(work) for work in works][1].tolist()
-    print(json.dumps(told), flush=True)
+        facts["got"] = [torch.ops._c10d_functional.wait_tensor(work) for work in works][1].tolist()
+    print(json.dumps(facts), flush=True)
     dist.destroy_process_group()
 """
 

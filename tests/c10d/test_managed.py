@@ -21,7 +21,7 @@ def test_timeout(world, default_group):
 
 
 def test_split(world, default_group):
-    """The method alone: torch.distributed.split_group wants an accelerator first."""
+    """Only the method, because torch.distributed.split_group requires an accelerator."""
     evens = list(range(0, world.size, 2))
     made = default_group.split_group(
         evens[::-1], timedelta(seconds=70), group_name="evens", group_desc="of every second rank"
@@ -53,7 +53,7 @@ def test_split(world, default_group):
 
 
 def test_torchs_split_and_meshes_where_there_is_an_accelerator(world, default_group, monkeypatch):
-    """A machine with CUDA, as torch sees it: the default group is bound to a device, and divided for meshes, too."""
+    """On a simulated CUDA machine, the default group is bound to a device and split for meshes."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda *args: torch.device("cuda")

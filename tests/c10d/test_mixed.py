@@ -1,6 +1,6 @@
-"""Groups shared by device: which backend gets which call.
+"""Mixed groups: the backend that each call goes to.
 
-The other one is a stand-in, its tensors are those without memory.
+The other backend is a stand-in for meta tensors.
 """
 
 import inspect
@@ -44,7 +44,7 @@ def test_the_device_of_a_call():
 
 
 class StandIn:
-    """Notes by name what it is called with."""
+    """Records the names of its calls."""
 
     def __init__(self):
         self.calls = []
@@ -57,15 +57,17 @@ class StandIn:
         return call
 
     def _get_backend(self, device):
-        note = lambda timeout: self.calls.append(f"timeout {timeout.total_seconds():g}")  # noqa: E731
+        def set_timeout(timeout):
+            self.calls.append(f"timeout {timeout.total_seconds():g}")
+
         return SimpleNamespace(
-            supports_coalescing=True, supports_splitting=False, _set_default_timeout=note
+            supports_coalescing=True, supports_splitting=False, _set_default_timeout=set_timeout
         )
 
 
 @pytest.fixture
 def shared(world):
-    """torch's default group on ``cpu:mpidist,meta:gloo``, with a stand-in in gloo's place."""
+    """torch's default group on ``cpu:mpidist,meta:gloo``, with a stand-in for gloo."""
     world.barrier()
     dist.init_process_group("cpu:mpidist,meta:gloo", init_method="mpi://")
     group = dist.group.WORLD
@@ -174,7 +176,7 @@ def test_a_batch_of_messages_is_started_as_one(world, shared, monkeypatch):
             shared._others.calls == expected and (device == "meta" or got[0] == left),
             str(shared._others.calls),
         )
-    # So for what compiled code calls.
+    # The same for the operator that compiled code calls.
     monkeypatch.setattr(functional, "_register_work", lambda tensor, work: tensor)
     shared._others.calls.clear()
     functional._batch_p2p_ops(

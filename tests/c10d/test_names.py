@@ -1,4 +1,4 @@
-"""Names of backends: lists, stand-ins, and those by which somebody means us; pure."""
+"""Backend names: lists, order, and advice on names that probably mean mpidist; pure."""
 
 import pytest
 

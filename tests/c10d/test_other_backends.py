@@ -1,4 +1,4 @@
-"""Backends beside ours: what must be there for them."""
+"""Requirements of Gloo and NCCL in mixed groups."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""MPIDIST_REPLACE: its words, what they make of torch's names, and groups that a framework makes by those."""
+"""``MPIDIST_REPLACE``: parsing, replaced names of torch, and groups created under them."""
 
 import json
 import sys
@@ -65,11 +65,13 @@ def test_import_torch_sets_what_frameworks_read_and_starts_nothing():
         import json, os, sys
         import torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel
-        told = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")}
-        told["ours"] = DistributedDataParallel is mpidist.ddp.DistributedDataParallel
-        told["available"] = [dist.is_nccl_available(), dist.is_mpi_available(), dist.is_backend_available("cpu:gloo,cuda:nccl")]
-        told["started"] = "mpi4py.MPI" in sys.modules or "cupy" in sys.modules
-        print(json.dumps(told))
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+        facts = {name: os.environ[name] for name in names}
+        facts["ours"] = DistributedDataParallel is mpidist.ddp.DistributedDataParallel
+        is_listed = dist.is_backend_available("cpu:gloo,cuda:nccl")
+        facts["available"] = [dist.is_nccl_available(), dist.is_mpi_available(), is_listed]
+        facts["started"] = "mpi4py.MPI" in sys.modules or "cupy" in sys.modules
+        print(json.dumps(facts))
     """
     ranks = {
         "OMPI_COMM_WORLD_SIZE": "2",
@@ -96,13 +98,13 @@ def test_import_torch_sets_what_frameworks_read_and_starts_nothing():
 
 @pytest.fixture
 def replaced(world, monkeypatch):
-    """What ``import torch`` patches with the variable set, and no default group before and after."""
+    """torch patched as by ``import torch`` with the variable set, without a default group."""
     monkeypatch.setenv("MPIDIST_REPLACE", "gloo,nccl,mpi")
-    # So that what is patched below is what it was, afterwards.
+    # Setting the current values lets monkeypatch restore them after the test.
     monkeypatch.setattr(dist.Backend, "__new__", vars(dist.Backend)["__new__"])
     for name in ("is_nccl_available", "is_mpi_available", "monitored_barrier"):
         monkeypatch.setattr(dist, name, getattr(dist, name))
-    # those would stay
+    # The environment variables would stay set.
     monkeypatch.setattr(replacement, "torch_variables", lambda environ, hostname: {})
     names.install(replacement.install())
     world.barrier()
@@ -115,7 +117,7 @@ def replaced(world, monkeypatch):
 @pytest.mark.mpi(min_size=1)
 def test_groups_that_frameworks_make(world, replaced, monkeypatch):
     numbers = {"rank": world.rank, "world_size": world.size}
-    # which without the variable means torch's own rendezvous
+    # RANK without MPIDIST_REPLACE selects torch's own rendezvous.
     monkeypatch.setenv("RANK", str(world.rank))
     for arguments in (
         {},

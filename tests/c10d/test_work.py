@@ -1,4 +1,4 @@
-"""torch's handles of our works."""
+"""``torch.distributed.Work`` objects over native works."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from mpidist.errors import CommTimeout
 
 
 def test_a_failed_works_future_is_an_error_for_torchs_cpp_as_well():
-    # torch's reducer reads the value in C++; where Python alone knows of the error, it takes the
-    # exception for the gradients.
+    # torch's reducer reads the value in C++. If only Python knew of the error, the reducer would
+    # take the exception for the gradients.
     for fails_first in (True, False):
         native = Work("all_reduce", [torch.ones(3)], "rank 0 of 2")
         if fails_first:

@@ -1,4 +1,4 @@
-"""Benchmarks by name."""
+"""Command lines of the shipped benchmarks."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_what_is_no_job_is_started_by_itself(tmp_path, monkeypatch):
 
 
 def test_every_benchmark_takes_a_folder():
-    """By its own text: it reads --output itself, or by the module that all training benchmarks share."""
+    """A benchmark's source has --output, or imports the module that training benchmarks share."""
     for name in bench.RANKS:
         path = shipped.folder("benchmarks") / f"bench_{name}.py"
         if name != "scaling" or path.exists():

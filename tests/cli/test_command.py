@@ -1,4 +1,4 @@
-"""The command as a user types it: help, examples, errors, and what is missing."""
+"""The ``mpidist`` command line: help, examples, errors, missing packages."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def test_every_help_has_examples_that_parse(call):
 
 def test_command_lines_are_planned(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # Settings of mpidist go to other hosts by name.
+    # mpirun forwards mpidist's variables to other hosts by name.
     for name in [name for name in os.environ if name.startswith("MPIDIST_")]:
         monkeypatch.delenv(name)
     (tmp_path / "train.py").write_text("")
@@ -203,7 +203,7 @@ def test_errors_of_ours_have_no_traceback(call, monkeypatch):
 
 @pytest.mark.slow
 def test_help_comes_without_torch():
-    """A login node's cold file system takes minutes for torch."""
+    """Importing torch from a cold file system takes minutes on a login node."""
     code = "import sys\nfrom mpidist.cli.app import app\ntry:\n    app(['run', '--help'])\n"
     code += "except SystemExit:\n    print('torch' in sys.modules)"
     done = started([sys.executable, "-c", code], 60)

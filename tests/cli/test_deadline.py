@@ -1,4 +1,4 @@
-"""The watcher of a start: silent where it ends well, heard where it hangs or dies."""
+"""Deadline of a block: silent on success, with a message after a hang or a death."""
 
 import subprocess
 import sys
@@ -21,12 +21,12 @@ def test_a_block_that_ends_or_raises_is_no_matter(capfd):
     [("os.kill(os.getpid(), 19)", -9, "late"), ("os._exit(5)", 5, "died")],
 )
 def test_a_block_that_hangs_or_dies_is_told(body, status, word):
-    """The stopped process stands for one that hangs in a library, with Python's lock."""
+    """A stopped process simulates one that hangs in a library with the GIL held."""
     script = (
         "import os\nfrom mpidist.cli.deadline import deadline\nwith deadline(0.5, 'late', "
         f"'died'):\n    {body}"
     )
-    # The watcher holds stderr until it has written.
+    # The watcher keeps stderr open until its message is written.
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
     )

@@ -1,4 +1,4 @@
-"""The doctor on real ranks: what it asks of MPI, what ranks disagree in, and starts that fail."""
+"""The doctor on real ranks: facts about MPI, disagreements between ranks, failed starts."""
 
 import os
 from dataclasses import replace
@@ -32,7 +32,7 @@ def test_a_job_is_examined_by_all_ranks(world, own):
             "MPI_THREAD_"
         )
         assert one.mpi.transports.component or one.mpi.transports.device
-    # One Python, one machine; how many cores it has is its own matter.
+    # Findings about the machine's cores are ignored.
     agree(
         world,
         report.exit_code() == 0,

@@ -1,4 +1,4 @@
-"""Facts of a process and its node."""
+"""Facts about a process and its node."""
 
 import os
 import socket

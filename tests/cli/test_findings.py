@@ -1,4 +1,4 @@
-"""The doctor's rules, each on ranks that break it alone; pure."""
+"""Rules of the doctor, each on ranks that violate only this rule; pure."""
 
 from dataclasses import replace
 
@@ -65,13 +65,17 @@ FINE = Facts(
 
 
 def job(rank=None, mpi=None, **changes):
-    """Two ranks on each of two nodes, all fine; changes are those of one rank, or of all."""
+    """Return facts of two ranks on each of two nodes without findings, with changes applied."""
     made = []
     for number in range(4):
         own = replace(
-            FINE, rank=number, host=f"n{number // 2}", bound_to=(2 * (number % 2), 2 * (number % 2) + 1),
-            device=Device(number % 2, "H100", GPUS[number % 2], GPUS), mpi=replace(MPI, local_rank=number % 2),
-        )  # fmt: skip
+            FINE,
+            rank=number,
+            host=f"n{number // 2}",
+            bound_to=(2 * (number % 2), 2 * (number % 2) + 1),
+            device=Device(number % 2, "H100", GPUS[number % 2], GPUS),
+            mpi=replace(MPI, local_rank=number % 2),
+        )
         if rank is None or number == rank:
             own = replace(own, **changes)
             own = own if mpi is None else replace(own, mpi=replace(own.mpi, **mpi))

@@ -1,4 +1,4 @@
-"""Rendered job scripts: text and options to text; pure."""
+"""Rendering of job scripts; pure."""
 
 import dataclasses
 import subprocess
@@ -52,7 +52,7 @@ def test_lines_of_the_header_are_replaced_added_and_taken_out():
         "account": "a",
         "exclusive": "",
     }
-    # sbatch reads no header behind the first command.
+    # sbatch reads no header lines after the first command.
     lines = text.splitlines()
     first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
     assert lines[0] == "#!/bin/bash" and not any(
@@ -62,7 +62,7 @@ def test_lines_of_the_header_are_replaced_added_and_taken_out():
 
 
 def test_a_rendered_script_runs_without_a_path_of_its_own(tmp_path):
-    """As from Slurm's spool folder: by standard input, in another folder, with nothing on the command line."""
+    """The text runs from standard input, in another folder and without arguments, as in Slurm."""
     (tmp_path / "env.sh").write_text('MPIDIST_VENV="of env.sh"\n')
     (tmp_path / "job.sh").write_text("")
     made = Options(

@@ -1,4 +1,4 @@
-"""The plan of a start: environment, machine and wish to one command line; pure."""
+"""Planned command lines for combinations of request, machine and environment; pure."""
 
 import dataclasses
 import itertools
@@ -183,7 +183,7 @@ def test_variables_are_set_unless_the_user_has():
 
 
 def test_every_wish_ends_with_the_program_or_an_error():
-    """Over all combinations: a plan ends with the program, and srun is chosen inside Slurm alone."""
+    """Every plan ends with the program, and only plans within Slurm use srun."""
     planned = 0
     sites = [
         OPEN,

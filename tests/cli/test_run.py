@@ -1,4 +1,4 @@
-"""Starts: what the machine is asked, and real jobs whose status and signals pass through."""
+"""Start of jobs: facts about the machine, exit statuses and signals of real jobs."""
 
 import os
 import signal
@@ -61,7 +61,7 @@ def test_hardware_threads_of_a_core_are_one(tmp_path):
 
 @pytest.mark.slow
 def test_the_exit_status_is_the_jobs_and_a_signal_ends_it(tmp_path):
-    """Of the MPI that this Python loads: ranks meet, a rank's status is passed on, SIGTERM leaves no rank behind."""
+    """With this Python's MPI, ranks connect, the status is a rank's, and SIGTERM ends all ranks."""
     if not installed.installed().mpirun:
         missing("no mpirun belongs to the MPI library")
     (tmp_path / "train.py").write_text(

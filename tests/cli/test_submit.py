@@ -1,4 +1,4 @@
-"""Submission: the shipped scripts, the site's values, and sbatch itself."""
+"""Submission of job scripts: shipped scripts, site values, the call of sbatch."""
 
 import re
 import subprocess
@@ -24,7 +24,7 @@ srun "$@"
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """A folder of scripts, and a shell's folder with a program and an env.sh of its own."""
+    """A folder of scripts, and a working folder with a program and an env.sh."""
     scripts, here = tmp_path / "scripts", tmp_path / "here"
     for folder in (scripts, here):
         folder.mkdir()
@@ -87,7 +87,7 @@ def test_no_gpus_and_ranks_of_ones_own(site):
         ("gone", Options({}), None, "no job script gone: array, bench, ddp"),
         ("ddp", Options({}), Path("gone.sh"), "gone.sh: no such file"),
         ("ddp", Options({}, {}, ("gone.py",)), None, "gone.py: no such file"),
-        # What would fail once the job has waited for its nodes.
+        # Errors that would otherwise appear only after the job has waited for its nodes.
         (
             "ddp",
             Options({}, {}, ("python", "train.py")),

@@ -1,4 +1,4 @@
-"""A script that has set torch's default device: what the library makes for itself still lies on the host."""
+"""Scripts with a default device set: the library's internal tensors stay on the CPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The demo's two parts train and report what they sent; PowerSGD costs no accuracy."""
+"""Both parts of the demo: training, reported traffic, accuracy with PowerSGD."""
 
 import importlib.util
 import json
@@ -34,7 +34,7 @@ def run(tmp_path, *options):
 
 
 def accuracies_of(results):
-    """Return the accuracy at the end by method, mean over seeds."""
+    """Return the final accuracy by method, averaged over seeds."""
     methods = dict.fromkeys(result["method"] for result in results)
     by_method = {
         name: [r["accuracies"][-1] for r in results if r["method"] == name] for name in methods
@@ -54,8 +54,8 @@ def test_hooks_stand_side_by_side_and_powersgd_costs_no_accuracy(tmp_path):
         "powersgd-4",
         "allreduce, OSS",
     ]
-    # The same bits, and two moments of fp32 for half of the parameters (and for each parameter a
-    # step count).
+    # The results have the same bits. The state holds two fp32 moments for half of the parameters,
+    # and a step count per parameter.
     whole_state, shares = (
         by_method["allreduce"]["state_bytes"],
         by_method["allreduce, OSS"]["state_bytes"],
@@ -79,7 +79,7 @@ def test_hooks_stand_side_by_side_and_powersgd_costs_no_accuracy(tmp_path):
         assert result["bytes_per_step"] == pytest.approx(4 * elements, rel=0.05)
         assert result["compressed_steps"] >= 0.8 * result["steps"]
     end = accuracies_of(results)
-    # One seed: 0.02 are seven of 360 images.
+    # With one seed, 0.02 is seven of 360 images.
     assert end["allreduce"] > 0.95 and end["powersgd-2"] > end["allreduce"] - 0.02, end
 
 
@@ -100,7 +100,7 @@ def test_two_trainers_and_a_server_learn_the_next_word(tmp_path):
     result = json.loads((tmp_path / "hybrid.json").read_text())
     assert (result["trainers"], result["servers"], len(result["losses"])) == (2, 1, 200)
     assert sum(result["losses"][-10:]) / 10 < result["by_frequency"] < result["losses"][0]
-    # 128 samples of 4 words: their numbers, and 64 columns of fp32; the dense part has two layers.
+    # 128 samples of 4 words: indices and 64 columns of fp32 each; the dense part has two layers.
     assert result["numbers_bytes"] == 8 * 128 * 4 and result["rows_bytes"] == 4 * 128 * 4 * 64
     assert result["dense_bytes"] == 4 * (4 * 64 * 128 + 128 + 128 * 2000 + 2000)
     assert all(

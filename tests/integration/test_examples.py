@@ -1,4 +1,4 @@
-"""The examples of RPC and of distributed autograd run as they stand, and learn what they are to learn."""
+"""Shipped examples of RPC and distributed autograd: they run unchanged and learn."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_actors_win_by_the_learners_policy(ranks):
     text = run(ranks, "actor_learner.py")
     match = re.search(r"(\d) actor\(s\) won (\S+) of their plays; policy \[(.*)\]", text)
     assert match and int(match[1]) == max(ranks - 1, 1)
-    # the best arm wins 80 %, drawing at random 45 %
+    # The best arm wins 80 % of its draws, random choice 45 %.
     assert float(match[2]) > 0.65 and float(match[3].split(",")[2]) > 0.9
 
 
@@ -45,8 +45,8 @@ def test_a_divided_transformer_learns_the_librarys_text(ranks, steps):
     )
     assert match and (int(match[1]), int(match[2])) == (ranks, steps)
     first, last, elsewhere = (float(match[number]) for number in (3, 4, 5))
-    # The logarithm of 256 at first, within what random weights add; 3.2 for one who knows the
-    # bytes' frequencies alone.
+    # The initial loss is log(256) plus the effect of random weights. A model of byte frequencies
+    # alone reaches 3.2.
     assert 5 < first < 7 and max(last, elsewhere) < 2.9
 
 
@@ -57,8 +57,7 @@ def test_trainers_learn_with_tables_on_servers(ranks, trainers, servers):
         r"(\d) trainer\(s\), (\d) server\(s\), 200 steps: loss (\S+) -> (\S+) \((\S+) by", text
     )
     assert match and (int(match[1]), int(match[2])) == (trainers, servers)
-    # The logarithm of 2000 words at first; then less than for one who knows their frequencies
-    # alone.
+    # The initial loss is log(2000); the final one is below that of word frequencies alone.
     assert 7 < float(match[3]) < 8 and float(match[4]) < 4.2 < float(match[5])
 
 

@@ -1,6 +1,6 @@
-"""How jobs start and end: launchers, thread levels, forks, deaths.
+"""Start and end of jobs: launchers, thread levels, forks, deaths.
 
-Each test has a job, or shares one.
+Each test starts a job, or shares one.
 """
 
 import json
@@ -76,7 +76,7 @@ _BEGIN = """
     dist.init_process_group("mpidist")
     print("went on")
 """
-# Without a launcher; name: (what a launcher or a user has set, the program)
+# Programs without a launcher, by name: (environment variables, program).
 _ALONE = {
     "world of one": (
         {},
@@ -144,7 +144,7 @@ print(json.dumps(ended))
 
 @pytest.fixture(scope="module")
 def alone():
-    """Return, by name, how each program without a launcher ended: status, output, errors."""
+    """Return exit status, output and errors of each program without a launcher, by name."""
     done = run(1, _IN_FORKS.format(programs=_ALONE), command=[])
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
@@ -224,8 +224,9 @@ def test_one_thread_at_a_time():
         dist.barrier(group=sub)
         dist.destroy_process_group()
         print(json.dumps({
-            "rank": rank, "serialized": MPI.Query_thread() == MPI.THREAD_SERIALIZED, "sum": tensor.tolist(),
-            "half": half.tolist(), "parts": [p.tolist() for p in parts], "swapped": swapped.tolist(), "got": got.tolist(),
+            "rank": rank, "serialized": MPI.Query_thread() == MPI.THREAD_SERIALIZED,
+            "sum": tensor.tolist(), "half": half.tolist(), "parts": [p.tolist() for p in parts],
+            "swapped": swapped.tolist(), "got": got.tolist(),
             "objects": objects, "long": len(sent[0]), "heard": heard,
         }), flush=True)
         """,
@@ -247,7 +248,7 @@ def test_one_thread_at_a_time():
     assert len(told(done)) == 2
 
 
-# Two ranks with MPI code of the user's beside ours.
+# Two ranks with the user's own MPI code in addition to mpidist's.
 _ORDINARY = """
 import json, multiprocessing, time, torch, torch.distributed as dist
 import mpidist.comm
@@ -324,13 +325,13 @@ _JOBS = {
 
 @pytest.fixture(scope="module")
 def ordinary():
-    """Return how the two jobs ended, by which MPI code comes first."""
+    """Return the results of two jobs, by the MPI code that starts first."""
     return {name: run(2, _ORDINARY.format(**parts)) for name, parts in _JOBS.items()}
 
 
 @pytest.mark.parametrize("first", _JOBS)
 def test_one_mpi_is_shared_with_the_users_own_code(ordinary, first):
-    """And, where ours comes first, a user's own ``MPI.Finalize()`` ends the job well."""
+    """If mpidist starts first, a user's own ``MPI.Finalize()`` ends the job without errors."""
     done = ordinary[first]
     for rank, facts in told(done).items():
         assert facts["same"]
@@ -339,8 +340,8 @@ def test_one_mpi_is_shared_with_the_users_own_code(ordinary, first):
         assert facts["early"] == facts["local_rank"] == rank
         assert facts["device"] == (f"cuda:{rank % facts['cuda']}" if facts["cuda"] else "cpu")
     assert len(told(done)) == 2
-    # A callback that raises is heard of, and neither stops its group nor the job: once a rank and
-    # way of adding it.
+    # A callback that raises is reported once per rank and way of adding it, and stops neither its
+    # group nor the job.
     assert done.stderr.count("KeyError: 'in a callback'") == 2
     assert done.stderr.count("never retrieved: KeyError('in a callback')") == 2
 
@@ -358,7 +359,7 @@ class Rows(torch.utils.data.Dataset):
     def __getitem__(self, index):
         import mpidist
         import mpidist.comm
-        from mpidist.comm import library
+        from mpidist.comm.mpi import library
         flags = [library.is_started(), "mpi4py.MPI" in sys.modules, os.getpid() == self.parent]
         return torch.full((3,), float(index)), torch.tensor(flags)
 """
@@ -382,7 +383,8 @@ def test_data_loaders_start_no_mpi(tmp_path):
             rows.parent = os.getpid()
             model = DistributedDataParallel(torch.nn.Linear(3, 1))
             sampler = DistributedSampler(rows, shuffle=False)
-            loader = DataLoader(rows, 2, sampler=sampler, num_workers=workers, multiprocessing_context=how)
+            options = {"num_workers": workers, "multiprocessing_context": how}
+            loader = DataLoader(rows, 2, sampler=sampler, **options)
             flags, seen = torch.zeros(3, dtype=torch.bool), 0
             for x, flag in loader:
                 model(x).sum().backward()
@@ -396,8 +398,8 @@ def test_data_loaders_start_no_mpi(tmp_path):
         """,
     )
     for facts in told(done).values():
-        # [MPI started, MPI's module there, it was the rank itself, rows of all ranks]; a fork
-        # inherits the module.
+        # [MPI started, MPI's module imported, in the rank's own process, rows of all ranks]; a fork
+        # inherits the imported module.
         assert facts["fork"] == [False, True, False, 16]
         assert facts["spawn"] == [False, False, False, 16]
     assert len(told(done)) == 2
@@ -414,7 +416,7 @@ def test_a_forked_child_is_told_that_it_cannot_communicate(ordinary):
 
 # --- disagreements, compared under MPIDIST_DEBUG=1 ---
 
-# name: (what rank 0 does, what rank 1 does, what both must be told)
+# By name: (call of rank 0, call of rank 1, text of the error on both).
 _DISAGREEMENTS = {
     "operation": (
         "w.barrier()",
@@ -484,7 +486,7 @@ _DISAGREEMENTS = {
 
 @pytest.fixture(scope="module")
 def disagreements():
-    """What each rank raised in each case, and whether the group worked afterwards: one job for all cases."""
+    """Errors of each rank in each case, and whether the group worked afterwards, from one job."""
     cases = {name: (zero, one) for name, (zero, one, _) in _DISAGREEMENTS.items()}
     script = f"""
 import json, torch, torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Jobs whose ranks end early, stop or die: what the others are told, and how the job ends."""
+"""Jobs with ranks that exit early, hang or die: errors on the other ranks, and the job's end."""
 
 import json
 import textwrap
@@ -48,11 +48,11 @@ def test_every_wait_for_a_rank_that_has_ended_raises():
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert sorted(line.pop("rank") for line in lines) == [0, 1], done.stdout + done.stderr
     for line in lines:
-        # The slower of the two may find that the other has given up as well.
+        # The slower rank may see that the other rank has also timed out.
         assert len(line) == 7 and all(2 in ranks for ranks in line.values()), line
 
 
-# name: (what rank 1 does, what rank 0 does, does the job end well, what stdout has)
+# By name: (program of rank 1, program of rank 0, whether the job succeeds, text on stdout).
 _STEP = "dist.all_reduce(torch.ones(4))"
 _HANDLED = f"""
 try:
@@ -154,17 +154,23 @@ def test_with_ulfm_calls_to_a_dead_worker_fail_and_the_living_go_on():
             os.kill(os.getpid(), signal.SIGKILL)
         waits = rpc.rpc_async("worker2", time.sleep, args=(60,), timeout=0)
         facts = {"rank": world.rank, "under way": failure(waits.wait)}
-        facts["async"] = failure(lambda: rpc.rpc_async("worker2", echo, args=(1,), timeout=20).wait())
-        facts["sync"] = failure(lambda: rpc.rpc_sync("worker2", echo, args=(torch.ones(100_000),), timeout=20))
-        facts["remote"] = failure(lambda: rpc.remote("worker2", echo, args=(1,), timeout=20).to_here(timeout=20))
+        dead, large = ("worker2", echo), torch.ones(100_000)
+        facts["async"] = failure(lambda: rpc.rpc_async(*dead, args=(1,), timeout=20).wait())
+        facts["sync"] = failure(lambda: rpc.rpc_sync(*dead, args=(large,), timeout=20))
+        remote = lambda: rpc.remote(*dead, args=(1,), timeout=20).to_here(timeout=20)
+        facts["remote"] = failure(remote)
         facts["to_here"] = failure(lambda: kept.to_here(timeout=20))
         facts["method"] = failure(lambda: kept.rpc_sync(timeout=20).sum())
         other = 1 - world.rank
-        facts["living"] = [rpc.rpc_sync(other, torch.add, args=(torch.full((size,), 2.0).double(), size), timeout=20).sum().item()
-                           for size in (1, 100_000) for _ in range(20)]
+        facts["living"] = []
+        for size in (1, 100_000):
+            args = torch.full((size,), 2.0).double(), size
+            for _ in range(20):
+                total = rpc.rpc_sync(other, torch.add, args=args, timeout=20).sum().item()
+                facts["living"].append(total)
         rref = rpc.remote(other, torch.ones, args=(4,), timeout=20)
         facts["reference"] = rref.to_here(timeout=20).tolist()
-        # A shutdown that cannot be graceful leaves at once: nobody may still call this worker.
+        # A shutdown that cannot be graceful returns at once, so the other worker must be done.
         rpc.rpc_async(other, note_that_other_is_done)
         assert other_is_done.wait(20)
         facts["shutdown"] = failure(lambda: rpc.shutdown(timeout=20))

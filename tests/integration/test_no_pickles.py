@@ -1,4 +1,4 @@
-"""What every job does before a user's object travels unpickles nothing, and with MPIDIST_TRUST=data nothing does at all."""
+"""Absence of pickles: none before a user's object is sent, none at all with MPIDIST_TRUST=data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import torch, torch.distributed as dist
 import mpidist.comm
 from mpidist import rpc
 from mpidist.cli import doctor, facts, questions
-from mpidist.comm import installed
+from mpidist.comm.discovery import installed
 from mpidist.ddp import DistributedDataParallel
 from mpidist.optim import OSS
 
@@ -45,7 +45,8 @@ own = questions.ask(facts.collect(os.environ), installed.installed())
 assert len(questions.gather(own)) == group.size
 if {rpc}:
     rpc.init_rpc(f"worker{{group.rank}}")
-    assert torch.equal(rpc.rpc_sync(f"worker{{1 - group.rank}}", torch.add, (torch.ones(2), 1)), torch.full((2,), 2.0))
+    result = rpc.rpc_sync(f"worker{{1 - group.rank}}", torch.add, (torch.ones(2), 1))
+    assert torch.equal(result, torch.full((2,), 2.0))
     rpc.shutdown()
 print(json.dumps({{"rank": group.rank, "size": group.size}}), flush=True)
 dist.destroy_process_group()
@@ -58,9 +59,7 @@ def test_nothing_is_unpickled_by_mpi4py_in_any_step_of_a_job():
 
 
 def test_with_data_alone_no_message_is_a_pickle():
-    own = (
-        "from mpidist.comm import tensor_pickle\ntensor_pickle.loads = tensor_pickle.dumps = refuse"
-    )
+    own = "from mpidist.comm.serialization import tensor_pickle\ntensor_pickle.loads = tensor_pickle.dumps = refuse"
     script = _EVERYTHING.format("pickle", own=own, data_only=None, rpc=False)
     assert printed(job(2, script, env={"MPIDIST_TRUST": "data"}, timeout_s=90)).keys() == {0, 1}
 
@@ -74,9 +73,12 @@ def test_ranks_with_other_settings_are_told_at_the_start():
     try:
         mpidist.comm.init()
     except LaunchError as error:
-        print('{"rank": %s, "told": %d}' % (os.environ["OMPI_COMM_WORLD_RANK"], "'data' on rank 1" in str(error)), flush=True)
+        rank, is_named = os.environ["OMPI_COMM_WORLD_RANK"], "'data' on rank 1" in str(error)
+        print('{"rank": %s, "named": %d}' % (rank, is_named), flush=True)
     """
-    assert {rank: told["told"] for rank, told in printed(job(2, script, timeout_s=60)).items()} == {
+    assert {
+        rank: line["named"] for rank, line in printed(job(2, script, timeout_s=60)).items()
+    } == {
         0: 1,
         1: 1,
     }

@@ -1,4 +1,4 @@
-"""One order for each group: what is synchronous here may be asynchronous there, and callbacks come at one place of the order."""
+"""Order of a group's collectives: mixed synchronous and asynchronous calls, and callbacks."""
 
 import random
 import statistics
@@ -21,7 +21,7 @@ _SIZES = [1, 7, 1000, 70_000]  # 70,000 doubles: past every eager limit and ever
 
 
 class Operation:
-    """One collective, its tensors and what must be in them afterwards; all ranks draw the same one."""
+    """One random collective with its tensors and expected results, the same on all ranks."""
 
     def __init__(self, kind, numel, number, rank, size):
         self.kind, self.number = kind, number
@@ -65,9 +65,15 @@ class Operation:
 
 
 _KINDS = [
-    "all_reduce", "all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single",
+    "all_reduce",
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
     "barrier",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -119,8 +125,8 @@ def test_a_callback_goes_ahead_of_the_queue(world):
         first, second = torch.ones(100), torch.zeros(100)
 
         def chain(done, second=second):
-            # Needs what has just been reduced; the others of the queue come after it, on every
-            # rank.
+            # Uses the result of the all-reduce that has just completed. On every rank, the queued
+            # operations run after this one.
             second.copy_(done.value()[0])
             return dist.all_reduce(second, async_op=True).get_future().wait()[0] + 0
 
@@ -162,7 +168,7 @@ def test_a_callback_of_a_callback_and_a_synchronous_call_in_it(world):
 
 
 class Delayed(nn.Module):
-    """Layers whose gradients become ready after random pauses, different ones on each rank."""
+    """Layers whose gradients become ready after random pauses that differ between ranks."""
 
     def __init__(self, seed, layers=6, width=20):
         super().__init__()
@@ -186,8 +192,8 @@ def fingerprint(model):
 @pytest.mark.slow
 def test_powersgd_of_many_buckets_with_ranks_out_of_step(world):
     torch.manual_seed(0)
-    # About one layer a bucket: each starts its second all-reduce from a callback, while the others
-    # are on their way.
+    # About one layer per bucket: each bucket starts its second all-reduce from a callback, while
+    # other buckets are in flight.
     model = DistributedDataParallel(Delayed(world.rank), bucket_cap_mb=2e-3)
     state = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=2, start_powerSGD_iter=3, min_compression_rate=1
@@ -242,7 +248,7 @@ def timed_calls(group, size, count=300):
 
 
 def in_two_threads(world, groups):
-    """Have two threads issue all-reduces, each on its group; return what ``timed_calls`` said in each."""
+    """Issue all-reduces from two threads, each on its own group; return both ``timed_calls``."""
     results = [None, None]
 
     def use(place):
@@ -271,7 +277,7 @@ def test_two_groups_in_two_threads(world, two_groups):
 
 @pytest.mark.timing
 def test_two_threads_do_not_keep_each_other_from_running(world, two_groups):
-    """Not slower by an order of magnitude than one thread alone: the best of three tries."""
+    """Two threads are not slower than one by an order of magnitude: the best of three tries."""
     tries = []
     for _ in range(3):
         world.barrier()

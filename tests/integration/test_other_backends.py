@@ -1,4 +1,4 @@
-"""Groups of another backend beside ours: NCCL's on the GPU, where it admits one rank a device, and gloo's on the host."""
+"""Groups of other backends in addition to mpidist's: NCCL on GPUs, Gloo on the CPU."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("device")]
 
 @pytest.fixture
 def other(device):
-    """Name the backend that runs on this device beside ours."""
+    """Name the other backend for this device."""
     name = {"cpu": "gloo", "cuda": "nccl"}[device.type]
     if not dist.is_backend_available(name):
         pytest.skip(f"this torch was built without {name}")
@@ -25,7 +25,7 @@ def other(device):
 
 @pytest.fixture
 def destroyed(world):
-    """End torch's default group behind the test, with all others that torch knows."""
+    """Destroy torch's default group and all other groups after the test."""
     yield
     world.barrier()
     if dist.is_initialized():
@@ -46,7 +46,7 @@ def test_a_subgroup_of_another_backend(world, other):
         ]
         for work in works[:: 1 if (turn + world.rank) % 2 else -1]:
             work.wait()
-        # Each backend continues with what the other has left on the stream.
+        # Each backend continues with the other backend's results on the stream.
         sums[:3000] *= mine
         dist.all_reduce(sums, group=own)
         dist.all_reduce(sums)
@@ -82,7 +82,7 @@ def test_our_groups_beside_a_default_group_of_another_backend(world, group, othe
 
 @pytest.fixture
 def shared(world, other, device, destroyed):
-    """A group whose tensors on the test's device are the other backend's, all else ours; of one rank where GPUs lack."""
+    """A mixed group: the other backend for the test's device; one rank if GPUs are too few."""
     listed = "cpu:gloo,cuda:mpidist" if device.type == "cpu" else "cuda:nccl,cpu:mpidist"
     if device.type == "cpu":
         dist.init_process_group(listed, init_method="mpi://")
@@ -103,7 +103,7 @@ def test_a_group_shared_by_device(world, shared, device, other, tmp_path):
     rank, size = shared.rank(), shared.size()
     taken = shared._get_backend(place)
     agree(world, taken.name() == other, f"{taken.name()} has the {place}")
-    # Gradients by the other backend, shards of the optimizer by MPI.
+    # The other backend sends gradients, MPI the optimizer's shards.
     model = torch.nn.parallel.DistributedDataParallel(net().to(place), process_group=shared)
     update = OSS(model.parameters(), torch.optim.SGD, group=shared, lr=0.1, momentum=0.9)
     for step in range(STEPS):
@@ -112,8 +112,7 @@ def test_a_group_shared_by_device(world, shared, device, other, tmp_path):
         loss(model(x.to(place)), y.to(place)).backward()
         update.step()
     assert_trained(shared.native, model.parameters(), reference(size).to(place))
-    # Calls of each kind, one behind the other: a batch of messages, a barrier, objects, a
-    # checkpoint.
+    # One call of each kind: a batch of messages, a barrier, objects, a checkpoint.
     right, left = (rank + 1) % size, (rank - 1) % size
     sent, got = torch.full((3,), float(rank), device=place), torch.empty(3, device=place)
     if size > 1:

@@ -1,4 +1,4 @@
-"""Every collective of torch.distributed on our backend."""
+"""Every collective of torch.distributed on mpidist's backend."""
 
 from datetime import timedelta
 
@@ -29,7 +29,7 @@ COMPLEX = [torch.complex64, torch.complex128]
 
 
 def mine(rank, dtype=torch.float32, numel=5):
-    """A rank's contribution: small whole numbers, so that no order of additions rounds."""
+    """A rank's contribution: small integers, so that sums are exact in any order."""
     values = torch.arange(1, numel + 1) % 3 + rank + 1
     if dtype.is_complex:
         return torch.complex(values.double(), -(values + 1).double()).to(dtype)
@@ -172,7 +172,7 @@ def test_gather_and_scatter(world):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64], ids=str)
 def test_reduce_scatter(world, dtype):
-    # What rank r gives to rank i is its own contribution times i + 1.
+    # Rank r sends rank i its contribution times i + 1.
     given = [mine(world.rank, dtype) * (place + 1) for place in range(world.size)]
     wanted = reduced([part * (world.rank + 1) for part in parts(world, dtype)], "sum")
     got = torch.zeros(5, dtype=dtype)
@@ -251,7 +251,7 @@ class TestCoalescingManager:
             manager.wait()
 
     def after(self, world):
-        """A plain all-reduce must really reduce again: without the backend's part, torch makes it do nothing."""
+        """An all-reduce after the manager must reduce, which needs the backend's two methods."""
         tensor = mine(world.rank)
         dist.all_reduce(tensor)
         same(world, tensor, reduced(parts(world), "sum"), "the all-reduce after it")

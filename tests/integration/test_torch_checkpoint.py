@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint over our backend: what was saved together is loaded together."""
+"""torch.distributed.checkpoint over mpidist's backend: saving and loading."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_grou
 
 @pytest.fixture
 def folder(world, tmp_path):
-    """One folder for all ranks: rank 0's."""
+    """Rank 0's folder, on all ranks."""
     return world.broadcast_object(str(tmp_path), 0)
 
 
@@ -63,13 +63,13 @@ def test_sharded_is_loaded_whole(world, folder):
 
 def test_saved_in_the_background(world, folder):
     model = sharded()
-    # Its thread talks to the other ranks while training goes on, so it needs a group, and so an
-    # order, of its own.
+    # The saving thread communicates during training, and therefore needs a separate group with a
+    # separate order.
     own = dist.new_group()
     pending = dcp.async_save(
         {"weights": model.state_dict()}, checkpoint_id=folder, process_group=own
     )
-    # Training goes on meanwhile, and must not reach the file.
+    # Training continues meanwhile and must not change the saved values.
     train(world, model, sgd(model.parameters()), range(2))
     pending.result(timeout=60)
     dist.destroy_process_group(own)

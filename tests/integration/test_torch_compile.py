@@ -1,4 +1,4 @@
-"""torch.compile of models and collectives: the gradients are those of what was not compiled, in a second compilation too."""
+"""torch.compile of models and collectives: same gradients as eager mode, also when recompiled."""
 
 import json
 import os
@@ -26,7 +26,7 @@ MOST_RANKS = 3  # each rank compiles for itself, and holds a core while it does
 
 @pytest.fixture(autouse=True)
 def _fresh(request):
-    """Forget what was compiled, before and after."""
+    """Reset Dynamo's caches before and after the test."""
     if request.node.get_closest_marker("mpi") is None:
         yield
         return
@@ -41,7 +41,7 @@ def _fresh(request):
 
 @pytest.fixture(scope="module")
 def cache(world):
-    """A folder of the ranks' own for what Inductor has compiled."""
+    """A separate folder for Inductor's cache."""
     folder = world.broadcast_object(
         tempfile.mkdtemp(prefix="inductor-") if world.rank == 0 else None, 0
     )
@@ -63,7 +63,7 @@ def require_translator(*names):
 
 @pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def backend(request):
-    """torch.compile's backends on the host; the first captures and differentiates the graphs, but does not translate them."""
+    """Backends of torch.compile on the CPU; the first only captures and differentiates graphs."""
     if request.param == "inductor":
         require_translator(*TRANSLATORS)
         request.getfixturevalue("cache")
@@ -81,7 +81,7 @@ def train(world, device, model):
 
 
 def graphs():
-    """Return how many graphs Dynamo has handed to the backend."""
+    """Return the number of graphs that Dynamo has passed to the backend."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
@@ -125,7 +125,7 @@ def test_compiled_around(world, default_group, backend, wrapped):
     ids=" ".join,
 )
 def place(request):
-    """Where the model is, and torch.compile's backend: on the host the graphs are captured and not translated, to be quick."""
+    """Device and backend of torch.compile; CPU graphs are only captured, to save time."""
     device, backend = request.param
     if backend == "inductor":
         if not has_triton():
@@ -210,7 +210,7 @@ def every_functional(x):
 
 
 def differentiable(x):
-    """Return a loss of ``x`` that goes through the functional collectives with gradients, and a DTensor's redistributions."""
+    """Return a loss of ``x`` through differentiable functional collectives and redistributions."""
     group, size = dist.group.WORLD, dist.get_world_size()
     gather = (
         getattr(functional, "all_gather_single_autograd", None)
@@ -264,7 +264,7 @@ def test_functional_collectives_and_redistribution(world, default_group, backend
 
 
 def in_place(x):
-    """Call torch.distributed's own functions: Dynamo turns some into functional ones and leaves the others to us."""
+    """Call torch.distributed's functions, of which Dynamo replaces some by functional ones."""
     y, size = x * 2, dist.get_world_size()
     dist.all_reduce(y)
     dist.broadcast(y, 0)
@@ -298,7 +298,7 @@ def test_calls_within_a_compiled_function(world, default_group):
 
 
 def compiled_twice(function, inputs, settings):
-    """Call a function compiled by Inductor, twice; return the results, each with the number of graphs that the cache held."""
+    """Compile and call a function twice; return each result with the number of cached graphs."""
     outcome = []
     for _ in range(2):
         torch._dynamo.reset()
@@ -313,9 +313,9 @@ def compiled_twice(function, inputs, settings):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_second_compilation_takes_the_first_from_inductors_cache(world, default_group, cache):
-    """A warm cache has Inductor ask the group for its backend of CUDA.
+    """With a warm cache, Inductor requests the group's CUDA backend.
 
-    There is nothing to translate in a product of matrices.
+    A matrix product needs no generated kernel.
     """
     x = torch.ones(3, 3) * world.rank
     (first, cold), (second, warm) = compiled_twice(lambda x: gathered(x @ x, 0), [x], {})
@@ -327,7 +327,7 @@ def test_a_second_compilation_takes_the_first_from_inductors_cache(world, defaul
 @pytest.mark.long
 @pytest.mark.mpi(min_size=2)
 def test_inductor_puts_all_gathers_into_one(world, default_group, cache, monkeypatch):
-    """A bucket of all-gathers is the operator that has an output."""
+    """A bucket of all-gathers uses the operator with an ``out`` argument."""
     require_translator(*TRANSLATORS)
     if not hasattr(torch._inductor.config, "bucket_all_gathers_fx"):
         pytest.skip("this torch has no buckets of all-gathers")

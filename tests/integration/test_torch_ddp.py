@@ -1,4 +1,4 @@
-"""torch's own DistributedDataParallel and its hooks on our backend: k ranks x batch b = 1 rank x batch k*b."""
+"""torch's DistributedDataParallel and its hooks: k ranks x batch b = 1 rank x batch k*b."""
 
 import contextlib
 import math
@@ -94,7 +94,7 @@ def test_no_sync_accumulates(world, view):
 
 
 def bf16(state, bucket):
-    """The hook under another name: torch refuses its own for all but NCCL, by name."""
+    """The hook under another name, because torch refuses its name on all backends but NCCL."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
@@ -128,7 +128,7 @@ def test_powersgd_of_full_rank_is_the_average(world):
 
 @pytest.fixture
 def batched_hook(monkeypatch):
-    """torch's batched hook; torch 2.13 hands one matrix to a function that insists on a batch of them, on any backend."""
+    """torch's batched hook, which fails for one matrix in torch 2.13 on any backend."""
     orthogonalize = powerSGD_hook._orthogonalize
 
     def of_one_too(matrices, epsilon=0):
@@ -157,14 +157,14 @@ def test_powersgd_of_rank_one_keeps_the_ranks_together(world, batched_hook, batc
     )
     model.register_comm_hook(state, batched_hook if batched else powerSGD_hook.powerSGD_hook)
     train(world, model)
-    # A lossy gradient with error feedback: near the reference, not on it.
+    # Lossy gradients with error feedback: the result is near the reference, not equal.
     assert_trained(world, model.parameters(), reference(world.size), 0.5)
     assert state.error_dict, "nothing was compressed"
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}])
 def test_sparse_gradients(world, options):
-    """An embedding's gradient travels by the sparse all-reduce, beside the dense buckets."""
+    """An embedding's gradient uses the sparse all-reduce, the others the dense buckets."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(
         torch.nn.EmbeddingBag(10, 4, mode="sum", sparse=True), torch.nn.Linear(4, 2)
@@ -174,8 +174,8 @@ def test_sparse_gradients(world, options):
     ).double()
     alone.load_state_dict(model.state_dict())
     model = DistributedDataParallel(model, **options)
-    # Without momentum: its sparse buffer keeps elements twice, and a GPU adds those to the weights
-    # in any order.
+    # Without momentum, because its sparse buffer holds duplicate elements, which a GPU adds to the
+    # weights in any order.
     update, its_update = (torch.optim.SGD(some.parameters(), lr=0.1) for some in (model, alone))
 
     def words(part, step):

@@ -1,4 +1,4 @@
-"""DTensor on a device mesh of our backend: redistribution and products, against the same tensors in one process."""
+"""DTensor on a device mesh of mpidist: redistribution and products, against one process."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""FSDP2 (fully_shard) on a DeviceMesh of our backend."""
+"""FSDP2 (fully_shard) on a device mesh of mpidist."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The life of torch's groups on our backend: made without any environment variable, divided, destroyed, made again."""
+"""Lifecycle of torch's groups on mpidist: creation without variables, splitting, destruction."""
 
 import os
 import threading

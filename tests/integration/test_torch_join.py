@@ -1,4 +1,4 @@
-"""torch's Join with uneven inputs: who has data left goes on, who has none mirrors the collectives."""
+"""torch's Join with uneven inputs: ranks without data mirror the collectives of the others."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def train(world, joinables, model, update, **options):
 @pytest.mark.parametrize("by_initial_size", [False, True])
 def test_ddp(world, by_initial_size):
     model = DistributedDataParallel(net())
-    # A joined rank does not step: it gets the weights of one that did at the end of the context.
+    # A joined rank does not step; at the end of the context it receives another rank's weights.
     train(
         world,
         [model],

@@ -1,4 +1,4 @@
-"""Messages and objects of torch.distributed on our backend."""
+"""Messages and objects of torch.distributed on mpidist's backend."""
 
 from datetime import timedelta
 
@@ -188,7 +188,7 @@ def test_a_message_that_never_comes_raises(world):
         len(raised) == 3 and all("recv" in text and "did not end" in text for text in raised),
         f"{raised}",
     )
-    # The group is as good as before.
+    # The group stays usable.
     tensor = torch.ones(2)
     dist.all_reduce(tensor, group=group)
     agree(world, torch.equal(tensor, torch.full((2,), float(world.size))), f"{tensor}")

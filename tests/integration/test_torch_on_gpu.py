@@ -1,6 +1,7 @@
-"""torch.distributed's calls with CUDA tensors on our backend: values that slow kernels are still making, results used at once.
+"""Stream order of torch.distributed's calls with CUDA tensors on mpidist's backend.
 
-What each call does is tested on the host; here each is called once per layout of its arguments.
+Slow kernels still write the inputs at the call, and the results are used at once. Results in detail
+are tested on the CPU; here each call is made once per layout of its arguments.
 """
 
 import pytest
@@ -18,7 +19,7 @@ SLOW_CYCLES = 4_000_000  # about 2 ms
 NUMEL = 70_000
 
 
-# On the host these calls have tests of their own; there this shows that the tests are right.
+# The CPU variant verifies these tests themselves; the calls have further tests on the CPU.
 @pytest.fixture(
     params=[
         pytest.param("cpu", marks=pytest.mark.long),
@@ -26,7 +27,7 @@ NUMEL = 70_000
     ]
 )
 def made(request, world):
-    """Return a function that makes a rank's contribution, behind a slow kernel: ``made(rank, dtype, numel)``."""
+    """Return a function that creates a rank's contribution after a slow kernel."""
 
     def make(rank=world.rank, dtype=torch.float32, numel=NUMEL):
         # the product of five ranks' fits into a byte

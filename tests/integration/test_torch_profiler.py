@@ -1,4 +1,4 @@
-"""torch's own tools on our groups: torch.profiler's trace, CommDebugMode and other dispatch modes, compared with Gloo's."""
+"""torch.profiler, CommDebugMode and other dispatch modes on groups of mpidist and of Gloo."""
 
 import json
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.filterwarnings("ignore::F
 
 @pytest.fixture(scope="module")
 def groups(world):
-    """torch's default group, ours, and one of Gloo's with the same ranks."""
+    """torch's default group on mpidist, and a group of Gloo with the same ranks."""
     dist.init_process_group("mpidist")
     yield dist.group.WORLD, dist.new_group(backend="gloo")
     world.barrier()
@@ -33,7 +33,7 @@ def groups(world):
 
 
 def own_events(done, tmp_path):
-    """Return (name, shapes) of our events in a trace, without those that wait."""
+    """Return (name, shapes) of mpidist's events in a trace, without waits."""
     path = tmp_path / "trace.json"
     done.export_chrome_trace(str(path))
     events = [
@@ -93,7 +93,7 @@ def test_the_trace_of_data_parallel_passes(world, groups, tmp_path):
 
 
 def calls(group):
-    """Call everything that torch counts; return it as (name, numbers), to be compared between backends."""
+    """Call all collectives that torch counts; return (name, values) to compare between backends."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     t = torch.arange(2.0 * size) + rank
     many = [torch.zeros(2 * size) for _ in range(size)]
@@ -130,7 +130,7 @@ def calls(group):
 
 
 def counted(work, group):
-    """Return what CommDebugMode counts of ``work(group)``, and what that returns."""
+    """Return CommDebugMode's counts for ``work(group)``, and the result of ``work``."""
     with CommDebugMode() as mode:
         result = work(group)
     return (

@@ -1,4 +1,4 @@
-"""nn.SyncBatchNorm: torch has no CPU path for training on more than one rank, and says so; what it has must match."""
+"""``torch.nn.SyncBatchNorm`` on mpidist: evaluation, and torch's error for training on the CPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""torch's ZeroRedundancyOptimizer beside DDP: the same weights as plain Adam in one process."""
+"""torch's ZeroRedundancyOptimizer with DDP: the same weights as Adam in one process."""
 
 import pytest
 import torch

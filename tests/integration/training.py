@@ -1,4 +1,4 @@
-"""A small model, its data, and what one process makes of them: the reference for every way of training in parallel."""
+"""Small model with data, and its training in one process as the reference for parallel training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS, PART, FEATURES, TARGETS = 10, 6, 12, 5  # PART: rows of one rank's share 
 
 
 class Net(nn.Module):
-    """Two layers and a side branch that a step may leave out."""
+    """Two layers and a side branch that a step may skip."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 
 def net() -> Net:
-    """Return the model with the same weights at every call, in double precision: what differs is then no rounding."""
+    """Return the float64 model with the same weights at every call."""
     torch.manual_seed(1)
     return Net().double()
 
@@ -40,7 +40,7 @@ def sgd(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
 
 
 def batch(step: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of all ranks; the first ranks' rows are the same in any world."""
+    """Return the rows of all ranks; a rank's rows do not depend on the number of ranks."""
     source = torch.Generator().manual_seed(1000 + step)
     rows = [
         torch.randn(PART, FEATURES + TARGETS, dtype=torch.float64, generator=source)
@@ -65,7 +65,7 @@ def reference(
     optimizer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer] = sgd,
     branch: Callable[[int, int], bool] | None = None,
 ) -> Net:
-    """Train in one process on the whole batches; ``branch(step, part)`` says which parts use the side branch."""
+    """Train in one process on whole batches; ``branch(step, part)`` selects the side branch."""
     model = net()
     update = optimizer(model.parameters())
     for step in range(STEPS):
@@ -84,7 +84,7 @@ def reference(
 def assert_trained(
     world, weights: Iterable[torch.Tensor], expected: nn.Module, tolerance: float = 1e-10
 ) -> None:
-    """Require the same bits on every rank, and values within ``tolerance`` of the reference's."""
+    """Require the same bits on every rank, and values within ``tolerance`` of the reference."""
     mine = torch.cat([w.detach().reshape(-1) for w in weights])
     wanted = torch.cat([w.detach().reshape(-1) for w in expected.parameters()])
     digests = world.all_gather_object(hashlib.sha256(mine.cpu().numpy().tobytes()).hexdigest())

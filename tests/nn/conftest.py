@@ -1,4 +1,4 @@
-"""Workers for the tests of remote modules: as for those of RPC, with the engine registered."""
+"""Workers for tests of remote modules, as in ``tests/rpc``, with the autograd engine registered."""
 
 from tests.autograd.conftest import engine
 from tests.rpc.conftest import to, workers

@@ -1,4 +1,4 @@
-"""Modules that tests make on other workers."""
+"""Modules that tests create on other workers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 class Named(nn.Module):
-    """Returns what it was given, and whether it trains."""
+    """Returns its arguments and its training mode."""
 
     def __init__(self, size, bias=True):
         super().__init__()
@@ -20,9 +20,9 @@ class Named(nn.Module):
 
 
 def net():
-    """Return a net with buffers and submodules, always the same."""
+    """Return a net with buffers and submodules, with the same values at every call."""
     made = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    # Not by a seed: other threads of the worker draw from the same generator.
+    # Not by a global seed, because other threads of the worker use the same generator.
     for parameter in made.parameters():
         nn.init.constant_(parameter, 0.5)
         parameter.data.view(-1)[0] = -1.0
@@ -30,5 +30,5 @@ def net():
 
 
 def no_module():
-    """Return what is no module."""
+    """Return an object that is no module."""
     return 3

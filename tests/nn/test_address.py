@@ -1,4 +1,4 @@
-"""Addresses as torch writes them, compared with torch's own reading."""
+"""Addresses of devices on workers, compared with torch's own parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merging the ranks' statistics, against NumPy on the whole batch."""
+"""Merged statistics of ranks, against NumPy on the whole batch."""
 
 import numpy as np
 import pytest

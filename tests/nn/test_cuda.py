@@ -1,4 +1,4 @@
-"""Remote modules on CUDA devices: what is moved there, and what comes back where."""
+"""Remote modules on CUDA devices: devices of arguments and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Remote modules and optimizers on workers with lists, between which no pickle goes: training, states, handles as arguments."""
+"""Remote modules and optimizers on workers with lists, without pickles."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.mpi(min_size=1)
 
 
 class Twice(RemoteModule):
-    """A handle of a class of a user's."""
+    """A user-defined subclass of RemoteModule."""
 
 
 def use(module, x):
-    """Call a module that a message brought."""
+    """Call a module received in a message."""
     return module(x), module.on, module.device
 
 
@@ -35,7 +35,7 @@ def give_back(module):
 
 @pytest.fixture
 def to(group, monkeypatch):
-    """Have every worker started with a list, and no pickle made or read by RPC; return the next worker."""
+    """Start every worker with a list, and fail if RPC pickles; return the next worker's name."""
     made = []
 
     def no_pickle(*args, **kwargs):
@@ -114,7 +114,7 @@ def test_handles_as_arguments_and_results(group, to):
 @pytest.mark.parametrize("mode", ["fast", "smart"])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, Halving])
 def test_training_equals_one_process(group, to, mode, kind):
-    """With schedulers, clipping and a state that is saved and loaded; the class without a functional form is in the list."""
+    """With schedulers, clipping, a saved and loaded state; the list names the optimizer class."""
     options = {"lr": 0.25} | ({"momentum": 0.9} if kind is torch.optim.SGD else {})
     # Without a normalisation, before which biases have gradients of rounding alone, and AdamW makes
     # them large.
@@ -153,7 +153,7 @@ def test_groups_are_added_and_modules_are_optimized(group, to):
     )
     other = RemoteModule(to, Named, (2,))
     optimizer.add_param_group({"params": other.remote_parameters(), "lr": 0.125})
-    # on one rank they are the parameters themselves
+    # On one rank the local values are the parameters themselves.
     before = [rref.to_here().clone() for rref in module.remote_parameters()]
     with autograd.context() as context:
         autograd.backward(context, [other(module(torch.ones(1, 3)))["out"].sum()])

@@ -1,4 +1,4 @@
-"""``remote.execute`` with what no ``RemoteModule`` sends: refused before the module is touched, with and without a list."""
+"""``remote.execute`` with invalid arguments: refused before the module changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REFUSED = (TypeError, ValueError, RuntimeError)
 
 
 class Called:
-    """Can be called, and is no function or class."""
+    """A callable that is no function or class."""
 
     count = 0
 
@@ -111,7 +111,7 @@ def test_modules_are_not_made_of_arguments_of_another_type(workers, rest):
 
 class TestLoads:
     def test_a_mark_of_torchs_own_among_the_metadata(self, reference, module):
-        """It would have torch put the message's tensors in the place of the parameters."""
+        """With this key torch would replace the parameters by the tensors of the message."""
         kept = module[0].weight
         values = {"0.weight": torch.zeros(4, 3)}
         remote.execute(

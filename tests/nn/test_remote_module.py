@@ -1,4 +1,4 @@
-"""Modules on the next worker, used as one here: calls, parameters, states, and how the handles travel."""
+"""Remote modules on the next worker: calls, parameters, states, serialisation of handles."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def weight_sum(rref):
 
 
 def use(module, x):
-    """Use a module that a message brought in all ways, torch's own call among them."""
+    """Use a received module by all kinds of calls, including torch's own."""
     a, b, c = module(x), module.forward(x), module.forward_async(x).wait()
     return (
         torch.equal(a, b) and torch.equal(a, c),

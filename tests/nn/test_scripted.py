@@ -1,4 +1,4 @@
-"""Modules that are generated from an interface: types, defaults, and how long the calls live."""
+"""Modules generated from an interface: types, defaults, lifetime of the calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")
 
 @torch.jit.interface
 class Scaled:
-    # Names that the generated text could have for itself.
+    # Names that could clash with those of the generated text.
     def forward(
         self,
         number: Tensor,

@@ -36,7 +36,7 @@ def near(a, b, tolerance):
 def compare(
     group, sizes, shape=(), dtype=torch.float32, form=torch.contiguous_format, passes=1, **options
 ):
-    """Run both forward and backward; say where they differ. The twin computes in float64."""
+    """Run the layer and a float64 reference forward and backward; return the differences."""
     torch.manual_seed(1)
     plain = [nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d][len(shape)](
         C, dtype=torch.float64, **options
@@ -308,7 +308,7 @@ def trained_on(process_group, group, wrap):
 
 
 class Branches(nn.Module):
-    """A branch that only some ranks use, whose gradients come ahead of a batch norm's backward pass."""
+    """A branch of some ranks, whose gradients are ready before a batch norm's backward pass."""
 
     def __init__(self, group):
         super().__init__()
@@ -348,7 +348,7 @@ def test_one_order_where_ranks_use_different_parameters(group, monkeypatch):
 
 @pytest.mark.long
 def test_compiled(group):
-    """Its collectives are calls between graphs; within DistributedDataParallel, too."""
+    """The collectives are graph breaks, also within DistributedDataParallel."""
     x = images(group.rank)
     plain, compiled = (SyncBatchNorm.convert_sync_batchnorm(net(), group) for _ in range(2))
     ddp = [DistributedDataParallel(module, process_group=group) for module in (plain, compiled)]

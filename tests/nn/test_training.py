@@ -18,7 +18,7 @@ pytestmark = pytest.mark.mpi(min_size=1)
 
 
 class Divided(nn.Module):
-    """A net whose middle is on other workers, twice used."""
+    """A net with a remote module that is used twice."""
 
     def __init__(self, middle):
         super().__init__()
@@ -74,7 +74,7 @@ def test_states_and_parameters_leave_nothing_to_wait_for(workers, to):
         )
         list(module.named_parameters())
         module.train()
-        # FAST waits for every message with a gradient: none of the four has one.
+        # FAST mode awaits every message with a gradient; none of these four has one.
         dist_autograd.backward(context_id, [module(torch.ones(2, 3)).sum()])
 
 
