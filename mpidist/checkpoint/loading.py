@@ -34,6 +34,7 @@ from mpidist.comm.consistency import (
     maximum,
     same_error_on_all,
 )
+from mpidist.comm.group_protocol import Group
 from mpidist.ddp.hooks import checkpoint as powersgd
 from mpidist.errors import CheckpointError
 from mpidist.zero.merging import merged
@@ -159,7 +160,7 @@ class _Loading:
     """One load on one rank."""
 
     def __init__(
-        self, group: Any, training: Training, path: Path, written: Manifest, map_location: Any
+        self, group: Group, training: Training, path: Path, written: Manifest, map_location: Any
     ) -> None:
         self._group = group
         self._training = training

@@ -17,6 +17,7 @@ from mpidist.checkpoint import files, model_state
 from mpidist.checkpoint.manifest import Contents, Entry, Manifest
 from mpidist.checkpoint.training import POWERSGD, Training
 from mpidist.comm.consistency import comparing, converting_errors, same_error_on_all
+from mpidist.comm.group_protocol import Group
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.hooks import checkpoint as powersgd
 from mpidist.errors import CheckpointError, MpidistError
@@ -90,7 +91,7 @@ def save(
     return _Saving(native, Path(folder), step, keep, contents, training).run(own)
 
 
-def group_of(group: Any, model: Any) -> Any:
+def group_of(group: Any, model: Any) -> Group:
     """Return the native group: the given one, that of the model's wrapper, or the default one."""
     if group is None:
         group = next(
@@ -108,7 +109,7 @@ def group_of(group: Any, model: Any) -> Any:
 class _Saving:
     """One save on one rank."""
 
-    group: Any
+    group: Group
     folder: Path
     step: int
     keep: int
@@ -151,7 +152,7 @@ class _Saving:
         gathered = self.group.gather_object(rows, 0)
         with self._same_error_on_all():
             if self.group.rank == 0:
-                every = {name: Entry(*row) for rows in gathered for name, row in rows.items()}
+                every = {name: Entry(*row) for rows in gathered or () for name, row in rows.items()}
                 versions = _versions()
                 manifest = Manifest(self.step, self.group.size, every, self.contents, versions)
                 files.commit(part, manifest)

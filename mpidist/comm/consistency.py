@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpidist.comm.algorithms.reduce_op import MAX
+from mpidist.comm.group_protocol import Group
 from mpidist.errors import (
     CommTimeout,
     DisagreementError,
@@ -25,7 +26,7 @@ Row = tuple[str, Any]  # a label, and this rank's value
 
 
 def require_same(
-    group: Any, where: str, rows: Sequence[Row], error: Exception | None = None
+    group: Group, where: str, rows: Sequence[Row], error: Exception | None = None
 ) -> None:
     """Compare rows between ranks; an error of any rank is raised on all.
 
@@ -57,7 +58,7 @@ def require_same(
 
 
 @contextmanager
-def comparing(group: Any, where: str) -> Iterator[list[Row]]:
+def comparing(group: Group, where: str) -> Iterator[list[Row]]:
     """Yield a list for rows, which is compared between ranks when the block ends.
 
     An exception in the block takes the place of this rank's rows.
@@ -77,7 +78,7 @@ def comparing(group: Any, where: str) -> Iterator[list[Row]]:
 
 
 @contextmanager
-def raising_on_all(group: Any, where: str) -> Iterator[None]:
+def raising_on_all(group: Group, where: str) -> Iterator[None]:
     """Raise on all ranks if the block has raised on any.
 
     Collective: over the group, at the end of the block. The block must not communicate anything
@@ -96,7 +97,7 @@ def raising_on_all(group: Any, where: str) -> Iterator[None]:
 
 
 @contextmanager
-def same_error_on_all(group: Any, kind: type[Exception], where: str) -> Iterator[None]:
+def same_error_on_all(group: Group, kind: type[Exception], where: str) -> Iterator[None]:
     """Raise an error of class ``kind``, with one text, on all ranks if the block has raised on any.
 
     Collective: over the group, at the end of the block. The block must not communicate anything
@@ -131,7 +132,7 @@ def converting_errors(kind: type[Exception], where: str) -> Iterator[None]:
         raise kind(f"{where}: {describe(error)}") from error
 
 
-def values_that_differ(group: Any, value: Any) -> str | None:
+def values_that_differ(group: Group, value: Any) -> str | None:
     """Compare one value between ranks: return each rank's value as text, None where all are equal.
 
     Collective: over the group.
@@ -140,7 +141,7 @@ def values_that_differ(group: Any, value: Any) -> str | None:
     return None if first_difference([[each] for each in values]) is None else by_rank(values)
 
 
-def maximum(group: Any, code: int) -> int:
+def maximum(group: Group, code: int) -> int:
     """Return the maximum of all ranks' codes. All ranks have entered before any rank returns.
 
     Collective: over the group.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mpidist.comm.group_protocol import Group
 from mpidist.comm.work import Work
 from mpidist.errors import MpidistError
 from mpidist.zero.consolidation import StateByNumber, gathered
@@ -20,7 +21,7 @@ from mpidist.zero.shard_image import ShardImage
 
 _NICE = 19  # the lowest priority
 # Groups that were not closed. They end with the job: closing is collective, so no finalizer can.
-_open: list[Any] = []
+_open: list[Group] = []
 
 
 class Consolidating:
@@ -60,9 +61,9 @@ class Background:
         group: Native group; a clone is made at the first ``start``.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group) -> None:
         self._parent = group
-        self._group: Any = None
+        self._group: Group | None = None
         self._work: Work | None = None
         self._snapshots = KeptMemory()
         self._results = KeptMemory()
@@ -151,7 +152,7 @@ def _give_way() -> None:
 
 
 def _write_on_recipient(
-    group: Any, found: list[dict[str, Any]], recipient: int, path: Path
+    group: Group, found: list[dict[str, Any]], recipient: int, path: Path
 ) -> None:
     if group.rank != recipient:
         # A receive, not a collective: the wait sleeps while the recipient writes.

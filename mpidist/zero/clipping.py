@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from mpidist.comm.algorithms.reduce_op import MAX, SUM
+from mpidist.comm.group_protocol import Group
 
 Tensor = torch.Tensor
 _TINY = 1e-6  # torch's guard against division by zero
@@ -32,7 +32,11 @@ def limits(max_norm: float, norm_type: float) -> tuple[float, float]:
 
 
 def clip(
-    group: Any, gradients: Sequence[Tensor], max_norm: float, norm_type: float, device: torch.device
+    group: Group,
+    gradients: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float,
+    device: torch.device,
 ) -> Tensor:
     """Scale gradients in place such that the norm over all ranks is at most ``max_norm``.
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mpidist.comm.consistency import raising_on_all
+from mpidist.comm.group_protocol import Group
 from mpidist.kernels.view import laid_out
 from mpidist.zero.local_state import FLAT, LOOSE, described
 from mpidist.zero.result_memory import KeptMemory
@@ -34,7 +35,7 @@ _Contents = tuple[
 class Consolidation:
     """The last consolidated state of one optimizer, and its memory."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
         self._memory = KeptMemory()
         self._state: StateByNumber | None = None
@@ -68,7 +69,7 @@ class Consolidation:
 
 
 def gathered(
-    group: Any, image: ShardImage, recipient: int, chunk_bytes: int, memory: KeptMemory
+    group: Group, image: ShardImage, recipient: int, chunk_bytes: int, memory: KeptMemory
 ) -> StateByNumber | None:
     """Return all ranks' state by parameter number, in torch's shapes; None on other ranks.
 
@@ -92,6 +93,7 @@ def gathered(
         entries,
         [(tensor.shape, tensor.dtype) for tensor in image.loose],
     )
+    everyone: list[_Contents] | None
     if recipient == -1:
         everyone = group.all_gather_object(own_contents)
     else:

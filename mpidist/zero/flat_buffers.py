@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mpidist.comm import shard_memory
+from mpidist.comm.group_protocol import Group
 from mpidist.comm.shard_memory import ShardMemory
 from mpidist.comm.work import Work
 from mpidist.kernels.view import is_dense, laid_out
@@ -41,7 +42,7 @@ class FlatBuffers:
 
     def __init__(
         self,
-        group: Any,
+        group: Group,
         plans: Sequence[BufferPlan],
         parameters: Mapping[int, Tensor],
         one_copy: bool = False,

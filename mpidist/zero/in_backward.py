@@ -146,7 +146,7 @@ class SteppingHook:
     def __init__(self, hook: Hook, steps: BackwardSteps) -> None:
         self.hook = hook
         self._steps = steps
-        # torch's module checks the signature: annotations, if any, must name its own GradBucket.
+        # torch's module checks the signature; annotations, if any, must name its GradBucket.
         self.__name__ = self.__qualname__ = (
             f"stepping({getattr(hook, '__qualname__', type(hook).__name__)})"
         )

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
+from mpidist.comm.group_protocol import Group
+
 Tensor = torch.Tensor
 
 # Set on parameters by ``mpidist.ddp.shadowing`` while their gradients are the other ranks' average.
@@ -47,7 +49,7 @@ class BorrowedGradients:
 
     def exchange(
         self,
-        group: Any,
+        group: Group,
         parameters: Sequence[Tensor],
         owned: Sequence[Sequence[int]],
         settings: list[dict[str, Any]],

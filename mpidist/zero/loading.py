@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mpidist.comm.consistency import comparing, raising_on_all
+from mpidist.comm.group_protocol import Group
 from mpidist.comm.mpi import autograd_mode
 from mpidist.dynamo import untraced
 from mpidist.zero import groups, local_state, state_dict
@@ -29,7 +30,7 @@ class Loading(torch.optim.Optimizer):
     """
 
     optim: torch.optim.Optimizer
-    group: Any
+    group: Group
     rank: int
     world_size: int
     _shards: Shards

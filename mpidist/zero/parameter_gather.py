@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from mpidist.comm.group_protocol import Group
 from mpidist.zero.overlap import Gather, PendingGathers
 from mpidist.zero.shards import Shards
 from mpidist.zero.wire import Wire
@@ -27,7 +28,7 @@ class ParameterGather:
 
     def __init__(
         self,
-        group: Any,
+        group: Group,
         shards: Shards,
         wire: Wire | None,
         overlaps: bool,

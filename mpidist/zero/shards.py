@@ -10,10 +10,10 @@ Letters: W ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
+from mpidist.comm.group_protocol import Group
 from mpidist.kernels.view import laid_out
 from mpidist.zero.buffer_plan import Span, cut, split, whole
 from mpidist.zero.buffer_set import BufferSet
@@ -44,7 +44,7 @@ class Shards:
     """
 
     def __init__(
-        self, group: Any, partition: str, cost: Cost, one_copy: bool, has_masters: bool
+        self, group: Group, partition: str, cost: Cost, one_copy: bool, has_masters: bool
     ) -> None:
         self.parameters: list[Tensor] = []
         self.owners = Owners(partition, cost, group.size)

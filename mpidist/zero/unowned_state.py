@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mpidist.comm.group_protocol import Group
 from mpidist.zero import state_dict
 from mpidist.zero.shards import Shards
 
@@ -31,7 +32,7 @@ class UnownedState:
         self.owners = dict(owners or {})
         self.held = dict(held or {})
 
-    def hand_over(self, group: Any, shards: Shards, state: Any) -> bool:
+    def hand_over(self, group: Group, shards: Shards, state: Any) -> bool:
         """Move the state of parameters that now have a place to their pieces.
 
         Collective: over the group.

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mpidist.comm.group import ProcessGroup
+from mpidist.comm.group_protocol import Group
 from mpidist.zero.wire_half import HalfWire
 from mpidist.zero.wire_int8 import Int8Wire
 
@@ -43,7 +43,7 @@ class Wire(Protocol):
         """
 
     def share(
-        self, group: ProcessGroup, master: torch.Tensor, flat: torch.Tensor, bounds: Sequence[int]
+        self, group: Group, master: torch.Tensor, flat: torch.Tensor, bounds: Sequence[int]
     ) -> None:
         """Send this rank's shard to all ranks, and receive theirs into ``flat``.
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from mpidist.comm.group import ProcessGroup
+from mpidist.comm.group_protocol import Group
 from mpidist.zero.wire_memory import Scratch, busiest_nbytes, shards_of
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -52,7 +52,7 @@ class HalfWire:
 
     @torch.no_grad()
     def share(
-        self, group: ProcessGroup, master: torch.Tensor, flat: torch.Tensor, bounds: Sequence[int]
+        self, group: Group, master: torch.Tensor, flat: torch.Tensor, bounds: Sequence[int]
     ) -> None:
         """Send the rounded master, and widen all ranks' into ``flat``: see ``Wire.share``.
 

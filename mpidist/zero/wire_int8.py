@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from mpidist.comm.group import ProcessGroup
+from mpidist.comm.group_protocol import Group
 from mpidist.kernels.quantize import DTYPES, blocks_in, dequantize_add, quantize_change
 from mpidist.zero.wire_memory import Scratch, busiest_nbytes, shards_of
 
@@ -53,7 +53,7 @@ class Int8Wire:
 
     @torch.no_grad()
     def share(
-        self, group: ProcessGroup, master: torch.Tensor, flat: torch.Tensor, bounds: Sequence[int]
+        self, group: Group, master: torch.Tensor, flat: torch.Tensor, bounds: Sequence[int]
     ) -> None:
         """Send the quantized change, and add all ranks' to ``flat``: see ``Wire.share``.
 

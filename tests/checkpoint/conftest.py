@@ -1,4 +1,4 @@
-"""One folder for all ranks."""
+"""Fixture of one folder for all ranks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A small run that needs all of its state: random numbers, momenta, buffers, a position, a learning rate that changes."""
+"""Small run with all kinds of state: random numbers, momenta, buffers, position, schedule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAMPLES = 22
 
 
 class Running(torch.nn.Module):
-    """Subtracts a running mean, a buffer; unlike batch normalization it takes a batch of one sample."""
+    """Layer that subtracts a running mean, a buffer; works with a batch of one sample."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def net(width: int = 12) -> torch.nn.Module:
 
 
 class Run:
-    """One rank's objects of a run.
+    """Objects of a run on one rank.
 
     Args:
         kind: ``adam``; ``oss`` and a partition; ``powersgd``; ``torch`` for torch's data
@@ -98,7 +98,7 @@ class Run:
         return {name: getattr(self, name) for name in names}
 
     def train(self, steps: int) -> list[float]:
-        """Train so many steps and return the losses."""
+        """Train a number of steps; return the losses."""
         losses: list[float] = []
         while len(losses) < steps:
             if not len(self.sampler):

@@ -1,4 +1,4 @@
-"""train_digits.py as a user starts it: stopped and started again with the same numbers, and what it says of wrong input."""
+"""train_digits.py as a user runs it: stopped and resumed with equal numbers; wrong input."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_run_that_is_stopped_and_started_again_has_the_same_numbers(tmp_path, 
         stopped.stdout + stopped.stderr
     )
     with (tmp_path / "again.json").open("ab") as file:
-        # of a run that was killed, on a node that fell
+        # Left by a killed run.
         file.write(b'{"step": 12, "epoch": 2, "loss": 0.5}\n\xff\0\n{"step": 1')
     done = run(2, *again)
     assert done.returncode == 0 and "step-11: step 11" in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: whole or not at all, wherever a save is killed; a full disk; what is kept."""
+"""Folders of checkpoints: atomic wherever a save is killed; full disk; pruning."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from mpidist.errors import CheckpointError
 
 
 class Killed(BaseException):
-    """Stands for the end of the process."""
+    """Simulated end of the process."""
 
 
 def write(folder, step, value=0, keep=2):
@@ -35,7 +35,7 @@ def read(path):
 
 @pytest.mark.parametrize("step", [2, 1])
 def test_wherever_a_save_is_killed_a_whole_checkpoint_is_there(tmp_path, monkeypatch, step):
-    """Kill a save before each of its changes to the file system in turn: of the next step, and of the same step again."""
+    """Kill a save before each change of the file system, for the next step and the same step."""
     calls = [
         (os, "fsync"),
         (Path, "rename"),
@@ -68,7 +68,7 @@ def test_wherever_a_save_is_killed_a_whole_checkpoint_is_there(tmp_path, monkeyp
                 pass
         found = latest(folder)
         assert found is not None and read(found)["value"] in (1, 2), place
-        write(folder, step + 1, value=3)  # the next run cleans up
+        write(folder, step + 1, value=3)  # the next run removes the parts
         assert read(latest(folder))["value"] == 3 and not list(folder.glob("*.part"))
     assert (
         place > 8
@@ -79,7 +79,7 @@ def test_wherever_a_save_is_killed_a_whole_checkpoint_is_there(tmp_path, monkeyp
 
 def test_what_is_kept(tmp_path):
     assert latest(tmp_path / "none") is None and latest(tmp_path) is None
-    (tmp_path / "step-3").mkdir()  # cut short
+    (tmp_path / "step-3").mkdir()  # unfinished
     (tmp_path / "step-x").mkdir()
     (tmp_path / "notes.txt").touch()
     for step in (1, 5, 20, 30, 100):

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody has changed, manifest and digests with them: an error on all ranks, before anything is taken."""
+"""Forged checkpoints with matching digests: an error on all ranks before anything is loaded."""
 
 import json
 import os
@@ -17,14 +17,14 @@ pytestmark = pytest.mark.mpi
 
 
 class Runs:
-    """Leaves its mark when it is unpickled."""
+    """Object whose unpickling makes a file."""
 
     def __reduce__(self):
         return os.mkdir, ("/tmp/mpidist-a-checkpoint-has-run",)
 
 
 def signed(path, name, change):
-    """Change what a file holds, and have the manifest tell its new size and digest."""
+    """Change a file's content, and its size and digest in the manifest."""
     held = torch.load(path / name, weights_only=True)
     changed = change(held)
     torch.save(held if changed is None else changed, path / name)
@@ -55,7 +55,7 @@ def first_state(held):
     return next(iter(held["state"].values()))
 
 
-# For each kind of run what is done to which file, and what all are told.
+# For each case: the file, its change, and a part of the error on all ranks.
 OF_ALL = {
     "a list": (manifest.TRAINING, lambda held: [held], "holds a list in the place of its dict"),
     "a name is missing": (
@@ -188,7 +188,7 @@ def test_what_is_forged_is_refused_on_all_ranks_before_anything_is_taken(group, 
             group, CheckpointError, lambda: load(folder, **run.state(), group=group), words
         )
         agree(group, bool(text), what)
-        # Optimizers' shards and PowerSGD's state are looked at where they are taken, last of all.
+        # Optimizers' shards and PowerSGD's state are checked when they are loaded, last of all.
         agree(group, (what in own and kind != "adam") or same(run.tensors(), before), what)
         if group.rank == 0:
             for held, data in kept.items():

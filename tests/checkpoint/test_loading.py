@@ -1,4 +1,4 @@
-"""What cannot be loaded: all ranks raise the same, name it, and keep what they had."""
+"""Failed loads: all ranks raise the same error and keep their state."""
 
 import re
 import shutil
@@ -146,7 +146,7 @@ def test_shards_of_other_groups_are_refused_before_the_model_changes(group, fold
     save(folder, 1, model=run.model, optimizer=run.optimizer, group=group)
     run.train(1)
     before = [tensor.clone() for tensor in run.tensors()]
-    # As many elements lie in the same order: the layout alone is the same.
+    # Equal numbers of elements in the same order: only the layout is equal.
     divided = [{"params": [parameter]} for parameter in run.model.parameters()]
     optimizer = OSS(divided, torch.optim.Adam, group, lr=0.05, partition="greedy")
     words = (

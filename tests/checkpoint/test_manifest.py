@@ -1,4 +1,4 @@
-"""The manifest: its text and back, what must be listed, what is missing or damaged."""
+"""Manifest: text and back, required files, missing and damaged files."""
 
 import json
 import os
@@ -29,8 +29,13 @@ def told(contents=CONTENTS):
 def test_a_manifest_comes_back():
     assert manifest.from_json(manifest.to_json(told())) == told()
     assert sorted(told().files) == [
-        "model.pt", "powersgd-0-of-2.pt", "powersgd-1-of-2.pt", "rank-0-of-2.pt", "rank-1-of-2.pt", "training.pt",
-    ]  # fmt: skip
+        "model.pt",
+        "powersgd-0-of-2.pt",
+        "powersgd-1-of-2.pt",
+        "rank-0-of-2.pt",
+        "rank-1-of-2.pt",
+        "training.pt",
+    ]
     assert manifest.required(2, Contents(optimizer="whole")) == [
         "model.pt",
         "training.pt",

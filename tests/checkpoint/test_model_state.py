@@ -1,4 +1,4 @@
-"""The bare module's state: without wrappers' prefixes, without memory of others, and how two models differ."""
+"""State of the bare module: no prefixes, no memory of other tensors; differences of models."""
 
 import io
 
@@ -9,7 +9,7 @@ from mpidist.checkpoint import model_state
 
 
 class Wrapper(torch.nn.Module):
-    """Stands for what ``torch.compile`` returns."""
+    """Substitute of the result of ``torch.compile``."""
 
     def __init__(self, module):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Plain data: what passes is read back with ``weights_only=True``, what does not is named."""
+"""Plain data: readable with ``weights_only=True``; errors name other parts."""
 
 import io
 from collections import OrderedDict, namedtuple

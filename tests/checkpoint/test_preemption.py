@@ -1,4 +1,4 @@
-"""Signals: noted on one rank, told to all, and the handlers of before come back."""
+"""Preemption signals: received by one rank, known to all; former handlers restored."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Generators: the same numbers after a restore, other ones on each rank after a new seed."""
+"""Generators: equal numbers after a restore, different ones on each rank after reseeding."""
 
 import io
 import random

@@ -1,4 +1,4 @@
-"""The sampler against torch's, and against a brute-force twin that walks through the order one sample at a time."""
+"""Resumable sampler against torch's, and against a brute-force twin, sample by sample."""
 
 import random
 
@@ -17,7 +17,7 @@ from mpidist.checkpoint.sampler import share
 )
 def test_a_whole_epoch_is_torchs(length, replicas, shuffle, drop_last):
     if drop_last and length < replicas:
-        return  # torch's own length is then wrong
+        return  # torch's length is wrong here
     for rank in range(replicas):
         settings = {
             "num_replicas": replicas,
@@ -37,7 +37,7 @@ def test_a_whole_epoch_is_torchs(length, replicas, shuffle, drop_last):
 
 
 def twin(order, consumed, replicas, drop_last):
-    """Deal the rest of an order out one by one; fill up from its beginning, or stop when a round is not full."""
+    """Assign the rest of an order one by one; repeat its beginning, or drop the last round."""
     hands = [[] for _ in range(replicas)]
     rest = list(order)[consumed:]
     while rest:
@@ -88,7 +88,7 @@ def test_an_epoch_that_changes_its_ranks_loses_and_doubles_no_sample():
             told = [sampler.state_dict() for sampler in ranks]
             assert all(one == told[0] for one in told)
             state = told[0]
-        assert seen[:length] == order  # what follows fills the last round up
+        assert seen[:length] == order  # the rest fills the last round
         assert len(seen) - length < 6
 
 
@@ -118,7 +118,7 @@ def test_the_position_is_the_training_loops_and_not_the_loaders():
             state = sampler.state_dict()  # the worker has fetched more by now
     assert len(sampler) == 0 and [len(batch) for batch in batches] == [3, 3, 3, 3]
     resumed, loader = start(state)
-    resumed.set_epoch(1)  # the epoch goes on
+    resumed.set_epoch(1)  # continues the epoch
     drawn = torch.get_rng_state()
     assert [batch.tolist() for (batch,) in loader] == batches[2:] and len(loader) == 2
     assert torch.equal(drawn, torch.get_rng_state())

@@ -1,4 +1,4 @@
-"""Runs that go on from a checkpoint: the same bits on as many ranks, the same state and order on others; saves that fail."""
+"""Resumed runs: equal bits on as many ranks, equal state and order on others; failed saves."""
 
 import json
 import warnings
@@ -40,7 +40,7 @@ def test_another_number_of_ranks_goes_on(group, folder, kind):
     run = Run(group, kind)
     run.train(2)
     moments = run.moments()
-    # whose buffers are saved
+    # The buffers are saved.
     saved = group.broadcast_object([tensor.clone() for tensor in run.tensors()], 0)
     order = torch.randperm(run.sampler.length, generator=torch.Generator().manual_seed(3)).tolist()
     save(folder, run.step, **run.state(), group=group)
@@ -127,13 +127,13 @@ def test_a_wires_master_copies(group, folder):
         load(folder, **other.state(), group=group)
     is_warned = any("master copies" in str(warning.message) for warning in warned)
     layouts = [one.optimizer.rank_local_state_dict()["layout"] for one in (run, other)]
-    # a small net may be divided in the same way by both partitions
+    # Both partitions may divide a small net equally.
     is_rounded = group.size > 1 and layouts[0] != layouts[1]
     agree(group, is_warned == (group.rank == 0 and is_rounded), "rounded masters untold")
 
 
 class Full:
-    """A hook's state whose reading fails on one rank."""
+    """Hook state whose ``state_dict`` fails on one rank."""
 
     def __init__(self, fails, value=0):
         self.fails, self.value = fails, value

@@ -1,4 +1,4 @@
-"""Comparisons between ranks: the first difference, errors of one rank raised on all, and their texts."""
+"""Comparisons between ranks: first difference, one rank's error on all ranks, texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers, and contexts whose gradients a test gives: distributed autograd has tests of its own."""
+"""Fixtures of workers, and of contexts with gradients given by a test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def workers(group):
 
 @pytest.fixture
 def given(monkeypatch):
-    """Have this worker's contexts be what ``owners.give`` was called with; all workers know those of all others."""
+    """Replace this worker's contexts by those of ``owners.give``; workers know each other's."""
     owners.contexts.clear()
 
     def of_context(context_id):

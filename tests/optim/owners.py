@@ -1,4 +1,4 @@
-"""Functions that tests call on the owners of parameters."""
+"""Functions for tests to call on the owners of parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def module(size):
 
 
 def give(rref, context_id, *given):
-    """Have a context hold gradients of a parameter, or of a module's parameters; None for none."""
+    """Set a context's gradients of a parameter or a module's parameters; None for none."""
     value = rref.local_value()
     parameters = list(value.parameters()) if isinstance(value, torch.nn.Module) else [value]
     for own, gradient in zip(parameters, given, strict=True):
@@ -68,7 +68,7 @@ class Halving(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        # Raises if another thread is here.
+        # Raises if another thread is in a step.
         if not self.inside.acquire(blocking=False):
             raise RuntimeError("two steps at a time")
         try:
@@ -100,7 +100,7 @@ class FailsToBeMade(torch.optim.Optimizer):
 
 
 class Signs:
-    """A functional optimizer of a user's, with the least that it needs."""
+    """User's functional optimizer with the minimal interface."""
 
     def __init__(self, params, step=1.0):
         self.params, self.size = params, step
@@ -113,7 +113,7 @@ class Signs:
 
 
 def on_rank_0(group, run):
-    """Run a function on rank 0 while the others answer its calls; fail on all if it failed."""
+    """Run a function on rank 0 while the other ranks answer its calls; fail on all if it fails."""
     text = ""
     if group.rank == 0:
         try:

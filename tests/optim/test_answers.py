@@ -1,4 +1,4 @@
-"""What owners answer to a ``DistributedOptimizer``: of the form that it expects, or refused with the owner's name."""
+"""Answers of owners to a ``DistributedOptimizer``: valid ones, and errors that name the owner."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def reference(owner=OWNER):
         (reference(), [[-1]], [{}], {}),
         (reference(), [[True]], [{}], {}),
         (reference(), [[1.0]], [{}], {}),
-        (reference(), [[1 << 40]], [{}], {}),  # numbers would be made for all
+        (reference(), [[1 << 40]], [{}], {}),  # the caller would number them all
         (reference(), [torch.ones(1)], [{}], {}),
-        (reference(), [[1]], [{"params": []}], {}),  # in the place of the references
+        (reference(), [[1]], [{"params": []}], {}),  # would replace the references
         (reference(), [[1]], [{"param_names": []}], {}),
         (reference(), [[1]], [{1: 1}], {}),
         (reference(), [[1]], [[("lr", 1)]], {}),

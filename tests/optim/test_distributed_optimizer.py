@@ -1,4 +1,4 @@
-"""DistributedOptimizer over parameters of all workers, against one optimizer of torch's format in one process."""
+"""DistributedOptimizer over parameters of all workers, against one of torch's in one process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Case:
         self.given = []
 
     def give(self, step):
-        """Have context 1 hold gradients on all workers; return them in the order of the copies."""
+        """Set gradients in context 1 on all workers; return them in the order of the copies."""
         given = []
         for number, rref in enumerate(self.rrefs):
             weight, bias, other = gradients(100 * step + number)
@@ -119,7 +119,7 @@ def test_state_goes_to_one_process_and_back(group, workers):
             there.step(1)
             assert case.equal()
         assert torch.equal(saved["state"][0]["exp_avg"], kept["state"][0]["exp_avg"])
-        # Another optimizer over the same parameters goes on where this one stood.
+        # Another optimizer over the same parameters continues from this state.
         again = DistributedOptimizer(torch.optim.Adam, case.rrefs, lr=0.7)
         again.load_state_dict(here.state_dict())
         assert again.param_groups[0]["lr"] == 0.1
@@ -323,7 +323,7 @@ def test_a_class_without_a_functional_form(group, workers):
 
 
 def test_trainers_steps_are_serialised_on_each_worker(group, workers):
-    """All ranks are trainers of one parameter at the same time; Halving raises if two are in a step."""
+    """All ranks train one parameter at the same time; Halving raises if two are in a step."""
     rref = None
     if group.rank == 0:
         rref = rpc.remote(workers[-1], owners.parameter, args=([100.0],))
@@ -414,7 +414,7 @@ def test_errors_name_the_workers(group, workers):
 
 
 def test_workers_with_a_list_of_what_is_allowed(group):
-    """One module in the list is enough for this library's optimizers; other classes are named by themselves."""
+    """One module in the allowlist allows this library's optimizers; others need their own entry."""
     rpc.init_rpc(
         f"worker{group.rank}",
         group=group,
@@ -441,7 +441,7 @@ def test_workers_with_a_list_of_what_is_allowed(group):
 
 
 def test_a_listed_class_is_not_led_behind_its_memory(group):
-    """The fused kernel takes shapes and strides for granted: no message switches it on, and none brings it such a state."""
+    """No message enables a fused kernel, or loads a state of a shape that it does not check."""
     listed = [
         "mpidist.optim.local",
         "torch.optim.Adam",

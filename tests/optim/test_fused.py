@@ -1,4 +1,4 @@
-"""Memory of parameters, gradients and state that torch's fused kernels go through."""
+"""Checks of parameters, gradients and state for torch's fused kernels."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_states_that_a_fused_kernel_takes():
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
 def test_gradients_and_state_of_other_strides(name):
-    """torch's kernels would mix up their elements."""
+    """torch's kernels would pair wrong elements."""
     mine, theirs = [torch.linspace(-1, 1, 12).view(3, 4).t().requires_grad_() for _ in range(2)]
     options = {"lr": 0.1, **({"momentum": 0.9} if name == "SGD" else {})}
     ours = GradAttributeOptimizer(getattr(torch.optim, name), [mine], fused=True, **options)
@@ -65,7 +65,7 @@ def test_gradients_and_state_of_other_strides(name):
         torch.testing.assert_close(mine, theirs)
 
 
-# In a process of its own: where it is not refused it may end it.
+# In a separate process, which the kernel may crash.
 SCRIPT = """
 import torch
 from mpidist.optim.grad_attribute import GradAttributeOptimizer

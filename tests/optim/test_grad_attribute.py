@@ -1,4 +1,4 @@
-"""Optimizers that read .grad, given gradients as arguments."""
+"""Optimizers that read .grad, with gradients as arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of parameters over workers."""
+"""Numbering of parameters over workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State and settings of messages, before an optimizer has them."""
+"""State and settings from messages, checked before an optimizer loads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of ``mpidist.optim.local`` with arguments that no ``DistributedOptimizer`` sends: refused, and nothing is changed."""
+"""Functions of ``mpidist.optim.local`` with forged arguments: refused, and nothing changes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Reference(RRef):
 
 
 class Settings(dict):
-    """A dict whose class may define what its methods do."""
+    """Dict of a class that could override methods."""
 
 
 @pytest.fixture
@@ -47,14 +47,14 @@ def parameter(workers):
 
 @pytest.fixture
 def optimizer(parameter):
-    """Return a reference to an optimizer of one parameter that has made a step."""
+    """Return a reference to an optimizer of one parameter after a step."""
     made = local.make("Adam", True, [([parameter], {"lr": 0.5})], (), {"betas": (0.5, 0.6)})[0]
     made.local_value().optimizer.step([torch.ones(3)])
     return made
 
 
 def untouched(optimizer):
-    """Return what a refused call must leave: parameters, groups, state."""
+    """Return parameters, groups and state, which a refused call must not change."""
     found = optimizer.local_value()
     state = found.optimizer.state_dict()
     values = [own.tolist() for own in found.parameters]
@@ -85,7 +85,7 @@ def test_references_that_are_none(optimizer, reference):
 
 def test_references_to_something_else(optimizer, parameter):
     class Like:
-        """Has what an optimizer has."""
+        """Class with an optimizer's attributes."""
 
         optimizer, parameters, counts = None, [], []
 
@@ -217,7 +217,7 @@ def state_of(optimizer, **changed):
 @pytest.mark.parametrize(
     "values",
     [
-        # torch's fused kernels would read and write behind the memory of these.
+        # torch's fused kernels would read and write beyond the memory of these.
         {"exp_avg": torch.zeros(1)},
         {"exp_avg": torch.zeros(())},
         {"exp_avg_sq": torch.zeros(0)},
@@ -271,7 +271,7 @@ def test_what_is_right_is_taken(given, optimizer, parameter):
 
 @pytest.fixture
 def attribute_optimizer(parameter):
-    """Return references to optimizers that read ``.grad``, without torch's fused kernel and with it."""
+    """Return references to optimizers that read ``.grad``, without and with a fused kernel."""
     made = [
         local.make(torch.optim.Adam, False, [([parameter], {})], (), {"lr": 0.5, "fused": on})[0]
         for on in (None, True)

@@ -1,4 +1,4 @@
-"""Calls of several workers at a time, and their errors."""
+"""Concurrent calls of several workers, and their errors."""
 
 from __future__ import annotations
 

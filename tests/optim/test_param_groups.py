@@ -1,4 +1,4 @@
-"""Settings of groups; what is refused as a group is in test_distributed_optimizer."""
+"""Settings of groups; test_distributed_optimizer has the errors of groups."""
 
 from __future__ import annotations
 

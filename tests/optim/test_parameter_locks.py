@@ -1,4 +1,4 @@
-"""Which optimizers exclude each other."""
+"""Mutual exclusion of optimizers that share a parameter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def locks_of(*parameters):
 
 
 def excludes(first, second):
-    """Say whether one waits for the other."""
+    """Return whether one waits for the other."""
     entered = threading.Event()
 
     def enter():

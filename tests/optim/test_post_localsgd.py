@@ -1,4 +1,4 @@
-"""``PostLocalSGDOptimizer``: the averager's step is saved and loaded.
+"""Post-local SGD: the averager's step is saved and loaded.
 
 Training: ddp/hooks/test_post_localsgd.
 """
@@ -12,7 +12,7 @@ from mpidist.optim.post_localsgd import PostLocalSGDOptimizer
 
 
 class Counting:
-    """An averager that counts."""
+    """Averager that counts its calls."""
 
     step = 0
 

@@ -1,4 +1,4 @@
-"""Training of a model that is split over all workers, by distributed autograd, against one process."""
+"""Training of a model split over all workers, with distributed autograd, against one process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def square(size):
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad"])
 def test_layers_on_all_workers(group, workers, name):
-    """With a scheduler and clipped gradients; each of the layers calls the next."""
+    """Includes a scheduler and clipped gradients; each layer calls the next."""
 
     def run():
         rrefs = [rpc.remote(worker, square, args=(3,)) for worker in workers]
@@ -149,7 +149,7 @@ def test_a_context_that_has_ended(group, workers):
 
 
 def test_each_rank_trains_the_same_layer(group, workers):
-    """One server, and all ranks as trainers at the same time: no step is lost."""
+    """One server, with all ranks as concurrent trainers: no step is lost."""
     if group.rank == 0:
         _shared.append(rpc.RRef(square(3)))
     group.barrier()
@@ -159,8 +159,8 @@ def test_each_rank_trains_the_same_layer(group, workers):
     try:
         for _ in range(5):
             with autograd.context() as context_id:
-                # Linear in the parameters: the gradient does not depend on how many steps of others
-                # came before.
+                # The loss is linear in the parameters, so the gradient does not depend on the
+                # number of earlier steps of others.
                 autograd.backward(
                     context_id, [rpc.rpc_sync(workers[0], linear, args=(rref,)).sum()]
                 )

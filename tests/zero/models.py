@@ -1,4 +1,4 @@
-"""A model whose parameters are used in every way, its data, and its training beside a twin with a plain optimizer."""
+"""Model with every kind of use of a parameter, its data, and its training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETTINGS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 class Model(torch.nn.Module):
-    """Weights that are used by other modules than their own, tied ones, a kernel in channels_last, one that is used at times.
+    """Model with foreign and tied weights, a channels_last kernel, and a weight of some steps only.
 
     Args:
         only_matrices: For Muon.
@@ -64,14 +64,14 @@ def backward(
 
 
 def wrapped(group: Any, kind: str, model: torch.nn.Module, **options: Any) -> Any:
-    """Wrap a model in our module, or in torch's on its default group; several buckets."""
+    """Wrap a model in mpidist's module, or torch's on its default group; several buckets."""
     if kind == "torch":
         return TorchDDP(model, bucket_cap_mb=0.0005, **options)
     return DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.0005, **options)
 
 
 def same_bits(model: torch.nn.Module, expected: torch.nn.Module) -> str:
-    """Return which parameters differ."""
+    """Return the names of parameters that differ."""
     pairs = zip(model.named_parameters(), expected.parameters(), strict=True)
     return ", ".join(name for (name, one), other in pairs if not torch.equal(one, other))
 
@@ -85,7 +85,7 @@ def trained(
     *,
     schedules: bool = False,
 ) -> None:
-    """Train: some backward passes only accumulate, some leave a parameter out, on some ranks or on all."""
+    """Train; some passes only accumulate, some leave a parameter unused on some or all ranks."""
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if schedules else None
     for number in steps:
         optimizer.zero_grad(set_to_none=bool(number % 2))

@@ -1,4 +1,4 @@
-"""Parameters with everything that has gone wrong somewhere, and their training by a sharded optimizer and by a plain one."""
+"""Parameters of all problematic kinds, and their training by a sharded and a plain optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Parameter = torch.nn.Parameter
 optim = torch.optim
 STEPS = 20
 
-# Of each class of optimizers the settings under which its steps differ.
+# Settings of each class of optimizers, one for each kind of step.
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
     "SGD-momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "foreach": True}),
@@ -49,7 +49,7 @@ WAYS = ("node", "one copy", "messages")
 
 
 def matrices() -> list[Parameter]:
-    """Return matrices of one dtype, which every optimizer takes."""
+    """Return matrices of one dtype, which every optimizer accepts."""
     return [
         Parameter(torch.randn(shape)) for shape in ((37, 19), (5, 64), (1, 3), (65, 2), (9, 14))
     ]
@@ -59,8 +59,8 @@ def odd(fused: bool = False) -> list[Parameter]:
     """Return parameters of odd shapes, layouts and dtypes; the second does not train at first.
 
     Args:
-        fused: Without those that torch's fused kernels cannot take: complex ones, and such with
-            gaps (they step these, too).
+        fused: Without parameters that torch's fused kernels do not support: complex ones, and ones
+            with gaps (the kernels step the gaps too).
     """
     made = [
         torch.randn(37, 19),
@@ -83,7 +83,7 @@ def odd(fused: bool = False) -> list[Parameter]:
 
 
 def takes_late_groups(optim: type, settings: dict[str, Any]) -> bool:
-    """Whether torch's own optimizer steps a group that is added after its construction; Adagrad of torch 2.9 does not."""
+    """Return whether torch's optimizer steps a group added later; Adagrad of torch 2.9 does not."""
     first, late = (torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2))
     plain = optim([first], **settings)
     plain.add_param_group({"params": [late]})
@@ -96,19 +96,23 @@ def takes_late_groups(optim: type, settings: dict[str, Any]) -> bool:
 
 
 def parameters_for(name: str) -> list[Parameter]:
-    """Return what the optimizer of a name is tried on."""
+    """Return the parameters for an optimizer's tests."""
     torch.manual_seed(7)
     return odd(fused="fused" in name) if is_element_wise(OPTIMIZERS[name][0]) else matrices()
 
 
 def late() -> list[Parameter]:
-    """Return matrices that come in later, in a group of their own."""
+    """Return matrices for a group that is added later."""
     torch.manual_seed(8)
     return [Parameter(torch.randn(33, 5)), Parameter(torch.randn(3, 70))]
 
 
 def give_gradients(parameters: Sequence[Parameter], step: int, sparsely: bool = False) -> None:
-    """Give those that train a step's gradients, the same on all ranks and laid out as autograd would; ``sparsely``, to some."""
+    """Set gradients of trained parameters, equal on all ranks, with autograd's strides.
+
+    Args:
+        sparsely: Leave some parameters without a gradient.
+    """
     generator = torch.Generator().manual_seed(1000 + step)
     for number, parameter in enumerate(parameters):
         wide = torch.complex128 if parameter.is_complex() else torch.float64
@@ -125,7 +129,7 @@ def train(
     events: bool = True,
     after: Callable[[int], Any] = lambda step: None,
 ) -> None:
-    """Train, with a schedule and with all that may change in the middle."""
+    """Train with a schedule; ``events`` add a group, freeze parameters and train them again."""
     refresh = getattr(optimizer, "refresh_trainable", lambda: None)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     parameters = list(parameters)
@@ -149,7 +153,7 @@ def train(
 
 @contextmanager
 def memory(way: str) -> Iterator[dict[str, Any]]:
-    """Return the arguments of ``OSS`` under which shards go one way, which is in force meanwhile."""
+    """Yield the arguments of ``OSS`` for one way of sending shards, which the context enforces."""
     with pytest.MonkeyPatch.context() as patch:
         if way == "messages":
             patch.setattr(shard_memory, "shared_maps", lambda comm, sizes: None)
@@ -167,9 +171,9 @@ def all_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def differences(sharded: OSS, plain: torch.optim.Optimizer, with_state: bool = True) -> str:
-    """Say where a sharded optimizer's parameters and state are not the plain one's bits; empty if they are.
+    """Return where a sharded optimizer's bits differ from a plain one's; empty if nowhere.
 
-    Collective: over the sharded one's group, if ``with_state``.
+    Collective: over the sharded optimizer's group, if ``with_state``.
     """
     own, other = all_parameters(sharded), all_parameters(plain)
     wrong = [
@@ -183,7 +187,7 @@ def differences(sharded: OSS, plain: torch.optim.Optimizer, with_state: bool = T
 
 
 def state_differences(own: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Say where two state dicts differ."""
+    """Return the differences of two state dicts."""
     wrong = []
     if own["param_groups"] != other["param_groups"]:
         wrong.append(f"groups {own['param_groups']} are not {other['param_groups']}")
@@ -202,7 +206,7 @@ def state_differences(own: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def same_value(own: Any, other: Any) -> bool:
-    """Say whether two entries of state have the same bits."""
+    """Return whether two entries of state have the same bits."""
     return (
         same_bits(own, other)
         if isinstance(other, torch.Tensor) and isinstance(own, torch.Tensor)
@@ -211,7 +215,7 @@ def same_value(own: Any, other: Any) -> bool:
 
 
 def same_bits(own: torch.Tensor, other: torch.Tensor) -> bool:
-    """Say whether two tensors have equal values, shapes and dtypes; NaN equals NaN."""
+    """Return whether two tensors have equal values, shapes and dtypes; NaN equals NaN."""
     if own.dtype is not other.dtype or own.shape != other.shape:
         return False
     return (

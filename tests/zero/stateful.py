@@ -1,4 +1,4 @@
-"""Optimizers with state, sharded and whole, whose gradients depend on step and parameter alone."""
+"""Sharded and whole optimizers with state; gradients depend on step and parameter alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RPROP = (torch.optim.Rprop, {"lr": 0.1})
 
 
 def parameters(frozen: bool = False) -> list[torch.nn.Parameter]:
-    """Return parameters of odd sizes, one of no dimension, and one with channels last."""
+    """Return parameters of odd sizes, one 0-dim, one in channels_last."""
     made = []
     for number, shape in enumerate(SHAPES):
         values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
@@ -78,7 +78,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Say whether two nested values are the same to the bit, order of keys and strides of tensors included."""
+    """Return whether nested values have equal bits, key orders and strides."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and (
             one.dtype == other.dtype
@@ -98,7 +98,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def same_run(one: torch.optim.Optimizer, other: torch.optim.Optimizer, steps) -> bool:
-    """Take further steps with both and say whether all parameters keep the same bits."""
+    """Take steps with both; return whether all parameters keep equal bits."""
     train(one, steps)
     train(other, steps)
     return all(map(torch.equal, parameters_of(one), parameters_of(other)))

@@ -1,4 +1,4 @@
-"""Consolidation beside the training: the state of the call, whatever the steps do meanwhile; files whole or not at all."""
+"""Background consolidation: the state at the time of the call; atomic files."""
 
 import copy
 import threading
@@ -22,7 +22,7 @@ def folder(group, tmp_path):
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Holds back all transfers until it is opened."""
+    """Gate that blocks all transfers until it is opened."""
     opened = threading.Event()
     real = background.gathered
 
@@ -61,8 +61,8 @@ def test_the_state_of_the_call_arrives_while_steps_and_settings_go_on(
             and [one.name for one in folder.glob("*.part")] == []
         )
         agree(group, ok, f"{kind[0].__name__}: not the state of the call")
-        # The next one waits for the last, whose result stays as it is; memory that nobody holds is
-        # used again.
+        # The next consolidation waits for the last one and does not change its result; freed memory
+        # is reused.
         first, second = optimizer.consolidate_async(-1), optimizer.consolidate_async(-1)
         agree(
             group,
@@ -88,7 +88,7 @@ def test_errors_reach_all_ranks_and_the_old_file_stays(group, folder):
     group.barrier()
     before = path.read_bytes()
     if group.rank == 0:
-        (folder / "state.pt.part").mkdir()  # in the way of what is written first
+        (folder / "state.pt.part").mkdir()  # blocks the temporary file
     pending = optimizer.consolidate_async(0, path)
     error = IsADirectoryError if group.rank == 0 else MpidistError
     raises_on_all(group, error, pending.wait, "state.pt")
@@ -96,7 +96,7 @@ def test_errors_reach_all_ranks_and_the_old_file_stays(group, folder):
     if group.rank == 0:
         (folder / "state.pt.part").rmdir()
     group.barrier()
-    optimizer.consolidate_async(0, path).wait()  # and it goes on
+    optimizer.consolidate_async(0, path).wait()  # works again
     agree(group, ok and path.read_bytes() == before)
     raises_on_all(group, ValueError, lambda: optimizer.consolidate_async(-1, path), "one recipient")
     raises_on_all(group, TypeError, lambda: optimizer.consolidate_async(0, 5), "path must be")

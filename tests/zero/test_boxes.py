@@ -1,4 +1,4 @@
-"""Boxes: against the elements themselves, in every order of memory."""
+"""Boxes, compared with the elements themselves in every order of memory."""
 
 import random
 

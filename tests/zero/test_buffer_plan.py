@@ -1,4 +1,4 @@
-"""Places in flat buffers: every element once, every shard contiguous, every cut at a multiple of 64."""
+"""Plans of flat buffers: every element once, contiguous shards, cuts at multiples of 64."""
 
 from __future__ import annotations
 

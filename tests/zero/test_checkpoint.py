@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: sharded save, and load at another world size, partition, memory format, or by torch alone."""
+"""Sharded checkpoints: saved, then loaded with another world size or layout, or by torch alone."""
 
 import copy
 
@@ -43,7 +43,7 @@ def folder(world, tmp_path):
 
 @pytest.fixture
 def some(world):
-    """A group of all ranks but the last, and torch's; None and None there, and where there is one rank alone."""
+    """Groups of all ranks but the last, mpidist's and torch's; None outside, or with one rank."""
     count = max(world.size - 1, 1)
     native, torch_group = world.new_group(range(count)), dist.new_group(list(range(count)))
     yield native, torch_group
@@ -77,7 +77,7 @@ def test_it_is_loaded_by_fewer_ranks_with_another_partition(group, some, folder,
             ok = same(loaded, before) and torch.equal(told["model"]["weight"], model["weight"])
             ok = ok & same_run(target, copy.deepcopy(expected), range(2, 4))
         agree(group, ok, f"{kind[0].__name__} by {max(group.size - 1, 1)} ranks")
-        # torch by itself: the same keys and shapes, of which it makes a file for one process.
+        # torch alone reads the same keys and shapes, and converts them to a file for one process.
         if group.rank == 0:
             dcp_to_torch_save(where, f"{where}/whole.pt")
             told = torch.load(f"{where}/whole.pt", weights_only=False)["optimizer"]
@@ -149,7 +149,7 @@ def test_parameters_without_state_and_frozen_ones(group, folder):
         dcp.load(told, checkpoint_id=folder)
     except CheckpointException as raised:
         error = raised
-    # of what the next step would make for parameter 1
+    # Shapes of the state that the next step would make for parameter 1.
     agree(group, "Missing key" in str(error), repr(error))
     dcp.load(told, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
     target.load_sharded_state_dict(told["optimizer"])
@@ -157,7 +157,7 @@ def test_parameters_without_state_and_frozen_ones(group, folder):
     wanted = expected.state_dict()["state"]
     wanted.pop(FROZEN)
     agree(group, same(loaded, wanted), "parameters 1 and 2 have no state")
-    # State that is parked is saved, too.
+    # Unowned state is saved too.
     frozen = sharded(group, ADAM, "flat", frozen=True)
     frozen.load_state_dict(expected.state_dict())
     dcp.save({"optimizer": frozen.sharded_state_dict()}, checkpoint_id=f"{folder}/frozen")

@@ -1,4 +1,4 @@
-"""The norm of all ranks' gradients against torch's, and what is scaled by it."""
+"""Norm of all ranks' gradients, compared with torch's, and the scaled gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pair(group, kind, dtypes=(torch.float32, torch.float64, torch.bfloat16)):
             Parameter(tensor) for tensor in [*tensors, torch.randn(4, 6).t(), torch.randn(3)]
         ]
         for number, parameter in enumerate(parameters[:-1]):
-            # The last but one has its gradient in another order than its own elements.
+            # The last parameter but one has a gradient of another memory order.
             parameter.grad = torch.randn(parameter.shape).to(parameter.dtype) * (10.0 + number)
         made.append(parameters)
     return OSS(made[0], torch.optim.SGD, group, partition=kind, lr=0.5), *made
@@ -39,7 +39,7 @@ def pair(group, kind, dtypes=(torch.float32, torch.float64, torch.bfloat16)):
 @pytest.mark.parametrize("kind", ["greedy", "flat"])
 @pytest.mark.parametrize("norm_type", [1, 2.0, 3.5, math.inf, "inf"])
 def test_norm_and_step_are_torchs(group, kind, norm_type):
-    # torch rounds the norm to bf16
+    # torch rounds the norm to bf16.
     wide, narrow = (torch.float32, torch.float64), (torch.bfloat16, torch.float64)
     for max_norm, dtypes, tolerance in ((1e-3, wide, 1e-5), (1.0, narrow, 1e-2), (1e9, wide, 1e-5)):
         sharded, own, other = pair(group, kind, dtypes)
@@ -172,7 +172,7 @@ def test_the_norm_is_over_the_group_and_not_the_world(world):
     sharded, _, other = pair(half, "greedy", (torch.float32,))
     for parameter in nets.all_parameters(sharded)[:-1]:
         parameter.grad *= 1 + world.rank % 2
-    if world.rank % 2 == 0:  # the others train otherwise, and clip nothing
+    if world.rank % 2 == 0:  # other ranks train without clipping
         expected = torch.nn.utils.get_total_norm([p.grad for p in other if p.grad is not None])
         agree(half, torch.allclose(sharded.clip_grad_norm(1.0), expected))
     world.barrier()

@@ -1,4 +1,4 @@
-"""State dicts of all ranks: torch's format to the bit, memory of who receives and of who does not, clear refusals."""
+"""Consolidated state dicts: torch's format to the bit, memory of all ranks, errors."""
 
 import copy
 import tracemalloc
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("partition", ["greedy", "balanced", "flat"])
 def test_it_is_the_unsharded_optimizers_state_dict(group, partition):
     for kind in (ADAM, SGD, RPROP):
-        for chunk_bytes in (7, 1 << 20):  # of less than two elements; more than a shard
+        for chunk_bytes in (7, 1 << 20):  # below two elements; above a shard
             expected, optimizer = (
                 whole(kind, frozen=True),
                 sharded(group, kind, partition, frozen=True),
@@ -55,7 +55,7 @@ def test_later_steps_leave_a_result_alone_and_its_memory_is_used_again_once_nobo
 
 
 class Allocated(TorchDispatchMode):
-    """Adds up the bytes of the memory that operations make.
+    """Mode that sums the bytes of memory allocated by operations.
 
     Attributes:
         nbytes: Of all results that are no views of what was given.
@@ -92,7 +92,7 @@ def test_a_rank_that_does_not_receive_allocates_less_than_a_chunk(group, monkeyp
     monkeypatch.setattr(
         result_memory, "_huge_pages", lambda nbytes: made.append(nbytes) or real(nbytes)
     )
-    optimizer.consolidate_state_dict(0)  # what MPI and Python make once
+    optimizer.consolidate_state_dict(0)  # one-time allocations of MPI and Python
     made.clear()
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""The sharded optimizer on CUDA devices: bits, moves between devices, state in host memory, both kinds beside each other."""
+"""Sharded optimizer on CUDA devices: bits, moves between devices, state in host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that lie in flat buffers: layouts, what a fork and torch.save make of them, and when the memory is given back."""
+"""Parameters in flat buffers: layouts, forked processes, torch.save, and freed memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.zero import nets
 
 
 def small(group, way="node"):
-    """Return a sharded optimizer over two vectors, which it has stepped once."""
+    """Return a sharded optimizer over two vectors after one step."""
     with nets.memory(way) as chosen:
         parameters = [torch.nn.Parameter(torch.arange(5000.0)), torch.nn.Parameter(torch.ones(10))]
         sharded = OSS(parameters, torch.optim.SGD, group, lr=1.0, **chosen)
@@ -38,7 +38,7 @@ def test_one_saved_parameter_drags_the_buffer_along_and_its_clone_does_not(group
 
 
 class Read(torch.utils.data.Dataset):
-    """Reads parameters in a worker, and writes them if told so."""
+    """Data set that reads parameters in a worker, and optionally writes them."""
 
     def __init__(self, parameters, writes):
         self.parameters, self.writes = parameters, writes
@@ -56,7 +56,7 @@ class Read(torch.utils.data.Dataset):
 @pytest.mark.mpi
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_forked_workers_read_parameters_and_what_they_write_all_of_the_node_see(group):
-    """The memory is shared, with children, too: unlike a module's own, it is not copied when a child writes it."""
+    """Buffers are shared with forked children, unlike other memory: a child's write is visible."""
     sharded, parameters = small(group)
     for writes in (False, True):
         loader = torch.utils.data.DataLoader(
@@ -85,7 +85,7 @@ def test_memory_is_given_back_with_the_last_parameter_and_no_file_stays(group, w
         with open("/proc/self/maps") as maps:
             return len(os.listdir("/proc/self/fd")), sum("memfd:mpidist" in line for line in maps)
 
-    small(group, way)  # what is kept for good is there
+    small(group, way)  # makes what stays allocated
     before = open_files()
     sharded, parameters = small(group, way)
     parameters.append(torch.nn.Parameter(torch.ones(70)))

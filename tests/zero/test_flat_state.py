@@ -1,4 +1,4 @@
-"""Flat state: one tensor for each kind and buffer, of which the base optimizer holds views."""
+"""Flat state: one tensor for each kind and buffer, and the base optimizer's views of it."""
 
 import torch
 

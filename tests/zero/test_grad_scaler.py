@@ -1,4 +1,4 @@
-"""A scaler whose verdict is everybody's: where one rank finds an infinite gradient all skip, and scales stay equal."""
+"""Sharded gradient scaler: an infinite gradient on one rank skips the step on all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.mpi
 
 @pytest.mark.parametrize("partition", ["greedy", "flat"])
 def test_steps_of_a_plain_scaler(group, partition):
-    """The same scales, norms and bits, if all ranks have all gradients."""
+    """Equal scales, norms and bits, if all ranks have all gradients."""
     results = []
     for scaler in (
         torch.amp.GradScaler("cpu", growth_interval=2),
@@ -67,7 +67,7 @@ def test_steps_of_a_plain_scaler(group, partition):
 
 @pytest.mark.parametrize("is_sharded", [True, False])
 def test_what_one_rank_finds_all_obey(group, is_sharded):
-    """Also a rank that has no gradient at all, and one that refuses."""
+    """Includes a rank without gradients, and a rank with an error."""
     parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(group.size)]
     made = (
         OSS(parameters, torch.optim.SGD, group, lr=1.0)

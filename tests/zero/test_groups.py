@@ -1,4 +1,4 @@
-"""Parameter groups: what is kept in step, what ranks compare, and what is refused."""
+"""Parameter groups: copied settings, compared rows, and errors."""
 
 from __future__ import annotations
 

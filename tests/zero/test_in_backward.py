@@ -1,4 +1,4 @@
-"""Steps within the backward pass: the bits of a plain optimizer behind it, with both modules; and what all ranks refuse."""
+"""Steps within the backward pass: bits of a plain optimizer, with both modules; errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_subset_is_stepped_alone():
 @pytest.mark.parametrize("kind", ["mpidist", "torch"])
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_bits_of_a_plain_optimizer(group, kind, in_thread, monkeypatch):
-    """Beside schedulers, passes that only accumulate, and parameters that no rank, or only another one, has used."""
+    """Includes schedulers, accumulating passes, and parameters unused on this rank or on all."""
     monkeypatch.setattr(type(group), "is_single_node", not in_thread)
     wrong = []
     for name, partition, hook, as_view in itertools.product(
@@ -83,7 +83,7 @@ def test_bits_of_a_plain_optimizer(group, kind, in_thread, monkeypatch):
 
 @pytest.mark.mpi
 def test_the_step_is_taken_in_the_backward_pass(group):
-    """What this rank owns has changed by the end of it; sparse gradients are left to step()."""
+    """Owned parameters change within the pass; sparse gradients are stepped by step()."""
     model = torch.nn.Sequential(torch.nn.Embedding(8, 4, sparse=True), torch.nn.Linear(4, 4))
     plain = torch.nn.Sequential(torch.nn.Embedding(8, 4, sparse=True), torch.nn.Linear(4, 4))
     plain.load_state_dict(model.state_dict())

@@ -1,4 +1,4 @@
-"""Uneven inputs with a sharded optimizer: torch's Join with both modules, and our own join; equal to one process."""
+"""Uneven inputs with a sharded optimizer: torch's Join and mpidist's join, against one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def inputs_of(rank):
 
 
 def reference(size):
-    """Train in one process: a rank that has ended counts as zeros; the scheduler goes on with those that have not."""
+    """Train in one process; ranks without inputs count as zeros, the scheduler counts all steps."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
@@ -90,8 +90,13 @@ def test_a_rank_without_inputs_steps_its_shard(group):
             with Join([ddp, zero]):
                 ran(group, ddp, zero, clears_after, way != "hook")
         zero.wait()
-        far = [name for (name, a), b in zip(ddp.module.named_parameters(), expected.parameters(), strict=True)
-               if not torch.allclose(a, b, rtol=1e-4, atol=1e-5)]  # fmt: skip
+        far = [
+            name
+            for (name, a), b in zip(
+                ddp.module.named_parameters(), expected.parameters(), strict=True
+            )
+            if not torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+        ]
         flat = torch.cat([parameter.detach().flatten() for parameter in ddp.module.parameters()])
         rows = [torch.empty_like(flat) for _ in range(group.size)]
         group.all_gather(rows, flat)
@@ -127,6 +132,6 @@ def test_an_optimizer_that_join_was_not_told_of_is_refused(group):
         with ddp.join():
             ran(group, ddp, oss, False)
 
-    raises_on_all(group, RuntimeError, run, "name it")
+    raises_on_all(group, RuntimeError, run, "pass join(optimizers")
     backward(ddp, group.rank, 0)
-    oss.step()  # behind it nothing is refused
+    oss.step()  # allowed after the join

@@ -1,4 +1,4 @@
-"""Loading: from every format and layout into every other, to the bit; on all ranks or on none; state of frozen parameters."""
+"""Loading: every format and layout into every other, on all ranks or none; frozen parameters."""
 
 import copy
 
@@ -28,7 +28,7 @@ LAYOUTS = ["greedy", "balanced", "flat"]
 
 
 def fairscale_format(given):
-    """Return the state dict as FairScale 0.4.13 writes it after a step by an older torch: step counts are numbers."""
+    """Return a state dict of FairScale 0.4.13 with an older torch: step counts are numbers."""
     state = {
         number: {
             name: int(value) if name == "step" else value.clone() for name, value in held.items()
@@ -52,7 +52,7 @@ def fairscale_format(given):
 
 @pytest.mark.parametrize("partition", LAYOUTS)
 def test_training_goes_on_where_another_optimizer_saved(group, partition):
-    """From the unsharded optimizer, FairScale's format and another layout; and back into the unsharded one."""
+    """Loads the state of the unsharded optimizer, FairScale and another layout, and back."""
     for kind in (ADAM, SGD, RPROP):
         source = whole(kind)
         train(source, range(2), skipped=(1,))  # one parameter has no state yet
@@ -63,7 +63,7 @@ def test_training_goes_on_where_another_optimizer_saved(group, partition):
                 sharded(group, kind, partition),
                 copy.deepcopy(source),
             )
-            train(target, range(5, 6))  # what it held has to go
+            train(target, range(5, 6))  # former state must go
             take_parameters(target, source)
             target.load_state_dict(saved)
             ok = same_run(target, expected, range(2, 4)) and same(saved, before)
@@ -119,7 +119,7 @@ def test_state_of_parameters_that_no_rank_steps_is_kept_and_handed_over(group):
             same(told["state"], source.state_dict()["state"]),
             f"{partition}: lost at the next save",
         )
-        # By rank-local dicts, too.
+        # With rank-local dicts as well.
         again = sharded(group, ADAM, partition, frozen=True)
         take_parameters(again, source)
         again.load_state_dict(optimizer.rank_local_state_dict())
@@ -164,7 +164,7 @@ def test_nothing_is_loaded_from_what_does_not_fit(group, monkeypatch):
             group, ValueError, lambda given=given: optimizer.load_state_dict(given), words
         )
     if group.size > 1:
-        for given, _ in cases:  # refused by one rank alone
+        for given, _ in cases:  # an error on one rank only
             error = ValueError if last else DisagreementError
             raises_on_all(
                 group, error, lambda given=given if last else good: optimizer.load_state_dict(given)

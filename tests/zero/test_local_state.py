@@ -1,4 +1,4 @@
-"""State dicts of one rank: same world size and layout alone, no communication, through a file."""
+"""Rank-local state dicts: same world size and layout, no communication, through a file."""
 
 import copy
 
@@ -78,7 +78,7 @@ def test_master_copies_come_back_to_the_bit(group, wire):
     train(source, range(2))
     told = source.rank_local_state_dict()
     target = sharded(group, ADAM, "greedy", wire=wire)
-    take_parameters(target, source)  # rounded ones
+    take_parameters(target, source)  # rounded values
     target.load_state_dict(told)
     ok = len(told["masters"]) == (group.size > 1)
     agree(group, same_run(target, source, range(2, 4)) and ok, "the masters are lost")

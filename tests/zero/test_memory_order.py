@@ -1,4 +1,4 @@
-"""Elements of a parameter in a flat buffer: in the order in which they lie in memory, whatever the strides.
+"""Order of a parameter's elements in a flat buffer: their order in memory, for any strides.
 
 Apart from ``test_flat_buffers.py``: each rank of an MPI job would import hypothesis for this one
 test of one process.

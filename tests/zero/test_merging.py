@@ -1,4 +1,4 @@
-"""Rank-local state dicts of all ranks to one: as consolidation gives it; what is no complete set."""
+"""Merge of rank-local state dicts: equal to a consolidated one; incomplete sets."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The sharded optimizer against the plain one, bit by bit; its API, and what it refuses."""
+"""Sharded optimizer against the plain one, bit by bit; its API and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_bits_of_the_plain_optimizer(group, name):
             "later"
         )
     nets.train(plain, parameters)
-    # Every way with every partition once over the optimizers, and all of them with one.
+    # All optimizers together cover every pair of way and partition; one optimizer covers all.
     cases = [
         (kind, nets.WAYS[(place + len(name)) % 3])
         for place, kind in enumerate(nets.partitions_of(name))
@@ -88,7 +88,7 @@ def test_a_closure_is_called_with_gradients_and_its_loss_returned(group):
                 loss.backward()
                 return loss
 
-            # a rank that is ahead would write the one copy that others still read
+            # A faster rank would write the one copy while others still read it.
             for _ in range(12):
                 losses = [
                     optimizer.step(functools.partial(closure, net, optimizer))
@@ -209,7 +209,7 @@ def test_bad_arguments_are_refused_on_all_ranks_and_the_group_goes_on(group):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         refused(group, ValueError, "non-leaf", [p()[0] * 2], sgd_class, group, lr=0.1)
-    # On whoever owns a matrix, the base optimizer itself refuses.
+    # On a matrix's owner the base optimizer itself raises.
     words = "2D parameters"
     raises_on_all(
         group,
@@ -257,8 +257,12 @@ def test_ranks_that_differ_are_named_on_all(group):
             raise ZeroDivisionError("my own cost")
         return 1.0
 
-    raises_on_all(group, Exception,
-                  lambda: OSS(p(), group=group, partition="balanced", cost=cost, lr=0.1), "my own cost")  # fmt: skip
+    raises_on_all(
+        group,
+        Exception,
+        lambda: OSS(p(), group=group, partition="balanced", cost=cost, lr=0.1),
+        "my own cost",
+    )
     raises_on_all(
         group,
         Exception,
@@ -294,7 +298,7 @@ def test_schedulers_hooks_names_and_profiles(group):
         lambda optimizer, args, kwargs: calls.append(("after", optimizer is sharded))
     )
     for optimizer in (sharded, plain):
-        # asks the defaults for betas
+        # The scheduler reads betas from the defaults.
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=9)
         for number in range(8):
             nets.give_gradients(nets.all_parameters(optimizer), number)
@@ -323,7 +327,7 @@ def test_schedulers_hooks_names_and_profiles(group):
 
 def test_settings_go_both_ways_around_each_step(group):
     class Annealed(torch.optim.SGD):
-        """Changes its own settings as it steps."""
+        """Optimizer that changes its own settings in a step."""
 
         def step(self, closure=None):
             super().step(closure)
@@ -370,7 +374,7 @@ def test_fewer_parameters_than_ranks_and_a_net_smaller_than_a_unit(group):
 
 @pytest.mark.parametrize("within_closure", [False, True])
 def test_nobody_writes_the_one_copy_that_another_still_reads(world, group, within_closure):
-    """Rank 0 reads parameters until long after the others have come to their step, or to the end of their closure."""
+    """Rank 0 reads parameters long after the others entered their step or left their closure."""
     parameters = [torch.nn.Parameter(torch.ones(3000)) for _ in range(max(group.size, 2))]
     sharded = OSS(parameters, torch.optim.SGD, group, lr=1.0, one_copy=True)
     others = range(1, group.size)

@@ -1,4 +1,4 @@
-"""Shards that are on their way: whatever reads a parameter gets its new value, and nothing of it stays behind."""
+"""Overlapped gathers: every read of a parameter gets its new value; no hook is left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.zero.models import Model, backward, same_bits, trained, wrapped
 
 
 class LateWork:
-    """Writes a parameter's new value when it is waited for, as a gather would by then have done."""
+    """Work that writes a parameter's new value in ``wait``, like a gather that completes then."""
 
     def __init__(self, parameter):
         self.parameter = parameter
@@ -35,7 +35,7 @@ class LateWork:
 
 
 class EndingWork(LateWork):
-    """Says whether it has ended, too."""
+    """Work that can be completed before ``wait``."""
 
     has_ended = False
 
@@ -45,7 +45,7 @@ class EndingWork(LateWork):
 
 @pytest.fixture
 def late():
-    """Two parameters that are still 1, each on its way in a bucket of its own; behind the test nothing is left."""
+    """Two parameters of value 1, each with a pending bucket; checks that no hook is left."""
     before = _get_current_function_mode_stack()
     parameters = [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
     works = [LateWork(parameter) for parameter in parameters]
@@ -133,7 +133,7 @@ def test_what_is_no_read_does_not_wait(late):
 
 
 def test_modes_come_and_go_above(late):
-    """A user's mode that is entered before the end, and a default device, which torch wants at the very bottom."""
+    """A user's mode is entered before the end; a default device must stay at the bottom."""
     pending, parameters, works = late
 
     class Mine(TorchFunctionMode):
@@ -146,7 +146,7 @@ def test_modes_come_and_go_above(late):
         pending.begin([Gather([parameters[0]], [works[0]])])
     assert len(_get_current_function_mode_stack()) == 1
     assert torch.equal(parameters[0] + 0, torch.full((2, 2), 2.0)) and works[0].waits == 2
-    torch.nn.Identity()(torch.ones(1))  # the next call of a module takes the mode off
+    torch.nn.Identity()(torch.ones(1))  # the next module call removes the mode
     assert not _get_current_function_mode_stack()
 
 
@@ -162,7 +162,7 @@ def test_slices_cover_a_shard():
 @pytest.mark.mpi
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_the_same_bits_as_without(group, in_thread, monkeypatch):
-    """And averages of the weights, which are read behind the step; steps within the backward pass, too."""
+    """Includes averages of weights, read after the step, and steps within the backward pass."""
     monkeypatch.setattr(type(group), "is_single_node", not in_thread)
     wrong = []
     chosen = [
@@ -233,7 +233,7 @@ def test_an_optimizer_that_is_gone_leaves_its_parameters_watched(group):
 
 
 class Owner:
-    """Stands for an optimizer."""
+    """Substitute of an optimizer."""
 
 
 def test_gathers_of_an_optimizer_that_is_gone_keep_nothing_alive():

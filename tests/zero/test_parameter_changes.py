@@ -1,4 +1,4 @@
-"""Parameters that come, freeze, train again and move in the middle of the training, against the plain optimizer."""
+"""Changes of parameters during training (added, frozen, moved), against the plain optimizer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def require_equal(group, sharded, plain):
 @pytest.mark.parametrize("kind", ["greedy", "flat"])
 @pytest.mark.parametrize("way", nets.WAYS)
 def test_it_follows_what_somebody_has_put_elsewhere(group, kind, way):
-    """New memory, on one rank or all; another dtype, of some or all; another order of the elements."""
+    """New memory on one rank or all; another dtype for some or all; another order of elements."""
 
     def elsewhere(parameters):
         for parameter in parameters[::2]:
@@ -94,7 +94,7 @@ def test_a_moved_parameter_that_fits_no_more_is_refused_on_all_ranks(group):
 
 @pytest.mark.parametrize("kind", ["balanced", "flat"])
 def test_training_again_is_noticed_at_the_step(group, kind):
-    """Without refresh_trainable the owner alone would step it."""
+    """Without refresh_trainable only the owner would step the parameter."""
     sharded, plain = pair(group, kind=kind)
     step(sharded, plain)
     for optimizer in (sharded, plain):
@@ -110,14 +110,14 @@ def test_a_frozen_parameter_keeps_its_value_and_leaves_the_buffers(group, kind):
     step(sharded)
     own = nets.all_parameters(sharded)
     values = [parameter.detach().clone() for parameter in own]
-    for parameter in (own[0], own[5]):  # each keeps the gradient of its last step
+    for parameter in (own[0], own[5]):  # keep their last gradients
         parameter.requires_grad_(False)
     sharded.refresh_trainable()
-    own[1].grad = torch.ones_like(own[1])  # of one that has never trained
+    own[1].grad = torch.ones_like(own[1])  # never trained
     gradients = [parameter.grad for parameter in own]
     sharded.step()
     kept = [torch.equal(parameter, value) for parameter, value in zip(own, values, strict=True)]
-    # 6 is empty
+    # Parameter 6 is empty.
     agree(group, [place for place, same in enumerate(kept) if same] == [0, 1, 5, 6], str(kept))
     agree(
         group,

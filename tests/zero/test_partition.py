@@ -1,4 +1,4 @@
-"""Owners of parameters against naive twins, on random sizes and on the parameters of known networks."""
+"""Owners of parameters against naive twins, for random sizes and known networks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mpidist.zero import partition
 from mpidist.zero.partition import balanced, cost_of, cuts, greedy, is_element_wise, require
 from tests.support import ROOT
 
-# By its path: packages of other projects are called benchmarks, too.
+# Imported by path: other projects have packages of the name benchmarks.
 LISTS = runpy.run_path(str(ROOT / "benchmarks" / "gradient_lists.py"))["LISTS"]
 SIZES = st.lists(st.integers(0, 200), max_size=40)
 RANKS = st.integers(1, 9)
 
 
 def naive(order, costs, loads):
-    """Give parameters, in an order, each to the first rank that has the least."""
+    """Assign parameters, in an order, each to the first rank with the smallest load."""
     owners, loads = {}, list(loads)
     for place in order:
         least = min(range(len(loads)), key=lambda rank: loads[rank])
@@ -41,7 +41,7 @@ def test_greedy_and_balanced_are_their_naive_twins(sizes, ranks, earlier):
 
 
 def test_greedy_is_fairscales_rule_of_thumb():
-    # The example of a net with a large head: rank 0 has it alone, the rest goes to the others.
+    # A net with a large head: rank 0 owns the head alone, the others own the rest.
     owners, loads = greedy([100, 10, 10, 1, 30, 5], [0, 0, 0])
     assert owners == [0, 1, 2, 1, 2, 1] and loads == [100, 16, 40]
 
@@ -101,13 +101,13 @@ def test_cost_of_a_parameter():
 
 def test_which_classes_may_step_parts_of_a_parameter():
     class Norms(torch.optim.Adam):
-        """May do anything with a whole parameter."""
+        """Optimizer that is not known to be element-wise."""
 
     class Declared(Norms):
         is_element_wise = True
 
     class Heir(Declared):
-        """Its parent's word does not hold for it."""
+        """Subclass that does not declare ``is_element_wise`` itself."""
 
     assert is_element_wise(torch.optim.Adam) and is_element_wise(Declared)
     assert not any(

@@ -1,4 +1,4 @@
-"""Pieces of parameters, their gradients, and what the base optimizer sees of both."""
+"""Pieces of parameters, their gradients, and both in the base optimizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_gradient_of_a_piece_is_that_part_in_the_order_of_the_elements(is_ordere
     expected = parameter.grad.permute(0, 2, 3, 1).reshape(-1)[10:50].clone()
     found = piece.gradient()
     assert torch.equal(found, expected) and not piece.is_whole and not piece.is_parameter
-    # What is scaled in the piece is scaled in the parameter's gradient, and nothing else is.
+    # Scaling a piece's gradient scales the same part of the parameter's gradient, and nothing else.
     before = parameter.grad.permute(0, 2, 3, 1).reshape(-1).clone()
     found.mul_(3)
     piece.put_back(found)

@@ -1,4 +1,4 @@
-"""Kept memory: huge pages asked for, used again only when nobody can see the last result."""
+"""Memory of results: huge pages, and reuse only after the last result has been freed."""
 
 import mmap
 
@@ -50,7 +50,7 @@ def test_memory_is_used_again_once_nobody_holds_any_of_it(hold):
     address = other["a"].data_ptr()
     del other
     assert memory.tensors(WANTED)["a"].data_ptr() == address
-    # more than there is
+    # More memory than the machine has.
     assert memory.tensors({"a": (1 << 20, torch.float32)})["a"].numel() == 1 << 20
 
 
@@ -66,7 +66,7 @@ def test_huge_pages_are_asked_for_and_may_be_refused(monkeypatch):
     assert len(result_memory._huge_pages(3 << 20)) == 3 << 20
     huge = [mmap.MADV_HUGEPAGE] if hasattr(mmap, "MADV_HUGEPAGE") else []
     assert asked == huge
-    for numel, asks in ((1000, []), (1 << 20, huge)):  # few zeros are not worth a page
+    for numel, asks in ((1000, []), (1 << 20, huge)):  # a page is too large for few zeros
         asked.clear()
         zeros = result_memory.zeros(numel, torch.float32)
         assert (

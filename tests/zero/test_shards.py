@@ -1,4 +1,4 @@
-"""Shards over nodes, groups and modes: bits of the plain optimizer wherever the ranks are and however they are called."""
+"""Shards on several nodes, groups and modes of torch: equal bits to the plain optimizer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def both(
 
 @pytest.fixture
 def nodes(world, monkeypatch):
-    """Make groups whose ranks are on nodes of our own invention."""
+    """Make groups whose ranks are on simulated nodes."""
     made = []
 
     def make(layout, **options):
@@ -78,7 +78,7 @@ def test_on_several_nodes(world, nodes, layout, one_copy):
 
 @pytest.mark.parametrize("kind", ["greedy", "flat"])
 def test_memory_that_can_be_shared_at_first_and_not_later(group, monkeypatch, kind):
-    """One part of the parameters in the node's one copy, the other in each rank's own."""
+    """Some parameters are in the node's one copy, the others in each rank's own memory."""
     optim, settings = nets.OPTIMIZERS["AdamW"]
     parameters = nets.parameters_for("AdamW")
     plain = optim(parameters, **settings)
@@ -108,7 +108,7 @@ def test_in_groups_that_can_be_left_and_that_compare_before_each_call(world, nod
 
 @pytest.mark.parametrize("way", nets.WAYS)
 def test_under_other_defaults(group, way):
-    """A default device and a default dtype are the user's own affair."""
+    """The user's default device and dtype have no effect."""
     optim, settings = nets.OPTIMIZERS["Adam-fused"]
     before = torch.get_default_dtype()
     parameters, others = (
@@ -154,7 +154,7 @@ def test_under_other_defaults(group, way):
 @pytest.mark.parametrize("way", nets.WAYS)
 @pytest.mark.parametrize("kind", ["greedy", "flat"])
 def test_built_and_stepped_in_inference_mode(group, kind, way):
-    """What is made there must be usable outside."""
+    """Tensors made in inference mode must be usable outside."""
     optim, settings = nets.OPTIMIZERS["AdamW"]
     parameters, others = nets.matrices(), []
     for parameter in parameters:
@@ -201,7 +201,7 @@ def test_two_optimizers_of_one_group_and_one_over_part_of_it(group):
         for optimizer in (*sharded, *plain[:2]):
             nets.give_gradients(nets.all_parameters(optimizer), step)
             optimizer.step()
-        if group.rank % 2 == 0 or step % 2:  # the halves train at different paces
+        if group.rank % 2 == 0 or step % 2:  # the halves take different numbers of steps
             for optimizer in (apart, plain[2]):
                 nets.give_gradients(nets.all_parameters(optimizer), step)
                 optimizer.step()
@@ -214,7 +214,7 @@ def test_two_optimizers_of_one_group_and_one_over_part_of_it(group):
 
 @pytest.mark.parametrize("kind", ["greedy", "flat"])
 def test_masters_stay_exact_where_nobody_has_written_the_parameter(group, kind):
-    """Parameters hold what has crossed the network: rounded values, of which no master may be made anew."""
+    """Parameters have rounded values of the wire; no master may be renewed from them."""
     torch.manual_seed(3)
     shapes = [(40, 9), (130,), (6, 5, 3, 3), (7,)]
     parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
@@ -250,7 +250,7 @@ def test_masters_stay_exact_where_nobody_has_written_the_parameter(group, kind):
     parameters[3].requires_grad_(False)
     shards.refresh()
     check(())
-    parameters[1].data = parameters[1].detach().clone()  # elsewhere, the same values
+    parameters[1].data = parameters[1].detach().clone()  # other memory, same values
     parameters[2].data = parameters[2].detach().double()
     parameters[0].data = torch.full((40, 9), 3.0)
     shards.follow()

@@ -1,4 +1,4 @@
-"""State dicts in torch's format: what is refused, what each piece takes, nothing of the argument kept."""
+"""State dicts in torch's format: errors, each piece's part, and no reference to the argument."""
 
 import copy
 
@@ -38,7 +38,7 @@ def test_what_fits_is_taken(kind):
     renamed["state"] = {f"p{key}": held for key, held in renamed["state"].items()}
     for group in renamed["param_groups"]:
         group["params"] = [f"p{key}" for key in group["params"]]
-    # keys are the dict's own business
+    # Any keys are valid.
     state_dict.require_fits(renamed, optimizer.param_groups, optimizer)
     assert same(state_dict.by_number(renamed, optimizer.param_groups), before["state"]) and same(
         given, before
@@ -69,7 +69,7 @@ def test_a_piece_takes_its_elements_and_nothing_that_a_step_would_change():
     value = torch.arange(120.0).view(2, 3, 4, 5)
     cut = Piece(0, parameter, 7, 50, torch.nn.Parameter(torch.ones(43)), (0, 0))
     assert torch.equal(state_dict.part(value, cut), in_memory_order(value, parameter)[7:50])
-    # without a place in a flat tensor, into which it would be copied
+    # A piece without a home: its value is not copied into a flat tensor.
     whole_one = Piece(0, parameter, 0, 120, parameter)
     for given in (value, torch.tensor(3.0), torch.ones(7), value.to_sparse()):
         made = state_dict.part(given, whole_one)

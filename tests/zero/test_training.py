@@ -1,4 +1,4 @@
-"""Training loops with DistributedDataParallel, torch's and ours, and a job that goes on at another number of ranks."""
+"""Training loops with both DistributedDataParallel, and resumption on another number of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.mpi
 
 
 class Net(torch.nn.Module):
-    """A small net with tied weights, a convolution in channels_last and a parameter that some steps do not use."""
+    """Net with tied weights, a channels_last convolution and a parameter unused in some steps."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ def batch(rank, step):
 
 
 def epoch(net, optimizer, rank, steps, clip=None):
-    """Train as any script does."""
+    """Train like a usual script."""
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for step in range(steps):
         x, target = batch(rank, step)
@@ -66,7 +66,7 @@ def test_same_bits_as_the_plain_optimizer_under_ddp(default_group, group, whose,
     results = []
     for sharded in (False, True):
         net = Net()
-        if sharded and kind == "flat":  # before or behind the module: both must do
+        if sharded and kind == "flat":  # before or after the module: both must work
             optimizer = OSS(net.parameters(), torch.optim.AdamW, group, partition=kind, lr=0.02)
             results.append(epoch(wrapped(net), optimizer, group.rank, 6))
             continue
@@ -90,7 +90,7 @@ def test_same_bits_as_the_plain_optimizer_under_ddp(default_group, group, whose,
 
 
 def test_a_loop_that_clips_and_saves_goes_on_as_if_it_had_never_stopped(group):
-    """Train, consolidate on one rank, save, build all anew, load, train on."""
+    """Train, consolidate on one rank, save, rebuild everything, load, continue."""
 
     def optimizer_of(net):
         return OSS(
@@ -133,7 +133,7 @@ def test_saved_on_all_ranks_loaded_on_fewer(group, name):
             optimizer.step()
     saved = sharded.state_dict(all_ranks=True)
     values = [parameter.detach().clone() for parameter in first]
-    # torch rounds scalars to the parameter's dtype as it loads them
+    # torch rounds scalars to the parameter's dtype in a load.
     plain.load_state_dict(plain.state_dict())
     for place in range(5, 9):
         nets.give_gradients(plain_parameters, place)

@@ -1,4 +1,4 @@
-"""Wires: after a share all ranks hold the same bits, the masters keep what was lost, and training ends where it would without."""
+"""Wires: equal bits on all ranks after a share, exact masters, and training as without a wire."""
 
 import copy
 import threading
@@ -20,7 +20,7 @@ WIDE = [torch.float32, torch.float64]
 
 
 def layouts(size):
-    """Return bounds: even shards, ragged ones behind 64 elements that nobody owns, empty ones, and none at all."""
+    """Return bounds: even, ragged (after 64 unowned elements) and empty shards, no elements."""
     ragged = [64, *(64 + 320 * rank * rank for rank in range(1, size + 1))]
     return [
         [rank * 2048 for rank in range(size + 1)],
@@ -32,7 +32,7 @@ def layouts(size):
 
 
 def buffers(group, bounds, dtype, turn=0):
-    """Return what all ranks' masters hold, this rank's, and the flat buffer."""
+    """Return all ranks' masters, this rank's master, and the flat buffer."""
     torch.manual_seed(turn)
     flat = torch.randn(bounds[-1] + 100).to(dtype)
     masters = [
@@ -48,7 +48,7 @@ def is_equal_everywhere(group, flat):
 
 
 def change_by_numpy(change):
-    """Return a change as it travels, block by block."""
+    """Return a change as the wire sends it, block by block."""
     change, sent = change.cpu().numpy(), np.zeros(change.shape, change.cpu().numpy().dtype)
     for start in range(0, len(change), BLOCK):
         own = change[start : start + BLOCK]
@@ -77,7 +77,7 @@ def test_halves_are_the_rounded_masters_on_all_ranks(group, device, dtype):
                 torch.equal(flat, wanted) and torch.equal(own, before),
                 f"{flat_dtype} at {bounds}",
             )
-    # The master may be the shard itself where nothing is rounded.
+    # Without rounding the master may be the shard itself.
     masters, own, flat = buffers(group, bounds := layouts(group.size)[1], dtype)
     shard = flat[bounds[group.rank] : bounds[group.rank + 1]].copy_(own)
     wire.share(group, shard, flat, bounds)
@@ -87,13 +87,13 @@ def test_halves_are_the_rounded_masters_on_all_ranks(group, device, dtype):
 @pytest.mark.mpi
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 def test_int8_sends_changes_and_leaves_the_rest_in_the_master(group, device, dtype, monkeypatch):
-    # two of the even shards, up to five of the ragged ones
+    # Two segments of the even shards, up to five of the ragged ones.
     monkeypatch.setattr(wire_int8, "_SEGMENT_NUMEL", 1024)
     wire = Int8Wire()
     for turn, bounds in enumerate(layouts(group.size)):
         masters, own, flat = buffers(group, bounds, dtype, turn)
         before, wanted = own.clone(), flat.cpu()
-        for _ in range(3):  # the first sends the change, the others what is left of it
+        for _ in range(3):  # the first sends the change, the others the rest
             for master, (start, stop) in zip(masters, pairwise(bounds), strict=True):
                 shard = wanted[start:stop]
                 shard.copy_(master) if group.size == 1 else shard.add_(
@@ -106,14 +106,14 @@ def test_int8_sends_changes_and_leaves_the_rest_in_the_master(group, device, dty
                 f"{bounds}: {(flat.cpu() - wanted).abs().max()}",
             )
         agree(group, torch.equal(own, before) and is_equal_everywhere(group, flat), str(bounds))
-        # Of steps near 0.01 each share leaves a hundredth.
+        # Each share leaves a hundredth of steps near 0.01.
         left = [0.0, *(torch.cat(masters) - flat[bounds[0] : bounds[-1]]).abs().tolist()]
         agree(group, max(left) <= 4 * torch.finfo(dtype).eps + 5e-8, f"{max(left)}")
 
 
 @pytest.mark.mpi
 def test_many_small_changes_arrive_whole(group):
-    """A hundred steps, each of which would be rounded to nothing beside the large one of its block."""
+    """A hundred steps, each too small for the scale of its block."""
     wire, bounds = Int8Wire(), [rank * 64 for rank in range(group.size + 1)]
     master, flat = torch.zeros(64), torch.zeros(bounds[-1])
     for turn in range(100):
@@ -221,7 +221,7 @@ def train(group, optimizer, lr, share):
 
 
 class Forgetful:
-    """The same wire without error feedback: it quantizes each step of the master by itself."""
+    """Wire without error feedback: quantizes each step of the master separately."""
 
     def __init__(self):
         self.last, self.wire = None, Int8Wire()
@@ -252,7 +252,7 @@ def test_training_ends_where_it_would_without_a_wire_because_errors_are_fed_back
     agree(group, all(0.97 < ratio < 1.03 for ratio in losses.values()), f"{losses} of {alone}")
     forgetful = train(group, sgd, 0.05, Forgetful().share) / alone
     agree(group, forgetful > 1.4, f"{forgetful} times the loss: the errors do not matter here")
-    # Adam's steps are of one size, and the parameters are not.
+    # Adam's steps have equal sizes, the parameters do not.
     alone = train(group, adam, 0.1, None)
     changes, weights = (
         train(group, adam, 0.1, share) / alone for share in (Int8Wire().share, share_weights)

@@ -1,4 +1,4 @@
-"""torch's names and meanings; its hooks, after which no step() is called, with both modules; what it refuses."""
+"""ZeroRedundancyOptimizer: torch's names and meanings, hooks without step(), errors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.mpi
 
 
 def unordered(state, bucket):
-    """Average a bucket by a hook that is not known to keep an order: between nodes it runs on the group's thread."""
+    """Average a bucket in a hook without ``is_in_order``: between nodes on the group's thread."""
     return fp16_compress_wrapper(allreduce_hook)(state, bucket)
 
 
 @pytest.mark.usefixtures("default_group")
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_the_hook_takes_the_step(group, in_thread, monkeypatch):
-    """From the first iteration on; parameter groups that are added, and state dicts, are as without."""
+    """Steps from the first iteration on; added groups and state dicts work as without hooks."""
     monkeypatch.setattr(type(group), "is_single_node", not in_thread)
     wrong = []
     for kind, hook, makes in (
@@ -49,7 +49,7 @@ def test_the_hook_takes_the_step(group, in_thread, monkeypatch):
         state = group if kind == "mpidist" else None
         plain.register_comm_hook(state, hook)
         sharded.register_comm_hook(state, makes(hook, sharded, zero))
-        for number in range(4):  # one by one: the twins' schedulers begin anew
+        for number in range(4):  # one by one: the twins' schedulers restart
             trained(group, plain, its, [number])
             trained(group, sharded, zero, [number], True)
             wrong += [f"{kind} {number}: {names}" for names in [same_bits(sharded, plain)] if names]
@@ -72,7 +72,7 @@ def test_the_hook_takes_the_step(group, in_thread, monkeypatch):
 
 
 def test_arguments(group):
-    """Each rank raises what is wrong, also where its argument alone is."""
+    """All ranks raise, also if one rank's argument alone is wrong."""
     p = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
 
     def make(params, **options):

@@ -1,4 +1,4 @@
-"""The base of functional optimizers: aliases, kernels, arguments and what is refused."""
+"""Base class of functional optimizers: aliases, kernels, arguments and errors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_parameters_that_got_other_memory():
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
 @pytest.mark.parametrize("fused", [None, True])
 def test_parameters_and_gradients_of_other_strides(name, fused):
-    """torch's fused kernels go through memory, and mix up elements where strides differ."""
+    """torch's fused kernels process memory in order, and pair wrong elements if strides differ."""
     mine, theirs = (
         torch.nn.Parameter(
             torch.arange(12.0).view(3, 4).t().clone(memory_format=torch.preserve_format)
@@ -171,7 +171,7 @@ def test_as_many_gradients_as_parameters():
 
 
 def test_dynamo_is_not_imported():
-    """It takes seconds on each worker."""
+    """The import takes seconds on each worker."""
     script = """
 import sys, torch
 from mpidist.optim import functional
@@ -194,7 +194,7 @@ assert "torch._dynamo" not in sys.modules
     [{"exp_avg": torch.zeros(1)}, {"exp_avg_sq": torch.zeros(0)}, {"step": torch.zeros(3)}],
 )
 def test_a_state_of_another_shape_is_refused(values):
-    """torch's fused kernels would read and write behind its memory."""
+    """torch's fused kernels would read and write beyond its memory."""
     parameter = ones(100_000)
     optimizer = functional.Adam([parameter])
     optimizer.step([torch.ones(100_000)])
@@ -207,7 +207,7 @@ def test_a_state_of_another_shape_is_refused(values):
 
 
 def test_the_fused_kernel_is_refused_where_elements_share_their_memory():
-    """It writes as many elements as the parameter has, behind a memory that holds fewer."""
+    """The kernel writes as many elements as the parameter has, beyond a smaller memory."""
     parameter = torch.ones(1).expand(100_000).requires_grad_()
     optimizer = functional.SGD([parameter], fused=True)
     with pytest.raises(ValueError, match="fill their memory"):

@@ -54,7 +54,7 @@ def gradients(step, some_none):
 
 
 def pair(name, options, **torchs):
-    """Return ours and torch's over equal parameters."""
+    """Return mpidist's and torch's optimizer over equal parameters."""
     mine, theirs = parameters(), parameters()
     ours = getattr(functional, name)(mine, **options)
     return ours, getattr(torch.optim, name)(theirs, **options, **torchs), mine, theirs
@@ -96,7 +96,7 @@ def test_close_to_torchs_loop_and_its_state_loads_there(name, options):
     ours, theirs, mine, of_theirs = pair(name, options, foreach=False)
     for step in range(3):
         step_both(ours, theirs, of_theirs, step)
-    # The other's state from here on, and back.
+    # Each continues with the other's state.
     theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
     ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
     for step in range(3, 6):
