@@ -235,8 +235,7 @@ class Training:
 
         The object may be registered with the module already.
         """
-        kept = {"process_group": self.hook_state.process_group, "_kept": {}}
-        self.hook_state.__dict__.update({**loaded.__dict__, **kept})
+        self.hook_state.load_state_dict(loaded.state_dict())
 
 
 SHARED_NAMES = ("scheduler", "scaler", "sampler", "buckets", "extra")
