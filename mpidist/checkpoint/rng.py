@@ -37,7 +37,18 @@ def require_state(saved: Any) -> None:
     """
     if not isinstance(saved, Mapping) or not {"python", "numpy", "torch", "cuda"} <= set(saved):
         raise ValueError("the state of the generators is damaged")
-    numpy_state, python = saved["numpy"], saved["python"]
+    _require_numpy(saved["numpy"])
+    _require_python(saved["python"])
+    for name in ("torch", "cuda"):
+        state = saved[name]
+        is_missing = state is None and name == "cuda"
+        if not is_missing and not (
+            isinstance(state, torch.Tensor) and state.dtype is torch.uint8 and state.dim() == 1
+        ):
+            raise ValueError(f"the state of torch's generator ({name}) is damaged")
+
+
+def _require_numpy(numpy_state: Any) -> None:
     inner = numpy_state.get("state") if isinstance(numpy_state, Mapping) else None
     if not isinstance(inner, Mapping) or numpy_state.get("bit_generator") != "MT19937":
         raise ValueError("the state of NumPy's generator is damaged")
@@ -59,6 +70,9 @@ def require_state(saved: Any) -> None:
         or (type(kept) is int and abs(kept) >> 53)
     ):
         raise ValueError("the state of NumPy's generator is damaged: its kept number")
+
+
+def _require_python(python: Any) -> None:
     if (
         not isinstance(python, (list, tuple))
         or len(python) != 3
@@ -78,13 +92,6 @@ def require_state(saved: Any) -> None:
         )
     if type(python[2]) not in (float, type(None)):
         raise ValueError("the state of Python's generator is damaged: its kept number")
-    for name in ("torch", "cuda"):
-        state = saved[name]
-        is_missing = state is None and name == "cuda"
-        if not is_missing and not (
-            isinstance(state, torch.Tensor) and state.dtype is torch.uint8 and state.dim() == 1
-        ):
-            raise ValueError(f"the state of torch's generator ({name}) is damaged")
 
 
 def restore(saved: Mapping[str, Any]) -> None:

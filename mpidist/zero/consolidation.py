@@ -84,20 +84,11 @@ def gathered(
     Raises:
         MemoryError: This recipient has no memory (DisagreementError on the other ranks).
     """
-    entries = {
-        number: [described(name, value) for name, value in held.items()]
-        for number, held in image.entries.items()
-    }
-    own_contents: _Contents = (
-        image.kinds,
-        entries,
-        [(tensor.shape, tensor.dtype) for tensor in image.loose],
-    )
     everyone: list[_Contents] | None
     if recipient == -1:
-        everyone = group.all_gather_object(own_contents)
+        everyone = group.all_gather_object(_contents(image))
     else:
-        everyone = group.gather_object(own_contents, recipient)
+        everyone = group.gather_object(_contents(image), recipient)
     own = [*image.flats, *(tensor.reshape(-1) for tensor in image.loose)]
     # Before the first message: a rank must not send to a recipient without memory.
     with raising_on_all(group, "consolidation"):
@@ -121,6 +112,14 @@ def gathered(
                 elif rank != group.rank:
                     group.recv(chunk, rank)
     return _assembled(everyone, whole, loose, image)
+
+
+def _contents(image: ShardImage) -> _Contents:
+    entries = {
+        number: [described(name, value) for name, value in values.items()]
+        for number, values in image.entries.items()
+    }
+    return image.kinds, entries, [(tensor.shape, tensor.dtype) for tensor in image.loose]
 
 
 def _allocated(

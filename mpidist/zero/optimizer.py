@@ -269,8 +269,8 @@ class OSS(Modes):
 
         Args:
             norm_type: p > 0 of the p-norm; infinity too.
-            filter_params_fn: Gets the parameters with a gradient of which this rank owns a part;
-                returns those that count.
+            filter_params_fn: Return the parameters that count, from a list of those with a gradient
+                that this rank owns in part or whole.
 
         Returns:
             The norm before scaling, a 0-dim tensor: fp64 if any parameter is, else fp32.

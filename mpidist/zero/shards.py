@@ -163,7 +163,7 @@ class Shards:
         return [piece for piece in self.pieces if piece.number not in placed]
 
     def follow(self) -> None:
-        """Allocate the buffers anew on the parameters' present devices, in their present dtypes.
+        """Reallocate the buffers on the parameters' present devices, in their present dtypes.
 
         Each rank keeps its elements. Where ranks step vectors of elements, the elements keep their
         former order in memory, and so does their state.
