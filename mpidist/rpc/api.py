@@ -70,11 +70,11 @@ def init_rpc(
     if current.agent is not None:
         raise MpidistError("RPC is already initialized: call mpidist.rpc.shutdown() first")
     transport = membership.transport_of(rank, world_size, group)
-    made_allowed, problem = None, None
+    allowlist, problem = None, None
     try:
         check_name(name)
-        made_allowed = Allowed(allowed) if allowed is not None else None
-        if made_allowed is None and trust.is_data_only():
+        allowlist = Allowed(allowed) if allowed is not None else None
+        if allowlist is None and trust.is_data_only():
             raise MpidistError(
                 f"{trust.ENV_TRUST}=data: init_rpc needs a list, allowed=[...]; without one others "
                 "may call anything"
@@ -83,11 +83,11 @@ def init_rpc(
         # Raised after the exchange, because the other workers wait for this one.
         problem = error
     # Before the exchange: a worker that knows this one may send at once.
-    transport.open_receives(made_allowed is not None)
+    transport.open_receives(allowlist is not None)
     workers, device_maps = membership.gather_workers(
-        transport, name, options, made_allowed is not None, problem
+        transport, name, options, allowlist is not None, problem
     )
-    agent = Agent(transport, workers, device_maps, options, made_allowed, rref.from_wire)
+    agent = Agent(transport, workers, device_maps, options, allowlist, rref.from_wire)
     # Before the start: the first request may arrive immediately.
     current.agent = agent
     agent.start()

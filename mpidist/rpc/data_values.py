@@ -208,18 +208,18 @@ def make_error(values: Sequence[Any], allowed: Allowed) -> Exception:
         raise FrameError("no arguments of an exception")
     if kind.__module__ == builtins.__name__:
         return kind(*_safe_arguments(kind, _text(text), arguments))
-    made: Exception
+    rebuilt: Exception
     if kind.__module__.startswith(_OWN):
-        made = kind(*arguments)
-        made.__dict__.update(attributes)
-        return made
+        rebuilt = kind(*arguments)
+        rebuilt.__dict__.update(attributes)
+        return rebuilt
     base: Any = kind
     while base.__module__ != builtins.__name__:
         base = base.__base__  # the base class with the same memory layout
     arguments = _safe_arguments(base, _text(text), arguments)
-    made = base.__new__(kind, *arguments)
-    made.args = arguments
-    return made
+    rebuilt = base.__new__(kind, *arguments)
+    rebuilt.args = arguments
+    return rebuilt
 
 
 def _safe_arguments(kind: type, text: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -107,12 +107,12 @@ def _select(met: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
 def _fill(data: object, met: Sequence[Any]) -> Any:
     following = iter(met)
     try:
-        made = next(following) if data is MARK else Filling(following).fill(data)
+        filled = next(following) if data is MARK else Filling(following).fill(data)
     except StopIteration as error:
         raise FrameError(f"{len(met)} slots do not fit the data that came with them") from error
     if next(following, MARK) is not MARK:
         raise FrameError(f"{len(met)} slots do not fit the data that came with them")
-    return made
+    return filled
 
 
 def attach_tensors(objects: list[Any], attach: Attach) -> list[Any]:

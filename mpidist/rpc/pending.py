@@ -30,8 +30,8 @@ class PendingCalls:
 
     def _remove_where(self, concerns: Callable[[Call], bool]) -> list[Call]:
         """Remove and return the calls for which ``concerns`` returns True."""
-        found = [call for call in list(self._pending.values()) if concerns(call)]
-        return [call for call in found if self._pending.pop(call.sequence, None) is not None]
+        matching = [call for call in list(self._pending.values()) if concerns(call)]
+        return [call for call in matching if self._pending.pop(call.sequence, None) is not None]
 
     def _remove_expired(self) -> list[Call]:
         # Reset before the search, so that a call that is added meanwhile can lower it again.

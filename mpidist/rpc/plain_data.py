@@ -83,24 +83,24 @@ class Walk:
         if self._depth > DEPTH:
             raise NotPlain
         before = len(self._met)
-        made: Any
+        replaced: Any
         if kind is dict:
             if not SCALARS.issuperset(map(type, obj)):
                 self._require_plain(obj)
-            made = {
+            replaced = {
                 key: value if type(value) in SCALARS else self.replace(value)
                 for key, value in obj.items()
             }
         else:
-            made = [item if type(item) in SCALARS else self.replace(item) for item in obj]
+            replaced = [item if type(item) in SCALARS else self.replace(item) for item in obj]
             if kind is tuple:
-                made = tuple(made)
-        values, originals = (made.values(), obj.values()) if kind is dict else (made, obj)
+                replaced = tuple(replaced)
+        values, originals = (replaced.values(), obj.values()) if kind is dict else (replaced, obj)
         if len(self._met) == before and all(map(operator.is_, originals, values)):
-            made = obj
+            replaced = obj
         self._depth -= 1
-        self._seen[id(obj)] = made
-        return made
+        self._seen[id(obj)] = replaced
+        return replaced
 
     def _require_no_sets(self, members: object) -> None:
         # A tuple outside of sets may contain a set, so results from there are not valid here.
@@ -135,10 +135,12 @@ class Filling:
         if kind is tuple:
             if id(data) in self._seen:
                 return self._seen[id(data)][1]
-            made = tuple([item if type(item) in SCALARS else self._value(item) for item in data])
+            replaced = tuple(
+                [item if type(item) in SCALARS else self._value(item) for item in data]
+            )
             # The tuple is kept as well, so that its id is not used again.
-            self._seen[id(data)] = data, made
-            return made
+            self._seen[id(data)] = data, replaced
+            return replaced
         if id(data) in self._seen:
             return data
         self._seen[id(data)] = data

@@ -210,16 +210,16 @@ def user_rref(
     agent: Agent, owner: WorkerInfo, reference: int, fork: int, creation: Creation | None
 ) -> RRef[Any]:
     """Make a reference to another worker's value."""
-    made: RRef[Any] = RRef.__new__(RRef)
-    made._set_up(agent, owner, reference, fork, None, creation)
-    return made
+    rref: RRef[Any] = RRef.__new__(RRef)
+    rref._set_up(agent, owner, reference, fork, None, creation)
+    return rref
 
 
 def owner_rref(agent: Agent, entry: Entry, creation: Creation | None = None) -> RRef[Any]:
     """Make a reference to an owned value."""
-    made: RRef[Any] = RRef.__new__(RRef)
-    made._set_up(agent, agent.workers.me, entry.reference, None, entry, creation)
-    return made
+    rref: RRef[Any] = RRef.__new__(RRef)
+    rref._set_up(agent, agent.workers.me, entry.reference, None, entry, creation)
+    return rref
 
 
 def from_wire(agent: Agent, reference: int, fork: int, owner: int) -> RRef[Any]:

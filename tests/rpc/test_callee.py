@@ -88,8 +88,8 @@ def test_operators_of_torch_go_by_name_and_are_found_by_it(function, name):
 )
 def test_importable_functions_go_by_name_and_are_found_by_it(function, name):
     for _ in range(2):
-        kind, told = name_of(function)
-        assert told == name and callee.resolve(kind, name.encode(), None) is function
+        kind, text = name_of(function)
+        assert text == name and callee.resolve(kind, name.encode(), None) is function
     assert callee.display_name(callee.wire_name(function)[1]) == name.rpartition(":")[2]
 
 

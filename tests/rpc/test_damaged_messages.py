@@ -140,8 +140,8 @@ def test_a_message_that_nobody_sends_ends_no_worker(group, workers, to, name, ca
                 )
         elif reason is not None:
             soon(lambda: reason in log_of(caplog), 5)
-        told = group.rank == 0 or reason is None or reason in log_of(caplog)
-    agree(group, told, f"the log: {log_of(caplog)}")
+        is_logged = group.rank == 0 or reason is None or reason in log_of(caplog)
+    agree(group, is_logged, f"the log: {log_of(caplog)}")
     assert rpc.rpc_sync(to, echo, args=(5,), timeout=CALL_S) == 5
 
 

@@ -450,7 +450,7 @@ def test_a_forked_child_is_refused_and_its_parent_works_on(group, workers, to):
     adder, own = rpc.remote(to, Adder), rpc.RRef(3)
     assert adder.rpc_sync().add(1, 2) == 3
     under_way = rpc.rpc_async(to, rest, args=(1, 2, 3), timeout=CALL_S)
-    told = in_child(
+    errors = in_child(
         {
             "rpc_sync": lambda: rpc.rpc_sync(to, echo, args=(1,), timeout=1),
             "rpc_sync to itself": lambda: rpc.rpc_sync(
@@ -465,8 +465,12 @@ def test_a_forked_child_is_refused_and_its_parent_works_on(group, workers, to):
             "shutdown": lambda: rpc.shutdown(graceful=False),
         }
     )
-    wrong = {name: rest for name, rest in told.items() if not (rest[2] and "fork" in rest[1])}
-    agree(group, not wrong and len(told) == 9 - adder.is_owner(), f"{wrong}; told: {sorted(told)}")
+    wrong = {name: rest for name, rest in errors.items() if not (rest[2] and "fork" in rest[1])}
+    agree(
+        group,
+        not wrong and len(errors) == 9 - adder.is_owner(),
+        f"{wrong}; raised: {sorted(errors)}",
+    )
     assert under_way.wait() == 3
     assert [call(to, echo, number) for number in range(50)] == list(range(50))
     assert adder.rpc_sync(timeout=CALL_S).add(2, 3) == 5 and own.to_here() == 3
@@ -778,7 +782,7 @@ def test_a_creation_completes_its_future_once_whoever_comes_first(workers, to):
 
     def error_of(call):
         made[0].run()  # as another thread could at this moment
-        return ValueError("told once")
+        return ValueError("raised once")
 
     for begin in (Creation.future, Creation.complete):
         creation = Creation(0, "what", 0.0, error_of, None)
@@ -789,5 +793,5 @@ def test_a_creation_completes_its_future_once_whoever_comes_first(workers, to):
             creation.complete(incoming).run()
         else:
             creation.complete(incoming)
-        with pytest.raises(ValueError, match="told once"):
+        with pytest.raises(ValueError, match="raised once"):
             creation.future().wait()

@@ -133,7 +133,7 @@ def nothing():
 
 
 def fail(*args):
-    raise ValueError("as told")
+    raise ValueError("as requested")
 
 
 def my_context():
@@ -152,12 +152,12 @@ def test_the_context_rides_on_every_kind_of_message(group, engine, posted, worke
         assert rpc.rpc_sync(to, my_context) == mine
         # doubled on both ways
         assert rpc.rpc_sync(to, add_one, args=(torch.ones(2),)).tolist() == [6, 6]
-        with pytest.raises(ValueError, match="as told"):
+        with pytest.raises(ValueError, match="as requested"):
             rpc.rpc_sync(to, fail)
         reference = rpc.remote(to, add_one, args=(1,))
         lost = rpc.remote(to, fail, args=(torch.ones(1),))
         assert reference.to_here() == 2
-        with pytest.raises(ValueError, match="as told"):
+        with pytest.raises(ValueError, match="as requested"):
             lost.to_here()
         deadline = time.monotonic() + 20
         while api._get_current_rpc_agent().calls.creations() and time.monotonic() < deadline:
@@ -256,12 +256,14 @@ def test_callbacks_run_in_the_context_in_which_they_were_given(group, engine, wo
     future = rpc.rpc_async(to, slow_echo, args=(1,))
     with engine.within(31):
         first = future.then(lambda done: (engine.current_context(), done.value()))
-    seen, told = [], threading.Event()
+    seen, completed = [], threading.Event()
     with engine.within(32):
-        future.add_done_callback(lambda done: (seen.append(engine.current_context()), told.set()))
+        future.add_done_callback(
+            lambda done: (seen.append(engine.current_context()), completed.set())
+        )
     second = future.then(lambda done: engine.current_context())
     assert first.wait() == (31, 1) and second.wait() == 0
-    assert told.wait(20) and seen == [32]
+    assert completed.wait(20) and seen == [32]
     assert (31, -1, True) in engine.entered and (32, -1, True) in engine.entered
     group.barrier()
 
@@ -390,12 +392,12 @@ def test_the_engine_is_told_of_a_worker_that_leaves(group, engine):
         while not engine.gone and time.monotonic() < deadline:
             time.sleep(0.001)
         agent = api._get_current_rpc_agent()
-        told = None
+        raised = None
         try:
             agent.engine_messages.send(last, Kind.AUTOGRAD_NOTICE, "late")
         except RankFailureError as error:
-            told = error
+            raised = error
         group.barrier()
         rpc.shutdown(graceful=False)
-        assert told is not None
+        assert raised is not None
     agree(group, group.rank == last or engine.gone[0] == last, f"{engine.gone}")

@@ -114,7 +114,7 @@ def test_stop_wakes_threads_that_follow_and_tells_of_those_in_users_code():
 
 def test_a_thread_that_stops_the_pool_does_not_wait_for_itself():
     pool = Pool(1, "test", follow)
-    told = []
-    pool.submit(Task(lambda: told.append(pool.stop(5, lambda: None))))
-    assert until(lambda: told) and told == [True]
+    stopped = []
+    pool.submit(Task(lambda: stopped.append(pool.stop(5, lambda: None))))
+    assert until(lambda: stopped) and stopped == [True]
     assert pool.stop(5, lambda: None)

@@ -75,13 +75,13 @@ def test_what_is_sent_ahead_is_bounded_and_dropped_at_the_end(group, workers):
 
 @pytest.mark.mpi(min_size=2)
 def test_only_the_leader_tells_and_only_who_waits_is_told(group, workers):
-    told = f"{current.require().generation}:0:{' '.join(workers)}", dict.fromkeys(workers)
+    arguments = f"{current.require().generation}:0:{' '.join(workers)}", dict.fromkeys(workers)
     if group.rank == 0:
         with pytest.raises(MpidistError, match="has not given its part"):
-            rpc.rpc_sync(workers[1], worker_gather.broadcast_to_follower, args=told)
+            rpc.rpc_sync(workers[1], worker_gather.broadcast_to_follower, args=arguments)
     elif group.rank == 1:
         with pytest.raises(MpidistError, match="does not lead it"):
-            rpc.rpc_sync(workers[0], worker_gather.broadcast_to_follower, args=told)
+            rpc.rpc_sync(workers[0], worker_gather.broadcast_to_follower, args=arguments)
     group.barrier()
     agree(group, not worker_gather._states)
     got = worker_gather.all_gather(group.rank)

@@ -48,7 +48,7 @@ def replies(reply: Callable[[Attacker, Any], None], attacker: Attacker) -> Itera
         handlers[:] = before
 
 
-def told(attacker: Attacker, function: Any) -> object:
+def result_of(attacker: Attacker, function: Any) -> object:
     """Have the attacked worker call this process; raise what that call raised there."""
     is_refused, text = attacker.ask(function, attacker.agent.workers.me.id)
     if is_refused:
@@ -56,7 +56,7 @@ def told(attacker: Attacker, function: Any) -> object:
     return text
 
 
-def noted(
+def register(
     name: str,
     idea: str,
     kind: int,
@@ -73,7 +73,7 @@ def noted(
             attacker.send(kind, header, flags=flags, parts=parts, sequence=incoming.sequence)
 
         with replies(reply, attacker):
-            return told(attacker, victim.asked)
+            return result_of(attacker, victim.asked)
 
     run.__name__ = name
     attack(idea, reason)(run)
@@ -92,8 +92,8 @@ def error_of(name: str) -> bytes:
     )
 
 
-noted("pickle", "A pickle is the result", Kind.RESULT, FIRE, flags=PICKLED, reason=DATA_ONLY)
-noted(
+register("pickle", "A pickle is the result", Kind.RESULT, FIRE, flags=PICKLED, reason=DATA_ONLY)
+register(
     "pickle_far",
     "A pickle is the result, in a part",
     Kind.RESULT,
@@ -101,7 +101,7 @@ noted(
     parts=(FIRE,),
     reason=DATA_ONLY,
 )
-noted(
+register(
     "pickle_error",
     "A pickle is the exception",
     Kind.EXCEPTION,
@@ -109,7 +109,7 @@ noted(
     flags=PICKLED,
     reason=DATA_ONLY,
 )
-noted(
+register(
     "pickle_within",
     "An exception whose content is a pickle, as workers without a list send it",
     Kind.EXCEPTION,
@@ -124,70 +124,72 @@ for _name, _class in {
     "fire": f"{CANARY}:fire",
     "dotted": "builtins:ValueError.__subclasses__",
 }.items():
-    noted(
+    register(
         f"error_{_name}",
         f"An exception by the name {_class}",
         Kind.EXCEPTION,
         error_of(_class),
         reason=REFUSED,
     )
-noted("error_number", "An exception that is a number", Kind.EXCEPTION, encode(5))
-noted("error_nothing", "An exception that is nothing", Kind.EXCEPTION)
-noted(
+register("error_number", "An exception that is a number", Kind.EXCEPTION, encode(5))
+register("error_nothing", "An exception that is nothing", Kind.EXCEPTION)
+register(
     "error_texts",
     "An exception whose texts are numbers",
     Kind.EXCEPTION,
     description(None, 1, 2, 3),
 )
-noted("error_fields", "An exception of two fields", Kind.EXCEPTION, own(TUPLE, "a", "b"))
-noted("error_list", "An exception that is a list", Kind.EXCEPTION, encode(["a", "b", "c", None]))
-noted("damaged", "A result that is no data", Kind.RESULT, b"\xc1")
-noted("behind", "Bytes behind a result", Kind.RESULT, b"\xc0\xc0")
-noted(
+register("error_fields", "An exception of two fields", Kind.EXCEPTION, own(TUPLE, "a", "b"))
+register("error_list", "An exception that is a list", Kind.EXCEPTION, encode(["a", "b", "c", None]))
+register("damaged", "A result that is no data", Kind.RESULT, b"\xc1")
+register("behind", "Bytes behind a result", Kind.RESULT, b"\xc0\xc0")
+register(
     "unlisted",
     "A result that names what is not listed",
     Kind.RESULT,
     own(NAMED, f"{CANARY}:fire"),
     reason=REFUSED,
 )
-noted(
+register(
     "record",
     "A result of an unlisted record",
     Kind.RESULT,
     own(RECORD, f"{VICTIM}:Unlisted", 1),
     reason=REFUSED,
 )
-noted(
+register(
     "error_as_result",
     "A result that is an exception of no class",
     Kind.RESULT,
     own(ERROR, "a:b", "", NO_ARGUMENTS, {}),
     reason=REFUSED,
 )
-noted(
+register(
     "table",
     "A result whose table is damaged",
     Kind.RESULT,
     COUNTS.pack(1, 1) + b"\0" * 8,
     flags=TABLE,
 )
-noted("reference", "A result with a reference that did not come", Kind.RESULT, own(REFERENCE, 0))
-noted(
+register("reference", "A result with a reference that did not come", Kind.RESULT, own(REFERENCE, 0))
+register(
     "owner",
     "A result with a reference whose owner is no worker",
     Kind.RESULT,
     pack_references([(1, 2, 99)]) + own(REFERENCE, 0),
     flags=REFERENCES,
 )
-noted(
+register(
     "owners_cut_off",
     "A result whose references are cut off",
     Kind.RESULT,
     b"\xff\xff",
     flags=REFERENCES,
 )
-noted("far_nothing", "A result in a part that did not come", Kind.RESULT, flags=FAR)
-noted("unknown_kind", "An answer of a kind that there is not", 40, encode(1), reason="unknown kind")
+register("far_nothing", "A result in a part that did not come", Kind.RESULT, flags=FAR)
+register(
+    "unknown_kind", "An answer of a kind that there is not", 40, encode(1), reason="unknown kind"
+)
 
 
 @attack("A fetch answered with a pickle", DATA_ONLY)
@@ -198,7 +200,7 @@ def fetch_pickle(attacker: Attacker) -> object:
         attacker.send(kind, data, flags=flags, sequence=incoming.sequence)
 
     with replies(reply, attacker):
-        return told(attacker, victim.fetched)
+        return result_of(attacker, victim.fetched)
 
 
 @attack("A value's creation that failed with a pickle", DATA_ONLY)
@@ -207,7 +209,7 @@ def creation_pickle(attacker: Attacker) -> object:
         attacker.send(Kind.EXCEPTION, FIRE, flags=PICKLED, sequence=incoming.sequence)
 
     with replies(reply, attacker):
-        return told(attacker, victim.fetched)
+        return result_of(attacker, victim.fetched)
 
 
 @attack("Two answers to one call: the second is nobody's", "")
@@ -217,7 +219,7 @@ def twice(attacker: Attacker) -> None:
         attacker.send(Kind.EXCEPTION, FIRE, flags=PICKLED, sequence=incoming.sequence)
 
     with replies(reply, attacker):
-        assert told(attacker, victim.asked) == "[1]"
+        assert result_of(attacker, victim.asked) == "[1]"
 
 
 @attack("Answers to nobody, of every kind and with hostile contents", "")
@@ -250,5 +252,5 @@ def of_another(attacker: Attacker) -> None:
         attacker.agent.polling.pool.submit(Task(lambda: reply(attacker, incoming)))
 
     with replies(later, attacker):
-        answer = told(attacker, victim.asked)
+        answer = result_of(attacker, victim.asked)
     assert answer == "['true']", f"the answer of another worker was taken: {answer}"

@@ -172,16 +172,16 @@ def outcome_of(attack: Attack, attacker: Attacker) -> list[str]:
     Empty where it was refused as it should be.
     """
     before = attacker.look()
-    told = ""
+    outcome = ""
     is_refused = False
     try:
         result = attack.run(attacker)
         if result is not None:
-            told = f"the attack was accepted, with the answer {result!r:.200}"
+            outcome = f"the attack was accepted, with the answer {result!r:.200}"
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
+        outcome = f"{type(error).__name__}: {error}"
         is_refused = True
-    if is_refused and not re.search(attack.reason, told, re.S):
+    if is_refused and not re.search(attack.reason, outcome, re.S):
         is_refused = False
     log: list[str] = []
     deadline = time.monotonic() + _LOG_S
@@ -198,13 +198,13 @@ def outcome_of(attack: Attack, attacker: Attacker) -> list[str]:
     wrong = []
     if not is_refused and not re.search(attack.reason, "\n".join(log), re.S):
         wrong.append(
-            f"no {attack.reason!r} in the answer or the log; answered: {told or 'nothing'}; "
+            f"no {attack.reason!r} in the answer or the log; answered: {outcome or 'nothing'}; "
             f"logged: {log}"
         )
     if attack.reason and not log and not is_refused:
         wrong.append("nothing was logged")
-    if told.startswith("the attack was accepted"):
-        wrong.append(told)
+    if outcome.startswith("the attack was accepted"):
+        wrong.append(outcome)
     if seen.fired != before.fired:
         wrong.append(f"code ran that is not listed: {seen.fired[len(before.fired) :]}")
     if seen.entries != before.entries:

@@ -67,7 +67,9 @@ class Written:
 NO_ARGUMENTS, NO_ATTRIBUTES = Written(ext(TUPLE, array())), {}
 
 
-def noted(name: str, idea: str, item: bytes, reason: str = DAMAGED, is_whole: bool = False) -> None:
+def register(
+    name: str, idea: str, item: bytes, reason: str = DAMAGED, is_whole: bool = False
+) -> None:
     """Note an attack: a call with one argument, or with these bytes in the place of all."""
 
     def run(attacker: Attacker) -> object:
@@ -81,164 +83,168 @@ def noted(name: str, idea: str, item: bytes, reason: str = DAMAGED, is_whole: bo
 
 
 # MessagePack.
-noted("never_used", "The one byte that MessagePack does not use", b"\xc1")
-noted("array_announced", "2^32 - 1 items announced, none there", b"\xdd\xff\xff\xff\xff")
-noted("map_announced", "2^32 - 1 pairs announced, none there", b"\xdf\xff\xff\xff\xff")
-noted("text_announced", "4 GiB of text announced, none there", b"\xdb\xff\xff\xff\xff")
-noted("bytes_announced", "4 GiB of bytes announced, none there", b"\xc6\xff\xff\xff\xff")
-noted(
+register("never_used", "The one byte that MessagePack does not use", b"\xc1")
+register("array_announced", "2^32 - 1 items announced, none there", b"\xdd\xff\xff\xff\xff")
+register("map_announced", "2^32 - 1 pairs announced, none there", b"\xdf\xff\xff\xff\xff")
+register("text_announced", "4 GiB of text announced, none there", b"\xdb\xff\xff\xff\xff")
+register("bytes_announced", "4 GiB of bytes announced, none there", b"\xc6\xff\xff\xff\xff")
+register(
     "extension_announced",
     "4 GiB of an extension type announced, none there",
     ext(INTEGER, b"", 0xFFFFFFFF),
 )
-noted(
+register(
     "many_announced", "Arrays of 2^32 - 1 items within each other", b"\xdd\xff\xff\xff\xff" * 1500
 )
-noted("deep", "100,000 arrays within each other", b"\x91" * 100_000 + b"\xc0")
-noted("deep_maps", "100,000 maps within each other", b"\x81\xc0" * 100_000 + b"\xc0")
-noted("cut_off", "An int that is cut off", b"\xcf\0\0")
-noted("behind", "Bytes behind the data", array(b"\xc0") + b"\xc0", is_whole=True)
-noted("no_utf8", "A text that is no UTF-8", b"\xa2\xff\xfe")
-noted("key_map", "A map as a key", b"\x81\x80\x01")
-noted("no_arguments", "An int in the place of the arguments", b"\x01", is_whole=True)
-noted("map_for_arguments", "A map in the place of the arguments", b"\x80", is_whole=True)
-noted("text_for_arguments", "A text in the place of the arguments", b"\xa3abc", is_whole=True)
-noted("empty", "One byte of nothing", b"\0", is_whole=True)
-noted(
+register("deep", "100,000 arrays within each other", b"\x91" * 100_000 + b"\xc0")
+register("deep_maps", "100,000 maps within each other", b"\x81\xc0" * 100_000 + b"\xc0")
+register("cut_off", "An int that is cut off", b"\xcf\0\0")
+register("behind", "Bytes behind the data", array(b"\xc0") + b"\xc0", is_whole=True)
+register("no_utf8", "A text that is no UTF-8", b"\xa2\xff\xfe")
+register("key_map", "A map as a key", b"\x81\x80\x01")
+register("no_arguments", "An int in the place of the arguments", b"\x01", is_whole=True)
+register("map_for_arguments", "A map in the place of the arguments", b"\x80", is_whole=True)
+register("text_for_arguments", "A text in the place of the arguments", b"\xa3abc", is_whole=True)
+register("empty", "One byte of nothing", b"\0", is_whole=True)
+register(
     "marshalled",
     "Another format: what workers without a list read",
     b"\xa9\x01\xe9\x01\0\0\0",
     is_whole=True,
 )
-noted("timestamp", "A timestamp of a wrong length", ext(-1, b"\0\0\0"))
-noted(
+register("timestamp", "A timestamp of a wrong length", ext(-1, b"\0\0\0"))
+register(
     "timestamp_far",
     "A timestamp beyond what a datetime holds",
     ext(-1, struct.pack(">Iq", 0, 1 << 62)),
 )
-noted(
+register(
     "timestamp_nanoseconds",
     "A timestamp of 2^32 - 1 nanoseconds",
     ext(-1, struct.pack(">Iq", 0xFFFFFFFF, 0)),
 )
 
 # Its extension types.
-noted("unknown_code", "A code that there is not", ext(99, array()))
-noted("unknown_low_code", "… below the callers' own", ext(31, array()))
-noted("negative_code", "A code below 0", ext(-7, b"\0"))
-noted(
+register("unknown_code", "A code that there is not", ext(99, array()))
+register("unknown_low_code", "… below the callers' own", ext(31, array()))
+register("negative_code", "A code below 0", ext(-7, b"\0"))
+register(
     "object_beyond", "A mark of an object beyond those that came", ext(OBJECT, struct.pack("<I", 1))
 )
-noted("object_far_beyond", "… far beyond", ext(OBJECT, struct.pack("<I", 0xFFFFFFFF)))
-noted("object_short", "A mark of one byte", ext(OBJECT, b"\0"))
-noted("tuple_of_int", "A tuple that holds no array", ext(TUPLE, b"\x01"))
-noted("tuple_empty", "A tuple without bytes", ext(TUPLE, b""))
-noted("tuple_behind", "A tuple with bytes behind it", ext(TUPLE, b"\x90\x90"))
-noted("set_of_lists", "A set of lists", ext(SET, array(b"\x90")))
-noted("set_of_maps", "A frozenset of maps", ext(FROZENSET, array(b"\x80")))
-noted("set_of_sets", "A set of sets", ext(SET, array(ext(SET, array()))))
-noted("pairs_odd", "A key without a value", ext(PAIRS, array(b"\x01")))
-noted("pairs_of_lists", "A dict with a list as a key", ext(PAIRS, array(b"\x90", b"\x01")))
-noted("complex_short", "A complex number of 8 bytes", ext(COMPLEX, b"\0" * 8))
-noted("complex_long", "A complex number of 17 bytes", ext(COMPLEX, b"\0" * 17))
-noted("ellipsis_bytes", "An ellipsis with bytes", ext(ELLIPSIS, b"\0"))
-noted("text_no_utf8", "A text with bytes that even surrogates do not make", ext(TEXT, b"\xff\xff"))
-noted("scalar_name", "A numpy scalar of type object", own(SCALAR, "object", b"\1" * 8))
-noted("scalar_void", "A numpy scalar of a record type", own(SCALAR, "void64", b"\1" * 8))
-noted(
+register("object_far_beyond", "… far beyond", ext(OBJECT, struct.pack("<I", 0xFFFFFFFF)))
+register("object_short", "A mark of one byte", ext(OBJECT, b"\0"))
+register("tuple_of_int", "A tuple that holds no array", ext(TUPLE, b"\x01"))
+register("tuple_empty", "A tuple without bytes", ext(TUPLE, b""))
+register("tuple_behind", "A tuple with bytes behind it", ext(TUPLE, b"\x90\x90"))
+register("set_of_lists", "A set of lists", ext(SET, array(b"\x90")))
+register("set_of_maps", "A frozenset of maps", ext(FROZENSET, array(b"\x80")))
+register("set_of_sets", "A set of sets", ext(SET, array(ext(SET, array()))))
+register("pairs_odd", "A key without a value", ext(PAIRS, array(b"\x01")))
+register("pairs_of_lists", "A dict with a list as a key", ext(PAIRS, array(b"\x90", b"\x01")))
+register("complex_short", "A complex number of 8 bytes", ext(COMPLEX, b"\0" * 8))
+register("complex_long", "A complex number of 17 bytes", ext(COMPLEX, b"\0" * 17))
+register("ellipsis_bytes", "An ellipsis with bytes", ext(ELLIPSIS, b"\0"))
+register(
+    "text_no_utf8", "A text with bytes that even surrogates do not make", ext(TEXT, b"\xff\xff")
+)
+register("scalar_name", "A numpy scalar of type object", own(SCALAR, "object", b"\1" * 8))
+register("scalar_void", "A numpy scalar of a record type", own(SCALAR, "void64", b"\1" * 8))
+register(
     "scalar_dtype_text",
     "A numpy scalar whose type is a description",
     own(SCALAR, "O,O", b"\1" * 16),
 )
-noted("scalar_short", "A numpy scalar of too few bytes", own(SCALAR, "float64", b"\0" * 7))
-noted("scalar_long", "A numpy scalar of too many", own(SCALAR, "float64", b"\0" * 9))
-noted("scalar_bool", "A numpy bool that is 2", own(SCALAR, "bool", b"\2"))
-noted("scalar_no_bytes", "A numpy scalar of an int", own(SCALAR, "float64", 1))
-noted("scalar_list", "A numpy scalar whose type is a list", own(SCALAR, [], b"\0"))
-noted("scalar_fields", "A numpy scalar of three fields", own(SCALAR, "float64", b"\0" * 8, 1))
-noted("dtype_name", "A dtype that there is not", ext(DTYPE, b"__class__"))
-noted("dtype_dotted", "A path in the place of a dtype", ext(DTYPE, b"torch.load"))
-noted("dtype_no_utf8", "A dtype that is no text", ext(DTYPE, b"\xff"))
-noted("device_kind", "A device of a backend that would be loaded", own(DEVICE, "hpu", 0))
-noted("device_text", "A device's index that is a text", own(DEVICE, "cuda", "0"))
-noted("device_below", "A device's index below 0", own(DEVICE, "cuda", -1))
-noted("device_far", "A device's index of 2^40", own(DEVICE, "cuda", 1 << 40))
-noted("device_bool", "A device's index that is a bool", own(DEVICE, "cuda", True))
-noted("device_list", "A device whose type is a list", own(DEVICE, [], 0))
-noted("size_below", "A size below 0", own(SIZE, -1))
-noted("size_float", "A size that is a float", own(SIZE, 1.0))
-noted("size_huge", "A size of 2^63", own(SIZE, 1 << 63))
+register("scalar_short", "A numpy scalar of too few bytes", own(SCALAR, "float64", b"\0" * 7))
+register("scalar_long", "A numpy scalar of too many", own(SCALAR, "float64", b"\0" * 9))
+register("scalar_bool", "A numpy bool that is 2", own(SCALAR, "bool", b"\2"))
+register("scalar_no_bytes", "A numpy scalar of an int", own(SCALAR, "float64", 1))
+register("scalar_list", "A numpy scalar whose type is a list", own(SCALAR, [], b"\0"))
+register("scalar_fields", "A numpy scalar of three fields", own(SCALAR, "float64", b"\0" * 8, 1))
+register("dtype_name", "A dtype that there is not", ext(DTYPE, b"__class__"))
+register("dtype_dotted", "A path in the place of a dtype", ext(DTYPE, b"torch.load"))
+register("dtype_no_utf8", "A dtype that is no text", ext(DTYPE, b"\xff"))
+register("device_kind", "A device of a backend that would be loaded", own(DEVICE, "hpu", 0))
+register("device_text", "A device's index that is a text", own(DEVICE, "cuda", "0"))
+register("device_below", "A device's index below 0", own(DEVICE, "cuda", -1))
+register("device_far", "A device's index of 2^40", own(DEVICE, "cuda", 1 << 40))
+register("device_bool", "A device's index that is a bool", own(DEVICE, "cuda", True))
+register("device_list", "A device whose type is a list", own(DEVICE, [], 0))
+register("size_below", "A size below 0", own(SIZE, -1))
+register("size_float", "A size that is a float", own(SIZE, 1.0))
+register("size_huge", "A size of 2^63", own(SIZE, 1 << 63))
 
 # RPC's.
-noted("reference_beyond", "A reference beyond those that came", own(REFERENCE, 0))
-noted("reference_below", "A reference's number below 0", own(REFERENCE, -1))
-noted("reference_bool", "A reference's number that is a bool", own(REFERENCE, False))
-noted("reference_text", "A reference's number that is a text", own(REFERENCE, "0"))
-noted("reference_none", "A reference without a number", own(REFERENCE))
-noted("reference_two", "A reference of two numbers", own(REFERENCE, 0, 0))
-noted("named_unlisted", "An unlisted function by name", own(NAMED, f"{CANARY}:fire"), REFUSED)
-noted("named_system", "os.system by name", own(NAMED, "posix:system"), REFUSED)
-noted(
+register("reference_beyond", "A reference beyond those that came", own(REFERENCE, 0))
+register("reference_below", "A reference's number below 0", own(REFERENCE, -1))
+register("reference_bool", "A reference's number that is a bool", own(REFERENCE, False))
+register("reference_text", "A reference's number that is a text", own(REFERENCE, "0"))
+register("reference_none", "A reference without a number", own(REFERENCE))
+register("reference_two", "A reference of two numbers", own(REFERENCE, 0, 0))
+register("named_unlisted", "An unlisted function by name", own(NAMED, f"{CANARY}:fire"), REFUSED)
+register("named_system", "os.system by name", own(NAMED, "posix:system"), REFUSED)
+register(
     "named_dotted",
     "A path from a listed class",
     own(NAMED, f"{VICTIM}:Box.get.__globals__"),
     REFUSED,
 )
-noted("named_module", "A module", own(NAMED, VICTIM), REFUSED)
-noted("named_number", "A name that is a number", own(NAMED, 1), REFUSED)
-noted("named_list", "A name that is a list", own(NAMED, []), REFUSED)
-noted("named_none", "No name", own(NAMED), REFUSED)
-noted(
+register("named_module", "A module", own(NAMED, VICTIM), REFUSED)
+register("named_number", "A name that is a number", own(NAMED, 1), REFUSED)
+register("named_list", "A name that is a list", own(NAMED, []), REFUSED)
+register("named_none", "No name", own(NAMED), REFUSED)
+register(
     "record_unlisted",
     "A record of an unlisted class",
     own(RECORD, f"{VICTIM}:Unlisted", 1),
     REFUSED,
 )
-noted(
+register(
     "record_class", "A record of a class without fields", own(RECORD, f"{VICTIM}:Box", 1), REFUSED
 )
-noted("record_function", "A record of a function", own(RECORD, f"{VICTIM}:echo", 1), REFUSED)
-noted("record_builtin", "A record of a builtin class", own(RECORD, "builtins:dict", 1), REFUSED)
-noted("record_few", "A record of too few fields", own(RECORD, f"{VICTIM}:Point", 1))
-noted("record_many", "A record of too many fields", own(RECORD, f"{VICTIM}:Point", 1, 2, 3))
-noted("record_pair", "A named tuple of too many fields", own(RECORD, f"{VICTIM}:Pair", 1, 2, 3))
-noted("record_none", "A record without a name", own(RECORD))
-noted("record_number", "A record whose name is a number", own(RECORD, 1, 2))
-noted(
+register("record_function", "A record of a function", own(RECORD, f"{VICTIM}:echo", 1), REFUSED)
+register("record_builtin", "A record of a builtin class", own(RECORD, "builtins:dict", 1), REFUSED)
+register("record_few", "A record of too few fields", own(RECORD, f"{VICTIM}:Point", 1))
+register("record_many", "A record of too many fields", own(RECORD, f"{VICTIM}:Point", 1, 2, 3))
+register("record_pair", "A named tuple of too many fields", own(RECORD, f"{VICTIM}:Pair", 1, 2, 3))
+register("record_none", "A record without a name", own(RECORD))
+register("record_number", "A record whose name is a number", own(RECORD, 1, 2))
+register(
     "worker_name", "A worker whose name is none", own(WORKER, "a/../b", 0), f"{REFUSED}|Worker name"
 )
-noted("worker_number", "A worker whose name is a number", own(WORKER, 1, 0))
-noted("worker_rank", "A worker whose rank is a text", own(WORKER, "a", "0"))
-noted("worker_fields", "A worker of one field", own(WORKER, "a"))
-noted("carried_unknown", "A carried object of an unknown kind", own(CARRIED, 99, 1), REFUSED)
-noted("carried_list", "… whose kind is a list", own(CARRIED, []), REFUSED)
-noted("carried_none", "… without a kind", own(CARRIED), REFUSED)
-noted("carried_empty", "A carried object without contents", own(CARRIED, 0), CARRIED_REFUSED)
-noted(
+register("worker_number", "A worker whose name is a number", own(WORKER, 1, 0))
+register("worker_rank", "A worker whose rank is a text", own(WORKER, "a", "0"))
+register("worker_fields", "A worker of one field", own(WORKER, "a"))
+register("carried_unknown", "A carried object of an unknown kind", own(CARRIED, 99, 1), REFUSED)
+register("carried_list", "… whose kind is a list", own(CARRIED, []), REFUSED)
+register("carried_none", "… without a kind", own(CARRIED), REFUSED)
+register("carried_empty", "A carried object without contents", own(CARRIED, 0), CARRIED_REFUSED)
+register(
     "carried_text",
     "A remote module whose reference is a text",
     own(CARRIED, 1, 0, "cpu", "x", None),
     CARRIED_REFUSED,
 )
-noted(
+register(
     "carried_rank",
     "A remote module on a worker that there is not",
     own(CARRIED, 1, 99, "cpu", None, None),
     CARRIED_REFUSED,
 )
-noted(
+register(
     "carried_device",
     "A remote module on a device that is a number",
     own(CARRIED, 1, 0, 5, None, None),
     CARRIED_REFUSED,
 )
-noted(
+register(
     "carried_class",
     "A remote module whose interface is a text",
     own(CARRIED, 1, 0, "cpu", None, "eval"),
     CARRIED_REFUSED,
 )
-noted("carried_many", "A remote module of nine fields", own(CARRIED, 1, *range(9)), CARRIED_REFUSED)
+register(
+    "carried_many", "A remote module of nine fields", own(CARRIED, 1, *range(9)), CARRIED_REFUSED
+)
 for _name, _class in {
     "exit": "builtins:SystemExit",
     "interrupt": "builtins:KeyboardInterrupt",
@@ -250,30 +256,30 @@ for _name, _class in {
     "base": "builtins:BaseException",
     "groups": "builtins:BaseExceptionGroup",
 }.items():
-    noted(
+    register(
         f"error_{_name}",
         f"An exception by the name {_class}",
         own(ERROR, _class, "text", NO_ARGUMENTS, NO_ATTRIBUTES),
         REFUSED,
     )
-noted(
+register(
     "error_arguments",
     "An exception whose arguments are no tuple",
     own(ERROR, "builtins:ValueError", "text", 1, {}),
 )
-noted(
+register(
     "error_attributes",
     "An exception whose attributes are no dict",
     own(ERROR, "builtins:ValueError", "text", NO_ARGUMENTS, 1),
 )
-noted(
+register(
     "error_text",
     "An exception whose text is a number, of an unlisted class",
     own(ERROR, "a:b", 1, NO_ARGUMENTS, {}),
     REFUSED,
 )
-noted("error_fields", "An exception of one field", own(ERROR, "builtins:ValueError"))
-noted(
+register("error_fields", "An exception of one field", own(ERROR, "builtins:ValueError"))
+register(
     "error_unicode",
     "An exception whose constructor wants other arguments",
     own(ERROR, "builtins:UnicodeDecodeError", "text", NO_ARGUMENTS, {}),
@@ -287,28 +293,30 @@ def _unicode(kind: str, obj: Any, start: int, end: int) -> bytes:
     return own(ERROR, f"builtins:{kind}", "text", arguments, {})
 
 
-noted(
+register(
     "error_far",
     "A UnicodeDecodeError that reads far away",
     _unicode("UnicodeDecodeError", b"abc", -(1 << 50), 1 - (1 << 50)),
 )
-noted(
+register(
     "error_near",
     "A UnicodeDecodeError that reads before its object",
     _unicode("UnicodeDecodeError", b"abc", -32, -31),
 )
-noted(
+register(
     "error_behind",
     "A UnicodeDecodeError that reads behind its object",
     _unicode("UnicodeDecodeError", b"abc", 3, 4),
 )
-noted("error_of_text", "A UnicodeDecodeError of a str", _unicode("UnicodeDecodeError", "abc", 0, 1))
-noted(
+register(
+    "error_of_text", "A UnicodeDecodeError of a str", _unicode("UnicodeDecodeError", "abc", 0, 1)
+)
+register(
     "error_encode",
     "A UnicodeEncodeError beyond its object",
     _unicode("UnicodeEncodeError", "abc", 0, 1 << 40),
 )
-noted(
+register(
     "error_dunder",
     "An exception with __class__ among its attributes",
     own(ERROR, "mpidist.errors:RemoteError", "text", NO_ARGUMENTS, {"__class__": 1}),
@@ -323,8 +331,8 @@ def _nested(code: int, levels: int) -> bytes:
     return data
 
 
-noted("deep_extensions", "1,000 tuples within each other", _nested(TUPLE, 1000))
-noted("deep_sets", "1,000 frozensets within each other", _nested(FROZENSET, 1000))
+register("deep_extensions", "1,000 tuples within each other", _nested(TUPLE, 1000))
+register("deep_sets", "1,000 frozensets within each other", _nested(FROZENSET, 1000))
 
 
 # Flags and the tables before the content.

@@ -35,7 +35,7 @@ def as_arguments(obj: bytes) -> bytes:
     return whole(items(items(obj), b"}"))
 
 
-def noted(name: str, idea: str, written: Callable[[], bytes]) -> None:
+def register(name: str, idea: str, written: Callable[[], bytes]) -> None:
     """Register an attack whose pickle has one argument."""
 
     def run(attacker: Attacker) -> object:
@@ -45,80 +45,80 @@ def noted(name: str, idea: str, written: Callable[[], bytes]) -> None:
     attack(idea, PICKLE)(run)
 
 
-noted(
+register(
     "reduce",
     "STACK_GLOBAL and REDUCE call a function that is not listed",
     lambda: called(named(CANARY, "fire"), plain("reduce")),
 )
-noted(
+register(
     "global_text",
     "GLOBAL, of protocol 0, names it in text",
     lambda: b"ctests.rpc.attacks.canary\nfire\n(tR",
 )
-noted("inst", "INST makes an instance by name", lambda: b"(itests.rpc.attacks.canary\nBird\n")
-noted(
+register("inst", "INST makes an instance by name", lambda: b"(itests.rpc.attacks.canary\nBird\n")
+register(
     "obj",
     "OBJ makes an instance of a class on the stack",
     lambda: b"(" + named(CANARY, "Bird") + b"o",
 )
-noted("newobj", "NEWOBJ calls __new__ of a class", lambda: named(CANARY, "Bird") + b")\x81")
-noted(
+register("newobj", "NEWOBJ calls __new__ of a class", lambda: named(CANARY, "Bird") + b")\x81")
+register(
     "newobj_ex", "NEWOBJ_EX calls __new__ with keywords", lambda: named(CANARY, "Bird") + b")}\x92"
 )
-noted(
+register(
     "newobj_listed",
     "NEWOBJ makes a listed class without its constructor",
     lambda: named(VICTIM, "Box") + b")\x81",
 )
-noted("extension", "EXT1 names a function by copyreg's table", lambda: b"\x82\x01")
-noted("persistent", "BINPERSID asks for a persistent object", lambda: plain("x") + b"Q")
-noted(
+register("extension", "EXT1 names a function by copyreg's table", lambda: b"\x82\x01")
+register("persistent", "BINPERSID asks for a persistent object", lambda: plain("x") + b"Q")
+register(
     "dotted",
     "A dotted name leads from a listed class to the globals of its module",
     lambda: named(VICTIM, "Box.get.__globals__"),
 )
-noted(
+register(
     "imported_there",
     "A dotted name leads from a listed function's module to what it imports",
     lambda: called(named(VICTIM, "canary.fire"), plain("imported")),
 )
-noted(
+register(
     "bool_of_eval",
     "builtins.eval is called with a text",
     lambda: called(named("builtins", "eval"), plain("1")),
 )
-noted(
+register(
     "system",
     "os.system under the name of its C module",
     lambda: called(named("posix", "system"), plain("true")),
 )
-noted(
+register(
     "getattr",
     "operator.attrgetter follows attributes",
     lambda: called(
         called(named("operator", "attrgetter"), plain("__globals__")), named(VICTIM, "look")
     ),
 )
-noted("memo_bomb", "Each level holds the one before ten times", lambda: _doubled(60))
-noted("deep", "Ten thousand tuples within each other", lambda: b"N" + b"\x85" * 10_000)
-noted(
+register("memo_bomb", "Each level holds the one before ten times", lambda: _doubled(60))
+register("deep", "Ten thousand tuples within each other", lambda: b"N" + b"\x85" * 10_000)
+register(
     "announced",
     "BINBYTES8 announces 2^62 bytes",
     lambda: b"\x8e" + struct.pack("<Q", 1 << 62) + b"x",
 )
-noted(
+register(
     "memo_place",
     "LONG_BINPUT notes under the number 2^32 - 1: a table of 32 GiB",
     lambda: b"Nr" + struct.pack("<I", (1 << 32) - 1),
 )
-noted(
+register(
     "long",
     "LONG4 announces 2^31 - 1 bytes of an int",
     lambda: b"\x8b" + struct.pack("<i", (1 << 31) - 1),
 )
-noted("stack", "REDUCE on an empty stack", lambda: b"0R")
-noted("buffer", "NEXT_BUFFER without a buffer", lambda: b"\x97")
-noted(
+register("stack", "REDUCE on an empty stack", lambda: b"0R")
+register("buffer", "NEXT_BUFFER without a buffer", lambda: b"\x97")
+register(
     "object_array",
     "An array of object pointers that the sender chooses: printing it reads them",
     lambda: called(
@@ -129,24 +129,24 @@ noted(
         plain("C"),
     ),
 )
-noted(
+register(
     "defaults",
     "BUILD with the state of slots sets a listed function's defaults",
     lambda: _set(named(VICTIM, "look"), "__defaults__"),
 )
-noted(
+register(
     "of_class",
     "BUILD with the state of slots sets attributes of a listed class",
     lambda: _set(named(VICTIM, "Box"), "get"),
 )
-noted(
+register(
     "of_library",
     "… of a function of this library that every pickle needs",
     lambda: _set(
         named("mpidist.comm.serialization.tensor_pickle", "_with_attributes"), "__defaults__"
     ),
 )
-noted(
+register(
     "set_state",
     "BUILD calls __setstate__ of an exception",
     lambda: called(named("builtins", "ValueError"), plain(1)) + b"}b",

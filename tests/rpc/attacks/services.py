@@ -21,7 +21,7 @@ REFUSED = "refused a message|FrameError"
 _FAR = (1 << 64) - 1
 
 
-def noted(name: str, idea: str, kind: int, header: bytes, reason: str, flags: int = 0) -> None:
+def register(name: str, idea: str, kind: int, header: bytes, reason: str, flags: int = 0) -> None:
     """Register an attack by one one-way message."""
 
     def run(attacker: Attacker) -> None:
@@ -37,104 +37,108 @@ def words(*numbers: int) -> bytes:
 
 
 # Quiescence: rank 0 is the coordinator, and the attacked.
-noted(
+register(
     "verdict",
     "The end's verdict, of a worker that does not coordinate",
     Kind.QUIET_VERDICT,
     words(0, 1),
     REFUSED,
 )
-noted("verdict_empty", "A verdict without words", Kind.QUIET_VERDICT, b"", REFUSED)
-noted("verdict_odd", "A verdict of seven bytes", Kind.QUIET_VERDICT, b"\0" * 7, REFUSED)
-noted("report_empty", "A report without words", Kind.QUIET_REPORT, b"", REFUSED)
-noted("report_short", "A report of one count", Kind.QUIET_REPORT, words(0, 1), REFUSED)
-noted("report_long", "A report of nine counts", Kind.QUIET_REPORT, words(0, *range(9)), REFUSED)
-noted("report_odd", "A report of 41 bytes", Kind.QUIET_REPORT, b"\0" * 41, REFUSED)
+register("verdict_empty", "A verdict without words", Kind.QUIET_VERDICT, b"", REFUSED)
+register("verdict_odd", "A verdict of seven bytes", Kind.QUIET_VERDICT, b"\0" * 7, REFUSED)
+register("report_empty", "A report without words", Kind.QUIET_REPORT, b"", REFUSED)
+register("report_short", "A report of one count", Kind.QUIET_REPORT, words(0, 1), REFUSED)
+register("report_long", "A report of nine counts", Kind.QUIET_REPORT, words(0, *range(9)), REFUSED)
+register("report_odd", "A report of 41 bytes", Kind.QUIET_REPORT, b"\0" * 41, REFUSED)
 
 # References.
-noted("fork_odd", "A fork without its number", Kind.RREF_FORK, words(1), REFUSED)
-noted("fork_cut_off", "Forks that are cut off", Kind.RREF_FORK, b"\0" * 15, REFUSED)
-noted("delete_odd", "A delete without its number", Kind.RREF_USER_DELETE, words(1), REFUSED)
-noted("delete_cut_off", "Deletes that are cut off", Kind.RREF_USER_DELETE, b"\0" * 3, REFUSED)
-noted(
+register("fork_odd", "A fork without its number", Kind.RREF_FORK, words(1), REFUSED)
+register("fork_cut_off", "Forks that are cut off", Kind.RREF_FORK, b"\0" * 15, REFUSED)
+register("delete_odd", "A delete without its number", Kind.RREF_USER_DELETE, words(1), REFUSED)
+register("delete_cut_off", "Deletes that are cut off", Kind.RREF_USER_DELETE, b"\0" * 3, REFUSED)
+register(
     "delete_unknown", "A delete of what is not there", Kind.RREF_USER_DELETE, words(_FAR, _FAR), ""
 )
 
 # Distributed autograd.
-noted("notice_empty", "A notice without content", Kind.AUTOGRAD_NOTICE, b"", REFUSED)
-noted("notice_int", "A notice that is an int", Kind.AUTOGRAD_NOTICE, encode(1), REFUSED)
-noted("notice_short", "A notice of one field", Kind.AUTOGRAD_NOTICE, encode([1]), REFUSED)
-noted(
+register("notice_empty", "A notice without content", Kind.AUTOGRAD_NOTICE, b"", REFUSED)
+register("notice_int", "A notice that is an int", Kind.AUTOGRAD_NOTICE, encode(1), REFUSED)
+register("notice_short", "A notice of one field", Kind.AUTOGRAD_NOTICE, encode([1]), REFUSED)
+register(
     "notice_unknown", "A notice that there is not", Kind.AUTOGRAD_NOTICE, encode([99, 1]), REFUSED
 )
-noted(
+register(
     "notice_text",
     "A notice whose kind is a text",
     Kind.AUTOGRAD_NOTICE,
     encode(["eval", 1]),
     REFUSED,
 )
-noted(
+register(
     "done_text",
     "DONE of a pass that is a text",
     Kind.AUTOGRAD_NOTICE,
     encode([1, 1, "x", "y"]),
     REFUSED,
 )
-noted(
+register(
     "failed_error",
     "FAILED with what is no error",
     Kind.AUTOGRAD_NOTICE,
     encode([2, 1, 1, 5]),
     REFUSED,
 )
-noted("stop_fields", "STOP of five fields", Kind.AUTOGRAD_NOTICE, encode([3, 1, 2, 3, 4]), REFUSED)
-noted(
+register(
+    "stop_fields", "STOP of five fields", Kind.AUTOGRAD_NOTICE, encode([3, 1, 2, 3, 4]), REFUSED
+)
+register(
     "summary_forged",
     "SUMMARY with hops that are texts",
     Kind.AUTOGRAD_NOTICE,
     encode([5, 1, 1, {"x": "y"}, "z"]),
     REFUSED,
 )
-noted(
+register(
     "await_unknown",
     "AWAIT of sends that are not there",
     Kind.AUTOGRAD_NOTICE,
     encode([6, 1, 1, True, [1, 2]]),
     REFUSED,
 )
-noted(
+register(
     "report_text",
     "REPORT with texts in the place of ranks",
     Kind.AUTOGRAD_NOTICE,
     encode([8, 1, 1, "s", 1, ["x"]]),
     REFUSED,
 )
-noted(
+register(
     "clean_up_text",
     "CLEANUP of a context that is a list",
     Kind.AUTOGRAD_NOTICE,
     encode([9, []]),
     REFUSED,
 )
-noted("notice_damaged", "A notice that is no data", Kind.AUTOGRAD_NOTICE, b"\xc1", REFUSED)
-noted("gradients_empty", "Gradients without words", Kind.GRADIENTS, b"", REFUSED)
-noted("gradients_cut_off", "Gradients that are cut off", Kind.GRADIENTS, b"\0" * 10, REFUSED)
-noted(
+register("notice_damaged", "A notice that is no data", Kind.AUTOGRAD_NOTICE, b"\xc1", REFUSED)
+register("gradients_empty", "Gradients without words", Kind.GRADIENTS, b"", REFUSED)
+register("gradients_cut_off", "Gradients that are cut off", Kind.GRADIENTS, b"\0" * 10, REFUSED)
+register(
     "gradients_text",
     "Gradients that are texts",
     Kind.GRADIENTS,
     GRADIENTS.pack(1, 1, 1, 0) + encode(["x"]),
     "",
 )
-noted(
+register(
     "gradients_unknown",
     "Gradients of a context that there is not, for a worker that there is not",
     Kind.GRADIENTS,
     GRADIENTS.pack(1, _FAR, 1, 0) + b"\xc0",
     REFUSED,
 )
-noted("back_empty", "Gradients of a request, without words", Kind.REQUEST_GRADIENTS, b"", REFUSED)
+register(
+    "back_empty", "Gradients of a request, without words", Kind.REQUEST_GRADIENTS, b"", REFUSED
+)
 
 
 @attack("A fetch without a number", "FrameError")

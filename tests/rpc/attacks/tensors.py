@@ -73,7 +73,7 @@ def int64s(*values: int) -> bytes:
     return struct.pack(f"<{len(values)}q", *values)
 
 
-def noted(
+def register(
     name: str,
     idea: str,
     rows: bytes,
@@ -95,130 +95,138 @@ def noted(
 
 
 # Dense.
-noted("unknown_dtype", "A number of a dtype that there is not", inline(200, (1,), b"\0" * 8))
-noted("dtype_in_a_part", "… of a tensor in a part", row(200, DENSE, WHOLE, (1,)), [b"\0" * 8])
-noted("unknown_form", "A form of row that there is not", row(F32, 99, 0, (1,)), [b"\0" * 8])
-noted("negative_size", "A size below 0", inline(F32, (-1,), b"\0" * 4))
-noted(
+register("unknown_dtype", "A number of a dtype that there is not", inline(200, (1,), b"\0" * 8))
+register("dtype_in_a_part", "… of a tensor in a part", row(200, DENSE, WHOLE, (1,)), [b"\0" * 8])
+register("unknown_form", "A form of row that there is not", row(F32, 99, 0, (1,)), [b"\0" * 8])
+register("negative_size", "A size below 0", inline(F32, (-1,), b"\0" * 4))
+register(
     "two_negative_sizes",
     "Two sizes below 0, whose product is not",
     inline(F32, (-2, -2), b"\0" * 16),
 )
-noted("huge_size", "2^62 elements inline", inline(F32, (1 << 62,), b"\0" * 4))
-noted(
+register("huge_size", "2^62 elements inline", inline(F32, (1 << 62,), b"\0" * 4))
+register(
     "overflowing_sizes",
     "Sizes whose product is 0 in 64 bits",
     row(F32, DENSE, WHOLE, (1 << 32, 1 << 32)),
     [b"\0" * 4],
 )
-noted(
+register(
     "huge_beside_zero",
     "No elements, and sizes whose product overflows",
     inline(F32, (0, 1 << 62, 1 << 62)),
 )
-noted(
+register(
     "huge_beside_zero_strided",
     "… with strides",
     strided(F32, (0, 1 << 62, 1 << 62), (1, 1, 1)),
     [b"\0" * 4],
 )
-noted(
+register(
     "dimensions",
     "255 dimensions announced, one there",
     row(F32, DENSE, INLINE | WHOLE, (1,), dims=255) + b"\0" * 4,
 )
-noted(
+register(
     "cut_off", "Elements inline, cut off", COUNTS.pack(1, 0)[8:] + inline(F32, (1000,), b"\0" * 4)
 )
-noted(
+register(
     "no_bytes",
     "A thousand elements over an empty part: memory that nobody has written",
     row(F32, DENSE, WHOLE, (1000,)),
     [b""],
 )
-noted("few_bytes", "A thousand elements over eight bytes", strided(F32, (1000,), (1,)), [b"\1" * 8])
-noted("few_bytes_whole", "… as a whole part", row(F32, DENSE, WHOLE, (1000,)), [b"\1" * 8])
-noted("odd_bytes", "Seven bytes of float32", row(F32, DENSE, WHOLE, (1,)), [b"\1" * 7])
-noted("more_bytes", "More bytes than the tensor has", row(F32, DENSE, WHOLE, (1,)), [b"\1" * 64])
-noted("offset_behind", "An offset behind the end", strided(F32, (2,), (1,), offset=1), [b"\0" * 8])
-noted("offset_below", "An offset below 0", strided(F32, (1,), (1,), offset=-1), [b"\0" * 8])
-noted(
+register(
+    "few_bytes", "A thousand elements over eight bytes", strided(F32, (1000,), (1,)), [b"\1" * 8]
+)
+register("few_bytes_whole", "… as a whole part", row(F32, DENSE, WHOLE, (1000,)), [b"\1" * 8])
+register("odd_bytes", "Seven bytes of float32", row(F32, DENSE, WHOLE, (1,)), [b"\1" * 7])
+register("more_bytes", "More bytes than the tensor has", row(F32, DENSE, WHOLE, (1,)), [b"\1" * 64])
+register(
+    "offset_behind", "An offset behind the end", strided(F32, (2,), (1,), offset=1), [b"\0" * 8]
+)
+register("offset_below", "An offset below 0", strided(F32, (1,), (1,), offset=-1), [b"\0" * 8])
+register(
     "offset_huge",
     "An offset that overflows in bytes",
     strided(F32, (1,), (1,), offset=1 << 62),
     [b"\0" * 8],
 )
-noted(
+register(
     "stride_behind", "A stride that leaves the part", strided(F32, (2, 2), (100, 1)), [b"\0" * 16]
 )
-noted("stride_below", "A stride below 0", strided(F32, (2,), (-1,), offset=1), [b"\0" * 8])
-noted("stride_huge", "A stride whose span overflows", strided(F32, (3,), (1 << 62,)), [b"\0" * 8])
-noted("expanded", "One element as 2^40 of them", strided(F32, (1 << 40,), (0,)), [b"\0" * 4])
-noted(
+register("stride_below", "A stride below 0", strided(F32, (2,), (-1,), offset=1), [b"\0" * 8])
+register(
+    "stride_huge", "A stride whose span overflows", strided(F32, (3,), (1 << 62,)), [b"\0" * 8]
+)
+register("expanded", "One element as 2^40 of them", strided(F32, (1 << 40,), (0,)), [b"\0" * 4])
+register(
     "overlapping",
     "Windows that overlap: 10^6 elements of 2,000",
     strided(F32, (1000, 1000), (1, 1)),
     [b"\0" * 8000],
 )
-noted("no_part", "A part that did not come", row(F32, DENSE, WHOLE, (1,)), [], used=1)
-noted(
+register("no_part", "A part that did not come", row(F32, DENSE, WHOLE, (1,)), [], used=1)
+register(
     "part_beyond",
     "A part beyond those that came",
     row(F32, DENSE, WHOLE, (1,), part=7),
     [b"\0" * 4],
 )
-noted(
+register(
     "part_too_many",
     "A part that no row describes",
     inline(F32, (1,), b"\0" * 4),
     [b"\0" * 4],
     used=0,
 )
-noted("row_missing", "Two rows announced, one there", inline(F32, (1,), b"\0" * 4), count=2)
-noted(
+register("row_missing", "Two rows announced, one there", inline(F32, (1,), b"\0" * 4), count=2)
+register(
     "rows_announced", "2^32 - 1 rows announced", inline(F32, (1,), b"\0" * 4), count=(1 << 32) - 1
 )
-noted("no_rows", "No row, and a mark of an object", b"", count=0)
-noted(
+register("no_rows", "No row, and a mark of an object", b"", count=0)
+register(
     "parts_announced", "2^32 - 1 parts announced", inline(F32, (1,), b"\0" * 4), used=(1 << 32) - 1
 )
-noted("bool_two", "A bool that is 2: undefined in C++", inline(BOOL, (3,), b"\0\2\1"))
-noted("bool_in_a_part", "… in a part", row(BOOL, DENSE, WHOLE, (3,)), [b"\0\2\1"])
-noted("bool_strided", "… of a view", strided(BOOL, (2,), (2,)), [b"\0\1\xff\1"])
-noted(
+register("bool_two", "A bool that is 2: undefined in C++", inline(BOOL, (3,), b"\0\2\1"))
+register("bool_in_a_part", "… in a part", row(BOOL, DENSE, WHOLE, (3,)), [b"\0\2\1"])
+register("bool_strided", "… of a view", strided(BOOL, (2,), (2,)), [b"\0\1\xff\1"])
+register(
     "parameter_of_ints",
     "A parameter of integers that requires a gradient",
     inline(I64, (1,), b"\0" * 8, PARAMETER | REQUIRES_GRAD),
 )
-noted(
+register(
     "gradient_of_ints",
     "Integers that require a gradient",
     inline(I64, (1,), b"\0" * 8, REQUIRES_GRAD),
 )
 
 # Arrays and bytearrays.
-noted("array_dtype", "An array's dtype that there is not", row(200, ARRAY, 0, (2,)), [b"\0" * 16])
-noted(
+register(
+    "array_dtype", "An array's dtype that there is not", row(200, ARRAY, 0, (2,)), [b"\0" * 16]
+)
+register(
     "array_shape",
     "An array larger than its bytes",
     row(ARRAY_NUMBERS[torch.zeros(1).numpy().dtype], ARRAY, 0, (1000,)),
     [b"\0" * 8],
 )
-noted(
+register(
     "array_negative",
     "An array of size -1: numpy counts by itself",
     row(F32, ARRAY, 0, (-1,)),
     [b"\0" * 8],
 )
-noted("array_empty", "An array of elements over no bytes", row(F32, ARRAY, 0, (10,)), [b""])
-noted("array_bool", "An array's bool that is 2", row(BOOL, ARRAY, 0, (2,)), [b"\0\2"])
-noted(
+register("array_empty", "An array of elements over no bytes", row(F32, ARRAY, 0, (10,)), [b""])
+register("array_bool", "An array's bool that is 2", row(BOOL, ARRAY, 0, (2,)), [b"\0\2"])
+register(
     "array_overflow",
     "An array whose size overflows",
     row(F32, ARRAY, 0, (1 << 32, 1 << 32)),
     [b"\0" * 8],
 )
-noted(
+register(
     "bytearray_part",
     "A bytearray of a part that did not come",
     row(0, BYTEARRAY, 0, (), part=3),
@@ -254,9 +262,9 @@ class Rows:
         """Add a vector of float32."""
         return self.whole(F32, (len(values),), struct.pack(f"<{len(values)}f", *values))
 
-    def noted(self, name: str, idea: str) -> None:
+    def register(self, name: str, idea: str) -> None:
         """Note an attack with these rows."""
-        noted(name, idea, self.data, self.parts)
+        register(name, idea, self.data, self.parts)
 
 
 def coo(shape: Sequence[int] = (4,), flags: int = 0) -> Rows:
@@ -264,39 +272,39 @@ def coo(shape: Sequence[int] = (4,), flags: int = 0) -> Rows:
     return Rows().add(row(F32, COO, flags, shape))
 
 
-coo().ints((1, 2), 0, 4).floats(1, 2).noted("coo_behind", "An index behind the end")
-coo().ints((1, 2), 0, 1 << 40).floats(1, 2).noted("coo_far_behind", "An index 2^40 behind it")
-coo().ints((1, 2), -1, 0).floats(1, 2).noted("coo_below", "An index below 0")
-coo(flags=COALESCED).ints((1, 2), 1, 1).floats(1, 2).noted(
+coo().ints((1, 2), 0, 4).floats(1, 2).register("coo_behind", "An index behind the end")
+coo().ints((1, 2), 0, 1 << 40).floats(1, 2).register("coo_far_behind", "An index 2^40 behind it")
+coo().ints((1, 2), -1, 0).floats(1, 2).register("coo_below", "An index below 0")
+coo(flags=COALESCED).ints((1, 2), 1, 1).floats(1, 2).register(
     "coo_claim_double", "Indices twice, said to be coalesced"
 )
-coo(flags=COALESCED).ints((1, 2), 3, 0).floats(1, 2).noted(
+coo(flags=COALESCED).ints((1, 2), 3, 0).floats(1, 2).register(
     "coo_claim_order", "Indices out of order, said to be coalesced"
 )
-coo().ints((1, 3), 0, 1, 2).floats(1, 2).noted("coo_counts", "More indices than values")
-coo().whole(F32, (1, 2), b"\0" * 8).floats(1, 2).noted(
+coo().ints((1, 3), 0, 1, 2).floats(1, 2).register("coo_counts", "More indices than values")
+coo().whole(F32, (1, 2), b"\0" * 8).floats(1, 2).register(
     "coo_float_indices", "Indices that are floats"
 )
-coo().ints((2, 2), 0, 0, 0, 0).floats(1, 2).noted(
+coo().ints((2, 2), 0, 0, 0, 0).floats(1, 2).register(
     "coo_dims", "Indices of two dimensions for a vector"
 )
-coo((-4,)).ints((1, 2), 0, 1).floats(1, 2).noted("coo_negative_shape", "A size below 0")
-coo((1 << 40, 1 << 40)).ints((2, 2), 0, 1, 0, 1).floats(1, 2).noted(
+coo((-4,)).ints((1, 2), 0, 1).floats(1, 2).register("coo_negative_shape", "A size below 0")
+coo((1 << 40, 1 << 40)).ints((2, 2), 0, 1, 0, 1).floats(1, 2).register(
     "coo_huge_shape", "A shape whose product overflows"
 )
-coo().ints((1, 2), 0, 1).whole(I64, (2,), int64s(1, 2)).noted(
+coo().ints((1, 2), 0, 1).whole(I64, (2,), int64s(1, 2)).register(
     "coo_type", "Values of another type than the tensor's"
 )
-coo().add(row(F32, COO, 0, (4,))).ints((1, 2), 0, 1).floats(1, 2).floats(1, 2).noted(
+coo().add(row(F32, COO, 0, (4,))).ints((1, 2), 0, 1).floats(1, 2).floats(1, 2).register(
     "coo_of_coo", "Indices that are sparse"
 )
-coo().ints((1, 2), 0, 1).whole(F32, (2,), b"\0" * 8, ARRAY).noted(
+coo().ints((1, 2), 0, 1).whole(F32, (2,), b"\0" * 8, ARRAY).register(
     "coo_of_array", "Values that are an array"
 )
-coo().add(inline(I64, (1, 2), int64s(0, 9))).add(inline(F32, (2,), b"\0" * 8)).noted(
+coo().add(inline(I64, (1, 2), int64s(0, 9))).add(inline(F32, (2,), b"\0" * 8)).register(
     "coo_inline", "An index behind the end, inline"
 )
-Rows().add(row(F32, COO, 0, (4,)) * 3000).noted(
+Rows().add(row(F32, COO, 0, (4,)) * 3000).register(
     "coo_within", "Sparse tensors within each other, 3,000 deep"
 )
 
@@ -307,13 +315,13 @@ def csr(compressed: Sequence[int], plain: Sequence[int], shape: Sequence[int] = 
     return head.ints((len(compressed),), *compressed).ints((len(plain),), *plain).floats(1, 2)
 
 
-csr((0, 1, 2), (0, 3)).noted("csr_column", "A column behind the end")
-csr((0, 1, 2), (0, -1)).noted("csr_column_below", "A column below 0")
-csr((0, 1, 1000), (0, 1)).noted("csr_rows_behind", "Row bounds behind the end")
-csr((-5, 1, 2), (0, 1)).noted("csr_rows_below", "Row bounds below 0")
-csr((0, 2, 1), (0, 1)).noted("csr_rows_falling", "Row bounds that fall")
-csr((0, 2), (0, 1)).noted("csr_rows_few", "Too few row bounds")
-csr((0, 1, 2), (0, 1), (6,)).noted("csr_vector", "A shape of one dimension")
+csr((0, 1, 2), (0, 3)).register("csr_column", "A column behind the end")
+csr((0, 1, 2), (0, -1)).register("csr_column_below", "A column below 0")
+csr((0, 1, 1000), (0, 1)).register("csr_rows_behind", "Row bounds behind the end")
+csr((-5, 1, 2), (0, 1)).register("csr_rows_below", "Row bounds below 0")
+csr((0, 2, 1), (0, 1)).register("csr_rows_falling", "Row bounds that fall")
+csr((0, 2), (0, 1)).register("csr_rows_few", "Too few row bounds")
+csr((0, 1, 2), (0, 1), (6,)).register("csr_vector", "A shape of one dimension")
 
 
 def by_tensor(scale: float, zero: int) -> Rows:
@@ -326,24 +334,26 @@ def by_channel(axis: int) -> Rows:
     return Rows().add(row(0, PER_CHANNEL, 0, (2,)) + OFFSET.pack(axis)).whole(U8, (2,), b"\1\2")
 
 
-by_tensor(float("nan"), 0).whole(U8, (2,), b"\1\2").noted(
+by_tensor(float("nan"), 0).whole(U8, (2,), b"\1\2").register(
     "quantized_nan", "A scale that is no number"
 )
-by_tensor(float("inf"), 0).whole(U8, (2,), b"\1\2").noted("quantized_infinite", "An infinite scale")
-by_tensor(1.0, 1 << 40).whole(U8, (2,), b"\1\2").noted(
+by_tensor(float("inf"), 0).whole(U8, (2,), b"\1\2").register(
+    "quantized_infinite", "An infinite scale"
+)
+by_tensor(1.0, 1 << 40).whole(U8, (2,), b"\1\2").register(
     "quantized_zero_point", "A zero point beyond the type"
 )
-by_tensor(1.0, 0).floats(1, 2).noted("quantized_floats", "Integers that are floats")
-by_tensor(1.0, 0).add(by_tensor(1.0, 0).data).whole(U8, (2,), b"\1\2").noted(
+by_tensor(1.0, 0).floats(1, 2).register("quantized_floats", "Integers that are floats")
+by_tensor(1.0, 0).add(by_tensor(1.0, 0).data).whole(U8, (2,), b"\1\2").register(
     "quantized_within", "… that are quantized themselves"
 )
-by_channel(5).whole(F64, (2,), b"\0" * 16).ints((2,), 0, 0).noted(
+by_channel(5).whole(F64, (2,), b"\0" * 16).ints((2,), 0, 0).register(
     "channel_axis", "An axis that there is not"
 )
-by_channel(-(1 << 40)).whole(F64, (2,), b"\0" * 16).ints((2,), 0, 0).noted(
+by_channel(-(1 << 40)).whole(F64, (2,), b"\0" * 16).ints((2,), 0, 0).register(
     "channel_axis_below", "An axis far below 0"
 )
-by_channel(0).whole(F64, (1,), b"\0" * 8).ints((2,), 0, 0).noted(
+by_channel(0).whole(F64, (1,), b"\0" * 8).ints((2,), 0, 0).register(
     "channel_scales", "Fewer scales than channels"
 )
 

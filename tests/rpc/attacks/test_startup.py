@@ -26,7 +26,7 @@ class Bomb:
         return canary.fire, ("start-up",)
 
 
-def told(generation: int) -> dict[str, Any]:
+def descriptions(generation: int) -> dict[str, Any]:
     """Return forged descriptions by name: an honest one, changed in one place."""
     name, maps = "worker1", {"worker0": {0: 0}}
     return {
@@ -67,7 +67,7 @@ def told(generation: int) -> dict[str, Any]:
     }
 
 
-NAMES = sorted(told(0))
+NAMES = sorted(descriptions(0))
 _gather = ProcessGroup.all_gather_object
 
 
@@ -101,7 +101,7 @@ def generation(world):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_no_worker_tells(world, generation, name):
-    hostile = told(generation)[name]
+    hostile = descriptions(generation)[name]
     before = list(canary.fired)
     error = begin(world, world.rank == ATTACKER, hostile)
     is_refused = isinstance(error, MpidistError) and bool(str(error)) and current.agent is None
