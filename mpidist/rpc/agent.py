@@ -68,18 +68,11 @@ class Agent:
         self.workers = workers
         self.policy = InlinePolicy()
         self.gil_waits: list[float] | None = None  # seconds; None: not measured
-        # Requests use this worker's own map, answers the inverse of the caller's.
-        request_maps = {workers.rank_of(name): pairs for name, pairs in options.device_maps.items()}
-        answer_maps = {
-            rank: {there: here for here, there in maps.get(workers.me.name, {}).items()}
-            for rank, maps in enumerate(device_maps)
-        }
-        data_only = {rank: workers.infos[rank].name for rank in workers.data_only}
         self.dispatcher = Dispatcher(transport)
         self.polling = Polling(
             self.dispatcher.poll, options.num_worker_threads, f"rpc-{workers.me.name}"
         )
-        self.wire = Wire(transport, request_maps, answer_maps, data_only)
+        self.wire = _make_wire(transport, workers, options, device_maps)
         self.reader = Reader(allowed)
         self.calls = Calls(
             workers,
@@ -182,6 +175,22 @@ class Agent:
             self.wire.one_way_sent,
             self.dispatcher.one_way_received + self.engine_messages.handled,
         )
+
+
+def _make_wire(
+    transport: Transport,
+    workers: Workers,
+    options: RpcBackendOptions,
+    device_maps: Sequence[Mapping[str, Mapping[int, int]]],
+) -> Wire:
+    """Make the wire: requests use this worker's own map, answers the inverse of the caller's."""
+    request_maps = {workers.rank_of(name): pairs for name, pairs in options.device_maps.items()}
+    answer_maps = {
+        rank: {there: here for here, there in maps.get(workers.me.name, {}).items()}
+        for rank, maps in enumerate(device_maps)
+    }
+    data_only = {rank: workers.infos[rank].name for rank in workers.data_only}
+    return Wire(transport, request_maps, answer_maps, data_only)
 
 
 def _send_words(wire: Wire, workers: Workers, is_verdict: bool, words: Sequence[int]) -> None:

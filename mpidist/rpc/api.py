@@ -73,12 +73,7 @@ def init_rpc(
     allowlist, problem = None, None
     try:
         check_name(name)
-        allowlist = Allowed(allowed) if allowed is not None else None
-        if allowlist is None and trust.is_data_only():
-            raise MpidistError(
-                f"{trust.ENV_TRUST}=data: init_rpc needs a list, allowed=[...]; without one others "
-                "may call anything"
-            )
+        allowlist = _make_allowlist(allowed)
     except Exception as error:
         # Raised after the exchange, because the other workers wait for this one.
         problem = error
@@ -91,6 +86,15 @@ def init_rpc(
     # Before the start: the first request may arrive immediately.
     current.agent = agent
     agent.start()
+
+
+def _make_allowlist(allowed: Sequence[Any] | None) -> Allowed | None:
+    if allowed is None and trust.is_data_only():
+        raise MpidistError(
+            f"{trust.ENV_TRUST}=data: init_rpc needs a list, allowed=[...]; without one others may "
+            "call anything"
+        )
+    return Allowed(allowed) if allowed is not None else None
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
@@ -252,14 +256,7 @@ def _is_current_rpc_agent_set() -> bool:
     return current.agent is not None
 
 
-def _all_gather(
-    obj: object, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
-) -> dict[str, Any]:
-    return worker_gather.all_gather(obj, worker_names, timeout)
-
-
-def _barrier(worker_names: Iterable[str]) -> None:
-    worker_gather.barrier(worker_names)
+_all_gather, _barrier = worker_gather.all_gather, worker_gather.barrier  # torch's names
 
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:

@@ -20,6 +20,7 @@ from mpidist.rpc.engine_messages import EngineMessages
 from mpidist.rpc.message import AUTOGRAD, FIRST_ONE_WAY, FIRST_RESPONSE, REFERENCES, Kind
 from mpidist.rpc.pool import HANDLED, Action
 from mpidist.rpc.quiescence import Quiescence
+from mpidist.rpc.references import References
 from mpidist.rpc.requests import EngineRequest, FetchRequest, RemoteRequest, Request, Server
 
 logger = logging.getLogger("mpidist.rpc")
@@ -49,11 +50,13 @@ class Dispatcher:
         self.requests_received = self.one_way_received = 0
         self._transport = transport
         self._agent: Dispatched
+        self._calls: Calls
+        self._references: References
         self._handlers: list[Callable[[Incoming], Action]]
 
     def connect(self, agent: Dispatched) -> None:
         """Set the agent whose parts handle the messages; required before ``poll``."""
-        self._agent = agent
+        self._agent, self._calls, self._references = agent, agent.calls, agent.references
         handlers: list[Callable[[Incoming], Action]] = [reject_kind] * 256
         for name in ("PYTHON", "BUILTIN", "SCRIPT", "METHOD"):
             handlers[Kind[f"CALL_{name}"]] = partial(Request, agent)
@@ -76,11 +79,11 @@ class Dispatcher:
         try:
             incoming = self._transport.poll(tests)
             if incoming is None:
-                if self._agent.references.deletes:
-                    self._agent.references.flush_deletes()
+                if self._references.deletes:
+                    self._references.flush_deletes()
                     return HANDLED
-                if self._agent.calls.has_expired():
-                    self._agent.calls.expire()
+                if self._calls.has_expired():
+                    self._calls.expire()
                 return None
             kind = incoming.kind
             if incoming.is_new:
@@ -110,16 +113,9 @@ class Dispatcher:
             if incoming is None:
                 raise  # not the fault of a message
             # An unforeseen message must not end this worker, which serves all others.
-            logger.exception(
-                "%s: a message of kind %d from rank %d failed",
-                self._agent.workers.me,
-                incoming.kind,
-                incoming.source,
-            )
-            self._reject(
-                incoming,
-                FrameError(f"a message of kind {incoming.kind} cannot be taken up: {error!r}"),
-            )
+            text = f"a message of kind {incoming.kind} from rank {incoming.source}"
+            logger.exception("%s: %s failed", self._agent.workers.me, text)
+            self._reject(incoming, FrameError(f"{text} cannot be taken up: {error!r}"))
         return HANDLED
 
     def _unpack_preamble(self, incoming: Incoming) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from mpidist.comm import group as groups
 from mpidist.comm.group import ProcessGroup
@@ -83,8 +84,22 @@ def _group(world_size: int | None) -> ProcessGroup:
     return group
 
 
-# Name, generation, device maps, whether the worker reads data only, and its problem.
-_Description = tuple[str, int, dict[str, dict[int, int]], bool, "str | None"]
+class _Description(NamedTuple):
+    """Description of one worker, as sent to all others at the start.
+
+    Attributes:
+        name: The worker's name.
+        generation: The number of calls of ``init_rpc`` by these ranks, equal on all of them.
+        device_maps: Of the worker's options.
+        is_data_only: The worker has a list, and reads data only.
+        problem: Why the worker cannot take part, else None.
+    """
+
+    name: str
+    generation: int
+    device_maps: dict[str, dict[int, int]]
+    is_data_only: bool
+    problem: str | None
 
 
 def gather_workers(
@@ -127,32 +142,43 @@ def gather_workers(
     if problem is not None:
         raise problem
     descriptions = [_validate(rank, one) for rank, one in enumerate(everyone)]
-    for rank, (peer_name, *_, peer_problem) in enumerate(descriptions):
-        if peer_problem is not None:
-            raise MpidistError(f"init_rpc has failed on rank {rank} ({peer_name}): {peer_problem}")
-    workers = [WorkerInfo(one[0], rank) for rank, one in enumerate(descriptions)]
+    workers = _require_consistent(descriptions)
+    data_only = [rank for rank, one in enumerate(descriptions) if one.is_data_only]
+    device_maps = [one.device_maps for one in descriptions]
+    return Workers(workers, transport.rank, transport.world_ranks, data_only), device_maps
+
+
+def _require_consistent(descriptions: Sequence[_Description]) -> list[WorkerInfo]:
+    """Check the descriptions of all workers against each other; return the workers.
+
+    Raises:
+        MpidistError: A worker has a problem, or names, generations or device maps do not match.
+    """
+    for rank, one in enumerate(descriptions):
+        if one.problem is not None:
+            raise MpidistError(f"init_rpc has failed on rank {rank} ({one.name}): {one.problem}")
+    workers = [WorkerInfo(one.name, rank) for rank, one in enumerate(descriptions)]
     duplicates = duplicate_names(workers)
     if duplicates:
         raise MpidistError(
             f"RPC worker name is not unique: {', '.join(map(repr, duplicates))} among "
             f"{[worker.name for worker in workers]}"
         )
-    counts = {one[1] for one in descriptions}
+    counts = {one.generation for one in descriptions}
     if len(counts) > 1:
         raise MpidistError(
             f"ranks have initialised RPC a different number of times: {sorted(counts)}; a rank has "
             "missed an init_rpc"
         )
-    device_maps = [one[2] for one in descriptions]
     unknown = sorted(
-        {worker for maps in device_maps for worker in maps} - {worker.name for worker in workers}
+        {worker for one in descriptions for worker in one.device_maps}
+        - {worker.name for worker in workers}
     )
     if unknown:
         raise MpidistError(
             f"device maps name workers that there are not: {unknown}; the workers are {workers}"
         )
-    data_only = [rank for rank, one in enumerate(descriptions) if one[3]]
-    return Workers(workers, transport.rank, transport.world_ranks, data_only), device_maps
+    return workers
 
 
 def _validate(rank: int, description: Any) -> _Description:
@@ -178,4 +204,4 @@ def _validate(rank: int, description: Any) -> _Description:
         is_right = False
     if not is_right:
         raise MpidistError(f"rank {rank} has sent an invalid description of its worker")
-    return name, generation, maps, is_data_only, problem
+    return _Description(name, generation, maps, is_data_only, problem)

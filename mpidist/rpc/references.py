@@ -142,9 +142,7 @@ class References:
         if any([owner >= size or fork >> ID_SHIFT != source for _, fork, owner in rows]):
             self._require_worker(max([owner for _, _, owner in rows]))
             require_own(source, [fork for _, fork, _ in rows])
-        for reference, fork, owner in rows:
-            if owner == me:
-                self.store.add_fork(reference, fork)
+        self.store.add_forks([(reference, fork) for reference, fork, owner in rows if owner == me])
 
     def add_announced_forks(self, incoming: Incoming) -> None:
         """Count the forks that another worker announces.

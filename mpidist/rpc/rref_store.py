@@ -183,20 +183,15 @@ class RRefStore:
             self._entries[entry.reference] = entry
             self._count(entry, fork)
 
-    def add_fork(self, reference: int, fork: int) -> None:
-        """Count a fork that another worker announces."""
-        with self._lock:
-            entry = self._entries.get(reference)
-            if entry is None or entry.early:
-                self._count(self._of(reference), fork)
-            else:
-                entry.forks.add(fork)
-
     def add_forks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Count (reference, fork) pairs that other workers announce."""
         with self._lock:
             for reference, fork in pairs:
-                self._count(self._of(reference), fork)
+                entry = self._entries.get(reference)
+                if entry is None or entry.early:
+                    self._count(self._of(reference), fork)
+                else:
+                    entry.forks.add(fork)
 
     def delete_fork(self, reference: int, fork: int) -> None:
         """Delete a fork; the last one removes the entry from the table.
