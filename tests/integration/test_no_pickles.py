@@ -59,7 +59,10 @@ def test_nothing_is_unpickled_by_mpi4py_in_any_step_of_a_job():
 
 
 def test_with_data_alone_no_message_is_a_pickle():
-    own = "from mpidist.comm.serialization import tensor_pickle\ntensor_pickle.loads = tensor_pickle.dumps = refuse"
+    own = (
+        "from mpidist.comm.serialization import tensor_pickle\n"
+        "tensor_pickle.loads = tensor_pickle.dumps = refuse"
+    )
     script = _EVERYTHING.format("pickle", own=own, data_only=None, rpc=False)
     assert printed(job(2, script, env={"MPIDIST_TRUST": "data"}, timeout_s=90)).keys() == {0, 1}
 
