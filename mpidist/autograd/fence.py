@@ -31,7 +31,7 @@ class Fence:
     def record(self, tensors: Iterable[Tensor | None]) -> None:
         """Record events on the calling thread's current streams, which write the tensors.
 
-        The caller must have called ``hold`` for events recorded before.
+        The caller must have called ``block_current_streams`` for events recorded before.
         """
         for tensor in tensors:
             if (
@@ -41,7 +41,7 @@ class Fence:
             ):
                 self._events[tensor.device] = device.record_current_stream()
 
-    def hold(self, tensors: Iterable[Tensor | None] = ()) -> None:
+    def block_current_streams(self, tensors: Iterable[Tensor | None] = ()) -> None:
         """Let the calling thread's current streams wait for the events.
 
         The memory of ``tensors`` is kept from reuse until these streams have read it.

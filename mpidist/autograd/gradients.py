@@ -36,7 +36,7 @@ class Gradients:
         """
         sums = self._sums
         with self._lock:
-            self._fence.hold()
+            self._fence.block_current_streams()
             for leaf, gradient in found:
                 old = sums.get(leaf)
                 # A node may return a tensor that is not its own result, for example a parameter.
@@ -60,7 +60,7 @@ class Gradients:
     def all(self) -> dict[Tensor, Tensor]:
         """Return the sums so far, by leaf; the calling thread's current streams wait for them."""
         with self._lock:
-            self._fence.hold(self._sums.values())
+            self._fence.block_current_streams(self._sums.values())
             return dict(self._sums)
 
 

@@ -154,9 +154,9 @@ class LocalPass:
 
     def _accept(self, arrived: list[tuple[int, Sequence[Gradient], Fence]]) -> None:
         """Store the gradients of sources at the sources' edges."""
-        self._fence.hold(self._kept.values())
+        self._fence.block_current_streams(self._kept.values())
         for name, gradients, fence in arrived:
-            fence.hold(gradients)
+            fence.block_current_streams(gradients)
             place = self._places.get(name)
             if place is None or self._arrived >> place & 1:
                 raise MpidistError(

@@ -38,7 +38,7 @@ def test_the_last_place_of_each_device_is_held(monkeypatch):
     fence.record([on(0)])
     assert log == ["record cuda0/1", "record cuda1/1", "record cuda0/2"]
     log.clear()
-    fence.hold([on(1), None])
+    fence.block_current_streams([on(1), None])
     assert sorted(log[:2]) == ["hold cuda0/2", "hold cuda1/1"] and log[2:] == ["used 1"]
 
 
@@ -46,4 +46,4 @@ def test_tensors_of_the_host_need_none(monkeypatch):
     monkeypatch.setattr(module, "device_at", lambda device: 1 / 0)
     fence = Fence([torch.ones(1), None])
     fence.record([torch.ones(2)])
-    fence.hold([torch.ones(1)])
+    fence.block_current_streams([torch.ones(1)])

@@ -16,7 +16,7 @@ import mpidist
 from mpidist.cli import app as cli
 from mpidist.cli import command, doctor, run, submit, tables
 from mpidist.cli.finding import PROBLEM, WARNING, Finding
-from mpidist.cli.launch_plan import Site
+from mpidist.cli.launch_request import Site
 from mpidist.errors import LaunchError
 from tests.cli.test_findings import alone, job
 from tests.support import started
