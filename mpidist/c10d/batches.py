@@ -7,13 +7,13 @@ must be launched together. torch coalesces them only for groups of its own class
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from mpidist.c10d.overrides import native_of, override
+from mpidist.c10d.overrides import Function, native_of, override
 
 
 def install() -> None:
@@ -21,7 +21,7 @@ def install() -> None:
     override("batch_isend_irecv", _batching)
 
 
-def _batching(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+def _batching(original: Function) -> Function:
     def batch_isend_irecv(p2p_op_list: Sequence[Any]) -> list[Any]:
         """See torch.distributed.batch_isend_irecv."""
         first = p2p_op_list[0] if p2p_op_list else None

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import Work
 
-Arguments = Callable[..., tuple[Any, ...]]
+Arguments = Callable[..., tuple[object, ...]]
 
 # Number of active modes of this thread. Each method calls this in its first line, because a wrapper
 # around the method would take 0.2 us.
@@ -41,13 +41,13 @@ class _Call:
             the Python object alive.
     """
 
-    def __init__(self, group: Any, method: str, rest: tuple[Any, ...]) -> None:
+    def __init__(self, group: Any, method: str, rest: tuple[object, ...]) -> None:
         self.group = group
         self.work: Work | None = None
         self._method = method
         self._rest = rest  # non-tensor arguments
 
-    def run(self, tensors: tuple[Any, ...]) -> Work:
+    def run(self, tensors: tuple[object, ...]) -> Work:
         self.work = getattr(self.group, self._method)(*tensors, *self._rest)
         return self.work
 
@@ -119,47 +119,47 @@ def _reduction() -> Any:
     return torch.classes.c10d.ReduceOp()
 
 
-def _plain(opts: Any = None) -> tuple[Any, ...]:
+def _plain(opts: Any = None) -> tuple[object, ...]:
     return _run(opts)
 
 
-def _without_timeout(opts: Any = None) -> tuple[Any, ...]:
+def _without_timeout(opts: Any = None) -> tuple[object, ...]:
     return _run(opts)[:1]
 
 
-def _reducing(opts: Any = None) -> tuple[Any, ...]:
+def _reducing(opts: Any = None) -> tuple[object, ...]:
     return _reduction(), *_run(opts)
 
 
-def _all_reducing(opts: Any = None) -> tuple[Any, ...]:
+def _all_reducing(opts: Any = None) -> tuple[object, ...]:
     return _reduction(), None, *_run(opts)
 
 
-def _rooted(opts: Any) -> tuple[Any, ...]:
+def _rooted(opts: Any) -> tuple[object, ...]:
     return opts.rootRank, *_run(opts)
 
 
-def _broadcasting(opts: Any) -> tuple[Any, ...]:
+def _broadcasting(opts: Any) -> tuple[object, ...]:
     return opts.rootRank, opts.rootTensor, *_run(opts)
 
 
-def _reducing_to_root(opts: Any) -> tuple[Any, ...]:
+def _reducing_to_root(opts: Any) -> tuple[object, ...]:
     return _reduction(), opts.rootRank, opts.rootTensor, *_run(opts)
 
 
-def _splitting(output_sizes: Any, input_sizes: Any, opts: Any = None) -> tuple[Any, ...]:
+def _splitting(output_sizes: Any, input_sizes: Any, opts: Any = None) -> tuple[object, ...]:
     return list(output_sizes or ()), list(input_sizes or ()), *_run(opts)
 
 
-def _meeting(opts: Any = None) -> tuple[Any, ...]:
+def _meeting(opts: Any = None) -> tuple[object, ...]:
     return list(getattr(opts, "device_ids", None) or ()), *_run(opts)
 
 
-def _addressed(peer: int, tag: int = 0) -> tuple[Any, ...]:
+def _addressed(peer: int, tag: int = 0) -> tuple[object, ...]:
     return peer, tag
 
 
-def _tagged(tag: int = 0) -> tuple[Any, ...]:
+def _tagged(tag: int = 0) -> tuple[object, ...]:
     return (tag,)
 
 

@@ -34,13 +34,11 @@ class ManagedGroup(dist.ProcessGroup):
         self._store = store
         self._name = name
 
-    def getBackendName(self) -> str:
-        """See ProcessGroup.name."""
-        return "mpidist"
-
     def name(self) -> str:
         """See ProcessGroup.name."""
         return "mpidist"
+
+    getBackendName = name
 
     @property
     def pg_name(self) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+Function = Callable[..., Any]
+
 _overridden: set[str] = set()
 
 
@@ -21,7 +23,7 @@ def native_of(group: Any) -> Any:
     return getattr(group, "native", None)
 
 
-def override(name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def override(name: str, wrapper: Callable[[Function], Function]) -> None:
     """Replace a function of ``distributed_c10d``, once per process.
 
     Args:
@@ -48,14 +50,14 @@ def override_set_timeout() -> None:
     override("_set_pg_timeout", _set_timeout)
 
 
-def _monitored_barrier(original: Callable[..., None]) -> Callable[..., None]:
+def _monitored_barrier(original: Function) -> Function:
     @functools.wraps(original)
     def monitored_barrier(
         group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         import torch.distributed as dist
 
-        chosen: Any = group or dist.group.WORLD
+        chosen = group or dist.group.WORLD
         if native_of(chosen) is not None:
             chosen.monitored_barrier(timeout, wait_all_ranks)
         else:
@@ -64,12 +66,12 @@ def _monitored_barrier(original: Callable[..., None]) -> Callable[..., None]:
     return monitored_barrier
 
 
-def _set_timeout(original: Callable[..., None]) -> Callable[..., None]:
+def _set_timeout(original: Function) -> Function:
     @functools.wraps(original)
     def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
         from torch.distributed import distributed_c10d
 
-        chosen: Any = distributed_c10d._get_default_group() if group is None else group
+        chosen = distributed_c10d._get_default_group() if group is None else group
         if native_of(chosen) is not None:
             chosen.set_timeout(timeout)
         else:
