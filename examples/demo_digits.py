@@ -8,7 +8,6 @@ mpirun -n 2 python examples/demo_digits.py --hook allreduce --optimizer oss
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 import resource
@@ -23,6 +22,7 @@ import demo_report
 import torch
 import torch.nn.functional as F
 from command_line import parse, positive
+from evaluation import accuracy, exposed_ms, mean_over_ranks
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -190,43 +190,6 @@ def progress(epochs: range, title: str, rank: int) -> Any:
         else {"bar_format": "{l_bar}{bar:20}{r_bar}\n", "mininterval": 5.0}
     )
     return tqdm(epochs, desc=title, unit="epoch", disable=rank != 0, **style)
-
-
-def mean_over_ranks(group: Any, total: float, count: int) -> float:
-    """Divide the sum over ranks of ``total`` by that of ``count``."""
-    sums = torch.tensor([total, count], dtype=torch.float64)
-    group.all_reduce(sums)
-    return (sums[0] / sums[1]).item()
-
-
-@torch.no_grad()
-def accuracy(group: Any, net: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """Return the share of correct answers; each rank evaluates every size-th image."""
-    own = slice(group.rank, None, group.size)
-    net.eval()
-    right = (net(images[own]).argmax(1) == labels[own]).sum().item()
-    return mean_over_ranks(group, right, len(labels[own]))
-
-
-def exposed_ms(group: Any, model: Any, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """Return the time of a step's forward and backward pass that communication adds.
-
-    This is the time of a step minus the time of the same step under ``no_sync``, measured in turns.
-    The result includes waiting (also for a slower rank) and compression, but no overlapped
-    communication. No optimizer steps, so the weights stay unchanged.
-    """
-
-    def step_s(sync: bool) -> float:
-        model.zero_grad()
-        group.barrier()
-        start = time.perf_counter()
-        with contextlib.nullcontext() if sync else model.no_sync():
-            F.cross_entropy(model(images), labels).backward()
-        return time.perf_counter() - start
-
-    pairs = [(step_s(True), step_s(False)) for _ in range(60)][10:]  # the first ones warm up
-    with_sync, without = torch.tensor(pairs).median(0).values.tolist()
-    return mean_over_ranks(group, 1e3 * (with_sync - without), 1)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from command_line import parse, positive
 from digits_data import Unusable, build_net, divided, own_device, read
+from evaluation import accuracy, mean_over_ranks
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -179,22 +180,6 @@ def with_all(group: Any, call: Any) -> Any:
     if problems:
         raise Unusable(problems[0])
     return result
-
-
-def mean_over_ranks(group: Any, total: float, count: int) -> float:
-    """Divide the sum over ranks of ``total`` by that of ``count``."""
-    sums = torch.tensor([total, count], dtype=torch.float64)
-    group.all_reduce(sums)
-    return (sums[0] / sums[1]).item()
-
-
-@torch.no_grad()
-def accuracy(group: Any, net: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """Return the share of correct answers; each rank evaluates every size-th image."""
-    own = slice(group.rank, None, group.size)
-    net.eval()
-    right = int((net(images[own]).argmax(1) == labels[own]).sum())
-    return mean_over_ranks(group, right, len(labels[own]))
 
 
 def options_of(rank: int) -> argparse.Namespace:

@@ -18,7 +18,7 @@ import warnings
 from typing import Any
 
 from mpidist.comm import init
-from tests.fuzz import models, programs, run_models, run_programs
+from tests.fuzz import generator, models, programs, run_models, run_programs
 from tests.fuzz.deadline import Deadline
 
 
@@ -99,7 +99,7 @@ class _Fuzzer:
                 return run_models.run(
                     models.model(seed, self._world.size, self._without), self._world, self._deadline
                 )
-            drawn = programs.program(seed, self._world.size, self._without)
+            drawn = generator.program(seed, self._world.size, self._without)
             drawn = programs.kept(drawn, only) if only else drawn
             return run_programs.run(drawn, self._world, self._deadline, is_quiet)
         finally:
@@ -112,20 +112,20 @@ class _Fuzzer:
         self._tell(f"  repeat: {self._repeat(seed, self._only)}")
         if self._options.what == "models":
             self._tell(
-                f"  {run_programs.described(models.model(seed, self._world.size, self._without))}"
+                f"  {programs.described(models.model(seed, self._world.size, self._without))}"
             )
         else:
             only = self._shrunk(seed)
-            drawn = programs.kept(programs.program(seed, self._world.size, self._without), only)
+            drawn = programs.kept(generator.program(seed, self._world.size, self._without), only)
             self._tell(f"  the fewest steps that fail: {self._repeat(seed, only)}")
             for group in drawn.groups:
-                self._tell(f"    {run_programs.described(group)}")
+                self._tell(f"    {programs.described(group)}")
             for step in drawn.steps:
-                self._tell(f"    {run_programs.described(step)}")
+                self._tell(f"    {programs.described(step)}")
 
     def _shrunk(self, seed: int) -> tuple[int, ...]:
         """Drop steps one by one while the program still fails."""
-        steps = programs.program(seed, self._world.size, self._without).steps
+        steps = generator.program(seed, self._world.size, self._without).steps
         only = self._only or tuple(range(len(steps)))
         only = tuple(
             place for place in only if not isinstance(steps[place], (programs.Make, programs.Close))
@@ -154,10 +154,10 @@ def _show(options: Any, without: tuple[str, ...], size: int) -> None:
         if options.what == "models":
             print(models.model(seed, size, without))
             continue
-        drawn = programs.program(seed, size, without)
-        print(f"seed {seed}:", *map(run_programs.described, drawn.groups), sep="\n  ")
+        drawn = generator.program(seed, size, without)
+        print(f"seed {seed}:", *map(programs.described, drawn.groups), sep="\n  ")
         for place, step in enumerate(drawn.steps):
-            print(f"  {place}: {run_programs.described(step)}")
+            print(f"  {place}: {programs.described(step)}")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from mpidist.comm.algorithms.reduce_op import PremulSum
-from tests.fuzz.operands import exchanged, obj
+from tests.fuzz.operands import exchanged
 from tests.fuzz.programs import Call
+from tests.fuzz.values import obj
 
 _TORCH_OPS = {
     "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "product": dist.ReduceOp.PRODUCT,

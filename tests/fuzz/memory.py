@@ -7,9 +7,10 @@ import random
 import numpy as np
 import torch
 
-from tests.fuzz.operands import GUARD, Operands, Tensor, values_of
+from tests.fuzz.operands import GUARD, Operands, Tensor
 from tests.fuzz.programs import Call
 from tests.fuzz.references import Result
+from tests.fuzz.values import values_of
 
 
 class Memory:

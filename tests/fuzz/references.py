@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from tests.fuzz.operands import Operands, exchanged, operands, values_of
+from tests.fuzz.operands import Operands, exchanged, operands
 from tests.fuzz.programs import COMPLEX, FLOAT8, FLOATS, Call
+from tests.fuzz.values import values_of
 from tests.support import reduced
 
 Result = tuple[torch.Tensor, torch.Tensor | None]

@@ -20,7 +20,8 @@ from mpidist.ddp.module import DistributedDataParallel
 from tests.fuzz.deadline import Deadline
 from tests.fuzz.models import Model
 from tests.fuzz.nets import LEARNING_RATE, Net, Reference, loss_of, numbers_of
-from tests.fuzz.run_programs import described, told_by_all
+from tests.fuzz.programs import described
+from tests.fuzz.run_programs import gathered_failures
 
 _REFUSALS = (TypeError, ValueError, RuntimeError, NotImplementedError)
 
@@ -51,7 +52,7 @@ def run(model: Model, world: Any, deadline: Deadline) -> list[str]:
             sys.stderr.flush()
     trainer.close()
     deadline.now("the verdict of all ranks")
-    return told_by_all(world, trainer.failures, outcomes)
+    return gathered_failures(world, trainer.failures, outcomes)
 
 
 class _Trainer:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from tests.fuzz import operands, programs, references, run_programs
+from tests.fuzz import generator, operands, programs, references, run_programs
 from tests.fuzz.deadline import Deadline
+from tests.fuzz.values import values_of
 
 # Programs by number of ranks, most at 3, because two hide wrong neighbors; other sizes run the
 # first 20.
@@ -17,12 +18,12 @@ def calls_of(program):
 
 
 def test_a_seed_gives_one_program():
-    assert programs.program(7, 3) == programs.program(7, 3)
-    assert programs.program(7, 3) != programs.program(8, 3)
+    assert generator.program(7, 3) == generator.program(7, 3)
+    assert generator.program(7, 3) != generator.program(8, 3)
 
 
 def test_every_kind_and_every_feature_comes_up():
-    drawn = [programs.program(seed, 3) for seed in range(400)]
+    drawn = [generator.program(seed, 3) for seed in range(400)]
     calls = [call for program in drawn for call in calls_of(program)]
     assert {call.kind for call in calls} == {
         *programs.REDUCING,
@@ -39,7 +40,7 @@ def test_every_kind_and_every_feature_comes_up():
 
 def test_without_a_feature():
     drawn = [
-        programs.program(seed, 3, ("overlap", "inference", "premul", "debug", "torch"))
+        generator.program(seed, 3, ("overlap", "inference", "premul", "debug", "torch"))
         for seed in range(200)
     ]
     calls = [call for program in drawn for call in calls_of(program)]
@@ -54,7 +55,7 @@ def test_without_a_feature():
 
 def test_kept_steps_keep_their_groups():
     program = next(
-        p for p in (programs.program(seed, 3) for seed in range(100)) if len(p.groups) > 3
+        p for p in (generator.program(seed, 3) for seed in range(100)) if len(p.groups) > 3
     )
     place = max(
         i
@@ -69,7 +70,7 @@ def test_kept_steps_keep_their_groups():
 
 def test_an_expected_result_fits_each_output():
     for seed in range(60):
-        program = programs.program(seed, 3, ("large",))
+        program = generator.program(seed, 3, ("large",))
         for call in calls_of(program):
             if call.kind in (*programs.OBJECTS, "barrier") or call.must_refuse:
                 continue
@@ -87,8 +88,7 @@ def test_a_sum_of_whole_numbers():
         "all_reduce", 0, ("native",) * 2, (False,) * 2, ("",) * 2, (0,) * 2, seed=5, counts=(6,)
     )
     parts = [
-        operands.values_of(call, operands.operands(call, rank, 2).tensors[0]).flatten()
-        for rank in range(2)
+        values_of(call, operands.operands(call, rank, 2).tensors[0]).flatten() for rank in range(2)
     ]
     ((values, tolerance),) = references.expected(call, 0, 2)
     assert tolerance is None
@@ -105,6 +105,6 @@ def test_random_programs(world, capfd):
                 deadline.start(
                     f"mpirun -n {world.size} python -m tests.fuzz programs --seed {seed} --count 1"
                 )
-                failures = run_programs.run(programs.program(seed, world.size), world, deadline)
+                failures = run_programs.run(generator.program(seed, world.size), world, deadline)
                 deadline.stop()
                 assert not failures, f"seed {seed}: " + "\n".join(failures)

@@ -18,7 +18,6 @@ span them. GPUs are counts in Slurm's configuration, without devices.
 
 from __future__ import annotations
 
-import ctypes.util
 import json
 import os
 import shutil
@@ -29,8 +28,8 @@ import sys
 from pathlib import Path
 
 from tests.slurm import processes
+from tests.slurm.packages import UNSHARE, install, path_of, problem
 
-PACKAGES = ("slurm-wlm", "munge", "libpmix2", "libpmix-dev")
 NODES = ("n1", "n2", "n3")
 # CPUs of a node in Slurm's configuration.
 CPUS = 4
@@ -38,7 +37,6 @@ CPUS = 4
 # files.
 GPU_FILES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 UNAVAILABLE = 77
-UNSHARE = ("unshare", "--uts")
 START_S, STOP_S = 30, 10
 
 CONFIG = """\
@@ -84,63 +82,6 @@ PartitionName=urgent Nodes=n3 MaxTime=60 PriorityTier=2 State=UP
 
 class ClusterError(Exception):
     """Failed start of the cluster; the text has the reason."""
-
-
-def problem() -> str | None:
-    """Return what this machine lacks for a virtual cluster, or None."""
-    absent = [
-        name for name in ("munged", "slurmctld", "slurmd", "sbatch") if _program(name) is None
-    ]
-    if absent:
-        return f"{', '.join(absent)} not installed"
-    # A slurmd that starts without this library never offers --mpi=pmix.
-    if ctypes.util.find_library("pmix") is None:
-        return "libpmix2 not installed"
-    if os.geteuid() != 0:
-        return "slurmd must run as root"
-    trial = subprocess.run([*UNSHARE, "true"], capture_output=True, text=True)
-    return (
-        None
-        if trial.returncode == 0
-        else f"the nodes need host names of their own: {trial.stderr.strip()}"
-    )
-
-
-def install() -> str | None:
-    """Install missing packages; return the reason for a failure, or None."""
-    if (missing := problem()) is None:
-        return None
-    if os.geteuid() != 0:
-        return f"{missing}; only root can install and start it"
-    if shutil.which("apt-get") is None:
-        return f"{missing}; no apt-get here: install the equivalents of {', '.join(PACKAGES)}"
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    # -o: wait for the lock, because another apt-get may run.
-    apt = [
-        "apt-get",
-        "-qq",
-        "-y",
-        "-o",
-        "DPkg::Lock::Timeout=60",
-        "-o",
-        "Acquire::Retries=2",
-        "-o",
-        "Acquire::http::Timeout=30",
-    ]
-    for words in (["update"], ["install", "--no-install-recommends", *PACKAGES]):
-        done = subprocess.run(
-            [*apt, *words],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode != 0:
-            return (
-                f"{missing}; apt-get {words[0]} failed: "
-                f"{(done.stderr or done.stdout).strip()[-400:]}"
-            )
-    return problem()
 
 
 def start(folder: Path) -> None:
@@ -255,7 +196,7 @@ def _daemons(folder: Path) -> list[tuple[str, list[str]]]:
         f"--seed-file={folder}/munged.seed",
         f"--log-file={folder}/munged.log",
     ]
-    slurmd = _program("slurmd")
+    slurmd = path_of("slurmd")
     # Open MPI compares its host name with Slurm's. unshare and sh end in exec, so that the process
     # id stays the same.
     named = [*UNSHARE, "sh", "-c", 'hostname "$1"; exec "$0" -D -c -N "$1"']
@@ -264,7 +205,7 @@ def _daemons(folder: Path) -> list[tuple[str, list[str]]]:
 
 
 def _spawn(folder: Path, name: str, command: list[str]) -> None:
-    program = _program(command[0])
+    program = path_of(command[0])
     assert program is not None
     output = os.open(folder / f"{name}.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     # A session of its own: Ctrl-C reaches only the parent, which ends the daemons in order.
@@ -321,11 +262,6 @@ def _command(folder: Path, *words: str, timeout_s: float = 10) -> str:
     except (subprocess.TimeoutExpired, FileNotFoundError):
         return ""
     return done.stdout.strip()
-
-
-def _program(name: str) -> str | None:
-    """Return the path of a program; daemons may be only on root's PATH."""
-    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin")
 
 
 def main(words: list[str]) -> int:

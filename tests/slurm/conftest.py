@@ -17,6 +17,7 @@ import pytest
 
 from mpidist.comm.mpi.launcher_env import without_launcher
 from tests.slurm import cluster as virtual
+from tests.slurm import packages
 from tests.support import ROOT, missing
 
 _ENDED = (
@@ -141,9 +142,9 @@ class Slurm:
 def slurm() -> Iterator[Slurm]:
     """Yield the running cluster, and remove it afterwards."""
     if os.environ.get("MPIDIST_CI") == "1":
-        reason = virtual.install()
+        reason = packages.install()
     else:
-        reason = virtual.problem()
+        reason = packages.problem()
     if reason:
         missing(f"{reason} (as root: python -m tests.slurm.cluster install)")
     # Names of sockets must be short.
