@@ -111,30 +111,7 @@ def _measure(
     options: argparse.Namespace,
 ) -> None:
     """Measure everything; worker 0 only."""
-    parts: dict[str, dict[str, list[timing.Series]]] = {case.operation: {} for case in cases}
-
-    def record_series(operation: str, series: timing.Series) -> None:
-        parts[operation].setdefault(series.name, []).append(series)
-
-    def ours() -> None:
-        stacks = [stack_of("mpidist"), stack_of("smart")]
-        for operation, found in autograd_cases.measure(
-            stacks, cases, workers, settings.rounds, settings.burst_s
-        ).items():
-            for series in found:
-                record_series(operation, series)
-
-    def theirs() -> None:
-        only = tuple(case.operation for case in cases)
-        for operation, series in autograd_tensorpipe.measure(
-            workers, settings.depths, only, settings.rounds, settings.burst_s
-        ).items():
-            record_series(operation, series)
-
-    blocks = [ours, theirs] if options.tensorpipe else [ours]
-    for number in range(settings.blocks):
-        for block in blocks if number % 2 == 0 else reversed(blocks):
-            block()
+    series = _timed(settings, cases, workers, options.tensorpipe)
     planning = [
         autograd_local.planning(settings.nodes, sources, settings.planning_rounds)
         for sources in (1, _SEVERAL)
@@ -142,8 +119,8 @@ def _measure(
     messages = {name: messages_per_pass(name, workers) for name in ("mpidist", "smart")}
     contexts = memory_growth(settings.contexts, workers) if settings.contexts else {}
     results = [
-        report.result_of(operation, 0, 0, [_joined(each) for each in found.values()])
-        for operation, found in parts.items()
+        report.result_of(operation, 0, 0, [_joined(blocks) for blocks in found.values()])
+        for operation, found in series.items()
     ]
     verdicts = [*collective_goals.judge(results, GOALS), *_other_verdicts(planning, contexts)]
     _print(results, planning, messages, contexts, verdicts)
@@ -170,6 +147,37 @@ def _measure(
     )
     report.write_json(record, path)
     print(f"\nwritten to {options.output.name}: {path.name}", flush=True)
+
+
+def _timed(
+    settings: Settings, cases: list[Case], workers: int, has_tensorpipe: bool
+) -> dict[str, dict[str, list[timing.Series]]]:
+    """Time all blocks; return the series by operation and contender."""
+    parts: dict[str, dict[str, list[timing.Series]]] = {case.operation: {} for case in cases}
+
+    def record_series(operation: str, series: timing.Series) -> None:
+        parts[operation].setdefault(series.name, []).append(series)
+
+    def ours() -> None:
+        stacks = [stack_of("mpidist"), stack_of("smart")]
+        for operation, found in autograd_cases.measure(
+            stacks, cases, workers, settings.rounds, settings.burst_s
+        ).items():
+            for series in found:
+                record_series(operation, series)
+
+    def theirs() -> None:
+        only = tuple(case.operation for case in cases)
+        for operation, series in autograd_tensorpipe.measure(
+            workers, settings.depths, only, settings.rounds, settings.burst_s
+        ).items():
+            record_series(operation, series)
+
+    blocks = [ours, theirs] if has_tensorpipe else [ours]
+    for number in range(settings.blocks):
+        for block in blocks if number % 2 == 0 else reversed(blocks):
+            block()
+    return parts
 
 
 def _joined(parts: list[timing.Series]) -> timing.Series:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import benchmark_options
@@ -30,16 +31,8 @@ class Settings:
 
     operations: tuple[str, ...] = tuple(OPERATIONS)
     sizes_bytes: tuple[int, ...] = (
-        8,
-        64,
-        512,
-        4 * _KI,
-        64 * _KI,
-        256 * _KI,
-        2 * _MI,
-        16 * _MI,
-        64 * _MI,
-    )
+        8, 64, 512, 4 * _KI, 64 * _KI, 256 * _KI, 2 * _MI, 16 * _MI, 64 * _MI,
+    )  # fmt: skip
     rounds: int = 15
     burst_s: float = 0.02
 
@@ -80,32 +73,36 @@ def main() -> None:
             print(f"\n{operation}\n{report.table(rows)}", flush=True)
 
     if is_first:
-        verdicts = collective_goals.judge(results)
-        print(f"\n{report.goals_table(verdicts)}")
-        record = {
-            "benchmark": "collectives",
-            "environment": about,
-            "rounds": settings.rounds,
-            "burst_s": settings.burst_s,
-            # A wrong result ends the run with an error before this line.
-            "results_checked": True,
-            "results": results,
-            "goals": verdicts,
-        }
-        path = (
-            options.output / f"collectives-{environment.library_name(about)}-{about['ranks']}.json"
-        )
-        report.write_json(record, path)
-        report.draw(record, path.with_suffix(".png"))
-        print(
-            f"\nwritten to {options.output.name}: {path.name} and {path.with_suffix('.png').name}",
-            flush=True,
-        )
+        _write(options.output, settings, about, results)
     raw.Barrier()
     raw.Free()
     mpidist.comm.default().close()
     # Gloo's threads must end before the interpreter does.
     dist.destroy_process_group()
+
+
+def _write(
+    folder: Path, settings: Settings, about: dict[str, Any], results: list[dict[str, Any]]
+) -> None:
+    """Print the goals, and write the record and the plot."""
+    verdicts = collective_goals.judge(results)
+    print(f"\n{report.goals_table(verdicts)}")
+    record = {
+        "benchmark": "collectives",
+        "environment": about,
+        "rounds": settings.rounds,
+        "burst_s": settings.burst_s,
+        # A wrong result ends the run with an error before this line.
+        "results_checked": True,
+        "results": results,
+        "goals": verdicts,
+    }
+    path = folder / f"collectives-{environment.library_name(about)}-{about['ranks']}.json"
+    report.write_json(record, path)
+    report.draw(record, path.with_suffix(".png"))
+    print(
+        f"\nwritten to {folder.name}: {path.name} and {path.with_suffix('.png').name}", flush=True
+    )
 
 
 def measure(operation: str, ways: Ways, settings: Settings) -> Iterator[dict[str, Any]]:

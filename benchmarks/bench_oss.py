@@ -173,40 +173,45 @@ def main() -> None:
     matrices = muons(peers, depth // 2, width // 2)
     run("Muon", [_contender(name, optimizer.step) for name, optimizer in matrices.items()])
     if is_first:
-        reached, by_arithmetic = ratios(results), state_bytes.rows()
-        headers = ("case", "ours", "peer", "to reach", "times faster")
-        print(f"\n{tabulate(reached, headers, floatfmt='.2f')}")
-        print("\nStep less the base optimizer's, over a copy of the others' shards (1.5 to reach):")
-        print(tabulate(sorted(overheads(results).items()), floatfmt=".2f"))
-        print("\nState of each rank, MiB: ")
-        print(
-            tabulate(
-                [(name, *(f"{n / 2**20:.2f}" for n in held)) for name, held in held_bytes.items()]
-            )
-        )
-        print(
-            "\nAdam's state on the fullest rank, and its ratio to an even "
-            f"share\n{state_bytes.table(by_arithmetic)}"
-        )
         record = {
             "benchmark": "oss",
             "environment": about,
             "rounds": rounds,
             "results": results,
-            "goals": [
-                dict(zip(("case", "ours", "peer", "goal", "ratio"), row, strict=True))
-                for row in reached
-            ],
-            "overheads": overheads(results),
-            "state_bytes": held_bytes,
-            "state_bytes_by_arithmetic": by_arithmetic,
-            "median_goal_ratio": statistics.median(row[4] for row in reached) if reached else None,
+            **_conclusions(results, held_bytes),
         }
         report.write_json(
             record, options.output / f"oss-{environment.library_name(about)}-{about['ranks']}.json"
         )
     dist.destroy_process_group()
     peers.native.close()
+
+
+def _conclusions(results: list[dict[str, Any]], held_bytes: dict[str, list[int]]) -> dict[str, Any]:
+    """Print the goals, overheads and bytes of state; return them for the record."""
+    reached, by_arithmetic = ratios(results), state_bytes.rows()
+    headers = ("case", "ours", "peer", "to reach", "times faster")
+    print(f"\n{tabulate(reached, headers, floatfmt='.2f')}")
+    print("\nStep less the base optimizer's, over a copy of the others' shards (1.5 to reach):")
+    print(tabulate(sorted(overheads(results).items()), floatfmt=".2f"))
+    print("\nState of each rank, MiB: ")
+    print(
+        tabulate([(name, *(f"{n / 2**20:.2f}" for n in held)) for name, held in held_bytes.items()])
+    )
+    print(
+        "\nAdam's state on the fullest rank, and its ratio to an even "
+        f"share\n{state_bytes.table(by_arithmetic)}"
+    )
+    return {
+        "goals": [
+            dict(zip(("case", "ours", "peer", "goal", "ratio"), row, strict=True))
+            for row in reached
+        ],
+        "overheads": overheads(results),
+        "state_bytes": held_bytes,
+        "state_bytes_by_arithmetic": by_arithmetic,
+        "median_goal_ratio": statistics.median(row[4] for row in reached) if reached else None,
+    }
 
 
 if __name__ == "__main__":

@@ -89,12 +89,20 @@ def cases(sizes_bytes: Sequence[int], burst: int, callers: int, many: Sequence[i
         tensor = _floats(size)
         bare = ("ping-pong", SeriesKey("ping-pong", "echo", size))
         found.append(Case("echo", size, 1, _sync(echo, tensor), _is(tensor), (FLOOR, bare)))
-    kept, small, layer = KEPT, _floats(_KI), _floats(4 * _KI)
     right = partial(_are_answered, burst)
-    found += [
-        Case("async", 0, burst, partial(_async, burst), right, (FLOOR,)),
+    found.append(Case("async", 0, burst, partial(_async, burst), right, (FLOOR,)))
+    found += [*_reference_cases(), *_many_cases(many)]
+    right = partial(_is_flooded, callers)
+    found.append(Case("many to one", 0, callers * FLOODED, partial(_flooded, callers), right))
+    return found
+
+
+def _reference_cases() -> list[Case]:
+    """Return the cases that use references to values on the worker."""
+    small, layer = _floats(_KI), _floats(4 * _KI)
+    return [
         Case("remote + to_here", 0, 1, _remote(one), lambda result: result == 1, (FLOOR,), True),
-        Case("remote + to_here", _KI, 1, _remote(kept_tensor), _is(kept), (FLOOR,), True),
+        Case("remote + to_here", _KI, 1, _remote(kept_tensor), _is(KEPT), (FLOOR,), True),
         Case(
             "remote of torch.add + to_here",
             _KI,
@@ -118,9 +126,14 @@ def cases(sizes_bytes: Sequence[int], burst: int, callers: int, many: Sequence[i
         ),
         Case("rref.rpc_sync()", 4 * _KI, 1, partial(_proxy, layer), _is(layer), (NOOP,), True),
     ]
+
+
+def _many_cases(many: Sequence[int]) -> list[Case]:
+    """Return the cases of many small tensors in one message."""
     # The largest count is compared with the second largest: in both the tensors dominate the cost.
     second = SMALL_BYTES * sorted(many)[-2]
     fewer = (("mpidist, fewer", SeriesKey("mpidist", "tensor of many", second)),)
+    found = []
     for count in many:
         tensors = [torch.full((SMALL_BYTES // 4,), float(number)) for number in range(count)]
         here = fewer if count == max(many) else ()
@@ -134,8 +147,6 @@ def cases(sizes_bytes: Sequence[int], burst: int, callers: int, many: Sequence[i
                 here,
             )
         )
-    right = partial(_is_flooded, callers)
-    found.append(Case("many to one", 0, callers * FLOODED, partial(_flooded, callers), right))
     return found
 
 

@@ -15,6 +15,7 @@ from scaling_advice import (
     LEAST_GBIT_S,
     MOST_GBIT_S,
     Case,
+    Processor,
     crossings,
     fastest,
     processors,
@@ -83,7 +84,29 @@ def answer(options: Any) -> str:
     Raises:
         SystemExit: There is no model, or none with links; the text describes how to measure one.
     """
-    path = options.model
+    path = _model_path(options.model)
+    try:
+        model = models.from_json(json.loads(path.read_text(encoding="utf-8"))["model"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise SystemExit(
+            f"{path.name} holds no model ({error}): write it again with `sweep` or `report`"
+        ) from None
+    source = f"hooks' costs of the model in {path.name}"
+    if options.measure:
+        model = _measured_here(model, options)
+        source = "hooks' costs and computing measured here just now"
+    by_name = {one.name: one for one in processors(model)}
+    if options.processor not in by_name:
+        raise SystemExit(
+            f"{path.name} has no measured links or hooks: `sweep --links 10gbit 1gbit` measures "
+            "them"
+        )
+    source = source if options.processor == "cpu" else "hooks as on an H100"
+    return _text_of_answer(options, by_name[options.processor], source)
+
+
+def _model_path(path: Path | None) -> Path:
+    """Return the path of the model: the named one, or the first of the results."""
     if path is None:
         written = sorted((Path(__file__).resolve().parent / "results").glob("scaling-*.json"))
         path = next(
@@ -94,25 +117,11 @@ def answer(options: Any) -> str:
             "no model: make one by `bench_scaling.py sweep --links 10gbit 1gbit`, or `report "
             "FILES`; name it by --model"
         )
-    try:
-        model = models.from_json(json.loads(path.read_text(encoding="utf-8"))["model"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise SystemExit(
-            f"{path.name} holds no model ({error}): write it again with `sweep` or `report`"
-        ) from None
-    source = f"hooks' costs of the model in {path.name}"
-    if options.measure:
-        model, source = (
-            _measured_here(model, options),
-            "hooks' costs and computing measured here just now",
-        )
-    by_name = {one.name: one for one in processors(model)}
-    if options.processor not in by_name:
-        raise SystemExit(
-            f"{path.name} has no measured links or hooks: `sweep --links 10gbit 1gbit` measures "
-            "them"
-        )
-    processor = by_name[options.processor]
+    return path
+
+
+def _text_of_answer(options: Any, processor: Processor, source: str) -> str:
+    """Return the predicted steps by hook, and the assumptions; ``source`` names the costs'."""
     buckets = steps.buckets_of(shapes_of(int(options.parameters)), options.bucket_cap_mb)
     compute_s = (
         options.compute_ms / 1e3 if options.compute_ms else processor.compute_s(options.parameters)
@@ -151,11 +160,9 @@ def answer(options: Any) -> str:
         f"{options.bandwidth:g} Gbit/s: {best} is the fastest (PREDICTED)\n{table}\n"
         f"as the bandwidth rises: {changes}\n"
         f"assumed: computing {1e3 * compute_s:.1f} ms a step ({computing}); gradients shaped as "
-        f"GPT-2's, in {len(buckets)} buckets; "
-        f"{source if options.processor == 'cpu' else 'hooks as on an H100'}; latencies as measured "
-        "over TCP; a flat all-reduce "
-        "of all ranks; the step's own computing stays the same. A hook that changes the gradients "
-        "needs a look at the accuracy"
+        f"GPT-2's, in {len(buckets)} buckets; {source}; latencies as measured over TCP; a flat "
+        "all-reduce of all ranks; the step's own computing stays the same. A hook that changes "
+        "the gradients needs a look at the accuracy"
     )
 
 

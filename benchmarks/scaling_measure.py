@@ -97,9 +97,6 @@ def run(options: Any) -> dict[str, Any] | None:
     return record if group.rank == 0 else None
 
 
-# Collectives.
-
-
 def collectives(
     raw: Any, group: Any, options: Any, device: torch.device
 ) -> Iterator[dict[str, Any]]:
@@ -185,9 +182,6 @@ def _ended(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
         devices.synchronize(device)
 
     return whole
-
-
-# Training steps.
 
 
 def network(text: str) -> cases.Model:
@@ -280,9 +274,6 @@ def _profile(
         {"nbytes": nbytes, "ready": float(at)}
         for (nbytes, _), at in zip(recorded[-1], middle, strict=True)
     ]
-
-
-# Memory.
 
 
 def memory_of(

@@ -55,30 +55,35 @@ def run(
         if is_first:
             print(training_report.table(result), flush=True)
     if is_first:
-        record = {
-            "benchmark": benchmark,
-            "link": options.link,
-            "environment": about,
-            "bucket_cap_mb": options.bucket_cap_mb,
-            "rounds": options.rounds,
-            # A wrong result ends the run with an error before this line.
-            "results_checked": True,
-            "results": results,
-        }
-        on = "" if device.type == "cpu" else devices.name_of(device)
-        parts = [
-            benchmark,
-            environment.library_name(about),
-            str(about["ranks"]),
-            on,
-            options.link,
-            options.suffix,
-        ]
-        training_report.write(record, options.output / f"{'-'.join(filter(None, parts))}.json")
+        _write(benchmark, options, device, about, results)
     raw.Barrier()
     raw.Free()
     # Gloo's threads must end before the interpreter does.
     dist.destroy_process_group()
+
+
+def _write(
+    benchmark: str,
+    options: argparse.Namespace,
+    device: torch.device,
+    about: dict[str, Any],
+    results: list[dict[str, Any]],
+) -> None:
+    """Write the record to a file named by library, ranks, device, link and cap."""
+    record = {
+        "benchmark": benchmark,
+        "link": options.link,
+        "environment": about,
+        "bucket_cap_mb": options.bucket_cap_mb,
+        "rounds": options.rounds,
+        # A wrong result ends the run with an error before this line.
+        "results_checked": True,
+        "results": results,
+    }
+    on = "" if device.type == "cpu" else devices.name_of(device)
+    library = environment.library_name(about)
+    parts = [benchmark, library, str(about["ranks"]), on, options.link, options.suffix]
+    training_report.write(record, options.output / f"{'-'.join(filter(None, parts))}.json")
 
 
 def arguments(

@@ -1,8 +1,9 @@
-# What the job scripts share: checks of the site's values, the launcher that fits the MPI library, requeueing.
-# Sourced behind env.sh; then PYTHON, LAUNCHER, MPIDIST_EXAMPLES, MPIDIST_BENCHMARKS and MPIDIST_CHECKPOINT are set.
+# Common part of the job scripts: checks of the site's values, launcher of the MPI library, requeueing.
+# Source after env.sh. Sets PYTHON, LAUNCHER, MPIDIST_EXAMPLES, MPIDIST_BENCHMARKS, MPIDIST_CHECKPOINT.
 # shellcheck shell=bash
 
-# A rank's exit status for "state is saved, start me again": EX_TEMPFAIL of sysexits.h, mpidist.checkpoint.REQUEUE_EXIT_CODE.
+# Exit status of a rank that has saved its state and requests another run: EX_TEMPFAIL of sysexits.h,
+# mpidist.checkpoint.REQUEUE_EXIT_CODE.
 REQUEUE_STATUS=75
 
 say() { printf 'mpidist: %s\n' "$*"; }
@@ -12,7 +13,7 @@ die() {
     exit 2
 }
 
-# Every value is there and of its kind.
+# Check that every value is present and valid.
 check_values() {
     local name
     for name in ACCOUNT PARTITION GPUS_PER_NODE MODULES VENV IMAGE IMAGE_OPTIONS MPI CHECKPOINTS MAX_REQUEUES; do
@@ -35,7 +36,7 @@ check_values() {
 load_modules() {
     local file name
     [[ $MPIDIST_MODULES ]] || return 0
-    # Scripts of modules use variables that are not set, have commands that fail, and a batch shell may lack the function.
+    # Module scripts use unset variables and failing commands; a batch shell may lack the function.
     set +u
     for file in "${MODULESHOME:-/usr/share/lmod/lmod}/init/bash" /etc/profile.d/{lmod,z00_lmod,modules}.sh; do
         # shellcheck disable=SC1090
@@ -82,11 +83,11 @@ print(shipped.folder("benchmarks"))' "$OFFERED") || die "edit $SITE: MPIDIST_VEN
     export MPIDIST_EXAMPLES MPIDIST_BENCHMARKS
 }
 
-# LAUNCHER: srun with the --mpi that fits the library, or mpirun.
+# Set LAUNCHER: srun with the --mpi of the library, or mpirun.
 choose_launcher() {
     local mpi=$MPIDIST_MPI
     if [[ $mpi == auto ]]; then
-        # Open MPI's mpirun asks Slurm for the nodes; that of MPICH would need to know the cluster's srun.
+        # Open MPI's mpirun gets the nodes from Slurm; MPICH's would need the cluster's srun.
         [[ $SRUN_TYPE || $LIBRARY == openmpi ]] || die "edit $SITE: MPIDIST_MPI: Slurm offers no --mpi type for $LIBRARY: $OFFERED"
         mpi=${SRUN_TYPE:-mpirun}
     fi
@@ -118,14 +119,14 @@ check_gpus() {
     ((ranks == gpus)) || say "note: $ranks ranks and $gpus GPUs on a node; as many GPUs as ranks are used"
 }
 
-# Run the ranks to their end. A signal for this shell (--signal=B:…) goes on to them; their status 75 asks Slurm for another run.
+# Run the ranks to their end. Forward a signal to this shell (--signal=B:…); requeue after status 75.
 run_ranks() {
     local status signalled=yes ranks
     "$@" &
     ranks=$!
-    # Ranks that have ended meanwhile get no signal, which is no error.
+    # The ranks may have ended already, which is not an error.
     trap 'signalled=yes; kill -USR1 "$ranks" || :' USR1
-    # A signal ends the wait, not the ranks.
+    # A signal ends the wait, but not the ranks.
     while [[ $signalled ]]; do
         signalled=
         wait "$ranks" && status=0 || status=$?
@@ -148,7 +149,7 @@ request_another_run() {
 }
 
 SITE=${MPIDIST_SITE:-$MPIDIST_SLURM/env.sh}
-# A task of an array by its own name: the number alone can mean the whole array.
+# Task of an array with its index: the number alone can mean the whole array.
 JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 JOB=${JOB:-$SLURM_JOB_ID}
 check_values
@@ -156,12 +157,12 @@ check_gpus
 load_modules
 find_python
 choose_launcher
-# srun no longer takes over what sbatch was given (Slurm 22.05).
+# Since Slurm 22.05 srun does not inherit this option from sbatch.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
-# The same folder for each run of this job, and for no other job unless it asks for it.
+# One folder for all runs of this job; another job can name it explicitly.
 export MPIDIST_CHECKPOINT=${MPIDIST_CHECKPOINT:-$MPIDIST_CHECKPOINTS/$SLURM_JOB_NAME-$JOB}
-# A log has the whole story: what is read in a file is written at once.
+# Write output at once, because the log is a file.
 export PYTHONUNBUFFERED=1
 say "job $JOB, run $((${SLURM_RESTART_COUNT:-0} + 1)), ${SLURM_JOB_NUM_NODES:-?} nodes from $(hostname) on, GPUs of a node:" \
     "${SLURM_GPUS_ON_NODE:-0}, $LIBRARY by '${LAUNCHER[*]}', checkpoints in $MPIDIST_CHECKPOINT"

@@ -255,8 +255,6 @@ class _Trainer:
             "bf16_wrapper": our_hooks.bf16_compress_wrapper(our_hooks.allreduce_hook),
         }[hook])  # fmt: skip
 
-    # --- comparison ---
-
     def _trained(self) -> list[tuple[str, torch.Tensor]]:
         return [
             (name, parameter)
