@@ -179,7 +179,7 @@ def _arguments() -> argparse.Namespace:
         "--device",
         choices=("cpu", "cuda"),
         default="cuda",
-        help="cpu: see that it runs, with the host as the device",
+        help="cpu: check that all runs, with the host as the device",
     )
     benchmark_options.add_output(parser, "JSON and the plot")
     benchmark_options.add_quick(parser)

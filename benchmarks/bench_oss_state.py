@@ -83,7 +83,9 @@ def main() -> None:
         "rounds": options.rounds,
         "consolidation_ms": consolidation(group, model, fairscale, options.rounds),
         "memory_mib": memory(group, model),
-        "save": [beside(group, model, options.rounds, has_file) for has_file in (False, True)],
+        "save": [
+            steps_during_saves(group, model, options.rounds, has_file) for has_file in (False, True)
+        ],
     }
     check(group, model, fairscale)
     record["results_checked"] = True
@@ -145,7 +147,7 @@ def consolidation(
     return {name: values[1:] for name, values in times.items()}
 
 
-def beside(group: Any, model: Model, rounds: int, has_file: bool) -> dict[str, Any]:
+def steps_during_saves(group: Any, model: Model, rounds: int, has_file: bool) -> dict[str, Any]:
     """Time steps with and without a save in progress, in turns."""
     optimizer = model.optimizer
     with tempfile.TemporaryDirectory() as folder:

@@ -103,7 +103,7 @@ class Case:
 class Verdict:
     """Whether a bound holds for all cases; ``worst`` is the largest value.
 
-    A bound on the controls tells how much of the trees' difference is noise.
+    The bounds on the controls show how much of the trees' difference is noise.
     """
 
     goal: str

@@ -1,7 +1,7 @@
 """CUDA device without a GPU: CPU tensors that pass for CUDA tensors, empty streams and kernels.
 
-What remains of the code for CUDA tensors is the host's part. Python objects of similar cost replace
-torch's CUDA calls, and count them.
+The code for CUDA tensors runs without device work, so that only the host's part remains. Python
+objects of similar cost replace torch's CUDA calls, and count them.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def start_of(
     """
     if launcher is not None:
         return shlex.split(launcher)
-    beside = Path(sys.executable).with_name("mpirun")
-    return [str(beside) if beside.exists() else "mpirun", *options]
+    own_launcher = Path(sys.executable).with_name("mpirun")
+    return [str(own_launcher) if own_launcher.exists() else "mpirun", *options]
 
 
 def on_link(link: str, ranks_per_node: int, passed: Sequence[str], mpich: Path) -> Job:

@@ -85,7 +85,7 @@ def overlapped(
     ready_s: Sequence[float],
     host_s: Sequence[float],
     wire_s: Sequence[float],
-    beside: bool,
+    overlaps: bool,
 ) -> float:
     """Return the length of a step whose buckets travel in order on one channel.
 
@@ -93,12 +93,12 @@ def overlapped(
         ready_s: Time of each bucket's readiness without the hooks before it; ascending.
         host_s: Computing of each bucket's hook.
         wire_s: Travel time of each bucket.
-        beside: Whether the rank computes during the travel.
+        overlaps: Whether the rank computes during the travel.
     """
     hooks_s = channel_s = 0.0
     for ready, host, wire in zip(ready_s, host_s, wire_s, strict=True):
         hooks_s += host
-        if beside:
+        if overlaps:
             channel_s = max(channel_s, ready + hooks_s) + wire
         else:
             hooks_s += wire

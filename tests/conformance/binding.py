@@ -26,7 +26,7 @@ IMPORTED_LATE = ("torch.distributed.rpc.api", "torch.distributed.autograd")
 
 
 def bound(ours: str) -> types.ModuleType:
-    """Return the stand-in for a module of torch; it reads mpidist's module at each use."""
+    """Return a module that replaces one of torch, and reads mpidist's module at each use."""
     module = types.ModuleType(ours)
     read = lambda name: getattr(importlib.import_module(ours), name)  # noqa: E731
     module.__getattr__ = read  # type: ignore[method-assign]

@@ -1,7 +1,6 @@
 """PyTorch's tests of process groups and ``DistributedDataParallel``, with Gloo for comparison.
 
-There are three modes: ``group`` runs the tests of collectives on mpidist's backend, ``torch_ddp``
-the tests of data parallelism with torch's module on that backend, ``our_ddp`` the same tests with
+Three modes: ``group`` runs the tests of collectives on mpidist's backend, ``torch_ddp`` the tests of data parallelism with torch's module on that backend, ``our_ddp`` the same tests with
 ``mpidist.ddp.DistributedDataParallel``. A failed test is repeated on Gloo on the same ranks: if
 Gloo fails too, the test does not apply.
 """
@@ -94,14 +93,14 @@ class Outcome:
     text: str = ""
 
 
-class Meetings:
+class StoreBarrier:
     """Barriers by counters in a store; a rank that stays away causes a timeout on the others."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
         self._made = 0
 
-    def meet(self, ranks: int, timeout_s: float) -> None:
+    def wait(self, ranks: int, timeout_s: float) -> None:
         """Wait for ``ranks`` ranks."""
         self._made += 1
         if self._store.add(f"arrived{self._made}", 1) == ranks:
@@ -115,14 +114,14 @@ class DistributedSuite(_module.DistributedTest._DistTestBase, common_utils.TestC
     rank: int
     world_size: int
     file_name: str
-    meetings: Meetings
+    store_barrier: StoreBarrier
 
     @property
     def init_method(self) -> str:
         return f"file://{self.file_name}"
 
     def _barrier(self, wait_for: int | None = None, timeout: float = _TIMEOUT_S) -> None:
-        self.meetings.meet(wait_for or self.world_size, timeout)
+        self.store_barrier.wait(wait_for or self.world_size, timeout)
 
 
 class Runner:
@@ -177,7 +176,7 @@ def _attempt(
     is_cuda = needs(name).cuda
     test = DistributedSuite(name)
     test.rank, test.world_size, test.file_name = rank, size, os.path.join(folder, "file")
-    test.meetings = Meetings(store)
+    test.store_barrier = StoreBarrier(store)
     common_utils.set_rng_seed()
     faulthandler.dump_traceback_later(_HANG_S, exit=True)
     try:

@@ -75,7 +75,7 @@ class _Fuzzer:
         for seed in range(first, first + count):
             if self._world.rank == 0 and time.monotonic() - told_at > 10:
                 told_at = time.monotonic()
-                self._tell(
+                self._print(
                     f"{seed - first} of {count} {self._options.what}, now seed {seed}, "
                     f"{told_at - start:.0f} s"
                 )
@@ -86,7 +86,7 @@ class _Fuzzer:
             self._report(seed, failures)
             if not self._options.keep_going:
                 break
-        self._tell(
+        self._print(
             f"{failed} failed; seeds {first} to {seed}, {self._world.size} ranks, "
             f"{time.monotonic() - start:.0f} s"
         )
@@ -106,22 +106,22 @@ class _Fuzzer:
             self._deadline.stop()
 
     def _report(self, seed: int, failures: list[str]) -> None:
-        self._tell(f"seed {seed} failed on {self._world.size} ranks:")
+        self._print(f"seed {seed} failed on {self._world.size} ranks:")
         for failure in failures[:4]:
-            self._tell(f"  {failure}")
-        self._tell(f"  repeat: {self._repeat(seed, self._only)}")
+            self._print(f"  {failure}")
+        self._print(f"  repeat: {self._repeat(seed, self._only)}")
         if self._options.what == "models":
-            self._tell(
+            self._print(
                 f"  {programs.described(models.model(seed, self._world.size, self._without))}"
             )
         else:
             only = self._shrunk(seed)
             drawn = programs.kept(generator.program(seed, self._world.size, self._without), only)
-            self._tell(f"  the fewest steps that fail: {self._repeat(seed, only)}")
+            self._print(f"  the fewest steps that fail: {self._repeat(seed, only)}")
             for group in drawn.groups:
-                self._tell(f"    {programs.described(group)}")
+                self._print(f"    {programs.described(group)}")
             for step in drawn.steps:
-                self._tell(f"    {programs.described(step)}")
+                self._print(f"    {programs.described(step)}")
 
     def _shrunk(self, seed: int) -> tuple[int, ...]:
         """Drop steps one by one while the program still fails."""
@@ -144,7 +144,7 @@ class _Fuzzer:
         words += f" --without {','.join(self._without)}" if self._without else ""
         return words + (f" --only {','.join(map(str, only))}" if only else "")
 
-    def _tell(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         if self._world.rank == 0:
             print(line, flush=True)
 

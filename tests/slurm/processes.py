@@ -12,7 +12,7 @@ from pathlib import Path
 # identifies the cluster's processes.
 MARK = "SLURM_CONF"
 # Delay between SIGTERM and SIGKILL.
-_PATIENCE_S = 5.0
+_TERM_TIMEOUT_S = 5.0
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -52,7 +52,7 @@ def end(pids: Iterable[int]) -> None:
                 os.kill(pid, number)
             except ProcessLookupError:
                 break
-            if wait(lambda pid=pid: _has_ended(pid), _PATIENCE_S):
+            if wait(lambda pid=pid: _has_ended(pid), _TERM_TIMEOUT_S):
                 break
 
 
