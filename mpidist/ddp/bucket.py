@@ -8,7 +8,7 @@ from operator import attrgetter, is_not, ne
 
 import torch
 
-from mpidist.comm.algorithms.shared_memory import NodeTensor
+from mpidist.comm.algorithms.shared_memory import SharedTensor
 from mpidist.comm.memory.stream import used_here
 from mpidist.kernels.pack import pack, unpack
 from mpidist.kernels.view import laid_out
@@ -45,7 +45,7 @@ class Bucket:
         indices: Sequence[int],
         parameters: Sequence[Tensor],
         names: Sequence[str],
-        node_tensor: NodeTensor | None = None,
+        node_tensor: SharedTensor | None = None,
         flat: Tensor | None = None,
     ) -> None:
         self.indices = tuple(indices)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.algorithms.shared_memory import NodeTensor, share
+from mpidist.comm.algorithms.shared_memory import SharedTensor, share
 
 Tensor = torch.Tensor
 
@@ -44,7 +44,7 @@ class RotatingBuffers:
 
     def tensor(
         self, buffer: int, numel: int, dtype: torch.dtype
-    ) -> tuple[NodeTensor | None, Tensor]:
+    ) -> tuple[SharedTensor | None, Tensor]:
         """Return a buffer's first elements: those of all ranks, if shared, and this rank's."""
         if self._memory is None:
             return None, self._buffers[buffer][: numel * dtype.itemsize].view(dtype)

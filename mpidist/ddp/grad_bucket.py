@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.algorithms.shared_memory import NodeTensor
+from mpidist.comm.algorithms.shared_memory import SharedTensor
 from mpidist.ddp.bucket import Bucket
 
 Tensor = torch.Tensor
@@ -54,7 +54,7 @@ class GradBucket:
         """Return the flat tensor of N elements."""
         return self._buffer
 
-    def node_tensor(self) -> NodeTensor | None:
+    def node_tensor(self) -> SharedTensor | None:
         """Return the buffers of all ranks in shared memory; None if a hook replaced the buffer."""
         return self._bucket.node_tensor if self._buffer is self._bucket.flat else None
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mpidist.comm.algorithms.shared_memory import NodeTensor
+from mpidist.comm.algorithms.shared_memory import SharedTensor
 from mpidist.ddp.accumulated_averages import AccumulatedAverages
 from mpidist.ddp.bucket import Bucket
 from mpidist.ddp.ownership import Bounds, Range
@@ -63,7 +63,7 @@ class OwnedBucket(Bucket):
         indices: Sequence[int],
         parameters: Sequence[Tensor],
         names: Sequence[str],
-        node_tensor: NodeTensor | None,
+        node_tensor: SharedTensor | None,
         flat: Tensor,
         buffer: int,
         owners: Owners,

@@ -1,1 +1,1 @@
-"""reduce_op → movement, reductions → device_collectives: collectives over contiguous memory, by MPI and by our own arithmetic."""
+"""Algorithms of collectives: reduce_op → movement, reductions → device_collectives."""

@@ -123,7 +123,7 @@ def is_reduced_by_mpi(dtype: torch.dtype, plan: Reduction) -> bool:
 def _by_library(
     comm: Communicator, fence: StreamFence, flat: torch.Tensor, operation: Operation
 ) -> None:
-    """All-reduce by blocking MPI calls: under Open MPI the non-blocking one crashes on device memory."""
+    """All-reduce by blocking MPI calls; Open MPI's non-blocking one crashes on device memory."""
     plan = reduce_op.reduction(flat.dtype, operation)
     fence.device.down.do(partial(reduce_op.scale, flat, plan))
     fence.synchronize()

@@ -1,4 +1,4 @@
-"""Collectives on CUDA tensors: on device memory where this MPI can, else staged through pinned host memory.
+"""Collectives on CUDA tensors: on device memory where MPI can, else staged through the host.
 
 The choice depends only on what all ranks of a group know alike (``capability.agreed_operations``,
 the tuning table, sizes), because all ranks must enter the same MPI calls. Operations without a
@@ -194,7 +194,7 @@ def _broadcast_chunk(comm: Communicator, root: int, chunk: Tensor) -> None:
 
 
 def _on_device(needed: tuple[str, ...], execute: Execute) -> DeviceForm:
-    """Return the device form of an executor that moves contiguous tensors by these MPI operations."""
+    """Return the device form of an executor that moves tensors by these MPI operations."""
 
     def run(
         comm: Communicator, fence: StreamFence, inputs: Tensors, outputs: Tensors, *args: Any

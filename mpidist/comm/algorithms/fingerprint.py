@@ -1,4 +1,4 @@
-"""Before a collective, compare what each rank is about to do (``MPIDIST_DEBUG=1``); a difference raises on all ranks."""
+"""Fingerprints of collectives, compared by all ranks before each one (``MPIDIST_DEBUG=1``)."""
 
 from __future__ import annotations
 
@@ -12,62 +12,62 @@ from mpidist.comm.mpi.library import MPI
 from mpidist.errors import DisagreementError
 
 _DIGEST_BYTES = 16
-REFUSAL = "arguments refused"  # the fact under which a rank tells that it could not even start
+REFUSAL = "arguments refused"  # the fact of a rank whose argument check failed
 
 
 def describe(operation: str, sequence: int, facts: Sequence[tuple[str, Any]]) -> str:
-    """Write the facts on which all ranks must agree as one line: ``name=value; …``.
+    """Return the facts on which all ranks must agree, as one line: ``name=value; …``.
 
-    A fact named ``tensor`` or ``tensors`` stands for shape, dtype and kind of device; whoever
-    collects facts need not spell them out each time.
+    A fact named ``tensor`` or ``tensors`` stands for shape, dtype and kind of device.
     """
-    told: list[tuple[str, Any]] = [("operation", operation), ("sequence", sequence)]
+    items: list[tuple[str, Any]] = [("operation", operation), ("sequence", sequence)]
     for name, value in facts:
         if name == "tensor":
-            told += [
+            items += [
                 ("shape", tuple(value.shape)),
                 ("dtype", value.dtype),
                 ("device", value.device.type),
             ]
         elif name == "tensors":
-            told += [
+            items += [
                 ("shapes", [tuple(t.shape) for t in value]),
                 ("dtypes", [t.dtype for t in value]),
             ]
-            told += [("devices", [t.device.type for t in value])]
+            items += [("devices", [t.device.type for t in value])]
         else:
-            told.append((name, value))
-    return "; ".join(f"{name}={value}" for name, value in told)
+            items.append((name, value))
+    return "; ".join(f"{name}={value}" for name, value in items)
 
 
 def differences(lines: Sequence[str]) -> str:
-    """Say which ranks hold what, fact by fact; empty if all agree."""
+    """Return which ranks have which value of each fact that differs; empty if all agree."""
     tables = [dict(item.split("=", 1) for item in line.split("; ")) for line in lines]
-    if any(REFUSAL in table for table in tables):  # such a rank had no other facts to tell
+    # A rank whose argument check failed has no other facts.
+    if any(REFUSAL in table for table in tables):
         tables = [{REFUSAL: table[REFUSAL]} if REFUSAL in table else {} for table in tables]
-    told = []
+    differing = []
     for name in dict.fromkeys(key for table in tables for key in table):
         holders: dict[str, list[int]] = {}
         for rank, table in enumerate(tables):
             holders.setdefault(table.get(name, "nothing"), []).append(rank)
         if len(holders) > 1:
-            told.append(
+            differing.append(
                 f"{name}: "
                 + ", ".join(
                     f"{value} on rank{'s' if len(r) > 1 else ''} {_runs(r)}"
                     for value, r in holders.items()
                 )
             )
-    return "; ".join(told)
+    return "; ".join(differing)
 
 
 def check(comm: Communicator, where: str, line: str) -> None:
-    """Compare ``line`` with all other ranks'.
+    """Compare ``line`` over all ranks.
 
     Collective: over the group, before each collective; one all-gather of 16 bytes when all agree.
 
     Raises:
-        DisagreementError: On all ranks alike, naming who differs in what.
+        DisagreementError: On all ranks, naming the ranks and facts that differ.
     """
     mine = hashlib.blake2b(line.encode(), digest_size=_DIGEST_BYTES).digest()
     all_digests = bytearray(_DIGEST_BYTES * comm.size)
@@ -81,10 +81,12 @@ def check(comm: Communicator, where: str, line: str) -> None:
 def check_matrix(
     comm: Communicator, where: str, sends: Sequence[int], receives: Sequence[int], what: str
 ) -> None:
-    """Compare what rank i means to send to rank j with what j expects from i.
+    """Compare the counts that rank i sends to rank j with those that j expects from i.
+
+    Collective: over the group.
 
     Raises:
-        DisagreementError: On all ranks alike, naming each pair that differs.
+        DisagreementError: On all ranks, naming each pair that differs.
     """
     rows = [
         [int(number) for number in line.split(",")]
@@ -102,7 +104,7 @@ def check_matrix(
 
 
 def _all_lines(comm: Communicator, line: bytes) -> list[str]:
-    return [told.decode(errors="replace") for told in byte_strings.gathered(comm.mpi, line)]
+    return [text.decode(errors="replace") for text in byte_strings.gathered(comm.mpi, line)]
 
 
 def _runs(ranks: Sequence[int]) -> str:

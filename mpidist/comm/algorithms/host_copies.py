@@ -1,8 +1,8 @@
-"""Host copies of tensors whose memory MPI cannot, or may not, be given: strided ones, and those on a device.
+"""Host copies of tensors whose memory MPI cannot use: strided tensors, and device tensors.
 
-What is copied from a device at once is pinned, which torch's allocator keeps for the rest of the
-process, in powers of two. So a long operation's copies are ordinary memory, and the data passes
-through a few pinned chunks (``staging``).
+Copies of short operations on device tensors are pinned memory, which torch's allocator keeps for
+the rest of the process, in powers of two. Copies of long operations are ordinary memory, and the
+data passes through a few pinned chunks (``staging``).
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from mpidist.comm.memory.buffer_pool import BufferPool
 from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.mpi import autograd_mode
 
-# of one operation; beyond, a chunk's two copies cost less than what stays pinned
+# Limit for one operation. Above it, two copies of each chunk cost less than memory that stays
+# pinned.
 PINNED_BYTES = 32 << 20
 
-_memory = BufferPool()  # fresh memory of this length costs more in page faults than the copy
+# Fresh memory of this length costs more in page faults than the copy.
+_pool = BufferPool()
 
 
 class HostCopies:
-    """Host twins of the operands of one operation: ``load``, the operation, ``store``.
+    """Host copies of the operands of one operation: ``load``, the operation, ``store``.
 
     Args:
-        fence: Of operands on a device.
+        inputs: The tensors that the operation reads.
+        outputs: The tensors that it writes.
+        fence: The fence of operands on a device; None for host tensors.
     """
 
     def __init__(
@@ -41,71 +45,69 @@ class HostCopies:
         self._inputs = inputs
         self._outputs = outputs
         self._fence = fence
-        self._twins: dict[int, torch.Tensor] = {}
-        # Of the host's own tensors, whose copies are never pinned, nobody asks.
+        self._copies: dict[int, torch.Tensor] = {}
+        # Copies of host tensors are never pinned.
         self._is_pinned = (
             fence is not None
             and sum({id(t): t.nbytes for t in (*inputs, *outputs)}.values()) <= PINNED_BYTES
         )
 
     def load(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return contiguous host tensors in the place of inputs and outputs; inputs hold their data.
+        """Return contiguous host tensors for inputs and outputs; those of inputs hold the data.
 
-        Blocks: until the work that produces an input on a device has ended on the stream that was
+        Blocks: until the work that produces a device input is complete on the stream that was
         current when the operation was issued.
         """
-        inputs = [self._twin(t, filled=True) for t in self._inputs]
-        outputs = [self._twin(t, filled=False) for t in self._outputs]
+        inputs = [self._copy(t, filled=True) for t in self._inputs]
+        outputs = [self._copy(t, filled=False) for t in self._outputs]
         if self._fence is not None and inputs:
             self._fence.synchronize()
         return inputs, outputs
 
     def store(self) -> None:
-        """Write the outputs back; on a device in the order of its ``up``."""
+        """Write the outputs back; device outputs are complete in the order of the stream ``up``."""
         for tensor in self._outputs:
-            twin = self._twins[id(tensor)]
-            if twin is tensor:
+            copy = self._copies[id(tensor)]
+            if copy is tensor:
                 continue
             if self._fence is None:
-                buffer.overwrite(tensor, twin)
+                buffer.overwrite(tensor, copy)
             elif self._is_pinned:
-                self._fence.device.up.do(partial(buffer.overwrite, tensor, twin))
+                self._fence.device.up.do(partial(buffer.overwrite, tensor, copy))
             else:
-                _bring_up(self._fence, tensor, twin)
+                _bring_up(self._fence, tensor, copy)
 
-    def _twin(self, tensor: torch.Tensor, filled: bool) -> torch.Tensor:
-        twin = self._twins.get(id(tensor))
-        if twin is not None:
-            return twin
+    def _copy(self, tensor: torch.Tensor, filled: bool) -> torch.Tensor:
+        copy = self._copies.get(id(tensor))
+        if copy is not None:
+            return copy
         if self._fence is not None:
-            twin = self._twin_of_device(self._fence, tensor, filled)
+            copy = self._copy_of_device(self._fence, tensor, filled)
         elif buffer.is_direct(tensor):
-            twin = tensor
+            copy = tensor
         elif filled:
-            twin = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            copy = tensor.detach().resolve_conj().resolve_neg().contiguous()
         else:
-            twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        self._twins[id(tensor)] = twin
-        return twin
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        self._copies[id(tensor)] = copy
+        return copy
 
-    def _twin_of_device(
+    def _copy_of_device(
         self, fence: StreamFence, tensor: torch.Tensor, filled: bool
     ) -> torch.Tensor:
         if self._is_pinned or not tensor.numel():
-            twin = fence.device.staging(tensor.numel(), tensor.dtype).view(tensor.shape)
+            copy = fence.device.staging(tensor.numel(), tensor.dtype).view(tensor.shape)
             if filled:
-                fence.device.down.do(partial(_copy_plain, twin, tensor.detach()))
-            return twin
-        twin = torch.frombuffer(_memory.acquire(tensor.nbytes), dtype=tensor.dtype).view(
-            tensor.shape
-        )
+                fence.device.down.do(partial(_copy_plain, copy, tensor.detach()))
+            return copy
+        copy = torch.frombuffer(_pool.acquire(tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
         if filled:
-            _bring_down(fence, twin, tensor.detach())
-        return twin
+            _bring_down(fence, copy, tensor.detach())
+        return copy
 
 
 def on_host(execute: Callable[..., None], fence: StreamFence | None = None) -> Callable[..., None]:
-    """Wrap an executor so that it works on host twins."""
+    """Return an executor that runs ``execute`` on host copies of its operands."""
 
     def run(comm: Any, inputs: Any, outputs: Any, *args: Any) -> None:
         copies = HostCopies(inputs, outputs, fence)
@@ -115,33 +117,33 @@ def on_host(execute: Callable[..., None], fence: StreamFence | None = None) -> C
     return run
 
 
-def _copy_plain(twin: torch.Tensor, tensor: torch.Tensor) -> None:
-    # Conjugated on the device: torch would do it to the host's copy at once, before the data has
-    # come.
-    twin.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
+def _copy_plain(copy: torch.Tensor, tensor: torch.Tensor) -> None:
+    # Resolved on the device: on the host copy torch would conjugate at once, before the data has
+    # arrived.
+    copy.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
 
 
-def _bring_down(fence: StreamFence, twin: torch.Tensor, tensor: torch.Tensor) -> None:
+def _bring_down(fence: StreamFence, copy: torch.Tensor, tensor: torch.Tensor) -> None:
     flat = _flat(fence, tensor)
     if flat.data_ptr() != tensor.data_ptr():
         fence.device.down.do(lambda: flat.view(tensor.shape).copy_(tensor))
-    part_for = _parts(twin)
+    part_for = _parts(copy)
     staging.through_host(fence, flat, lambda chunk: part_for(chunk).copy_(chunk), writes=False)
 
 
-def _bring_up(fence: StreamFence, tensor: torch.Tensor, twin: torch.Tensor) -> None:
+def _bring_up(fence: StreamFence, tensor: torch.Tensor, copy: torch.Tensor) -> None:
     flat = _flat(fence, tensor.detach())
-    part_for = _parts(twin)
+    part_for = _parts(copy)
     with autograd_mode.writing((flat,)):
         staging.through_host(fence, flat, lambda chunk: chunk.copy_(part_for(chunk)), reads=False)
     if flat.data_ptr() != tensor.data_ptr():
-        # On the stream that the copy's memory was made for.
+        # ``flat`` was allocated for use on ``down``.
         fence.device.down.wait(fence.device.up.record())
         fence.device.down.do(lambda: buffer.overwrite(tensor, flat.view(tensor.shape)))
 
 
 def _flat(fence: StreamFence, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's own memory on the device, or as much, if its elements do not lie there in their order."""
+    """Return a flat device tensor: the tensor's memory if it is contiguous, else new memory."""
     return (
         tensor.view(-1)
         if buffer.is_plain(tensor)
@@ -149,9 +151,9 @@ def _flat(fence: StreamFence, tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _parts(twin: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that returns a twin's parts one behind the other, each as long as the chunk that it is called with."""
-    flat, start = twin.view(-1), 0
+def _parts(copy: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that returns successive parts of a host copy, as long as its argument."""
+    flat, start = copy.view(-1), 0
 
     def part_for(chunk: torch.Tensor) -> torch.Tensor:
         nonlocal start

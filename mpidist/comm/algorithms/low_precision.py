@@ -1,8 +1,8 @@
-"""All-reduce of narrow types (fp16, bf16, fp8, complex32), over contiguous host tensors; they accumulate in fp32.
+"""All-reduce of low-precision types (fp16, bf16, fp8, complex32) in host memory; sums are fp32.
 
-Two ranks exchange half types, as a whole or by halves: a + b is b + a to the bit. More ranks widen
-short tensors and let MPI reduce them; longer ones travel narrow, by shards. All ranks hold the same
-bits.
+Two ranks exchange half types, as a whole or by halves, because a + b and b + a have the same bits.
+More ranks widen short tensors and let MPI reduce them; longer tensors are sent unwidened, by shards
+(``pairwise``). All ranks hold the same bits.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from mpidist.comm.mpi.matched_probe import LengthError, Receives
 from mpidist.comm.mpi.scratch import Scratch
 from mpidist.comm.mpi.tags import Tag
 
-# Measured crossovers, docs/decisions/0002.
-WHOLE_BYTES = 128 << 10  # two ranks exchange a half type as a whole up to this size
-WIDEN_NUMEL = 1 << 16  # more ranks widen a tensor up to this many elements
-PREPARED_NUMEL = 1 << 12  # … for up to this many, the memory is kept ready
+# Measured crossovers (docs/decisions/0002).
+# Two ranks exchange a half type as a whole up to this size.
+WHOLE_BYTES = 128 << 10
+# More ranks widen a tensor up to this many elements.
+WIDEN_NUMEL = 1 << 16
+# Up to this many elements, the widened memory is prepared.
+PREPARED_NUMEL = 1 << 12
 
 
 def all_reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
@@ -51,9 +54,9 @@ def all_reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
 def prepared(
     comm: Communicator, tensor: torch.Tensor, plan: Reduction
 ) -> Callable[[torch.Tensor], None] | None:
-    """Return ``all_reduce`` for tensors at this one's memory, of its size and dtype, with all that can be prepared.
+    """Return ``all_reduce`` prepared for this tensor's memory, size and dtype.
 
-    None where Python's part of the time does not count, or nothing can be prepared.
+    None where Python's share of the time is small, or nothing can be prepared.
     """
     numel = tensor.numel()
     if (
@@ -94,7 +97,7 @@ def prepared(
 
 
 def _exchange_whole(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
-    # Two ranks: a + b is b + a to the bit, so both compute the whole.
+    # Two ranks: a + b and b + a have the same bits, so both compute the whole.
     peer, tag = 1 - comm.rank, comm.own_tag(Tag.PAIRWISE)
     space, status = _space(comm, flat.dtype), MPI.Status()
     comm.mpi.Sendrecv(buffer.as_bytes(flat), peer, tag, buffer.as_bytes(space), peer, tag, status)
@@ -109,7 +112,7 @@ def _exchange_whole(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> 
 
 
 def _exchange_halves(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
-    # Shards of two ranks in one chunk, without the general case's bookkeeping, which takes as long
+    # The shards of two ranks are one chunk each: the bookkeeping of ``pairwise`` would take as long
     # as the transfer.
     peer, tag, middle = 1 - comm.rank, comm.own_tag(Tag.PAIRWISE), flat.numel() // 2
     mine, theirs = (
@@ -131,6 +134,5 @@ def _swap(comm: Communicator, received: Receives, out: Any, into: Any, peer: int
 
 
 def _space(comm: Communicator, dtype: torch.dtype, use: Scratch = Scratch.WORK) -> torch.Tensor:
-    # As long as any message of this tag, whatever the peer's tensor is: no probe is needed to
-    # receive it.
+    # As long as any message of this tag, for any tensor of the peer: the receive needs no probe.
     return comm.scratch(max(pairwise.CHUNK_BYTES, WHOLE_BYTES) // dtype.itemsize, dtype, use)

@@ -1,8 +1,8 @@
-"""MIN and MAX of floating-point numbers, as integers of the same order: NaN wins on every rank, and -0 is less than +0.
+"""MIN and MAX of floating-point numbers as integers of the same order: NaN wins, and -0 < +0.
 
-MPI leaves the maximum of NaN and a number open; libraries return either, and not the same on all
-ranks. Integers have one order. A sign-magnitude float becomes an integer of its order by flipping
-the other bits of negative numbers; the same step leads back.
+MPI leaves the maximum of NaN and a number open; libraries return either, and different ranks may
+hold different results. Integers have a total order. Flipping all bits but the sign of negative
+floats gives integers in the order of the floats; the same step converts back.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def applies(dtype: torch.dtype, plan: Reduction) -> bool:
-    """Say whether a reduction is to be carried out on integers."""
+    """Say whether a reduction is computed on integers."""
     return plan.combine in (MIN, MAX) and dtype.is_floating_point
 
 
 def encode(tensor: torch.Tensor, plan: Reduction) -> torch.Tensor:
-    """Return integers of the tensor's shape whose MIN or MAX is that of its numbers; NaN is the winner."""
+    """Return integers in the order of the tensor's numbers, of its shape; NaN wins."""
     numbers = tensor.float() if tensor.element_size() == 1 else tensor
     ints = _flip(numbers.view(INTEGERS[numbers.element_size()]).clone())
     limits = torch.iinfo(ints.dtype)
@@ -28,7 +28,7 @@ def encode(tensor: torch.Tensor, plan: Reduction) -> torch.Tensor:
 
 
 def decode(ints: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Write the numbers that the integers stand for into ``tensor``."""
+    """Write the numbers of encoded integers into ``tensor``."""
     numbers = torch.float32 if tensor.element_size() == 1 else tensor.dtype
     tensor.copy_(_flip(ints).view(numbers))
 

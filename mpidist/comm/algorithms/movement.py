@@ -1,7 +1,7 @@
 """Collectives that move data without arithmetic, over contiguous host tensors.
 
 Every function takes ``(comm, inputs, outputs, …)`` and must be called by all W ranks of the group
-in one order. Contributions move as bytes, so every dtype works. Past ``MAX_COUNT`` bytes a
+in one order. Contributions are sent as bytes, so every dtype works. Past ``MAX_COUNT`` bytes a
 collective becomes a series of smaller transfers (MPI-4.1 §2.5.8: the classic interface counts in a
 C int).
 
@@ -30,15 +30,14 @@ from mpidist.kernels.view import byte_view
 
 Tensors = Sequence[torch.Tensor]
 
-# Lists of tensors up to this many bytes each go through one flat buffer and one MPI collective;
-# larger ones go from and to their own memory by point-to-point, because the copy would cost more
+# Lists of tensors up to this size each are sent through one flat buffer and one MPI collective.
+# Larger tensors are sent from and to their own memory by messages, because the copy would cost more
 # than W - 1 messages.
 FLAT_BYTES = 32 << 10
-# A broadcast begins with a message of this size, whatever is broadcast: its length, and the data if
-# they fit.
+# First message of every broadcast: the tensor's length, and its data if they fit.
 HEAD_BYTES = 1 << 10
 _LENGTH_BYTES = 8
-_INLINE = 1 << 63  # in the length: the data follow in the same message
+_INLINE = 1 << 63  # flag in the length: the same message contains the data
 
 
 def barrier(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
@@ -47,10 +46,10 @@ def barrier(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
 
 
 def broadcast(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> None:
-    """Give the root's tensors to all: one of ``inputs`` (root) and ``outputs`` (others) is empty.
+    """Broadcast the root's tensors: ``inputs`` at the root, ``outputs`` on the other ranks.
 
     Raises:
-        LengthError: On the ranks whose tensors have another length than the root's.
+        LengthError: On ranks whose tensors have another length than the root's.
     """
     error: LengthError | None = None
     for tensor in inputs or outputs:
@@ -63,12 +62,11 @@ def broadcast(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) 
 
 
 def _broadcast_one(comm: Communicator, tensor: torch.Tensor, nbytes: int, root: int) -> int:
-    """Broadcast a tensor if it has the root's length; return that."""
-    # MPI would write a longer message of the root's past the end of a shorter tensor, before it
-    # says so.
+    """Broadcast a tensor, unless its length differs; return the root's length."""
+    # MPI would write a longer message past the end of a shorter tensor before it reports the error.
     word, data, head = _head(comm)
     if comm.rank == root:
-        # Memory of a device is MPI's to read, not the host's.
+        # The host cannot read device memory.
         is_inline = nbytes <= HEAD_BYTES - _LENGTH_BYTES and tensor.is_cpu
         if is_inline:
             memmove(data, tensor.data_ptr(), nbytes)
@@ -90,7 +88,7 @@ def _broadcast_one(comm: Communicator, tensor: torch.Tensor, nbytes: int, root: 
 
 
 def _head(comm: Communicator) -> tuple[c_uint64, int, Any]:
-    """Return the first message of a broadcast: its length word, the address of its data, and the message."""
+    """Return a broadcast's first message: length word, address of the data, MPI buffer."""
     held: tuple[c_uint64, int, Any] | None = comm.kept.get("head")
     if held is None:
         address = comm.scratch(HEAD_BYTES, torch.uint8, Scratch.HEADER).data_ptr()
@@ -126,15 +124,15 @@ def all_gather(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     """Gather each rank's tensor into a list of W tensors, which may have different sizes."""
     (source,) = separated(inputs, outputs, in_place(all_gather, comm.rank, inputs, outputs))
     counts = [t.nbytes for t in outputs]
-    # Which way is a matter of sizes alone, which all ranks know alike; where the memory lies is
-    # each rank's own affair.
+    # The choice depends on sizes only, which all ranks know; memory addresses differ between ranks.
     if max(counts) > FLAT_BYTES:
         exchange(comm, [source] * comm.size, outputs)
         return
     flat = _as_one(outputs, counts[0])
     held = flat if flat is not None else comm.scratch(sum(counts), torch.uint8)
     is_in_place = source.nbytes and source.data_ptr() == held.data_ptr() + sum(counts[: comm.rank])
-    send = MPI.IN_PLACE if is_in_place else buffer.as_bytes(source)  # MPI forbids overlap otherwise
+    # MPI forbids other overlap than IN_PLACE.
+    send = MPI.IN_PLACE if is_in_place else buffer.as_bytes(source)
     if min(counts) == max(counts):
         comm.mpi.Allgather(send, (buffer.memory(held.data_ptr(), sum(counts)), counts[0], MPI.BYTE))
     else:
@@ -144,7 +142,7 @@ def all_gather(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
 
 
 def gather(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> None:
-    """Gather each rank's tensor at the root; ``outputs`` is empty elsewhere."""
+    """Gather each rank's tensor at the root; ``outputs`` is empty on other ranks."""
     (source,) = separated(inputs, outputs, in_place(gather, comm.rank, inputs, outputs))
     if source.nbytes <= FLAT_BYTES:
         if comm.rank != root:
@@ -165,7 +163,7 @@ def gather(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> 
 
 
 def scatter(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> None:
-    """Give the root's i-th tensor to rank i; ``inputs`` is empty elsewhere."""
+    """Send the root's i-th tensor to rank i; ``inputs`` is empty on other ranks."""
     (target,) = outputs
     inputs = separated(inputs, outputs, in_place(scatter, comm.rank, inputs, outputs))
     if target.nbytes <= FLAT_BYTES:
@@ -187,7 +185,7 @@ def scatter(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) ->
 
 
 def all_to_all(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
-    """Send the i-th of W tensors to rank i and receive the i-th of W from rank i; sizes may differ."""
+    """Send the i-th of W tensors to rank i and receive the i-th from rank i; sizes may differ."""
     exchange(
         comm, separated(inputs, outputs, in_place(all_to_all, comm.rank, inputs, outputs)), outputs
     )
@@ -203,14 +201,14 @@ def all_to_all_single(
     """Exchange slices of one tensor: ``send_bytes[i]`` to rank i, ``recv_bytes[i]`` from it.
 
     Raises:
-        ValueError: More bytes than MPI can count, in slices that have no unit in common.
+        ValueError: More bytes than MPI can count, and the slices have no common unit.
     """
     (source,), (target,) = separated(inputs, outputs), outputs
     if max(source.nbytes, target.nbytes) <= buffer.MAX_COUNT:
         comm.mpi.Alltoallv(_ragged(source, send_bytes), _ragged(target, recv_bytes))
         return
-    # A rank with more than it can count in bytes counts in larger units. The others need not know:
-    # only bytes must match.
+    # A rank with more bytes than it can count counts in larger units. The other ranks may count in
+    # bytes, because MPI matches bytes.
     unit = math.gcd(*send_bytes, *recv_bytes)
     if max(source.nbytes, target.nbytes) // unit > buffer.MAX_COUNT:
         raise ValueError(
@@ -227,7 +225,7 @@ def all_to_all_single(
 
 
 def in_place(execute: Callable[..., None], rank: int, inputs: Tensors, outputs: Tensors) -> Places:
-    """Return where an input may lie in an output, because ``execute`` leaves there what the input holds."""
+    """Return the addresses at which ``execute`` allows an input inside an output (in place)."""
     if execute is all_gather_into:
         pairs = enumerate(zip(inputs, outputs, strict=True))
         return {
@@ -242,8 +240,7 @@ def in_place(execute: Callable[..., None], rank: int, inputs: Tensors, outputs: 
 
 
 def _as_one(tensors: Tensors, nbytes: int) -> torch.Tensor | None:
-    # Tensors of one size that lie one behind the other (chunks of one tensor) can be received into
-    # as one.
+    # Tensors of one size that are adjacent in memory (chunks of one tensor) are received as one.
     start = tensors[0].data_ptr()
     for place, tensor in enumerate(tensors):
         if tensor.nbytes != nbytes or tensor.data_ptr() != start + place * nbytes:
@@ -251,7 +248,7 @@ def _as_one(tensors: Tensors, nbytes: int) -> torch.Tensor | None:
     first = tensors[0].detach()
     try:
         return first.as_strided((first.numel() * len(tensors),), (1,), first.storage_offset())
-    except RuntimeError:  # neighbours in memory, but of different storages
+    except RuntimeError:  # adjacent, but of different storages
         return None
 
 
@@ -268,7 +265,7 @@ def _flat_shape(tensor: torch.Tensor, parts: int) -> tuple[int, ...]:
 
 
 def _pack(held: torch.Tensor, tensors: Tensors, counts: Sequence[int]) -> None:
-    # By address: for short tensors, making views for torch's copy_ costs several times the copy.
+    # By address: for short tensors, views for torch's copy_ cost several times the copy.
     address = held.data_ptr()
     for tensor, nbytes in zip(tensors, counts, strict=True):
         memmove(address, tensor.data_ptr(), nbytes)
@@ -285,7 +282,7 @@ def _unpack(held: torch.Tensor, tensors: Tensors, counts: Sequence[int]) -> None
 def compared(
     execute: Callable[..., None], where: str, sends: Sequence[int], receives: Sequence[int]
 ) -> Callable[..., None]:
-    """Wrap an all-to-all so that all ranks first compare what each sends with what its receiver expects (debug mode)."""
+    """Return an all-to-all that first compares the counts of all ranks (debug mode)."""
 
     def run(comm: Communicator, *args: Any) -> None:
         fingerprint.check_matrix(

@@ -1,8 +1,8 @@
-"""All-reduce and reduce-scatter by shards, over contiguous host tensors: each rank adds up one piece for all.
+"""Pairwise all-reduce and reduce-scatter of contiguous host tensors: each rank reduces one shard.
 
-Each rank gets every other rank's piece of its shard, adds them up in rank order, and gives the
+Each rank receives every other rank's part of its shard, adds the parts in rank order, and sends the
 result to all (Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004, with a
-direct exchange in place of the halving). Each element is computed on one rank, so all ranks hold
+direct exchange instead of the halving). Each element is computed on one rank, so all ranks hold
 the same bits.
 
 Letters: W ranks of the group; N elements of a tensor.
@@ -22,20 +22,21 @@ from mpidist.comm.mpi.matched_probe import Receives
 from mpidist.comm.mpi.scratch import Scratch
 from mpidist.comm.mpi.tags import Tag
 
-# Measured crossovers, docs/decisions/0002.
-# full-width tensors from this size on go by shards, on one node of at most RANKS ranks
+# Measured crossovers (docs/decisions/0002): tensors at full width from this size on are reduced by
+# shards, on one node with at most RANKS ranks.
 FROM_BYTES = 16 << 20
 RANKS = 8
-CHUNK_BYTES = 1 << 20  # a shard travels and is added in chunks that stay in the cache
+# A shard is sent and added in chunks that stay in the cache.
+CHUNK_BYTES = 1 << 20
 
 
 def shard_bounds(numel: int, size: int) -> list[int]:
-    """Cut N elements into W shards whose lengths differ by one at most; returns W + 1 bounds."""
+    """Return W + 1 bounds of W shards of N elements; lengths differ by at most one."""
     return [numel * place // size for place in range(size + 1)]
 
 
 def are_faster(comm: Communicator, nbytes: int, dtype: torch.dtype, plan: Reduction) -> bool:
-    """Say whether a tensor at full width is better reduced by shards than by MPI."""
+    """Say whether reduction by shards is faster than MPI for a tensor at full width."""
     return (
         nbytes >= FROM_BYTES
         and comm.is_single_node
@@ -54,7 +55,7 @@ def all_reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
 
 
 def reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction, root: int) -> None:
-    """Reduce a flat tensor of N elements into the root's; the others' stay as they were."""
+    """Reduce a flat tensor of N elements into the root's; other ranks' tensors stay unchanged."""
     bounds = shard_bounds(flat.numel(), comm.size)
     parts = [flat[bounds[place] : bounds[place + 1]] for place in range(comm.size)]
     own = parts[comm.rank]
@@ -77,10 +78,14 @@ def reduce_shard(
     plan: Reduction,
     mine: torch.Tensor | None = None,
 ) -> None:
-    """Reduce this rank's shard of ``flat`` over all ranks, in rank order, into ``mine`` (its own place by default).
+    """Reduce this rank's shard of ``flat`` over all ranks, in rank order, into ``mine``.
 
     Args:
-        bounds: W + 1 places; rank i's shard is ``flat[bounds[i]:bounds[i + 1]]``.
+        comm: The group's communicator.
+        flat: N elements, of which other ranks' shards are sent.
+        bounds: W + 1 positions; rank i's shard is ``flat[bounds[i]:bounds[i + 1]]``.
+        plan: The reduction.
+        mine: This rank's contribution and result; its shard of ``flat`` by default.
 
     Raises:
         LengthError: A rank's shards have other lengths.
@@ -120,7 +125,8 @@ def reduce_shard(
 def _combine_in_rank_order(
     comm: Communicator, mine: torch.Tensor, slots: torch.Tensor, plan: Reduction
 ) -> None:
-    # ((r0 + r1) + r2) + … with this rank's own contribution at its place, whoever computes it.
+    # ((r0 + r1) + r2) + …, with this rank's contribution at its position: the same bits on any
+    # rank.
     combine = COMBINE[plan.combine]
     if plan.wide is not None and not (comm.size == 2 and reduce_op.rounds_once(mine.dtype, plan)):
         total = comm.scratch(mine.numel(), plan.wide, Scratch.TOTAL)
@@ -138,7 +144,7 @@ def _combine_in_rank_order(
     for place in range(1, comm.rank):
         combine(before, slots[place])
     if comm.rank > 0:
-        combine(mine, before)  # commutative: the same bits as before + mine
+        combine(mine, before)  # the same bits as before + mine
     for place in range(comm.rank + 1, comm.size):
         combine(mine, slots[place])
     reduce_op.divide(mine, plan, comm.size)

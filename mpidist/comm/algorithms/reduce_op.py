@@ -1,6 +1,6 @@
-"""Plans of reductions, from (dtype, operation) to what MPI or this library has to compute; and the latter, on host tensors.
+"""Reduction operations: the plan for a dtype and an operation, and arithmetic that MPI lacks.
 
-Letters of torch's ``ReduceOp``: SUM AVG PRODUCT MIN MAX BAND BOR BXOR, and PREMUL_SUM, which
+Names of torch's ``ReduceOp``: SUM AVG PRODUCT MIN MAX BAND BOR BXOR, and PREMUL_SUM, which
 multiplies each rank's contribution by that rank's factor before the sum. Here an operation is a
 string (``SUM = "sum"`` …) or a ``PremulSum``.
 """
@@ -28,8 +28,8 @@ class PremulSum:
     factor: Any
 
     def __post_init__(self) -> None:
-        # Now and here: whoever executes may be another thread, whose stream does not wait for what
-        # computes it.
+        # Read by the issuing thread: the executing thread's stream does not wait for the work that
+        # computes the factor.
         factor = self.factor
         if isinstance(factor, torch.Tensor) and factor.numel() == 1:
             factor = factor.item()
@@ -40,15 +40,15 @@ class PremulSum:
         object.__setattr__(self, "factor", factor)
 
     def __str__(self) -> str:
-        # each rank has a factor of its own: not a fact on which ranks must agree
+        # Without the factor: ranks may have different factors, and compare this text.
         return "premul_sum"
 
 
 Operation = str | PremulSum
 
 HALVES = (torch.float16, torch.bfloat16)
-# Fractions narrower than 32 bits have no arithmetic in MPI that would be right; they add up in the
-# wider one.
+# MPI has no correct arithmetic for fractional types narrower than 32 bits; they are accumulated in
+# the wider type.
 ACCUMULATES_IN = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -63,13 +63,13 @@ ACCUMULATES_IN = {
 
 @dataclass(frozen=True)
 class Reduction:
-    """What has to happen to reduce tensors of one dtype.
+    """The plan of a reduction of tensors of one dtype.
 
     Attributes:
-        combine: SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR: how two contributions become one.
-        wide: The dtype to accumulate in, if it is not the tensor's own.
-        divides: Whether the result is divided by W (AVG).
-        factor: What to multiply the contribution by first, or None.
+        combine: Operation on two contributions: SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR.
+        wide: The dtype to accumulate in; None for the tensor's own.
+        divides: Divide the result by W (AVG).
+        factor: Factor of this rank's contribution, or None.
     """
 
     combine: str
@@ -79,10 +79,10 @@ class Reduction:
 
 
 def reduction(dtype: torch.dtype, operation: Operation) -> Reduction:
-    """Plan a reduction.
+    """Return the plan of a reduction.
 
     Raises:
-        TypeError: The operation has no meaning for the dtype; the message says which have.
+        TypeError: The operation has no meaning for the dtype.
         ValueError: Not an operation.
     """
     if isinstance(operation, PremulSum):
@@ -97,7 +97,7 @@ def reduction(dtype: torch.dtype, operation: Operation) -> Reduction:
 
 
 def _factor_for(dtype: torch.dtype, factor: Any) -> Any:
-    """Return a factor as a number that the dtype can hold."""
+    """Return the factor as a number of the dtype's kind and range."""
     if dtype == torch.bool:
         raise TypeError("PREMUL_SUM has no meaning for torch.bool; use SUM, which is a logical or")
     is_real = isinstance(factor, numbers.Real)
@@ -117,10 +117,10 @@ def _factor_for(dtype: torch.dtype, factor: Any) -> Any:
 
 
 def rounds_once(dtype: torch.dtype, plan: Reduction) -> bool:
-    """Say whether torch, combining two contributions in their own narrow dtype, computes what we would: in fp32, rounded once.
+    """Say whether torch combines two contributions of a half type in fp32, rounded once.
 
-    Not so for a mean: 60000 + 60000 is past fp16, half of it is not. Nor with a factor, whose
-    product would be rounded.
+    False for a mean: 60000 + 60000 overflows fp16, half of the sum does not. False with a factor,
+    because the product would be rounded.
     """
     return dtype in HALVES and not plan.divides and plan.factor is None
 
@@ -161,10 +161,10 @@ _UNSUPPORTED = frozenset(
     if hasattr(torch, name)
 )
 
-# Types that torch neither adds nor multiplies, or not as numbers.
+# Types that torch cannot add and multiply as numbers.
 WITHOUT_ARITHMETIC = frozenset((torch.bool, torch.uint16, torch.uint32, torch.uint64))
 
-# In-place twins of MPI's operations, for what we add up ourselves.
+# In-place forms of MPI's operations, for this library's own algorithms.
 COMBINE = {
     SUM: torch.Tensor.add_,
     PRODUCT: torch.Tensor.mul_,
@@ -184,8 +184,8 @@ def scale(tensor: torch.Tensor, plan: Reduction) -> None:
     if signed is None:
         tensor.mul_(plan.factor)
     else:
-        # torch multiplies no wide unsigned integers; modulo 2**bits the product of the signed ones
-        # is the same.
+        # torch cannot multiply wide unsigned integers; modulo 2**bits the signed product is the
+        # same.
         half = torch.iinfo(signed).max + 1
         tensor.view(signed).mul_((plan.factor + half) % (2 * half) - half)
 
@@ -194,11 +194,13 @@ def divide(tensor: torch.Tensor, plan: Reduction, size: int) -> None:
     """Divide a sum over ``size`` ranks in place, if the plan is a mean."""
     if plan.divides:
         if tensor.dtype.is_complex:
-            torch.view_as_real(tensor).div_(size)  # torch's complex division rounds more than once
+            # torch's complex division rounds more than once.
+            torch.view_as_real(tensor).div_(size)
         elif tensor.dtype.is_floating_point:
             tensor.div_(size)
         else:
-            # As NCCL averages integers; NumPy has the unsigned types that torch lacks.
+            # Rounded towards zero, as in NCCL; NumPy can divide the unsigned types that torch
+            # cannot.
             values = tensor.numpy()
             values -= np.fmod(values, size)
             values //= size

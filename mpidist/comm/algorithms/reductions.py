@@ -1,16 +1,16 @@
 """Collectives with arithmetic, over contiguous host tensors: all_reduce, reduce, reduce_scatter.
 
-MPI's own reductions serve every type that MPI can add. Integers wrap around, as torch's: for sums
-of 8 and 16 bits MPI calls back (``operations``). Five cases are ours:
+MPI reduces every type that it can add. Integers wrap around, as in torch: sums of 8 and 16 bits use
+an operation of this library (``mpi_types``). Other algorithms serve five cases:
 
-* ``narrow`` types accumulate in fp32.
-* ``extremes`` (MIN and MAX) of floating-point numbers go as integers, because MPI leaves open what
-  becomes of NaN.
-* Large tensors within a node go by ``shards``: MPI libraries allocate a temporary of the tensor's
-  size in each call, and its page faults cost more than the transfer (docs/decisions/0002 has the
-  figures).
-* Large tensors between nodes with several ranks each go by levels (``hierarchical``).
-* Counts past ``MAX_COUNT`` elements are cut.
+* Low-precision types are accumulated in fp32 (``low_precision``).
+* MIN and MAX of floating-point numbers are computed on integers, because MPI leaves NaN open
+  (``minmax``).
+* Large tensors within a node are reduced by shards (``pairwise``): MPI libraries allocate a
+  temporary of the tensor's size in each call, and its page faults cost more than the transfer
+  (docs/decisions/0002 has the figures).
+* Large tensors between nodes with several ranks each use the hierarchical algorithm.
+* Counts past ``MAX_COUNT`` elements are split.
 
 Letters: W ranks of the group; N elements of a tensor.
 """
@@ -41,8 +41,8 @@ from mpidist.comm.mpi.scratch import Scratch
 
 Tensors = Sequence[torch.Tensor]
 
-# tensors up to this size are cheaper to copy into one than to reduce one by one
-# (docs/decisions/0002)
+# Up to this size, copying tensors into one is cheaper than reducing them one by one
+# (docs/decisions/0002).
 COALESCE_BYTES = 64 << 10
 
 
@@ -84,7 +84,7 @@ def by_library(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> Non
 def _all_reduce_scaled(
     comm: Communicator, flat: torch.Tensor, plan: Reduction, dtype: torch.dtype
 ) -> None:
-    # A product in the narrow type would be rounded before the sum is.
+    # A product in the narrow type would be rounded before the sum.
     for start, count in buffer.pieces(flat.numel(), _piece_numel(plan)):
         part = flat[start : start + count]
         wide = comm.scratch(count, dtype).copy_(part)
@@ -94,7 +94,7 @@ def _all_reduce_scaled(
 
 
 def is_one_call(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> bool:
-    """Say whether an all-reduce of a real-valued tensor is one call of MPI on its own memory and nothing else."""
+    """Say whether an all-reduce is exactly one MPI call on the tensor's own memory."""
     return (
         plan.wide is None
         and plan.factor is None
@@ -111,7 +111,7 @@ def is_one_call(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> bo
 def all_reduce_flat(
     comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Operation
 ) -> None:
-    """Reduce tensors of one dtype over all ranks, in place; short ones together, as one flat tensor."""
+    """Reduce tensors of one dtype over all ranks, in place; short ones as one flat tensor."""
     short = [t for t in outputs if t.nbytes <= COALESCE_BYTES]
     if len(short) > 1 and comm.size > 1:
         counts = [t.numel() for t in short]
@@ -129,7 +129,7 @@ def all_reduce_flat(
 def reduce(
     comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Operation, root: int
 ) -> None:
-    """Reduce to the root's tensor; the others' stay as they were."""
+    """Reduce into the root's tensor; other ranks' tensors stay unchanged."""
     (tensor,) = inputs
     plan = reduce_op.reduction(tensor.dtype, operation)
     if minmax.applies(tensor.dtype, plan):
@@ -168,7 +168,7 @@ def reduce(
 def reduce_scatter(
     comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Operation
 ) -> None:
-    """Reduce W tensors a rank and keep the rank's own: W inputs whose sizes may differ, one output of the size of the own."""
+    """Reduce W tensors, whose sizes may differ, and keep the rank-th in the output."""
     (target,) = outputs
     bounds = [0, *accumulate(t.numel() for t in inputs)]
     held = comm.scratch(bounds[-1], target.dtype, Scratch.CONTRIBUTION)
@@ -180,7 +180,7 @@ def reduce_scatter(
 def reduce_scatter_tensor(
     comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Operation
 ) -> None:
-    """Reduce a tensor of W·N elements and keep the rank's own N; pairs of input and output."""
+    """Reduce tensors of W·N elements and keep the rank's N elements in each output."""
     for source, target in zip(separated(inputs, outputs), outputs, strict=True):
         bounds = [place * target.numel() for place in range(comm.size + 1)]
         _reduce_scatter_flat(
@@ -196,10 +196,20 @@ def _reduce_scatter_flat(
     operation: Operation,
     may_write: bool,
 ) -> None:
-    """Reduce a flat tensor and keep ``source[bounds[rank]:bounds[rank + 1]]``."""
+    """Reduce a flat tensor and keep ``source[bounds[rank]:bounds[rank + 1]]`` in ``target``.
+
+    Args:
+        comm: The group's communicator.
+        source: This rank's contribution.
+        target: The result.
+        bounds: W + 1 positions.
+        operation: The reduction.
+        may_write: ``source`` may be overwritten.
+    """
     plan = reduce_op.reduction(target.dtype, operation)
     if plan.factor is not None:
-        if plan.wide is not None:  # a product in the narrow type would be rounded before the sum is
+        if plan.wide is not None:
+            # A product in the narrow type would be rounded before the sum.
             source, own = source.to(plan.wide), torch.empty_like(target, dtype=plan.wide)
             reduce_op.scale(source, plan)
             _reduce_scatter_flat(comm, source, own, bounds, plan.combine, may_write=True)
@@ -251,12 +261,12 @@ def _reduce_scatter_by_mpi(
         buffer.elements(target, 0, target.numel(), datatype),
     )
     if min(counts) == max(counts):
-        # mpi4py counts one block
+        # mpi4py takes the count of one block.
         comm.mpi.Reduce_scatter_block((memory, counts[0], datatype), into, op)
     else:
         comm.mpi.Reduce_scatter((memory, source.numel(), datatype), into, counts, op)
 
 
 def _piece_numel(plan: Reduction) -> int | None:
-    # Narrow types pass through a buffer of bounded size.
+    # Widened and scaled copies use scratch memory of bounded size.
     return None if plan.wide is None and plan.factor is None else 1 << 20

@@ -1,11 +1,11 @@
-"""All-reduce and reduce-scatter of device memory around a ring, with our own arithmetic; MPI only moves bytes.
+"""Ring all-reduce and reduce-scatter of device memory: MPI sends bytes, the device computes.
 
 Rank i starts the sum of shard i - 1 and sends it to rank i + 1, which adds its own part and sends
-it on; after W - 1 steps rank i holds the whole sum of shard i, and all-gather takes it around again
-(Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC
-2009). A shard travels in chunks: one is added while the next is under way. Sums of narrow types
-travel in fp32 wherever they would be rounded more than once. Each element is computed once, so all
-ranks hold the same bits.
+the sum on; after W - 1 steps rank i holds the whole sum of shard i, and an all-gather around the
+ring distributes the sums (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
+of workstations", JPDC 2009). A shard is sent in chunks: one is added while the next is in flight.
+Sums of narrow types are sent in fp32 wherever they would be rounded more than once. Each element is
+computed on one rank, so all ranks hold the same bits.
 
 Letters: W ranks of the group; N elements of a tensor.
 """
@@ -31,30 +31,39 @@ from mpidist.kernels.launch import NAMES
 
 Tensor = torch.Tensor
 
-# Where the tuning table has none. Ranks of one GPU take longer ones yet; a network hides an
-# addition behind these.
+# Default if the tuning table has no chunk size. On a network, an addition of this size is hidden by
+# the transfer; ranks that share one GPU are faster with longer chunks.
 CHUNK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Leg:
-    """One chunk's way in one step: which part of which shard goes out, and which comes in."""
+    """One chunk in one step of the ring.
+
+    Attributes:
+        step: Number of the step, 0 … W - 2.
+        sent: The shard whose chunk this rank sends.
+        received: The shard whose chunk this rank receives.
+        start: First element within the shard.
+        numel: Elements, at most; a shorter shard ends earlier.
+    """
 
     step: int
     sent: int
     received: int
-    start: int  # within the shard
-    numel: int  # at most; a shorter shard ends earlier
+    start: int
+    numel: int
 
 
 def legs(size: int, longest: int, chunk: int, first_sent: int) -> list[Leg]:
-    """Plan W - 1 steps around the ring, each shard in chunks.
+    """Return the chunks of all W - 1 steps around the ring.
 
     Args:
         size: W.
         longest: Elements of the longest shard.
-        first_sent: The shard that this rank sends first; it receives the one before it, and sends
-            that in the next step.
+        chunk: Elements of a chunk.
+        first_sent: The shard that this rank sends first; it receives the previous shard, and sends
+            that one in the next step.
     """
     starts = range(0, longest, chunk)
     return [
@@ -71,7 +80,7 @@ def legs(size: int, longest: int, chunk: int, first_sent: int) -> list[Leg]:
 
 
 def applies(dtype: torch.dtype, plan: Reduction) -> bool:
-    """Say whether torch has the arithmetic on a device."""
+    """Say whether torch can compute the reduction on a device."""
     if plan.combine not in COMBINE or dtype in (
         torch.bool,
         torch.uint16,
@@ -81,7 +90,8 @@ def applies(dtype: torch.dtype, plan: Reduction) -> bool:
     ):
         return False
     if plan.divides and not (dtype.is_floating_point or dtype.is_complex):
-        return False  # integers are averaged as NCCL does, which is host arithmetic here
+        # Integers are averaged on the host, in NCCL's rounding.
+        return False
     return plan.wide is None or dtype in reduce_op.HALVES
 
 
@@ -94,11 +104,16 @@ def all_reduce(
 ) -> None:
     """Reduce a flat tensor of N elements over all ranks, in place.
 
-    Collective: over the group. Blocks: until MPI has returned; the last copy may be under way on
-    ``fence.device.down``.
+    Collective: over the group.
+
+    Blocks: until MPI has returned; the last copy may be in progress on ``fence.device.down``.
 
     Args:
-        chunk_bytes: Of what travels at once, the same on all ranks; ``CHUNK_BYTES`` if None.
+        comm: The group's communicator.
+        fence: The operation's fence.
+        flat: The tensor.
+        operation: The reduction.
+        chunk_bytes: Bytes of one message, the same on all ranks; ``CHUNK_BYTES`` if None.
     """
     plan = reduce_op.reduction(flat.dtype, operation)
     if comm.size == 1:
@@ -124,12 +139,17 @@ def reduce_scatter(
     operation: Operation,
     chunk_bytes: int | None = None,
 ) -> None:
-    """Reduce a flat tensor of W·N elements and keep the rank's own N in ``target``; the source stays as it is.
+    """Reduce a flat tensor of W·N elements and keep the rank's N elements in ``target``.
 
     Collective: over the group.
 
     Args:
-        chunk_bytes: As for ``all_reduce``.
+        comm: The group's communicator.
+        fence: The operation's fence.
+        source: The contribution, which is not changed.
+        target: The result.
+        operation: The reduction.
+        chunk_bytes: As in ``all_reduce``.
     """
     plan = reduce_op.reduction(target.dtype, operation)
     if comm.size == 1:
@@ -156,19 +176,19 @@ def _reduce_scatter(
 ) -> None:
     plan = reduce_op.reduction(target.dtype, operation)
     device, rank, size = fence.device, comm.rank, comm.size
-    travels_as = _travels_as(target.dtype, plan, size)
+    sent_dtype = _sent_dtype(target.dtype, plan, size)
     longest = max(shard.numel() for shard in shards)
-    chunk = max(chunk_bytes // travels_as.itemsize, 1)
+    chunk = max(chunk_bytes // sent_dtype.itemsize, 1)
     route = legs(size, longest, chunk, first_sent=(rank - 1) % size)
     in_step = -(-longest // chunk)
     first = shards[(rank - 1) % size]
-    # What needs no other form goes out from where it lies; of an all-reduce the last sum is made
-    # where it belongs.
-    is_plain = travels_as is target.dtype and plan.factor is None
+    # A contribution that needs no conversion is sent from its own memory; the last sum of an
+    # all-reduce is computed in place.
+    is_plain = sent_dtype is target.dtype and plan.factor is None
     ends_in_place = is_plain and target.data_ptr() == shards[rank].data_ptr()
-    # What a step receives, the next one sends: two buffers take turns.
+    # A step sends the buffer that the previous step received into: two buffers alternate.
     held = [
-        device.empty(longest if step < size - 1 or not is_plain else 0, travels_as)
+        device.empty(longest if step < size - 1 or not is_plain else 0, sent_dtype)
         for step in range(2)
     ]
     if not is_plain:
@@ -181,7 +201,7 @@ def _reduce_scatter(
             added[place - in_step].synchronize()
         going = first if is_plain and not leg.step else held[(leg.step + 1) % 2]
         messages.send(_part(going, shards[leg.sent], leg))
-        # One receive ahead; its memory was sent from in the step before.
+        # One receive is posted ahead; its buffer was sent in the previous step.
         for ahead in route[len(messages.receives) : place + 2]:
             messages.sent(len(messages.receives) - in_step)
             messages.receive(_part(held[ahead.step % 2], shards[ahead.received], ahead))
@@ -197,7 +217,8 @@ def _reduce_scatter(
     elif plan.divides:
         device.down.do(partial(reduce_op.divide, target, plan, size))
     messages.end()
-    fence.synchronize()  # the buffers are not used by MPI or the device any more
+    # The buffers may be freed when neither MPI nor the device uses them.
+    fence.synchronize()
 
 
 def _all_gather(comm: Communicator, shards: list[Tensor], chunk_bytes: int) -> None:
@@ -217,7 +238,7 @@ def _all_gather(comm: Communicator, shards: list[Tensor], chunk_bytes: int) -> N
 
 
 class _Messages:
-    """Messages with the neighbours, in order."""
+    """Messages with the two neighbours, in order."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -259,7 +280,7 @@ def _part(memory: Tensor, shard: Tensor, leg: Leg) -> Tensor:
     return memory[leg.start : min(leg.start + leg.numel, shard.numel())]
 
 
-def _travels_as(dtype: torch.dtype, plan: Reduction, size: int) -> torch.dtype:
+def _sent_dtype(dtype: torch.dtype, plan: Reduction, size: int) -> torch.dtype:
     if plan.wide is None or (
         size == 2 and reduce_op.rounds_once(dtype, plan) and plan.factor is None
     ):
@@ -273,7 +294,7 @@ def _scaled_copy(target: Tensor, source: Tensor, plan: Reduction) -> None:
 
 
 def _combine(theirs: Tensor, mine: Tensor, plan: Reduction) -> None:
-    # Into ``theirs``; a rank's own part is widened on the way.
+    # The result is in ``theirs``; ``mine`` is widened.
     if plan.factor is not None:
         mine = mine.to(theirs.dtype) * plan.factor
     if plan.combine == SUM and theirs.dtype in NAMES and mine.dtype in NAMES:

@@ -1,11 +1,11 @@
-"""Memory that all ranks of a group on one node read and write, and its average without any message.
+"""Shared memory of a group's ranks on one node, and averages in it without messages.
 
-Each rank reduces its shard of all ranks' tensors where they lie, and writes the result into each:
-every element is read W times and written W times, and copied nowhere else. MPI on the same memory
-needs three to four times as long for large tensors.
+Each rank reduces its shard of all ranks' tensors in place, and writes the result into each of them:
+every element is read W times and written W times, with no other copy. MPI on the same memory takes
+three to four times as long for large tensors.
 
-The memory is an anonymous file, mapped by all ranks and named nowhere, so nothing remains of it
-when the last tensor in it is gone, however the job ends; it may outlive the group.
+The memory is an anonymous file that all ranks map. It is freed with the last tensor in it, however
+the job ends, and may outlive the group.
 
 Letters: W ranks of the group; N elements.
 """
@@ -29,33 +29,36 @@ from mpidist.comm.mpi.library import MPI
 Tensor = torch.Tensor
 Ranges = Sequence[tuple[int, int]]  # start and end, in elements
 
-_BLOCK_BYTES = 1 << 20  # what the second pass over a shard still finds in the cache
+# The second pass over a block of this size finds it in the cache.
+_BLOCK_BYTES = 1 << 20
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-class NodeMemory:
-    """Bytes of each rank of a group, zeros at first, all within this rank's reach."""
+class SharedMemory:
+    """Memory of each rank of a group, zeros at first, mapped by this rank."""
 
     def __init__(self, group: Any, maps: list[mmap.mmap]) -> None:
         self._group = group
         self._maps = maps
 
-    def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> NodeTensor:
-        """Return a part of it as one tensor for each rank.
+    def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> SharedTensor:
+        """Return a range of each rank's memory as a tensor.
 
         Args:
-            offset_bytes: A multiple of the element's size; the same on all ranks, like the rest.
+            offset_bytes: A multiple of the element's size; all arguments are the same on all ranks.
+            numel: N.
+            dtype: The dtype.
         """
         with autograd_mode.allocating():
-            own = [
+            tensors = [
                 torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset_bytes)
                 for memory in self._maps
             ]
-        return NodeTensor(self._group, own)
+        return SharedTensor(self._group, tensors)
 
 
-class NodeTensor:
-    """N elements of each rank of a group.
+class SharedTensor:
+    """N elements of each rank of a group, in shared memory.
 
     Attributes:
         group: The group.
@@ -69,7 +72,9 @@ class NodeTensor:
         self._scratch: Tensor | None = None
 
     def average(self) -> None:
-        """Average ``own`` over all ranks, in place; the same bits everywhere. Half types add up in fp32.
+        """Average ``own`` over all ranks, in place; all ranks hold the same bits.
+
+        Half types are accumulated in fp32.
 
         Collective: over the group, in the order of its operations.
 
@@ -79,12 +84,14 @@ class NodeTensor:
 
     def _average(self) -> None:
         group, numel = self.group, self.own.numel()
-        group.barrier()  # all contributions are complete
+        # All contributions are complete after this barrier.
+        group.barrier()
         first, end = numel * group.rank // group.size, numel * (group.rank + 1) // group.size
         step = _BLOCK_BYTES // self.own.element_size()
         for start in range(first, end, step):
             self._average_block(start, min(start + step, end), self._others)
-        group.barrier()  # all shards are complete
+        # All shards are complete after this one.
+        group.barrier()
 
     def _average_block(self, start: int, end: int, targets: Sequence[Tensor]) -> None:
         mine = self.own[start:end]
@@ -105,26 +112,27 @@ class NodeTensor:
             target[start:end].copy_(mine)
 
     def reduce_to_owners(self, by_rank: Sequence[Ranges], common: Ranges = ()) -> None:
-        """Average ranges over all ranks, each for the rank that owns it; with the bits that ``average`` would give.
+        """Average ranges over all ranks, each into its owner's memory, with ``average``'s bits.
 
-        Ranks share the additions as in ``average``, so that none waits for the one that owns the
-        most. What a rank does not own of ``own`` has any values afterwards.
+        Ranks share the additions as in ``average``, so the time does not depend on how much a rank
+        owns. Elements of ``own`` that the rank does not own have undefined values afterwards.
 
         Collective: over the group, in the order of its operations, with the same ranges.
 
-        Blocks: until this rank's result is complete, and no rank reads its memory any more.
+        Blocks: until this rank's result is complete and no rank reads its memory.
 
         Args:
-            by_rank: For each rank the ranges that it owns, as start and end in elements; no element
-                has two owners.
-            common: Ranges whose average all ranks get.
+            by_rank: The ranges that each rank owns, as start and end in elements; no element has
+                two owners.
+            common: Ranges that all ranks own.
         """
         run = partial(self._reduce_to_owners, by_rank, common)
         self.group.in_order(run, async_op=False, operation="reduce_to_owners", results=(self.own,))
 
     def _reduce_to_owners(self, by_rank: Sequence[Ranges], common: Ranges) -> None:
         group, numel = self.group, self.own.numel()
-        group.barrier()  # all contributions are complete
+        # All contributions are complete after this barrier.
+        group.barrier()
         first, end = numel * group.rank // group.size, numel * (group.rank + 1) // group.size
         step = _BLOCK_BYTES // self.own.element_size()
         for owner, ranges in enumerate(by_rank):
@@ -133,11 +141,12 @@ class NodeTensor:
                 self._average_block(start, stop, others)
         for start, stop in _within(common, first, end, step):
             self._average_block(start, stop, self._others)
-        group.barrier()  # all shards are complete
+        # All shards are complete after this one.
+        group.barrier()
 
 
 def _within(ranges: Ranges, first: int, end: int, step: int) -> list[tuple[int, int]]:
-    """Return the parts of ranges that lie between two places, cut into blocks of ``step`` elements at most."""
+    """Return the parts of ranges in [first, end), in blocks of at most ``step`` elements."""
     return [
         (start, min(start + step, end, stop))
         for begin, stop in ranges
@@ -145,14 +154,14 @@ def _within(ranges: Ranges, first: int, end: int, step: int) -> list[tuple[int, 
     ]
 
 
-def share(group: Any, nbytes: int) -> NodeMemory | None:
-    """Make memory of ``nbytes`` for each rank of a group.
+def share(group: Any, nbytes: int) -> SharedMemory | None:
+    """Return shared memory with ``nbytes`` for each rank of a group.
 
     Collective: over the group.
 
     Returns:
-        None on all ranks if any of them cannot reach another's memory: other nodes, separate
-        containers, an old system.
+        None on all ranks if a rank cannot map another's memory: other nodes, separate containers,
+        an old kernel.
     """
     if group.size == 1 or not group.is_single_node or not nbytes:
         return None
@@ -160,16 +169,20 @@ def share(group: Any, nbytes: int) -> NodeMemory | None:
     group.in_order(
         lambda: found.append(shared_maps(group._comm, [nbytes] * group.size)), async_op=False
     )
-    return None if found[0] is None else NodeMemory(group, found[0])
+    return None if found[0] is None else SharedMemory(group, found[0])
 
 
 def shared_maps(comm: Communicator, sizes: Sequence[int]) -> list[mmap.mmap] | None:
-    """Map memory of each rank of a communicator on one node, zeros at first; None on all ranks if that fails on any.
+    """Map memory of each rank of a communicator on one node, zeros at first.
 
     Collective: over the communicator.
 
     Args:
+        comm: The communicator.
         sizes: Bytes (> 0) of each rank.
+
+    Returns:
+        None on all ranks if a mapping fails on any.
     """
     token = secrets.randbits(62)
     nbytes = sizes[comm.rank]
@@ -186,20 +199,21 @@ def shared_maps(comm: Communicator, sizes: Sequence[int]) -> list[mmap.mmap] | N
     reaches_all = np.array([maps is not None], np.int64)
     comm.mpi.Allreduce(MPI.IN_PLACE, reaches_all, MPI.MIN)
     if file >= 0:
-        os.close(file)  # all have mapped it, or nobody will use it
+        # All ranks have mapped the file, or none will use it.
+        os.close(file)
     if maps is None or own is None or not reaches_all[0]:
         return None
     own[:8] = bytes(8)
-    comm.mpi.Barrier()  # until here the others may write nothing
+    # No rank may write before all tokens are cleared.
+    comm.mpi.Barrier()
     return maps
 
 
 def _anonymous_file(nbytes: int) -> int:
     file = os.memfd_create("mpidist", os.MFD_CLOEXEC)
     try:
-        os.posix_fallocate(
-            file, 0, max(nbytes, 8)
-        )  # now, and not by a signal at first touch, it is known whether there is enough
+        # Allocated now: if memory is short, this is an error here and not a signal at first access.
+        os.posix_fallocate(file, 0, max(nbytes, 8))
     except OSError:
         os.close(file)
         raise
@@ -216,7 +230,7 @@ def _map(file: int, nbytes: int) -> mmap.mmap | None:
 def _mapped(
     rank: int, own: mmap.mmap | None, facts: list[list[int]], sizes: Sequence[int]
 ) -> list[mmap.mmap] | None:
-    """Map all ranks' files; None if one is out of reach, or is another's that only has its number."""
+    """Map all ranks' files; None if one is unreachable, or its token is another file's."""
     if own is None or any(file < 0 for _, file, _ in facts):
         return None
     maps = []

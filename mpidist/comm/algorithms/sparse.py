@@ -1,11 +1,10 @@
 """All-reduce of sparse COO tensors, by a group's own dense collectives.
 
-Ranks hold different elements, in any order, some of them twice. Each rank adds up its duplicates
-and writes an element's indices as one number, its key; an all-gather gives every rank the keys of
-all. Over the union of the keys the values are a dense tensor of the same shape on all ranks, and
-the dense all-reduce does the arithmetic: every dtype, the same bits on all ranks. 2·U·D elements
-travel for a union of U keys with D values each, where an all-gather of the values takes W·n·D for n
-keys a rank.
+Ranks hold different elements, in any order, some of them twice. Each rank sums its duplicates and
+encodes an element's indices as one number, its key; an all-gather distributes the keys of all
+ranks. Over the union of the keys the values are a dense tensor of the same shape on all ranks,
+which the dense all-reduce reduces: for every dtype, with the same bits on all ranks. The transfer
+is 2·U·D elements, where an all-gather of the values would be W·n·D.
 
 Letters: W ranks; n keys of one rank; U keys of all ranks; D elements of the dense dimensions.
 """
@@ -24,30 +23,34 @@ from mpidist.comm.mpi.communicator import Communicator
 
 Tensor = torch.Tensor
 
-# Addition modulo 2ⁿ is the same for both signs, and torch can only add the signed ones.
+# Addition modulo 2ⁿ is the same for both signs, and torch can add only the signed types.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 def facts(tensor: Tensor, op: Operation) -> tuple[tuple[str, Any], ...]:
-    """Return what must be equal on all ranks."""
+    """Return the facts that must be equal on all ranks."""
     dims = f"{tensor.sparse_dim()} sparse and {tensor.dense_dim()} dense"
     return (("layout", tensor.layout), ("dimensions", dims), ("tensor", tensor), ("op", op))
 
 
 @torch.no_grad()
 def all_reduce(group: Any, comm: Communicator, where: str, tensor: Tensor, op: Operation) -> None:
-    """Reduce a sparse COO tensor over all ranks, in place; the result is coalesced, and the same on all ranks.
+    """Reduce a sparse COO tensor over all ranks, in place; the result is coalesced.
 
     Collective: over the group, within ``in_order``.
 
     Args:
-        comm: The group's, to name what differs.
+        group: The group.
+        comm: The group's communicator, to compare the facts.
+        where: Rank, group and operation, for errors.
+        tensor: The tensor.
+        op: The reduction.
 
     Raises:
         DisagreementError: On all ranks, if shapes, dimensions, dtypes or operations differ.
     """
-    keys, values = combined(tensor)
+    keys, values = coalesce(tensor)
     counts = _exchange_counts(
         group, comm, where, keys.numel(), fingerprint.describe("all_reduce", 0, facts(tensor, op))
     )
@@ -64,15 +67,15 @@ def all_reduce(group: Any, comm: Communicator, where: str, tensor: Tensor, op: O
     result = torch.sparse_coo_tensor(
         indices, total, tensor.shape, is_coalesced=True, check_invariants=False
     )
-    # Inference tensors are written within their mode alone, and it is a thread's own.
+    # Inference tensors can be written in inference mode only, and a mode belongs to a thread.
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         tensor.copy_(result)
 
 
-def combined(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each element's key once, and its values (n × the dense dimensions); duplicates are added up.
+def coalesce(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return unique keys and their values (n × the dense dimensions); duplicates are summed.
 
-    Half types, and narrower ones, add up in fp32 and are rounded once.
+    Half types and narrower types are summed in fp32 and rounded once.
     """
     values = tensor._values().contiguous()
     keys = _keys_of(tensor._indices(), tensor.shape[: tensor.sparse_dim()])
@@ -83,24 +86,24 @@ def combined(tensor: Tensor) -> tuple[Tensor, Tensor]:
         return keys, values
     dtype = values.dtype
     if dtype in _SIGNED:
-        total = _added(values.view(_SIGNED[dtype]), places, unique.numel()).view(dtype)
+        total = _sum_by_key(values.view(_SIGNED[dtype]), places, unique.numel()).view(dtype)
     elif dtype is torch.bool:
-        total = _added(values.to(torch.int64), places, unique.numel()) != 0
+        total = _sum_by_key(values.to(torch.int64), places, unique.numel()) != 0
     else:
-        total = _added(
+        total = _sum_by_key(
             values.to(reduce_op.ACCUMULATES_IN.get(dtype, dtype)), places, unique.numel()
         ).to(dtype)
     return unique, total
 
 
-def _added(values: Tensor, places: Tensor, count: int) -> Tensor:
+def _sum_by_key(values: Tensor, places: Tensor, count: int) -> Tensor:
     return values.new_zeros(count, *values.shape[1:]).index_add_(0, places, values)
 
 
 def _exchange_counts(
     group: Any, comm: Communicator, where: str, count: int, line: str
 ) -> list[int]:
-    """Return every rank's number of keys; the same message compares what must be equal, debug mode or not."""
+    """Return each rank's number of keys; the same message compares the ranks' facts."""
     digest = int.from_bytes(hashlib.blake2b(line.encode(), digest_size=7).digest(), "little")
     table = torch.empty(2 * group.size, dtype=torch.int64, device="cpu")
     group.all_gather_into_tensor(table, torch.tensor([count, digest], device="cpu"))
@@ -127,5 +130,5 @@ def _indices_of(keys: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _as_rows(values: Tensor) -> Tensor:
-    """Return a tensor's memory as rows of integers: torch moves those of every size."""
+    """Return a tensor's memory as rows of integers, which torch can index for every size."""
     return values.view(values.shape[0], -1).view(_INTEGERS[values.element_size()])

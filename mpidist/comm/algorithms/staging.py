@@ -1,4 +1,6 @@
-"""Device memory through host memory, in chunks: one travels by MPI while the next comes down and the last goes up.
+"""Staging of device memory through pinned host memory, in chunks.
+
+One chunk is at MPI while the next is copied to the host and the previous one to the device.
 
 Letters: N elements of a tensor.
 """
@@ -17,8 +19,10 @@ from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import Event
 from mpidist.comm.mpi.communicator import Communicator
 
-CHUNK_BYTES = 4 << 20  # a copy of this size takes ten times what it takes to start one
-_SLOTS = 3  # one comes down, one is at MPI, one goes up
+# A copy of this size takes ten times as long as its launch.
+CHUNK_BYTES = 4 << 20
+# One slot is copied to the host, one is at MPI, one is copied to the device.
+_SLOTS = 3
 
 
 def all_reduce(
@@ -26,7 +30,9 @@ def all_reduce(
 ) -> None:
     """Reduce a flat tensor of N elements over all ranks, in place.
 
-    Collective: with the same N on all ranks. Blocks: until the last chunk is on its way up.
+    Collective: over the group, with the same N on all ranks.
+
+    Blocks: until the last chunk's copy to the device is queued.
     """
 
     def reduce(chunk: torch.Tensor) -> None:
@@ -42,44 +48,47 @@ def through_host(
     reads: bool = True,
     writes: bool = True,
 ) -> None:
-    """Call ``exchange`` with a host copy of each chunk of a flat tensor on a device.
+    """Call ``exchange`` with a host copy of each chunk of a flat device tensor.
 
     Args:
+        fence: The operation's fence.
+        flat: The tensor.
         exchange: Communicates a chunk in place; called in the order of the chunks.
-        reads: It uses what the tensor holds.
-        writes: The tensor gets what it leaves.
+        reads: Copy the tensor to the host first.
+        writes: Copy the result back to the device.
     """
     device, chunk = fence.device, max(CHUNK_BYTES // flat.element_size(), 1)
     parts = list(flat.split(chunk)) if flat.numel() else [flat]
     slots = [
         device.staging(min(chunk, flat.numel()), flat.dtype) for _ in range(min(_SLOTS, len(parts)))
     ]
-    came: dict[int, Event] = {}
-    went: dict[int, Event] = {}
+    copied_down: dict[int, Event] = {}
+    copied_up: dict[int, Event] = {}
 
-    def bring(place: int) -> None:
-        # The slot is free once what it held before has gone up; the host does not wait for that.
+    def copy_down(place: int) -> None:
+        # The slot is free after its previous chunk's copy to the device; the stream waits, not the
+        # host.
         if place >= len(parts):
             return
-        if place - len(slots) in went:
-            device.down.wait(went.pop(place - len(slots)))
+        if place - len(slots) in copied_up:
+            device.down.wait(copied_up.pop(place - len(slots)))
         if reads:
             device.down.do(
                 partial(_copy, slots[place % len(slots)][: parts[place].numel()], parts[place])
             )
-        came[place] = device.down.record()
+        copied_down[place] = device.down.record()
 
-    # The last slot's chunk is brought when the one before it has gone.
+    # The last slot is filled in the loop, after its previous chunk.
     for place in range(len(slots) - 1):
-        bring(place)
+        copy_down(place)
     for place, part in enumerate(parts):
-        bring(place + len(slots) - 1)
-        came.pop(place).synchronize()
+        copy_down(place + len(slots) - 1)
+        copied_down.pop(place).synchronize()
         held = slots[place % len(slots)][: part.numel()]
         exchange(held)
         if writes:
             device.up.do(partial(_copy, part, held))
-        went[place] = device.up.record()
+        copied_up[place] = device.up.record()
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -1,9 +1,8 @@
-"""Tuning tables: the fastest all-reduce at each size and the ring's fastest chunk, measured and kept in the user's cache folder.
+"""Tuning tables: the fastest all-reduce and ring chunk at each size, kept in the user's cache.
 
 One table is for device memory, one for host memory between nodes that have several ranks each.
-
-``python -m mpidist.tune`` under the job's launcher measures it; until then rules hold that nobody
-has measured on this machine.
+``python -m mpidist.tune`` under the job's launcher measures them; before that, built-in defaults
+are used.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from mpidist.comm.mpi.library import MPI, library_name
 LIBRARY, RING, STAGED, LEVELS = "library", "ring", "staged", "levels"
 ALGORITHMS = (LIBRARY, RING, STAGED)  # of device memory
 HOST_ALGORITHMS = (LIBRARY, LEVELS)
-HOST = "host"  # the name of host memory in the place of a device's
+HOST = "host"  # stands for a device type
 
-# The chunks that are measured, by what a measurement calls a ring of them. Short ones overlap
-# addition and transfer; each costs some 45 us of the host, and on GPUs that ranks share, a turn.
+# Measured chunk sizes of the ring, by label. Short chunks overlap addition and transfer; each costs
+# some 45 us of host time, and a switch between ranks that share a GPU.
 RINGS = {f"{RING} ({mib} MiB)": mib << 20 for mib in (1, 4, 16, 64)}
 
 _KIND = "all-reduce"
@@ -33,13 +32,13 @@ _KIND = "all-reduce"
 
 @dataclass(frozen=True)
 class Table:
-    """Sizes and what was the fastest there.
+    """A ranking of algorithms by size.
 
     Attributes:
-        rows: (bytes, algorithms from the fastest on), by ascending bytes.
-        source: Who says so.
-        chunks: For each row the bytes of the ring's chunks, None where they were not measured;
-            empty if nowhere.
+        rows: (bytes, algorithms from fastest to slowest), by ascending bytes.
+        source: Origin of the ranking.
+        chunks: For each row the bytes of the ring's chunks, None where not measured; empty if
+            never measured.
     """
 
     rows: tuple[tuple[int, tuple[str, ...]], ...]
@@ -47,10 +46,10 @@ class Table:
     chunks: tuple[int | None, ...] = ()
 
     def choose(self, nbytes: int, able: Sequence[str]) -> str:
-        """Return the first algorithm of those ``able`` in the row whose size is nearest, as a ratio.
+        """Return the fastest of the algorithms ``able``, in the row whose size ratio is nearest 1.
 
         Raises:
-            ValueError: None is.
+            ValueError: The table has none of them.
         """
         _, ranking = self.rows[self._nearest(nbytes)]
         for name in ranking:
@@ -59,7 +58,7 @@ class Table:
         raise ValueError(f"the tuning table ranks {ranking}; able are {list(able)}")
 
     def chunk_bytes(self, nbytes: int) -> int | None:
-        """Return the bytes of the ring's chunks for a tensor of this size; None for the ring's own choice."""
+        """Return the bytes of the ring's chunks for a size; None for the ring's default."""
         return self.chunks[self._nearest(nbytes)] if self.chunks else None
 
     def lines(self) -> list[str]:
@@ -77,15 +76,14 @@ class Table:
         return ratios.index(min(ratios))
 
 
-# As two ranks on one H100 had it (docs/decisions/0006): Open MPI's own takes the fewest steps, and
-# copies long tensors through pageable memory.
+# Measured with two ranks on one H100 (docs/decisions/0006): Open MPI's all-reduce has the lowest
+# latency, and copies long tensors through pageable memory.
 UNMEASURED = Table(
     ((16 << 10, (LIBRARY, STAGED, RING)), (16 << 20, (RING, STAGED, LIBRARY))), "unmeasured"
 )
 
 
-# MPI libraries know networks and nodes that we do not; bits must not change from run to run with a
-# guess.
+# The MPI library knows the network; a guess must not change results from run to run.
 UNMEASURED_HOST = Table(((64 << 10, HOST_ALGORITHMS),), "unmeasured")
 
 
@@ -95,9 +93,10 @@ def table_of(
     """Return the table for measured times.
 
     Args:
-        seconds: For each size in bytes, what each algorithm took, the ring with each of its chunks
-            (``RINGS``); those that cannot are missing, and come last.
-        algorithms: All there are.
+        seconds: Time of each algorithm at each size in bytes, of the ring with each of its chunks
+            (``RINGS``). Algorithms without a time are ranked last.
+        source: Origin of the times.
+        algorithms: All algorithms of the table.
     """
     rows, chunks = [], []
     for nbytes, measured in sorted(seconds.items()):
@@ -114,18 +113,20 @@ def table_of(
 
 
 def rings_for(nbytes: int, size: int) -> dict[str, int]:
-    """Return those of ``RINGS`` that differ for a tensor of this size: past a whole shard all chunks are one.
+    """Return the ``RINGS`` that differ at a size: chunks longer than a shard are equal.
 
     Args:
+        nbytes: Size of the tensor.
         size: W.
     """
     shard_bytes = -(-nbytes // size)
     shorter = {name: chunk for name, chunk in RINGS.items() if chunk < shard_bytes}
-    return dict(list(RINGS.items())[: len(shorter) + 1])  # and the first that is not shorter
+    # The first chunk that is not shorter stands for all longer ones.
+    return dict(list(RINGS.items())[: len(shorter) + 1])
 
 
 def key(comm: Communicator, device: torch.device | None) -> dict[str, Any]:
-    """Return what a measured table depends on; None stands for host memory."""
+    """Return the cache key of a measured table; device None stands for host memory."""
     kind = _kind(device)
     return {
         "library": library_name(),
@@ -136,7 +137,7 @@ def key(comm: Communicator, device: torch.device | None) -> dict[str, Any]:
 
 
 def store(comm: Communicator, device: torch.device | None, table: Table) -> bool:
-    """Keep a table for later jobs; say whether that could be done."""
+    """Write a table to the cache; return whether that succeeded."""
     return cache.store(_KIND, key(comm, device), _as_plain(table))
 
 
@@ -174,7 +175,7 @@ def _from_plain(held: Any, kind: str) -> Table:
     algorithms, unmeasured = (
         (HOST_ALGORITHMS, UNMEASURED_HOST) if kind == HOST else (ALGORITHMS, UNMEASURED)
     )
-    # What is in the cache may be another version's.
+    # The cache may hold another version's table.
     try:
         rows = tuple((int(nbytes), tuple(ranking)) for nbytes, ranking in held["rows"])
         if rows and all(sorted(ranking) == sorted(algorithms) for _, ranking in rows):
@@ -185,7 +186,7 @@ def _from_plain(held: Any, kind: str) -> Table:
 
 
 def _chunks(held: Any, count: int) -> tuple[int | None, ...]:
-    """Return the chunks of a kept table; none if it is of a version that measured none."""
+    """Return the chunks of a cached table; none if its version measured none."""
     chunks = tuple(None if chunk is None else int(chunk) for chunk in held)
     are_possible = len(chunks) == count and all(chunk is None or chunk > 0 for chunk in chunks)
     return chunks if are_possible else ()

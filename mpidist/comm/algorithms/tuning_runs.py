@@ -1,4 +1,4 @@
-"""Times the all-reduces of device memory, and of host memory between nodes, for the tuning tables.
+"""Measurement of all-reduces of device memory, and of host memory between nodes, for tuning tables.
 
 Letters: N elements of a tensor.
 """
@@ -36,17 +36,18 @@ def seconds(
     where: torch.device | None,
     sizes: Sequence[int],
     rounds: int,
-    told: Callable[[str], Any] = lambda line: None,
+    log: Callable[[str], Any] = lambda line: None,
 ) -> dict[int, dict[str, float]]:
-    """Time each algorithm that can, at each size, the ring with several chunks; return the medians of the slowest rank.
+    """Time each able algorithm at each size; return medians of the slowest rank's seconds.
 
     Collective: over ``comm``, with the same arguments on all ranks.
 
     Args:
+        comm: The group's communicator.
         where: The device; the CPU for a dry run; None for host memory.
         sizes: Bytes of a tensor.
-        rounds: Calls of each algorithm, in turn, after one that is not counted.
-        told: Gets a line for each size.
+        rounds: Calls of each algorithm, in turn, after a warm-up call.
+        log: Called with a line of text for each size.
     """
     device: Device = device_at(where) or HostDevice()
     measured: dict[int, dict[str, float]] = {}
@@ -60,7 +61,7 @@ def seconds(
                 if turn:
                     times[name].append(elapsed_s)
         measured[nbytes] = {name: median(taken) for name, taken in times.items()}
-        told(
+        log(
             f"{nbytes:>11} B  "
             + "  ".join(f"{name} {1e6 * s:.0f} us" for name, s in measured[nbytes].items())
         )
@@ -101,7 +102,7 @@ def _on_host(comm: Communicator, flat: torch.Tensor) -> dict[str, Callable[[], N
 
 
 def once(comm: Communicator, call: Callable[[], None]) -> float:
-    """Return the seconds that a collective call took on the slowest rank.
+    """Return the duration of a collective call on the slowest rank, in seconds.
 
     Collective: over ``comm``.
     """
@@ -118,9 +119,9 @@ def measured_table(
     where: torch.device | None,
     measured: dict[int, dict[str, float]],
     source: str,
-    told: Callable[[str], Any] = lambda line: None,
+    log: Callable[[str], Any] = lambda line: None,
 ) -> tuning.Table:
-    """Make the table of measured times the one that is used, in this job and in later ones.
+    """Return the table of measured times; use it in this job, and cache it for later ones.
 
     Collective: over ``comm``.
     """
@@ -129,7 +130,7 @@ def measured_table(
     )
     if comm.rank == 0:
         is_kept = tuning.store(comm, where, table)
-        told(
+        log(
             "kept for later jobs"
             if is_kept
             else "not kept: MPIDIST_CACHE, or the user's cache folder, cannot be written"

@@ -70,7 +70,8 @@ _LIBRARY_OF_LAUNCHER = {
 # other nodes.
 _LAUNCHER_PREFIXES = (
     "OMPI_", "PMIX", "PRTE", "PMI_", "HYDI", "HYDRA_", "MPI_LOCAL", "MPIEXEC_",
-    "MPICH_INTERFACE_HOSTNAME", "MV2_COMM_WORLD_", "PALS_", "FLUX_", "SLURM", "PBS_", "LSB_", "PE_HOSTFILE",
+    "MPICH_INTERFACE_HOSTNAME", "MV2_COMM_WORLD_", "PALS_", "FLUX_", "SLURM", "PBS_", "LSB_",
+    "PE_HOSTFILE",
 )  # fmt: skip
 # Prefixes of the user's own settings among them: the library's location, and the components that
 # carry messages and reductions.

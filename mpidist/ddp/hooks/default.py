@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG
-from mpidist.comm.algorithms.shared_memory import NodeTensor
+from mpidist.comm.algorithms.shared_memory import SharedTensor
 from mpidist.comm.memory.stream import used_here
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.grad_bucket import GradBucket
@@ -116,7 +116,7 @@ class Compressed:
         return held[: buffer.numel()] if bucket.takes_turns() else held
 
 
-def average(group: Any, tensor: Tensor, node_tensor: NodeTensor | None = None) -> Future[Tensor]:
+def average(group: Any, tensor: Tensor, node_tensor: SharedTensor | None = None) -> Future[Tensor]:
     """Average a tensor over a native group in place; return a future of it.
 
     Blocks: until the tensor is averaged, unless it ``overlaps_backward``.

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG
-from mpidist.comm.algorithms.shared_memory import NodeTensor
+from mpidist.comm.algorithms.shared_memory import SharedTensor
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks.stages import is_in_order, run_stages
@@ -198,7 +198,7 @@ class ToOwners:
 
 
 def _reduce(
-    group: Any, buffer: Tensor, node_tensor: NodeTensor | None, parts: Split
+    group: Any, buffer: Tensor, node_tensor: SharedTensor | None, parts: Split
 ) -> Future[Tensor]:
     """Average each rank's ranges of a flat tensor in place; other ranges become undefined."""
     if group.size == 1:

@@ -246,5 +246,5 @@ def test_torchs_all_reduce(group, async_op):
 def test_duplicates_of_half_types_are_rounded_once():
     values = torch.tensor([2048.0, 1.0, 1.0], dtype=torch.float16)  # 2048 + 1 is 2048 in fp16
     tensor = torch.sparse_coo_tensor(torch.zeros(1, 3, dtype=torch.int64), values, (4,))
-    keys, total = sparse.combined(tensor)
+    keys, total = sparse.coalesce(tensor)
     assert keys.tolist() == [0] and total.tolist() == [2050.0]
