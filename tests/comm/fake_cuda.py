@@ -1,4 +1,4 @@
-"""Stand-in for torch.cuda: each thread has a current device, and a device gets its context when it is first used."""
+"""Fake of torch.cuda: a current device per thread, and a context per device from its first use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class FakeCuda:
-    """Pretends that this process sees CUDA devices; ``log`` gets what is asked of them that is not free of charge."""
+    """CUDA devices that do not exist; ``log`` records the calls that have a cost."""
 
     def __init__(self, count: int = 4) -> None:
         self.count = count
@@ -26,9 +26,9 @@ class FakeCuda:
         return getattr(self._of_thread, "index", 0)
 
     def install(self, put: Callable[..., Any] = setattr) -> None:
-        """Take the place of torch's functions; ``put`` is setattr, or a monkeypatch's with ``raising=False``."""
+        """Replace torch's functions; ``put`` is setattr, or monkeypatch.setattr(raising=False)."""
         cuda: Any = torch.cuda
-        put(cuda, "is_available", lambda: bool(self._note("is_available") or self.count))
+        put(cuda, "is_available", lambda: bool(self._log("is_available") or self.count))
         put(cuda, "is_initialized", lambda: bool(self.contexts))
         put(cuda, "device_count", lambda: self.count)
         put(cuda, "current_device", lambda: self.current)
@@ -40,7 +40,7 @@ class FakeCuda:
             "Stream",
             lambda device: SimpleNamespace(record_event=lambda: self.use(_index(device))),
         )
-        # not in a torch without CUDA
+        # A torch without CUDA lacks this function.
         put(torch._C, "_cuda_hasPrimaryContext", self.contexts.__contains__)
         put(torch, "zeros", lambda *shape, device: self.use(_index(device)))
 
@@ -54,16 +54,16 @@ class FakeCuda:
         self._of_thread.index = index
 
     def use(self, index: int) -> None:
-        """Put something on a device, in the calling thread."""
+        """Use a device in the calling thread."""
         if self.refuses:
             raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
         if index not in self.contexts:
             self.contexts.append(index)
-            self._note(f"context {index}")
-        self._note(f"used {index} in {threading.current_thread().name}")
+            self._log(f"context {index}")
+        self._log(f"used {index} in {threading.current_thread().name}")
 
-    def _note(self, words: str) -> None:
-        self.log.append(words)
+    def _log(self, text: str) -> None:
+        self.log.append(text)
 
 
 class _Selected:

@@ -1,5 +1,7 @@
-"""A device whose streams put work off until somebody waits for it, or do it at a moment nobody chose: code that forgets to wait
-reads old values. Its memory is the host's, so MPI can be given it."""
+"""Fake device whose streams run work at the latest or at random times.
+
+After a missing wait, memory holds old values. The memory is the host's, so MPI can use it.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ import torch
 
 
 class WatchedComm:
-    """Stands for an MPI object, and notes for each call that may work on a device's memory whether the device was current."""
+    """Proxy of an MPI object: records for each call whether the device was current."""
 
     CALLS = frozenset({
-        "Isend", "Irecv", "Sendrecv", "Bcast", "Allgather", "Allgatherv", "Alltoall", "Alltoallv", "Allreduce", "Test", "Wait",
+        "Isend", "Irecv", "Sendrecv", "Bcast", "Allgather", "Allgatherv", "Alltoall", "Alltoallv",
+        "Allreduce", "Test", "Wait",
         "Waitall", "Cancel",
     })  # fmt: skip
 
@@ -38,12 +41,12 @@ class WatchedComm:
         def call(*args: Any, **kwargs: Any) -> Any:
             if name in self.CALLS:
                 self._seen.append((name, self._device.is_current()))
-            made = value(*args, **kwargs)
-            is_object = made is not None and not isinstance(made, bool)
+            result = value(*args, **kwargs)
+            is_object = result is not None and not isinstance(result, bool)
             return (
-                WatchedComm(made, self._device, self._seen, True)
+                WatchedComm(result, self._device, self._seen, True)
                 if is_object and self._watches_results
-                else made
+                else result
             )
 
         return call
@@ -66,7 +69,7 @@ class LazyStream:
         self.device = device
         self.queue: list[Callable[[], Any]] = []
         self.done = 0
-        self.kept: dict[int, int] = {}  # by address: behind how much of the queue
+        self.kept: dict[int, int] = {}  # by address: length of the queue
         device.streams.append(self)
 
     def do(self, function: Callable[[], Any]) -> None:
@@ -91,8 +94,7 @@ class LazyStream:
             return event
 
     def keep(self, tensor: torch.Tensor) -> None:
-        # The host's memory is kept by those who refer to it; a test looks at what the device would
-        # be told.
+        # Host memory stays alive by its references; a test reads what torch's allocator would get.
         self.kept[tensor.data_ptr()] = len(self.queue)
 
     def run_to(self, place: int) -> None:
@@ -103,12 +105,12 @@ class LazyStream:
 
 
 class LazyDevice:
-    """A device; ``seed`` None does nothing before it must, a number draws what is done when."""
+    """A device; with ``seed`` None work runs at the latest time, with a number at random times."""
 
     def __init__(self, seed: int | None) -> None:
         self.lock = threading.RLock()
         self.streams: list[LazyStream] = []
-        # threads that queued work on our streams while another device was current
+        # Threads that queued work on ``down`` or ``up`` while another device was current.
         self.strays: list[str] = []
         self.own: list[LazyStream] = []
         self.down, self.up = LazyStream(self), LazyStream(self)
@@ -141,13 +143,13 @@ class LazyDevice:
             self._of_thread.stream = LazyStream(self)
 
     def staging(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        # Whoever reads what was not written yet must not find the right values by luck.
+        # Random values: memory read before it is written must not hold the right values.
         return torch.randint(-100, 100, (numel * dtype.itemsize,), dtype=torch.int8).view(dtype)
 
     empty = staging
 
     def drift(self) -> None:
-        """Let some streams go on, by chance."""
+        """Run some work of randomly chosen streams."""
         if self._random is None:
             return
         for stream in self.streams:

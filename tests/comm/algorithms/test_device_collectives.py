@@ -1,7 +1,7 @@
-"""Collectives on device tensors: values that are not there yet when the call is made, and used as soon as it returns.
+"""Collectives on device tensors: values are computed late, and read as soon as the call returns.
 
-The device is a lazy one of the tests (any number of ranks, no GPU) or, under ``make gpu``, a GPU
-with slow kernels.
+The device is a lazy fake (any number of ranks, no GPU) or, under ``make gpu``, a GPU with slow
+kernels.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SLOW_CYCLES = 4_000_000  # about 2 ms
 
 
 class Lazy:
-    """Tensors on the lazy device: theirs is the work that the current stream has been given."""
+    """Tensors on the lazy device: their values are work on the current stream."""
 
     def __init__(self, monkeypatch, seed):
         self.device = LazyDevice(seed)
@@ -47,9 +47,8 @@ class Lazy:
             execution, "device_at", lambda device: self.device if device is not None else None
         )
         monkeypatch.setattr(buffer, "is_direct", lambda tensor: False)
-        monkeypatch.setattr(
-            fast_path.FastPath, "all_reduce", lambda path, tensor, op: False
-        )  # it takes the host's memory as it is
+        # The fast path would use the host memory directly.
+        monkeypatch.setattr(fast_path.FastPath, "all_reduce", lambda path, tensor, op: False)
 
     def produce(self, value):
         tensor = torch.full_like(value, 77)
@@ -95,13 +94,14 @@ class Cuda:
 
 @pytest.fixture(
     params=[
-        ("lazy", None, "0"), ("lazy", None, "1"), ("lazy", 1, "0"), ("lazy", 2, "1"), ("lazy", 3, "1"),
-        pytest.param(("cuda", None, ""), marks=pytest.mark.gpu), pytest.param(("cuda", None, "0"), marks=pytest.mark.gpu),
+        ("lazy", None, "0"), ("lazy", None, "1"), ("lazy", 1, "0"), ("lazy", 2, "1"), ("lazy", 3,
+        "1"), pytest.param(("cuda", None, ""), marks=pytest.mark.gpu), pytest.param(("cuda", None,
+        "0"), marks=pytest.mark.gpu),
     ],
     ids=lambda p: f"{p[0]}-seed {p[1]}-aware {p[2]}",
 )  # fmt: skip
 def place(request, monkeypatch):
-    """Where tensors live, with or without an MPI that takes their addresses; chunks are short, so that there are many."""
+    """A device, with or without an MPI that takes its addresses; chunks are short."""
     kind, seed, aware = request.param
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", aware)
     monkeypatch.setattr(ring, "CHUNK_BYTES", 256)
@@ -118,9 +118,9 @@ def contribution(rank, numel, dtype):
 
 
 CASES = [
-    (torch.float32, SUM), (torch.float32, AVG), (torch.float32, MAX), (torch.float64, PRODUCT), (torch.int32, SUM),
-    (torch.int64, AVG), (torch.bfloat16, SUM), (torch.float16, AVG), (torch.bfloat16, MAX), (torch.complex64, AVG),
-    (torch.bool, SUM), (torch.uint8, "bor"),
+    (torch.float32, SUM), (torch.float32, AVG), (torch.float32, MAX), (torch.float64, PRODUCT),
+    (torch.int32, SUM), (torch.int64, AVG), (torch.bfloat16, SUM), (torch.float16, AVG),
+    (torch.bfloat16, MAX), (torch.complex64, AVG), (torch.bool, SUM), (torch.uint8, "bor"),
 ]  # fmt: skip
 
 
@@ -156,8 +156,8 @@ def test_integers_wrap_around(place, group):
             agree(group, got.tolist() == [wanted] * 129, f"{dtype} {op}: {got[:3]} {wanted}")
 
 
-def test_mpi_adds_no_device_memory_by_calling_back():
-    """A Python function would read the device's addresses."""
+def test_mpi_gets_no_callback_for_device_memory():
+    """MPI's operation is a Python function, which cannot read device memory."""
     for dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16):
         assert not device_all_reduce.is_reduced_by_mpi(dtype, reduce_op.reduction(dtype, SUM))
         assert device_all_reduce.is_reduced_by_mpi(dtype, reduce_op.reduction(dtype, MAX))
@@ -321,11 +321,11 @@ def test_a_slow_consumer_reads_before_the_next_call_overwrites(place, group):
 
 
 def test_memory_is_kept_until_the_last_copy(monkeypatch, group):
-    """What torch's allocator would be told: nobody else gets the memory before the copies to it have ended."""
+    """torch's allocator must not reuse the memory before the copies to it are complete."""
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "0")
     place = Lazy(monkeypatch, None)
     tensor, gathered = place.produce(torch.ones(500)), place.blank(torch.ones(500 * group.size))
-    # On one rank a sum is the tensor as it is; with a factor there is something to do.
+    # With a factor, because on one rank a sum leaves the tensor unchanged.
     reduce = partial(group.all_reduce, tensor, PremulSum(2.0), async_op=True)
     for call in (reduce, partial(group.all_gather_into_tensor, gathered, tensor, async_op=True)):
         call().wait()
@@ -338,8 +338,8 @@ def test_memory_is_kept_until_the_last_copy(monkeypatch, group):
     agree(group, place.device.up.kept.get(gathered.data_ptr(), -1) == len(place.device.up.queue))
 
 
-def test_a_rank_by_itself_does_nothing(monkeypatch, world):
-    """No event, no wait and no copy; whoever waits for an asynchronous call is behind its tensor still."""
+def test_a_single_rank_does_nothing(monkeypatch, world):
+    """No event, no wait and no copy; a wait for an asynchronous call still waits for its tensor."""
     place, made = Lazy(monkeypatch, None), []
     fence = device_collectives.StreamFence
     monkeypatch.setattr(
@@ -359,7 +359,7 @@ def test_a_rank_by_itself_does_nothing(monkeypatch, world):
         f"{len(made)} orders",
     )
     work = alone.all_reduce(tensors[0], async_op=True)
-    place.device.leave_default_stream()  # to a stream that knows nothing of the tensor's
+    place.device.leave_default_stream()  # to a stream without the tensor's work
     work.wait()
     agree(
         world,
@@ -371,8 +371,8 @@ def test_a_rank_by_itself_does_nothing(monkeypatch, world):
     alone.close()
 
 
-def test_a_rank_by_itself_keeps_the_order_of_its_asynchronous_calls(monkeypatch, world):
-    """As on several ranks, whoever waits for the last call is behind the copies of those before it."""
+def test_a_single_rank_keeps_the_order_of_its_asynchronous_calls(monkeypatch, world):
+    """As on several ranks, a wait for the last call covers the copies of earlier calls."""
     place = Lazy(monkeypatch, None)
     alone = world.split(world.rank)
     gathered = place.blank(torch.ones(300))
@@ -386,7 +386,7 @@ def test_a_rank_by_itself_keeps_the_order_of_its_asynchronous_calls(monkeypatch,
 
 
 @pytest.mark.gpu
-def test_memory_that_was_dropped_is_not_given_away(group):
+def test_dropped_memory_is_not_reused_too_early(group):
     for turn in range(20):
         tensor = torch.full((1 << 20,), 1.0, device="cuda")
         work = group.all_reduce(tensor, async_op=True)
@@ -417,7 +417,7 @@ def test_outputs_are_not_overwritten_before_they_were_read(monkeypatch, group):
 
 
 def test_long_messages_around_the_ring(monkeypatch, group):
-    """Past MPI's eager size, in several chunks."""
+    """Messages past MPI's eager limit, in several chunks."""
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
     monkeypatch.setattr(ring, "CHUNK_BYTES", 400_000)
     place = Lazy(monkeypatch, 4)
@@ -430,8 +430,8 @@ def test_long_messages_around_the_ring(monkeypatch, group):
         agree(group, torch.equal(place.consume(tensor.clone), wanted), str(dtype))
 
 
-def test_a_plain_sum_is_made_where_it_belongs(monkeypatch, group):
-    """Shards go out from where they lie; each copy would be a launch, and a pass over the memory."""
+def test_a_plain_sum_is_computed_in_place(monkeypatch, group):
+    """Shards are sent from their own memory; a copy would cost a launch and a pass over it."""
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
     for name in ("_scaled_copy", "_finish"):
         monkeypatch.setattr(ring, name, None)
@@ -483,7 +483,7 @@ def test_every_wait_for_a_message_orders_its_own_stream(place, group):
     group.isend(place.produce(torch.full((300,), 3.0)), right).wait()
     while not receive.is_completed():
         pass
-    place.device.leave_default_stream()  # another stream than that of the first look
+    place.device.leave_default_stream()  # another stream than at the first test
     receive.wait()
     agree(group, bool((place.consume(target.clone) == 3).all()))
 
@@ -526,7 +526,7 @@ def test_stages_are_ordered_with_the_callers_stream(place, group):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("forgotten", ["wait_ready", "record"])
 def test_a_forgotten_wait_is_noticed(monkeypatch, world, forgotten):
-    # A test of these tests: they fail where the library does not wait.
+    # A test of the lazy device: without a wait of the library, results are wrong.
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "0")
     place = Lazy(monkeypatch, None)
     group = world.clone("forgetful")
@@ -541,8 +541,8 @@ def test_a_forgotten_wait_is_noticed(monkeypatch, world, forgotten):
 def test_legs_bring_every_shard_around():
     for size in range(1, 7):
         for longest, chunk in [(0, 4), (1, 4), (9, 4)]:
-            # Rank i sends what it received in the step before; each shard's sum starts at one rank
-            # and has W contributions.
+            # Rank i sends the shard that it received in the previous step; each shard's sum starts
+            # at one rank and has W contributions.
             routes = [ring.legs(size, longest, chunk, (rank - 1) % size) for rank in range(size)]
             assert all(len(route) == (size - 1) * -(-longest // chunk) for route in routes)
             for rank, route in enumerate(routes):
@@ -555,7 +555,7 @@ def test_legs_bring_every_shard_around():
 
 
 def test_pinned_memory_is_bounded(monkeypatch, group):
-    """What is staged as a whole, and messages: torch would keep the pinned memory of each for ever."""
+    """Staged operations and messages: torch would keep pinned memory of each size for ever."""
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "0")
     monkeypatch.setattr(host_copies, "PINNED_BYTES", 1 << 12)
     monkeypatch.setattr(staging, "CHUNK_BYTES", 1 << 10)
@@ -593,7 +593,7 @@ def test_pinned_memory_is_bounded(monkeypatch, group):
 
 
 def watched(monkeypatch, group, device, watches_results):
-    """Have the group's calls of MPI noted, each with whether the device was current in the thread that called."""
+    """Record the group's MPI calls, and whether the device was current in the calling thread."""
     seen = []
     watch = WatchedComm(group._mpi, device, seen, watches_results)
     for owner, name in [
@@ -607,7 +607,7 @@ def watched(monkeypatch, group, device, watches_results):
 
 
 def test_mpi_works_on_device_memory_with_that_device_current(monkeypatch, group):
-    """In the caller's thread, and in the group's: MPI works in the CUDA context of the thread that calls it."""
+    """In the caller's thread and in the group's: MPI uses the calling thread's CUDA context."""
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
     place = Lazy(monkeypatch, None)
     group._comm.device_operations["cpu"] = frozenset(trial_operations.OPERATIONS)
@@ -631,7 +631,7 @@ def test_mpi_works_on_device_memory_with_that_device_current(monkeypatch, group)
 
 @pytest.mark.parametrize("by", ["the owner", "another thread"])
 def test_messages_of_device_memory_are_tested_with_that_device_current(monkeypatch, group, by):
-    """In whichever thread matches a receive or tests a request: the owner's, or that of posted receives."""
+    """In any thread that matches a receive or tests a request: its owner's, or posted receives'."""
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
     place = Lazy(monkeypatch, None)
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size

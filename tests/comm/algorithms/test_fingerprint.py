@@ -1,4 +1,4 @@
-"""Debug mode: ranks that are about to do different things all hear of it."""
+"""Debug mode: ranks that call different operations all raise an error."""
 
 import pytest
 import torch
@@ -20,15 +20,15 @@ def test_differences_name_ranks_and_values():
             "all_reduce", 3, [("shape", (2, 4)), ("dtype", torch.float32), ("op", "max")]
         ),
     ]
-    told = fingerprint.differences(lines)
+    text = fingerprint.differences(lines)
     assert (
-        told
+        text
         == "shape: (2, 4) on ranks 0, 2, (2, 5) on rank 1; op: sum on ranks 0, 1, max on rank 2"
     )
     assert fingerprint.differences(lines[:1] * 4) == ""
 
 
-def test_a_refusal_hides_what_that_rank_could_not_tell():
+def test_a_refusal_hides_other_facts():
     lines = [
         fingerprint.describe("all_reduce", 3, [("shape", (2, 4))]),
         fingerprint.describe("all_reduce", 3, [(fingerprint.REFUSAL, "needs a tensor")]),
@@ -106,7 +106,7 @@ def test_disagreements_raise_on_all_ranks_and_the_group_lives_on(world, strict):
 
 
 @pytest.mark.mpi
-def test_what_all_ranks_get_wrong_alike_is_their_own_error(world, strict):
+def test_an_equal_mistake_of_all_ranks_is_an_error_of_each(world, strict):
     raises_on_all(world, ValueError, lambda: strict.broadcast(torch.ones(2), 99), "got 99")
 
 

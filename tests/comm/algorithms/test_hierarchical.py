@@ -1,4 +1,4 @@
-"""All-reduce by levels, on ranks that are taken to be on several nodes, against the flat one."""
+"""Hierarchical all-reduce, compared with the flat one; ranks count as being on several nodes."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ LAYOUTS = {
 
 @pytest.fixture
 def on_nodes(world, monkeypatch):
-    """Make groups whose ranks are on nodes of our own invention, and whose table chooses levels."""
+    """Make groups with given node numbers, whose table selects the hierarchical algorithm."""
     monkeypatch.setattr(hierarchical, "FROM_BYTES", 1)
     monkeypatch.setattr(hierarchical, "PIECE_BYTES", 1024)
     monkeypatch.setattr(
@@ -101,15 +101,15 @@ def test_integers_wrap_around(world, on_nodes, shares):
 
 def test_same_bits_on_all_ranks_in_either_thread(world, on_nodes):
     group = on_nodes("cyclic")
-    told = []
+    results = []
     for asynchronous in (False, True):
         tensor = torch.randn(5000, generator=torch.Generator().manual_seed(group.rank)) / 3
-        # A synchronous call on one rank meets an asynchronous one on another.
+        # A synchronous call on one rank matches an asynchronous one on another.
         work = group.all_reduce(tensor, AVG, async_op=asynchronous != (group.rank == 1))
         if work is not None:
             work.wait()
-        told += world.all_gather_object(tensor.numpy().tobytes())
-    agree(world, len(set(told)) == 1)
+        results += world.all_gather_object(tensor.numpy().tobytes())
+    agree(world, len(set(results)) == 1)
 
 
 def test_a_group_knows_its_own_nodes(world, monkeypatch):
@@ -128,7 +128,7 @@ def test_a_group_knows_its_own_nodes(world, monkeypatch):
 
 
 def test_without_a_table_the_library_decides(world, monkeypatch, tmp_path, capsys):
-    """Measured by the command, kept, and used by the groups of later jobs."""
+    """The command measures and caches a table, which later groups use."""
     folder = world.all_gather_object(str(tmp_path))[0]
     monkeypatch.setenv("MPIDIST_CACHE", folder)
     nodes = [LAYOUTS["blocks"](rank, world.size) for rank in range(world.size)]

@@ -1,4 +1,4 @@
-"""Host copies of what MPI cannot touch in place; those of a device, with every operation, are in test_on_device."""
+"""Host copies of strided tensors; those of device tensors are tested in test_device_collectives."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from mpidist.comm.algorithms.host_copies import HostCopies
 from mpidist.comm.memory import buffer
 
 
-def test_a_contiguous_cpu_tensor_is_its_own_twin():
+def test_a_contiguous_cpu_tensor_is_not_copied():
     tensor = torch.arange(6.0)
     copies = HostCopies((tensor,), (tensor,))
     (a,), (b,) = copies.load()
@@ -31,7 +31,7 @@ def test_a_contiguous_cpu_tensor_is_its_own_twin():
         lambda: torch.complex(torch.arange(4.0), torch.ones(4)).conj(),
     ],
 )
-def test_strided_tensors_go_out_and_come_back(make):
+def test_strided_tensors_are_copied_and_written_back(make):
     tensor = make()
     expected = tensor.clone() + 1
     copies = HostCopies((tensor,), (tensor,))

@@ -98,7 +98,8 @@ def test_factors_are_checked_before_anything_is_sent():
     assert reduction(torch.float8_e4m3fn, PremulSum(0.5)).wide is torch.float32
     assert reduction(torch.complex64, PremulSum(1j)).factor == 1j
     for dtype, factor in (
-        (torch.int64, 0.5), (torch.uint8, -1), (torch.uint8, 256), (torch.int16, float("inf")), (torch.int8, float("nan")),
+        (torch.int64, 0.5), (torch.uint8, -1), (torch.uint8, 256), (torch.int16, float("inf")),
+        (torch.int8, float("nan")),
         (torch.float32, 1j), (torch.bfloat16, 2j),
     ):  # fmt: skip
         with pytest.raises(TypeError, match="PREMUL_SUM needs"):

@@ -1,4 +1,4 @@
-"""Every dtype × operation against NumPy, at sizes on both sides of every switch of algorithm."""
+"""Reductions of every dtype and operation against NumPy, at sizes around algorithms' limits."""
 
 import itertools
 
@@ -43,7 +43,7 @@ OPERATIONS = {
 
 
 def part(rank, shape, dtype):
-    """Rank ``rank``'s contribution: small numbers, so that sums and products are exact in every dtype."""
+    """Return a rank's contribution: small numbers, exact in sums and products of all dtypes."""
     generator = torch.Generator().manual_seed(rank)
     numbers = torch.randint(0 if not dtype.is_signed else -2, 3, shape, generator=generator)
     return numbers.to(dtype)
@@ -94,8 +94,7 @@ def test_narrow_types_accumulate_in_fp32_with_the_same_bits_everywhere(group, dt
     if group.size <= 2 or numel > low_precision.WIDEN_NUMEL:
         ok = torch.equal(tensor, total.to(dtype))  # in rank order and rounded once
     else:
-        # MPI adds the widened numbers in an order of its own: an ulp of fp32 may tip the one
-        # rounding.
+        # MPI adds the widened numbers in another order: an ulp of fp32 may change the rounding.
         ok = bool(
             (
                 (tensor.float() - total).abs() <= total.abs() * torch.finfo(dtype).eps * 2 + 1e-6
@@ -113,7 +112,7 @@ def test_a_mean_of_large_halves_does_not_overflow(group):
 
 
 def test_sums_that_halves_would_lose(group):
-    # 2048 + 1 is 2048 in fp16; in fp32 the ones add up.
+    # 2048 + 1 is 2048 in fp16; in fp32 the ones are not lost.
     tensor = torch.full((100_000,), 2048.0 if group.rank == 0 else 1.0, dtype=torch.float16)
     group.all_reduce(tensor)
     expected = torch.tensor(2048.0 + (group.size - 1)).half()
@@ -156,7 +155,7 @@ def test_large_tensors_by_shards(group, monkeypatch):
 
 
 def test_shards_add_up_in_rank_order(group, monkeypatch):
-    """The result is the one of a loop over the ranks, to the bit, whichever rank computes it."""
+    """Bits are those of a loop over the ranks, on every rank."""
     monkeypatch.setattr(pairwise, "FROM_BYTES", 64)
     parts = [
         torch.randn(1001, generator=torch.Generator().manual_seed(r)) for r in range(group.size)
@@ -253,9 +252,9 @@ def test_shard_bounds_cut_evenly():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("numel", [3, 5_000, 200_000])
-def test_the_shortest_path_writes_below_autograd(group, dtype, numel):
+def test_the_fast_path_writes_below_autograd(group, dtype, numel):
     leaf = torch.ones(numel, dtype=dtype, requires_grad=True)
-    group.all_reduce(leaf.detach())  # so that the memory is known
+    group.all_reduce(leaf.detach())  # prepares the fast path
     outcome = group.all_reduce_at_once(leaf, SUM)
     value = float(group.size**2) if outcome else float(group.size)
     agree(
@@ -274,7 +273,7 @@ def test_negated_views(group, op):
     agree(group, torch.equal(view.resolve_neg(), reduced(parts, op)), str(view))
 
 
-def test_the_shortest_path_sees_that_memory_was_reused(group):
+def test_the_fast_path_notices_reused_memory(group):
     whole = torch.ones(8)
     for view, op, expected in [
         (whole[:4], SUM, group.size),
@@ -298,7 +297,7 @@ def test_the_shortest_path_sees_that_memory_was_reused(group):
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("op", [MIN, MAX])
 def test_nan_wins_and_zeros_are_ordered(group, dtype, op):
-    """MPI leaves both open; here all ranks hold the same bits, and NaN is not lost."""
+    """MPI leaves both undefined; here all ranks hold the same bits, and NaN wins."""
     W = group.size
     for numel in (1, 6, 70_001):
         parts = [part(r, (numel,), torch.float32) for r in range(W)]
@@ -344,7 +343,7 @@ def test_negated_views_of_one_rank_alone(group):
 
 
 def test_premul_sum_of_narrow_types_rounds_once(group):
-    """The product is not rounded before the sum is: in all_reduce, reduce and reduce_scatter."""
+    """Products are not rounded before the sum, in all_reduce, reduce and reduce_scatter."""
     factor = 1 / 3
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         parts = [
@@ -361,7 +360,7 @@ def test_premul_sum_of_narrow_types_rounds_once(group):
         own = slice(600 * group.rank, 600 * (group.rank + 1))
 
         def is_rounded_once(got, exact, dtype=dtype):
-            # MPI adds the products in fp32 in an order of its own, and terms may cancel.
+            # MPI adds the fp32 products in another order, and terms may cancel.
             limit = (
                 exact.abs() * torch.finfo(dtype).eps * 0.501
                 + torch.finfo(dtype).smallest_normal

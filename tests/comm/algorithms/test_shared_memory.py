@@ -1,4 +1,4 @@
-"""Averages in memory that the ranks of a node share, against NumPy's; what happens where they cannot share; who frees it."""
+"""Shared memory of a node's ranks: averages against NumPy's, failures to share, and lifetime."""
 
 import gc
 import itertools
@@ -31,7 +31,7 @@ def shared(group, numel, dtype):
     "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 )
 def test_average(group, dtype):
-    # The longest for one type that is added as it is, and one that is not: the twin takes its time.
+    # The longest tensor for two types only, because the NumPy reference is slow.
     longest = [1_100_000] if dtype in (torch.float32, torch.bfloat16) else []
     for numel in [1, 2, 7, 1000, 300_001, *longest]:
         memory = shared(group, numel, dtype)
@@ -58,7 +58,7 @@ def test_average(group, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_each_range_is_averaged_for_its_owner(group, dtype):
-    """With the bits of ``average``, whichever rank owns a range."""
+    """The bits are those of ``average``, for any owner."""
     numel = 1000 if dtype is torch.complex64 else 700_001  # more than one block, and parts of one
     cuts = list(
         itertools.pairwise([0, 3, numel // 7, numel // 2, numel // 2 + 1, numel - 5, numel])
@@ -68,7 +68,7 @@ def test_each_range_is_averaged_for_its_owner(group, dtype):
         for rank in range(group.size)
     ]
     everywhere, here = shared(group, numel, dtype), shared(group, numel, dtype)
-    for step in range(2):  # what a rank does not own is written by nobody who has not read it
+    for step in range(2):  # a second step overwrites what the first has read
         for memory in (everywhere, here):
             memory.own.copy_(values(group.rank + step, numel, dtype))
         everywhere.average()
@@ -81,7 +81,7 @@ def test_each_range_is_averaged_for_its_owner(group, dtype):
         )
 
 
-def test_it_keeps_the_groups_order(group):
+def test_averages_keep_the_groups_order(group):
     memory = shared(group, 100_000, torch.float32)
     memory.own.fill_(group.rank)
     other = torch.full((50_000,), float(group.rank))
@@ -112,7 +112,7 @@ def test_several_at_once_do_not_mix(group):
 
 
 @pytest.mark.parametrize("missing", ["the system call", "room", "the other's files"])
-def test_where_one_rank_cannot_none_does(group, missing, monkeypatch):
+def test_no_rank_shares_if_one_cannot(group, missing, monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError("not here")
 
@@ -130,13 +130,13 @@ def test_where_one_rank_cannot_none_does(group, missing, monkeypatch):
     agree(group, len(os.listdir("/proc/self/fd")) == before, "a file stayed open")
 
 
-def test_a_stranger_with_the_same_number_is_recognised(group, monkeypatch):
+def test_another_file_with_the_same_number_is_detected(group, monkeypatch):
     if group.rank == 0:
         monkeypatch.setattr(shared_memory.secrets, "randbits", lambda bits: 1)
         true_file = shared_memory._anonymous_file
         kept = []
 
-        # what is mapped here is not what the others will find under its number
+        # The file number belongs to another file when the other ranks open it.
         def another(nbytes):
             kept.append(true_file(nbytes))
             return os.dup(kept[-1])
@@ -148,7 +148,7 @@ def test_a_stranger_with_the_same_number_is_recognised(group, monkeypatch):
     agree(group, made is None)
 
 
-def test_it_outlives_its_group_and_leaves_nothing(world):
+def test_memory_outlives_its_group_and_is_freed(world):
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     group = world.clone("short")

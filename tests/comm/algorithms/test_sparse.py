@@ -1,4 +1,4 @@
-"""All-reduce of sparse COO tensors: equal to the dense one, coalesced, and the same bits on all ranks."""
+"""All-reduce of sparse COO tensors: the dense result, coalesced, with the same bits on all ranks."""
 
 import pytest
 import torch
@@ -11,9 +11,9 @@ from mpidist.errors import DisagreementError
 from tests.support import agree, raises_on_all
 
 DTYPES = [
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex32, torch.complex64, torch.complex128,
-    torch.float8_e5m2, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
-    torch.bool,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex32, torch.complex64,
+    torch.complex128, torch.float8_e5m2, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
 ]  # fmt: skip
 SHAPES = [
     ((7,), 1),
@@ -28,7 +28,7 @@ SHAPES = [
 
 
 def contribution(rank, shape, sparse_dim, dtype=torch.float64, nnz=None, seed=0):
-    """Elements in random order, some twice; rank 0 has none, unless ``nnz`` says how many."""
+    """Return elements in random order, some twice; rank 0 has none without ``nnz``."""
     generator = torch.Generator().manual_seed(10 * seed + rank)
     nnz = 3 * rank if nnz is None else nnz
     rows = [torch.randint(size, (nnz,), generator=generator) for size in shape[:sparse_dim]]
@@ -38,7 +38,7 @@ def contribution(rank, shape, sparse_dim, dtype=torch.float64, nnz=None, seed=0)
 
 
 def held(tensor):
-    """The elements by indices, duplicates added up."""
+    """Return the elements by indices, duplicates summed."""
     table = {}
     for place, values in zip(tensor._indices().t().tolist(), tensor._values(), strict=True):
         values = values.to(torch.complex128 if values.is_complex() else torch.float64)
@@ -58,8 +58,10 @@ def wanted(group, shape, sparse_dim, dtype, divisor=1):
 
 
 def is_right(group, tensor, expected):
-    told = group.all_gather_object((tensor._indices(), tensor._values().view(-1).view(torch.uint8)))
-    same = all(torch.equal(a, told[0][0]) and torch.equal(b, told[0][1]) for a, b in told)
+    results = group.all_gather_object(
+        (tensor._indices(), tensor._values().view(-1).view(torch.uint8))
+    )
+    same = all(torch.equal(a, results[0][0]) and torch.equal(b, results[0][1]) for a, b in results)
     found = held(tensor)
     if tensor.dtype is torch.bool:
         found = {place: values.bool() for place, values in found.items()}
@@ -118,15 +120,15 @@ def test_a_mean(group):
 
 
 @pytest.mark.mpi
-def test_nobody_has_an_element(group):
+def test_no_rank_has_an_element(group):
     tensor = contribution(group.rank, (7, 3), 1, nnz=0)
     group.all_reduce(tensor)
     agree(group, tensor._nnz() == 0 and tensor.is_coalesced() and tensor.shape == (7, 3))
 
 
 @pytest.mark.mpi
-def test_sparse_and_dense_ones_keep_one_order(group):
-    """Asynchronous sparse ones among synchronous dense ones: the stages of one do not mix with another operation."""
+def test_sparse_and_dense_calls_keep_one_order(group):
+    """The stages of an asynchronous sparse all-reduce do not mix with synchronous dense ones."""
     tensors = [contribution(group.rank, (7, 3), 1, seed=0) for _ in range(4)]
     works, sums = [], []
     for tensor in tensors:
@@ -182,7 +184,7 @@ def test_other_operations_are_refused(group, op):
 
 @pytest.mark.mpi
 def test_what_differs_between_ranks_raises_on_all(group):
-    """Debug mode or not: the comparison travels with the numbers of elements."""
+    """Also without debug mode: the comparison is part of the message with the counts."""
     if group.size == 1:
         return
     last = group.rank == group.size - 1
@@ -204,7 +206,7 @@ def test_what_differs_between_ranks_raises_on_all(group):
 
 
 @pytest.mark.mpi
-def test_debug_mode_compares_before_anything_travels(group):
+def test_debug_mode_compares_first(group):
     if group.size == 1:
         return
     checked = from_world("checked", 600, debug=True)

@@ -1,4 +1,4 @@
-"""The table of all-reduces: pure choice, what is kept and what is refused, and measuring one."""
+"""Tuning tables: choice of an algorithm, caching, refusal of invalid tables, and measurement."""
 
 import pytest
 import torch
@@ -101,7 +101,7 @@ def test_every_table_has_a_choice_or_says_so():
         {"rows": [["a", list(ALGORITHMS)]], "source": "x"},
     ],
 )
-def test_what_cannot_be_a_table_is_none(group, monkeypatch, held):
+def test_invalid_tables_are_ignored(group, monkeypatch, held):
     monkeypatch.setattr(cache, "load", lambda kind, key: held)
     agree(group, tuning.agreed_table(group._comm, torch.device("cpu")) == UNMEASURED)
 
@@ -124,7 +124,7 @@ def test_all_ranks_use_rank_0s(group, monkeypatch):
     [(None, ()), ([], ()), ([7, 7], ()), ([-7], ()), ([None], (None,)), ([7], (7,))],
 )
 def test_a_table_without_chunks_is_one(group, monkeypatch, chunks, known):
-    """Of an older version, or with chunks that cannot be."""
+    """A table of an older version, or with invalid chunks."""
     rows = [[1, [RING, STAGED, LIBRARY]]]
     own = (
         {"rows": rows, "source": "old"}
@@ -137,7 +137,7 @@ def test_a_table_without_chunks_is_one(group, monkeypatch, chunks, known):
 
 
 @pytest.mark.mpi
-def test_the_tables_chunks_travel(group, monkeypatch):
+def test_the_tables_chunks_reach_all_ranks(group, monkeypatch):
     used = []
     legs = ring.legs
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
@@ -177,7 +177,7 @@ def test_a_choice_is_made_once_for_a_table(group, monkeypatch):
     monkeypatch.setattr(Table, "choose", lambda *args: (made.append(args[1]), choose(*args))[1])
     fence = StreamFence(HostDevice(), ())
     for _ in range(2):
-        # Another table, as after a measurement, is another choice.
+        # A new table, as after a measurement, makes a new choice.
         group._comm.tuning_tables["cpu"] = Table(((1, (RING, STAGED, LIBRARY)),), "a test")
         for numel in (3, 3, 4, 3):
             flat = torch.ones(numel)
@@ -197,19 +197,19 @@ def test_the_command_measures_and_keeps(world, monkeypatch, tmp_path, capsys):
     agree(world, held is not None and [row[0] for row in held["rows"]] == [64, 100000], str(held))
     agree(world, all(sorted(row[1]) == sorted(ALGORITHMS) for row in held["rows"]))
     agree(world, held["chunks"] == [1 << 20, 1 << 20], str(held))
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     agree(
         world,
-        ("kept for later jobs" in told) == ("ring (1 MiB)" in told) == (world.rank == 0),
-        told,
+        ("kept for later jobs" in output) == ("ring (1 MiB)" in output) == (world.rank == 0),
+        output,
     )
     world._comm.tuning_tables.clear()
     world._comm.device_operations.clear()
 
 
 @pytest.mark.mpi
-def test_between_nodes_the_library_takes_part_as_it_will(world, monkeypatch, tmp_path):
-    """Collectives of device memory are blocking calls on all ranks, so those are what is measured."""
+def test_between_nodes_blocking_calls_are_measured(world, monkeypatch, tmp_path):
+    """Collectives of device memory are blocking calls, so blocking calls are measured."""
     monkeypatch.setattr(runtime.World, "nodes_of", lambda world, ranks: tuple(range(len(ranks))))
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
     monkeypatch.setenv("MPIDIST_CACHE", str(tmp_path / "a file"))
@@ -225,7 +225,7 @@ def test_between_nodes_the_library_takes_part_as_it_will(world, monkeypatch, tmp
 
 
 @pytest.mark.parametrize(("where", "makes"), [("cuda", True), ("host", False), ("cpu", False)])
-def test_mpi_is_started_as_the_jobs_start_it_that_use_the_table(monkeypatch, where, makes):
+def test_mpi_is_started_as_in_the_jobs_that_use_the_table(monkeypatch, where, makes):
     def load(makes_context):
         raise InterruptedError(f"context: {makes_context}")
 
@@ -242,7 +242,7 @@ def test_bad_options_are_refused(world, option):
 
 
 @pytest.mark.mpi
-def test_without_a_gpu_it_says_so(world):
+def test_without_a_gpu_the_error_says_so(world):
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(SystemExit, match="needs a CUDA device"):

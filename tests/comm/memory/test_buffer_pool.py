@@ -1,4 +1,4 @@
-"""Memory comes back when, and only when, nothing refers to it any more."""
+"""Blocks return to the pool when, and only when, nothing refers to them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def address(view):
 
 
 def unpickled(view):
-    """Return an array as a message's buffers give it."""
+    """Return an array made from a buffer, as messages are."""
     return pickle.loads(
         pickle.dumps(np.zeros(MANY, np.uint8), 5, buffer_callback=lambda buffer: None),
         buffers=[view],
@@ -37,7 +37,7 @@ def unpickled(view):
         lambda view: torch.from_numpy(np.frombuffer(view, np.uint8)[7:]),
     ],
 )
-def test_views_of_views_keep_it(use):
+def test_views_of_views_keep_a_block(use):
     memory = BufferPool()
     view = memory.acquire(MANY)
     place = address(view)
@@ -51,7 +51,7 @@ def test_views_of_views_keep_it(use):
     assert place in [address(other) for other in places]
 
 
-def test_no_more_is_kept_than_was_said():
+def test_idle_memory_has_a_limit():
     memory = BufferPool(kept_bytes=300_000)
     views = [memory.acquire(MANY) for _ in range(10)]
     assert len({address(view) for view in views}) == 10

@@ -1,4 +1,4 @@
-"""Inputs that share memory with outputs: every collective, against the same call on memory of its own."""
+"""Inputs that share memory with outputs: every collective, compared with separate memory."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from mpidist.comm import MAX, SUM
 from mpidist.comm.memory.overlap import separated
 from tests.support import agree
 
-SIZES = (3, 3000, 50_000)  # below and above what goes through one flat buffer
+SIZES = (3, 3000, 50_000)  # below and above the limit of one flat buffer
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 
@@ -30,7 +30,7 @@ def test_only_what_an_output_would_overwrite_is_copied():
 
 
 def layouts(group, numel, dtype):
-    """Return (name, call on (output, input), the two as overlapping views of one memory, what the input holds)."""
+    """Yield (name, call on (output, input), the two as views of one memory, input values)."""
     size, rank = group.size, group.rank
     many = size * numel
 
@@ -77,12 +77,18 @@ def layouts(group, numel, dtype):
         whole = memory(many + numel)
         root = turn % size
         yield (
-            "gather", lambda o, i, root=root: group.gather(i, list(o.split(numel)) if rank == root else None, root),
+            "gather",
+            lambda o, i, root=root: group.gather(
+                i, list(o.split(numel)) if rank == root else None, root
+            ),
             whole[:many], whole[shift : shift + numel],
         )  # fmt: skip
         whole = memory(many + numel)
         yield (
-            "scatter", lambda o, i, root=root: group.scatter(o, list(i.split(numel)) if rank == root else None, root),
+            "scatter",
+            lambda o, i, root=root: group.scatter(
+                o, list(i.split(numel)) if rank == root else None, root
+            ),
             whole[shift : shift + numel], whole[:many],
         )  # fmt: skip
 
@@ -110,7 +116,7 @@ def test_strided_and_asynchronous_overlaps(group):
     expected = torch.empty(size, size)
     group.all_to_all_single(expected, table.contiguous())
     group.all_to_all_single(table, table, async_op=True).wait()
-    # The input is read when the operation is executed, behind what was queued before it.
+    # The input is read when the operation is executed, after the operations queued before.
     chained = torch.ones(size)
     first = group.all_reduce(chained, async_op=True)
     second = group.all_to_all_single(chained, chained, async_op=True)

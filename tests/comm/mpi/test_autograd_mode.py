@@ -1,4 +1,4 @@
-"""Collectives in inference mode, of inference tensors, and of parameters under no_grad: every one, in every mixture."""
+"""Every collective in inference mode, on inference tensors, and on parameters under no_grad."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ NARROW_AND_WIDE = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
 
 def collectives(group, dtype):
-    """Return pairs of a call and what it must leave: (name, make tensors, call, expected)."""
+    """Return cases: (name, function that makes tensors, call, expected values)."""
     size, rank = group.size, group.rank
     total = size * (size + 1) / 2
 
@@ -22,11 +22,11 @@ def collectives(group, dtype):
 
     every = [float(r + 1) for r in range(size)]
     return (
-        ("all_reduce", lambda: (own(6),), lambda t, a: group.all_reduce(t, SUM, async_op=a), [total] * 6),
-        ("strided", lambda: (own(4, 3).t(),), lambda t, a: group.all_reduce(t, SUM, async_op=a), [total] * 12),
-        ("mean", lambda: (own(70_000),), lambda t, a: group.all_reduce(t, AVG, async_op=a), None),
-        ("max", lambda: (own(6),), lambda t, a: group.all_reduce(t, MAX, async_op=a), [float(size)] * 6),
-        (
+        ("all_reduce", lambda: (own(6),), lambda t, a: group.all_reduce(t, SUM, async_op=a), [total]
+        * 6), ("strided", lambda: (own(4, 3).t(),), lambda t, a: group.all_reduce(t, SUM,
+        async_op=a), [total] * 12), ("mean", lambda: (own(70_000),), lambda t, a:
+        group.all_reduce(t, AVG, async_op=a), None), ("max", lambda: (own(6),), lambda t, a:
+        group.all_reduce(t, MAX, async_op=a), [float(size)] * 6), (
             "coalesced", lambda: (own(3), own(5)),
             lambda s, t, a: group.all_reduce_coalesced([s, t], SUM, async_op=a), [total] * 3,
         ),
@@ -37,8 +37,8 @@ def collectives(group, dtype):
         (
             "all_gather", lambda: (zeros(size), own(1)),
             lambda t, i, a: group.all_gather(list(t.split(1)), i, async_op=a), every,
-        ),
-        ("broadcast", lambda: (own(3, 2).t(),), lambda t, a: group.broadcast(t, 0, async_op=a), [1.0] * 6),
+        ), ("broadcast", lambda: (own(3, 2).t(),), lambda t, a: group.broadcast(t, 0, async_op=a),
+        [1.0] * 6),
     )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def inference_mode():
 @pytest.mark.mpi
 @pytest.mark.parametrize("dtype", NARROW_AND_WIDE, ids=str)
 def test_inference_mode_leaves_no_trace(group, dtype):
-    """In inference mode first, so that kept memory is allocated there; then outside, on tensors of either kind."""
+    """In inference mode first, which allocates scratch memory; then outside."""
     modes = (inference_mode, grad_mode)
     wrong = []
     for asynchronous in (False, True):
@@ -97,14 +97,14 @@ def test_inference_mode_leaves_no_trace(group, dtype):
 
 @pytest.mark.mpi
 def test_parameters_under_no_grad_on_the_groups_thread(group):
-    """Grad mode belongs to a thread, too: what the caller may write under no_grad, the group's thread must write."""
+    """Grad mode belongs to a thread: no_grad of the caller holds in the group's thread."""
     parameter = torch.nn.Parameter(torch.full((5,), group.rank + 1.0, dtype=torch.bfloat16))
     with torch.no_grad():
         group.all_reduce(parameter, async_op=True).wait()
     source = torch.full((2 * group.size,), 1.0, dtype=torch.bfloat16, requires_grad=True)
     target = torch.zeros(2, dtype=torch.bfloat16)
     group.reduce_scatter_tensor(target, source)
-    group.reduce_scatter_tensor(target, source)  # with the memory of the first
+    group.reduce_scatter_tensor(target, source)  # reuses the memory of the first
     ok = parameter.tolist() == [group.size * (group.size + 1) / 2] * 5 and parameter.is_leaf
     agree(group, ok and target.tolist() == [group.size] * 2 and not target.requires_grad)
 

@@ -1,4 +1,4 @@
-"""Polling with back-off, against a clock that only pauses and tests advance."""
+"""Polling with back-off, on a clock that advances with tests and pauses only."""
 
 import os
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from mpidist.comm.mpi import backoff
 
 @pytest.fixture
 def pauses(monkeypatch):
-    """The pauses taken, in order: 0 for a yield, seconds for a sleep. Each reading of the clock takes 10 µs."""
+    """The pauses, in order: 0 for a yield, seconds for a sleep; a clock reading takes 10 µs."""
     now, taken = [0.0], []
 
     def monotonic():
@@ -27,7 +27,7 @@ def pauses(monkeypatch):
 
 
 def countdown(tests):
-    """Return a condition that is true at the test of that number."""
+    """Return a condition that is true at its ``tests``-th test."""
     left = iter(range(tests - 1, -1, -1))
     return lambda: next(left) == 0
 
@@ -69,6 +69,6 @@ def test_the_check_ends_the_wait_by_its_error(pauses):
     assert checks == [0, 1, 2]  # one before each pause, none while there are no pauses
 
 
-def test_the_core_is_given_away():
-    """The module's own clock and yield, once."""
+def test_the_real_clock_and_yield():
+    """Without a fake clock."""
     assert backoff.os is os and backoff.until(countdown(2000))

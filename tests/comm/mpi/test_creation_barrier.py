@@ -1,4 +1,4 @@
-"""Meetings before MPI's collective makers of communicators, and what ends the wait for a rank that does not come."""
+"""Barriers before communicators are made, and the errors that end waits for absent ranks."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.mpi
 
 @pytest.fixture
 def gone(world, monkeypatch):
-    """The last rank, which the others take to have ended long ago."""
+    """The last rank, which the other ranks regard as exited."""
     last = world.size - 1
     if world.rank != last:
         monkeypatch.setattr(exited_ranks, "_exit_times", {last: time.monotonic() - 60})
@@ -50,29 +50,29 @@ def test_every_wait_for_a_rank_that_has_ended_names_it(group, gone):
         "init": lambda: creation_barrier.wait_for_world("a test of those that end", 600),
         "recv_object": lambda: group.recv_object(gone),
     }
-    told = {}
+    results = {}
     if group.rank != gone:
         for name, wait in waits.items():
             try:
                 wait()
-                told[name] = "went through"
+                results[name] = "no error"
             except RankFailureError as error:
-                told[name] = error.ranks
+                results[name] = error.ranks
     group.barrier()
-    agree(group, group.rank == gone or told == dict.fromkeys(waits, (gone,)), str(told))
+    agree(group, group.rank == gone or results == dict.fromkeys(waits, (gone,)), str(results))
 
 
 @pytest.mark.mpi(min_size=2)
 def test_waits_end_at_their_timeouts(group):
     last = group.size - 1
-    told = ""
+    text = ""
     if group.rank != last:
         with pytest.raises(CommTimeout) as raised:
             creation_barrier.wait_for_world("a test of timeouts", 0.2)
-        told = str(raised.value)
+        text = str(raised.value)
     group.barrier()
     expected = f"rank {last} did not come" if group.rank == 0 else "rank 0 did not let it begin"
-    agree(group, group.rank == last or expected in told, told)
+    agree(group, group.rank == last or expected in text, text)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -1,4 +1,4 @@
-"""CUDA context of a rank: which one, made when, and bound to which threads.
+"""CUDA context of a rank: its device, its creation before MPI starts, and its threads.
 
 The devices are pretended.
 """
@@ -39,10 +39,10 @@ def cuda(monkeypatch):
     [
         (4, [], 0, SECOND, 1),
         (4, [], 0, Launch("srun", 8, 5), 1),
-        (4, [3], 0, SECOND, 3),  # what the user has begun with
+        (4, [3], 0, SECOND, 3),  # the user's choice
         (4, [0, 2], 2, SECOND, 2),
         (1, [], 0, Launch("mpiexec (PMI)", 8, None), 0),
-        (4, [], 0, Launch("mpiexec (PMI)", 8, None), None),  # all ranks would crowd on device 0
+        (4, [], 0, Launch("mpiexec (PMI)", 8, None), None),  # else all ranks would use device 0
         (1, [], 0, Launch("python", None, None), None),
         (4, [1], 0, Launch("python", None, None), 1),
     ],
@@ -57,7 +57,7 @@ def test_it_is_made_and_current_while_mpi_starts_and_the_users_device_stays(cuda
     assert cuda.current == 0 and cuda_context.is_first() is True
 
 
-def test_devices_that_are_hidden_too_late_are_told(cuda, monkeypatch, recwarn):
+def test_devices_that_are_hidden_too_late_warn(cuda, monkeypatch, recwarn):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with current_at_start(False):
         pass
@@ -75,14 +75,14 @@ def test_mpi_without_device_memory_leaves_cuda_alone(cuda, monkeypatch):
     assert cuda.log == [] and cuda_context.is_first() is None
 
 
-def test_mpi_that_runs_already_cannot_be_mended(cuda):
+def test_no_context_is_made_for_running_mpi(cuda):
     with current_at_start(True):
         assert cuda.contexts == []
     assert cuda_context.is_first() is False
     cuda.use(0)
     with current_at_start(True):
         assert cuda.current == 0
-    assert cuda_context.is_first() is None  # nobody knows which of the two was first
+    assert cuda_context.is_first() is None  # the order is unknown
 
 
 def test_a_device_that_refuses_does_not_keep_mpi_from_starting(cuda):
@@ -92,8 +92,8 @@ def test_a_device_that_refuses_does_not_keep_mpi_from_starting(cuda):
     assert cuda_context.is_first() is False
 
 
-def test_a_forked_process_that_cannot_ask_for_contexts_starts_mpi_without_one(cuda, monkeypatch):
-    """torch counts devices by NVML where ``PYTORCH_NVML_BASED_CUDA_CHECK`` is set, and so sees those that CUDA refuses."""
+def test_a_forked_process_without_cuda_starts_mpi_without_a_context(cuda, monkeypatch):
+    """With ``PYTORCH_NVML_BASED_CUDA_CHECK`` torch counts by NVML devices that CUDA refuses."""
 
     def refuse(index):
         raise RuntimeError("CUDA driver error: initialization error")
@@ -106,7 +106,7 @@ def test_a_forked_process_that_cannot_ask_for_contexts_starts_mpi_without_one(cu
         assert cuda_context.is_first() is False
 
 
-def test_none_is_made_for_those_who_want_none(cuda):
+def test_no_context_is_made_if_not_asked_for(cuda):
     with current_at_start(False, makes=False):
         assert cuda.contexts == []
     assert cuda_context.is_first() is False
@@ -122,16 +122,16 @@ def in_thread(body):
     thread.join()
 
 
-def test_a_thread_of_ours_begins_on_the_device_of_the_thread_that_starts_it(cuda):
+def test_a_guarded_thread_starts_on_the_device_of_the_thread_that_starts_it(cuda):
     seen = []
     in_thread(lambda: seen.append(cuda.current))
-    assert seen == [0] and cuda.contexts == []  # without CUDA nothing is done
+    assert seen == [0] and cuda.contexts == []  # no effect without CUDA
     cuda.set_device(3)
     in_thread(lambda: seen.append(cuda.current))
     assert seen == [0, 3] and "used 3 in ours" in cuda.log
 
 
-def test_a_thread_of_ours_makes_no_context_on_a_device_that_the_rank_does_not_use(cuda):
+def test_a_guarded_thread_makes_no_context_on_a_device_that_the_rank_does_not_use(cuda):
     with current_at_start(False):
         pass
     seen = []
@@ -163,8 +163,8 @@ def test_mpi_is_called_with_the_tensors_device_current_and_bound(cuda):
     assert "used 2 in a user's" in cuda.log  # CUDA was called: the driver has a context there
 
 
-def test_a_question_about_capture_makes_no_context_on_the_current_device(cuda, monkeypatch):
-    # torch asks about the current device's current stream.
+def test_a_query_for_capture_makes_no_context_on_the_current_device(cuda, monkeypatch):
+    # torch's query is for the current device's current stream.
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: cuda.use(cuda.current))
     monkeypatch.setattr(torch.cuda, "current_stream", torch.cuda.Stream)
     CudaDevice(torch.device("cuda", 2)).record_current_stream()
@@ -200,7 +200,7 @@ os.wait()
 """
 
 
-def test_mpi_is_started_behind_cuda_and_a_forked_worker_touches_neither():
+def test_mpi_starts_after_cuda_and_a_forked_worker_uses_neither():
     done = started([sys.executable, "-c", _LOADS], 60)
     first, worker = done.stdout.splitlines()[:2]
     assert first == "is_available; context 1; used 1 in MainThread; mpi starts on 1; True", (
@@ -210,7 +210,7 @@ def test_mpi_is_started_behind_cuda_and_a_forked_worker_touches_neither():
 
 
 @pytest.mark.slow
-def test_an_mpi_that_other_code_has_started_is_told():
+def test_mpi_started_by_other_code_warns():
     code = _LOADS.replace(
         "import mpidist.comm.group", "from mpi4py import MPI\nimport mpidist.comm.group"
     )

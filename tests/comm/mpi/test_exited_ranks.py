@@ -1,4 +1,4 @@
-"""Ranks that have come to the end of their program."""
+"""Ranks that came to the end of their program."""
 
 from types import SimpleNamespace
 
@@ -9,23 +9,23 @@ from mpidist.comm.mpi import exited_ranks
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Return a list whose one number is what the clock says, in seconds; nobody has left yet."""
+    """Return a list with the clock's time in seconds; no rank has ended."""
     now = [1000.0]
     monkeypatch.setattr(exited_ranks, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(exited_ranks, "_exit_times", {})
     return now
 
 
-def test_who_has_left_is_believed_after_a_while(clock):
+def test_an_exit_counts_after_the_grace_time(clock):
     exited_ranks.record(3)
     assert exited_ranks.among((0, 3, 5)) == (3,) and not exited_ranks.all_ended((3,))
     clock[0] += exited_ranks.GRACE_S + 0.1
     assert exited_ranks.all_ended((3,)) and not exited_ranks.all_ended((0, 3))
-    exited_ranks.record(3)  # a second word does not start the time again
+    exited_ranks.record(3)  # a second record does not restart the time
     assert exited_ranks.all_ended((3,))
 
 
-def test_all_who_are_asked_about_must_have_left(clock):
+def test_all_ended_needs_all_ranks(clock):
     exited_ranks.record(1)
     clock[0] += exited_ranks.GRACE_S + 0.1
     exited_ranks.record(2)
@@ -34,13 +34,13 @@ def test_all_who_are_asked_about_must_have_left(clock):
     assert exited_ranks.all_ended((1, 2)) and exited_ranks.among((2, 1)) == (2, 1)
 
 
-def test_of_nobody_nothing_is_said(clock):
+def test_no_ranks_have_not_ended(clock):
     exited_ranks.record(1)
     clock[0] += 100
     assert not exited_ranks.all_ended(()) and exited_ranks.among(()) == ()
 
 
-def test_a_rank_has_ended_only_after_what_it_sent_has_had_time_to_arrive(monkeypatch):
+def test_a_rank_has_ended_only_after_its_messages_had_time_to_arrive(monkeypatch):
     monkeypatch.setattr(exited_ranks, "_exit_times", {})
     assert (
         exited_ranks.ended((0, 1)) == ()
@@ -50,7 +50,7 @@ def test_a_rank_has_ended_only_after_what_it_sent_has_had_time_to_arrive(monkeyp
     exited_ranks.record(1)
     assert exited_ranks.among((0, 1)) == (1,) and exited_ranks.ended((0, 1)) == ()
     exited_ranks._exit_times[1] -= exited_ranks.GRACE_S + 1
-    exited_ranks.record(1)  # said twice, it has ended when it said so first
+    exited_ranks.record(1)  # the first record counts
     assert (
         exited_ranks.ended((0, 1)) == (1,)
         and exited_ranks.all_ended((1,))

@@ -1,4 +1,4 @@
-"""What the launchers' variables say; pure."""
+"""Launchers' variables, and their removal for child jobs; pure."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_launchers(environ, expected):
     assert from_environment(environ) == expected
 
 
-def test_the_rank_is_told_by_most():
+def test_most_launchers_set_the_rank():
     environ = {
         "OMPI_COMM_WORLD_SIZE": "4",
         "OMPI_COMM_WORLD_LOCAL_RANK": "1",
@@ -60,7 +60,7 @@ def test_mpirun_inside_a_slurm_allocation_is_mpiruns():
 
 
 def test_a_batch_shell_is_no_launcher():
-    # sbatch sets these for the script itself, in which a plain python is a world of one.
+    # sbatch sets these for the script itself, where Python without a launcher is a world of one.
     assert (
         from_environment({"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).launcher
         == "python"
@@ -73,7 +73,7 @@ def test_a_world_that_fits_is_no_problem():
     assert singleton_problem(Launch("python", None, None), 1) is None
 
 
-def test_torchrun_is_told_to_use_mpirun_or_srun():
+def test_torchruns_error_names_mpirun_and_srun():
     problem = singleton_problem(Launch("torchrun", 3, 0), 1)
     assert problem is not None
     assert "torchrun" in problem and "mpirun -n 3" in problem and "srun -n 3" in problem
@@ -85,17 +85,22 @@ def test_a_foreign_launcher_is_named():
     assert "srun started 4 tasks" in problem and "--mpi=pmix" in problem
 
 
-# --- a job inside the job ---
+# --- child jobs ---
 
-# As a rank finds them: Open MPI's and MPICH's launchers, Slurm.
+# Variables in a rank's environment: launchers of Open MPI and MPICH, Slurm.
 _LEFT = (
-    "OMPI_COMM_WORLD_RANK", "OMPI_MCA_num_procs", "OMPI_MCA_PREFIXES", "OMPI_UNIVERSE_SIZE", "PMIX_RANK", "PMIX_SERVER_URI41",
-    "PRTE_LAUNCHED", "PMI_FD", "PMI_RANK", "HYDI_CONTROL_FD", "HYDRA_HOST_FILE", "MPI_LOCALRANKID", "MPIEXEC_TIMEOUT",
-    "MV2_COMM_WORLD_RANK", "SLURM_JOB_ID", "SLURMD_NODENAME", "PBS_NODEFILE", "MPICH_INTERFACE_HOSTNAME",
+    "OMPI_COMM_WORLD_RANK", "OMPI_MCA_num_procs", "OMPI_MCA_PREFIXES", "OMPI_UNIVERSE_SIZE",
+    "PMIX_RANK", "PMIX_SERVER_URI41",
+    "PRTE_LAUNCHED", "PMI_FD", "PMI_RANK", "HYDI_CONTROL_FD", "HYDRA_HOST_FILE", "MPI_LOCALRANKID",
+    "MPIEXEC_TIMEOUT",
+    "MV2_COMM_WORLD_RANK", "SLURM_JOB_ID", "SLURMD_NODENAME", "PBS_NODEFILE",
+    "MPICH_INTERFACE_HOSTNAME",
 )  # fmt: skip
 _OF_THE_USER = (
-    "FI_PROVIDER", "LD_LIBRARY_PATH", "MPI4PY_LIBMPI", "MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "OMPI_MCA_accelerator",
-    "OMPI_MCA_btl_smcuda_use_cuda_ipc", "OMPI_MCA_coll_cuda_priority", "OMPI_MCA_mtl", "OMPI_MCA_opal_cuda_verbose",
+    "FI_PROVIDER", "LD_LIBRARY_PATH", "MPI4PY_LIBMPI", "MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA",
+    "OMPI_MCA_accelerator",
+    "OMPI_MCA_btl_smcuda_use_cuda_ipc", "OMPI_MCA_coll_cuda_priority", "OMPI_MCA_mtl",
+    "OMPI_MCA_opal_cuda_verbose",
     "OMPI_MCA_osc", "OMPI_MCA_pml", "OMPI_MCA_smsc", "OPAL_PREFIX", "UCX_TLS",
 )  # fmt: skip
 _WITHOUT_EFFECT = (
@@ -108,7 +113,7 @@ _WITHOUT_EFFECT = (
 )
 
 
-def test_a_job_inside_the_job_hears_the_user_and_not_the_launcher():
+def test_a_child_job_keeps_the_users_variables_and_not_the_launchers():
     environ = dict.fromkeys((*_LEFT, *_OF_THE_USER, *_WITHOUT_EFFECT), "x")
     assert set(without_launcher(environ)) == {*_OF_THE_USER, *_WITHOUT_EFFECT}
     assert tuple(device_settings(environ)) == _OF_THE_USER
@@ -123,10 +128,9 @@ def test_a_library_and_another_ones_launcher():
     ):
         problem = library_problem(Launch(launcher, size, 0), library)
         assert problem is not None and launcher in problem and "MPI4PY_LIBMPI" in problem
-    # Open MPI makes a rank that it cannot connect a world of one. Slurm's launcher starts both, as
-    # its --mpi says.
+    # Open MPI makes a world of one of a rank that it cannot connect. Slurm starts both, by --mpi.
     for launcher, library, size in (
-        (open_mpis, OPEN_MPI, 2), (mpichs, MPICH, 2), (mpichs, OPEN_MPI, 1), ("srun", MPICH, 4), ("srun", OPEN_MPI, 4),
-        ("python", MPICH, None), ("flux run", OPEN_MPI, 4),
+        (open_mpis, OPEN_MPI, 2), (mpichs, MPICH, 2), (mpichs, OPEN_MPI, 1), ("srun", MPICH, 4),
+        ("srun", OPEN_MPI, 4), ("python", MPICH, None), ("flux run", OPEN_MPI, 4),
     ):  # fmt: skip
         assert library_problem(Launch(launcher, size, 0), library) is None, (launcher, library)

@@ -1,4 +1,4 @@
-"""Loading the MPI library."""
+"""Loading of the MPI library, and errors before MPI starts."""
 
 import sys
 from types import SimpleNamespace
@@ -30,14 +30,14 @@ def test_a_library_that_the_launcher_cannot_start_is_refused_before_it_starts(
 ):
     for name in ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "PMI_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    library._require_matching_launcher(f"/somewhere/{file}")  # a plain process
+    library._require_matching_launcher(f"/somewhere/{file}")  # no launcher
     monkeypatch.setenv(mark, "2")
     with pytest.raises(LaunchError) as raised:
         library._require_matching_launcher(f"/somewhere/{file}")
     assert all(name in str(raised.value) for name in names), str(raised.value)
 
 
-def test_a_file_that_hides_mpi4py_is_told_from_a_missing_library(tmp_path):
+def test_a_file_that_hides_mpi4py_is_not_a_missing_library(tmp_path):
     (tmp_path / "mpi4py.py").write_text("")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from mpidist.comm.mpi import "
@@ -59,7 +59,7 @@ def test_a_child_of_multiprocessing_is_no_rank(monkeypatch):
         library.load()
 
 
-def test_full_shared_memory_is_told_before_mpi_starts(monkeypatch):
+def test_full_shared_memory_warns_before_mpi_starts(monkeypatch):
     monkeypatch.setattr(
         library.os, "statvfs", lambda folder: SimpleNamespace(f_bavail=16, f_frsize=4096)
     )

@@ -1,4 +1,4 @@
-"""Messages longer than their receives: nothing is written past the end, and the error says what came."""
+"""Messages longer than their receives: no write past the end, and an error with both lengths."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ GUARD = 77.0
 
 
 def guarded(numel, beyond, dtype=torch.float32):
-    """Return a tensor and the memory behind it."""
+    """Return a tensor and the memory after it."""
     memory = torch.full((numel + beyond,), GUARD).to(dtype)
     return memory[:numel], memory[numel:]
 
@@ -54,7 +54,7 @@ def test_a_longer_message_stays_outside_the_tensor(group, posted_first):
         outgoing.wait()
         if not is_untouched(tensor) or not is_untouched(behind):
             wrong.append(f"{numel} of {sent}: written past the end")
-        # The channel is free for the next message.
+        # The next message is received as usual.
         outgoing = group.isend(torch.full((2,), float(group.rank)), right)
         into = torch.zeros(2)
         if group.recv(into, left) != left or not bool((into == left).all()):
@@ -64,7 +64,7 @@ def test_a_longer_message_stays_outside_the_tensor(group, posted_first):
 
 
 def test_collectives_of_different_sizes_keep_to_their_memory(group):
-    """One rank's tensor is longer than the others': errors, and nothing written past the end."""
+    """One rank's tensor is longer than the others': errors, and no write past the end."""
     wrong = []
     small, large = 3000, 9000
 
@@ -78,12 +78,12 @@ def test_collectives_of_different_sizes_keep_to_their_memory(group):
         ("all_reduce", torch.bfloat16, group.all_reduce),
     ):
         if name == "all_reduce" and group.size > 2:
-            continue  # goes through MPI's own reduction, into memory of the same size on all ranks
+            continue  # MPI's own reduction, whose sizes are the same on all ranks
         tensor, behind = guarded(numel, large, dtype)
         tensor = tensor.clone() if dtype is torch.bfloat16 and is_longer(group.rank) else tensor
         try:
             call(tensor)
-            if not (name.endswith("broadcast") and group.rank == 0):  # the root cannot know
+            if not (name.endswith("broadcast") and group.rank == 0):  # the root gets no length
                 wrong.append(f"{name}: no error")
         except DisagreementError as error:
             if "sent" not in str(error) or "MPIDIST_DEBUG" not in str(error):
@@ -124,7 +124,7 @@ def test_lists_of_other_sizes_than_what_is_sent(group):
     ]
     agree(group, not wrong, "; ".join(wrong))
     total = torch.ones(3)
-    group.all_reduce(total)  # the group goes on
+    group.all_reduce(total)  # the group still works
     agree(group, total.tolist() == [group.size] * 3)
 
 
@@ -152,7 +152,7 @@ def test_receives_match_in_the_order_of_posting(group):
 
 
 def test_a_posted_receive_is_matched_while_its_owner_is_in_a_collective(group):
-    """The sender of a long message waits for the match, and comes to the collective after that."""
+    """The sender of a long message enters the collective only after the match."""
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     into = torch.zeros(2_000_000)
     incoming = (
@@ -182,7 +182,7 @@ def test_a_closed_group_lets_its_receives_go(group):
 
 
 def test_posting_and_testing_probe_for_one_pattern(group):
-    """A probe for every posted pattern at each call made 2000 receives of 2000 tags take 30 s."""
+    """With a probe for each posted pattern at each call, 2000 receives of 2000 tags took 30 s."""
 
     class Silent:
         probes = 0

@@ -1,4 +1,4 @@
-"""The group's thread between nodes: every collective with calls that give the core away, against the plain ones."""
+"""Non-blocking calls between nodes: every collective, compared with blocking calls on one node."""
 
 import threading
 import time
@@ -13,8 +13,8 @@ pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture
-def patient(world, monkeypatch):
-    """A group that takes its ranks to be on several nodes."""
+def spread(world, monkeypatch):
+    """A group whose ranks count as nodes of their own."""
     monkeypatch.setattr(runtime.World, "nodes_of", lambda world, ranks: tuple(range(len(ranks))))
     group = world.clone("far")
     yield group
@@ -22,7 +22,7 @@ def patient(world, monkeypatch):
 
 
 def calls(group, numel):
-    """Yield a name, a call, and where its result is."""
+    """Yield (name, call, result tensors)."""
     rank, size = group.rank, group.size
 
     def own(factor=1, dtype=torch.float32):
@@ -65,11 +65,11 @@ def calls(group, numel):
 
 
 @pytest.mark.parametrize("numel", [1, 3000, 600_000])
-def test_same_results(world, patient, numel, monkeypatch):
+def test_same_results(world, spread, numel, monkeypatch):
     monkeypatch.setattr(runtime.World, "nodes_of", lambda world, ranks: (0,) * len(ranks))
     plain = world.clone("plain")
     for (name, call, result), (_, expected_call, expected) in zip(
-        calls(patient, numel), calls(plain, numel), strict=True
+        calls(spread, numel), calls(plain, numel), strict=True
     ):
         call().wait()
         expected_call().wait()
@@ -77,24 +77,24 @@ def test_same_results(world, patient, numel, monkeypatch):
     plain.close()
 
 
-def test_synchronous_calls_meet_asynchronous_ones(world, patient):
-    """MPI matches no blocking collective with a non-blocking one; each rank may choose for itself."""
-    size = patient.size
+def test_synchronous_calls_match_asynchronous_ones(world, spread):
+    """Each rank chooses; MPI would not match a blocking collective with a non-blocking one."""
+    size = spread.size
     for numel in (1, 3000, 300_000):
         for turn in range(4):
-            is_async = bool((turn + patient.rank) % 2)
+            is_async = bool((turn + spread.rank) % 2)
             for dtype in (torch.float32, torch.bfloat16):
-                tensor = torch.full((numel,), patient.rank + 1.0, dtype=dtype)
-                finished(patient.all_reduce(tensor, async_op=is_async))
+                tensor = torch.full((numel,), spread.rank + 1.0, dtype=dtype)
+                finished(spread.all_reduce(tensor, async_op=is_async))
                 agree(world, bool((tensor == size * (size + 1) / 2).all()), f"all_reduce {dtype}")
-            finished(patient.broadcast(tensor.fill_(patient.rank), size - 1, async_op=is_async))
+            finished(spread.broadcast(tensor.fill_(spread.rank), size - 1, async_op=is_async))
             gathered = torch.empty(numel * size)
             finished(
-                patient.all_gather_into_tensor(
-                    gathered, torch.full((numel,), float(patient.rank)), async_op=is_async
+                spread.all_gather_into_tensor(
+                    gathered, torch.full((numel,), float(spread.rank)), async_op=is_async
                 )
             )
-            finished(patient.barrier(async_op=is_async))
+            finished(spread.barrier(async_op=is_async))
             agree(
                 world,
                 bool((tensor == size - 1).all())
@@ -107,8 +107,8 @@ def finished(work):
         work.wait()
 
 
-def test_it_leaves_the_core_to_others(patient, monkeypatch):
-    """While one rank is late, the others' threads sleep."""
+def test_a_waiting_thread_sleeps(spread, monkeypatch):
+    """While one rank is late, the other ranks' group threads sleep."""
     sleep, slept = time.sleep, []
 
     def noting(seconds):
@@ -117,18 +117,18 @@ def test_it_leaves_the_core_to_others(patient, monkeypatch):
 
     monkeypatch.setattr(backoff.time, "sleep", noting)
     tensor = torch.ones(1000)
-    if patient.rank == 0:
+    if spread.rank == 0:
         sleep(0.2)
-    patient.all_reduce(tensor, async_op=True).wait()
-    expected = {f"mpidist-{patient.name}"} if patient.rank else set()
+    spread.all_reduce(tensor, async_op=True).wait()
+    expected = {f"mpidist-{spread.name}"} if spread.rank else set()
     agree(
-        patient,
-        bool((tensor == patient.size).all()) and (not patient.rank or set(slept) == expected),
+        spread,
+        bool((tensor == spread.size).all()) and (not spread.rank or set(slept) == expected),
         str(set(slept)),
     )
 
 
-def test_wait_hands_the_status_on():
+def test_the_wait_passes_the_status():
     class Request:
         left = 3
 

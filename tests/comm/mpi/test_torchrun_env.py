@@ -1,4 +1,4 @@
-"""torchrun's variables from a launcher's; pure."""
+"""torchrun's variables, derived from a launcher's; pure."""
 
 import pytest
 
@@ -36,7 +36,8 @@ NAMES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
         (HYDRA, ["1", "2", "1", "2", "127.0.0.1", "29500"]),
         (SLURM, ["5", "7", "1", "2", "gpu07-ib", "29500"]),
         ({**SLURM, "SLURM_STEP_NODELIST": "node3,node5"}, ["5", "7", "1", "2", "node3", "29500"]),
-        # What a launcher does not say is left out; Flux says nothing of a node's tasks.
+        # Without a launcher's variable there is none of torchrun's; Flux sets no count of a node's
+        # tasks.
         (FLUX, ["1", "2", "1", None, UNKNOWN, "29500"]),
         (
             {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2 each", "SLURM_STEP_NODELIST": ""},
@@ -44,7 +45,7 @@ NAMES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
         ),
     ],
 )
-def test_a_rank_gets_what_its_launcher_says(environ, expected):
+def test_variables_follow_the_launcher(environ, expected):
     found = torch_variables(environ, "node9")
     assert [found.get(name) for name in NAMES] == expected
     assert found[SET_BY_US].split(",") == [name for name in NAMES if name in found]
@@ -60,7 +61,7 @@ def test_nothing_is_set_for_others(environ):
 def test_the_users_variables_stay_and_inherited_ones_of_ours_do_not():
     users = torch_variables({**OPEN_MPI, "RANK": "7", "MASTER_ADDR": "here"}, "node9")
     assert "RANK" not in users and "MASTER_ADDR" not in users and users["WORLD_SIZE"] == "4"
-    # A rank has started a job of its own: its ranks inherit what was set for it.
+    # A child job of a rank: its ranks inherit the parent's variables.
     inherited = torch_variables(
         {**OPEN_MPI, **torch_variables(HYDRA, "node9"), "LOCAL_RANK": "1"}, "node9"
     )
@@ -69,7 +70,7 @@ def test_the_users_variables_stay_and_inherited_ones_of_ours_do_not():
     assert torch_variables({**OPEN_MPI, **complete}, "node9") == {}
 
 
-def test_variables_of_another_job_are_told():
+def test_variables_of_another_job_are_an_error():
     assert disagreement({}, 1, 2) is None
     assert disagreement({"RANK": "1", "WORLD_SIZE": "2"}, 1, 2) is None
     assert "RANK=0 is set, but MPI started this job with RANK=1" in (

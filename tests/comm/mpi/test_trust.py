@@ -1,4 +1,4 @@
-"""``MPIDIST_TRUST``: its words, and what ranks that differ are told."""
+"""``MPIDIST_TRUST``: its values, and the errors of ranks that differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_the_variable_says_whether_pickles_are_read(monkeypatch, word, expected)
 
 
 @pytest.mark.parametrize("word", ["1", "Data", "data ", "none"])
-def test_another_word_is_an_error_that_names_the_variable_and_the_word(monkeypatch, word):
+def test_another_value_is_an_error_that_names_the_variable_and_the_value(monkeypatch, word):
     monkeypatch.setenv(trust.ENV_TRUST, word)
     with pytest.raises(
         ValueError, match=f"MPIDIST_TRUST must be 'pickle' or 'data', or unset; got '{word}'"
@@ -27,7 +27,7 @@ def test_another_word_is_an_error_that_names_the_variable_and_the_word(monkeypat
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_what_the_caller_asks_for_comes_before_the_variable(monkeypatch, asked):
+def test_the_callers_choice_precedes_the_variable(monkeypatch, asked):
     monkeypatch.setenv(trust.ENV_TRUST, "pickle" if asked else "data")
     assert trust.is_data_only(asked) is asked
 
@@ -42,7 +42,7 @@ def test_ranks_that_differ_are_named():
     assert told is not None and "'pickle' or unset on rank 1" in told and "'data' on rank 0" in told
 
 
-def test_an_unreadable_word_is_a_problem_on_one_rank_and_on_all():
+def test_an_unknown_value_is_an_error_on_one_rank_and_on_all():
     assert "neither 'pickle' nor 'data' on rank 1" in (
         trust.problem([trust.DATA, trust.UNREADABLE]) or ""
     )
