@@ -59,6 +59,7 @@ COVERED_BY = {
     "comm/discovery/child_job": "comm/discovery/test_capability_trial.py",
     "comm/posted_receives": "comm/mpi/test_matched_probe.py",
     "comm/receive_poller": "comm/mpi/test_matched_probe.py",
+    "comm/algorithms/ring_schedule": "comm/algorithms/test_device_collectives.py",
     "comm/algorithms/ring": "comm/algorithms/test_device_collectives.py",
     "comm/mpi/runtime": "integration/test_launch.py",
     "comm/mpi/world": "integration/test_launch.py",

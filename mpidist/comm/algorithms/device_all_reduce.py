@@ -1,6 +1,6 @@
 """All-reduce of device memory: the choice among MPI's own, the ring and staging through the host.
 
-The choice depends only on what all ranks of a group know alike: the operations that this MPI can do
+The choice depends only on what all ranks of a group know: the operations that this MPI can do
 on device memory, the tuning table, dtype and size.
 """
 

@@ -1,6 +1,6 @@
 """Collectives on CUDA tensors: on device memory where MPI can, else staged through the host.
 
-The choice depends only on what all ranks of a group know alike (``capability.agreed_operations``,
+The choice depends only on what all ranks of a group know (``capability.agreed_operations``,
 the tuning table, sizes), because all ranks must enter the same MPI calls. Operations without a
 device form are staged as a whole.
 """
@@ -45,7 +45,7 @@ def placed(
     inputs: Tensors,
     outputs: Tensors,
     args: tuple[Any, ...],
-    events: list[Any],
+    events: list[Event],
     size: int,
     async_op: bool,
 ) -> Execute:
@@ -100,7 +100,7 @@ def _do_nothing(comm: Communicator, inputs: Tensors, outputs: Tensors, *args: An
 def _record_ready(
     device: Device,
     ready: Event,
-    events: list[Any],
+    events: list[Event],
     comm: Communicator,
     inputs: Tensors,
     outputs: Tensors,

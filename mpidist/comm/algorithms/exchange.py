@@ -7,12 +7,12 @@ overwritten tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.matched_probe import Receives
 from mpidist.comm.mpi.tags import Tag
 from mpidist.kernels.view import byte_view
@@ -72,7 +72,7 @@ def _receive(receives: Receives, tensor: torch.Tensor, source: int, tag: int) ->
         receives.receive(buffer.byte_range(tensor, start, length), source, tag)
 
 
-def _send(comm: Communicator, tensor: torch.Tensor, dest: int, tag: int) -> list[Any]:
+def _send(comm: Communicator, tensor: torch.Tensor, dest: int, tag: int) -> list[MPI.Request]:
     return [
         comm.mpi.Isend(buffer.byte_range(tensor, start, length), dest, tag)
         for start, length in buffer.pieces(tensor.nbytes)

@@ -8,7 +8,6 @@ More ranks widen short tensors and let MPI reduce them; longer tensors are sent 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -127,7 +126,14 @@ def _exchange_halves(comm: Communicator, flat: torch.Tensor, plan: Reduction) ->
     received.end()
 
 
-def _swap(comm: Communicator, received: Receives, out: Any, into: Any, peer: int, tag: int) -> None:
+def _swap(
+    comm: Communicator,
+    received: Receives,
+    out: buffer.Buffer,
+    into: buffer.Buffer,
+    peer: int,
+    tag: int,
+) -> None:
     request = comm.mpi.Isend(out, peer, tag)
     received.receive(into, peer, tag)
     comm.wait_all([request])

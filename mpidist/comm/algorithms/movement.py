@@ -87,9 +87,9 @@ def _broadcast_one(comm: Communicator, tensor: torch.Tensor, nbytes: int, root: 
     return sent
 
 
-def _head(comm: Communicator) -> tuple[c_uint64, int, Any]:
+def _head(comm: Communicator) -> tuple[c_uint64, int, buffer.Buffer]:
     """Return a broadcast's first message: length word, address of the data, MPI buffer."""
-    held: tuple[c_uint64, int, Any] | None = comm.kept.get("head")
+    held: tuple[c_uint64, int, buffer.Buffer] | None = comm.kept.get("head")
     if held is None:
         address = comm.scratch(HEAD_BYTES, torch.uint8, Scratch.HEADER).data_ptr()
         message = (buffer.memory(address, HEAD_BYTES), HEAD_BYTES, MPI.BYTE)
@@ -253,8 +253,8 @@ def _as_one(tensors: Tensors, nbytes: int) -> torch.Tensor | None:
 
 
 def _ragged(
-    tensor: torch.Tensor, nbytes: Sequence[int], unit: int = 1, datatype: Any = None
-) -> tuple[Any, tuple[list[int], list[int]], Any]:
+    tensor: torch.Tensor, nbytes: Sequence[int], unit: int = 1, datatype: MPI.Datatype | None = None
+) -> tuple[MPI.buffer, tuple[list[int], list[int]], MPI.Datatype]:
     counts = [n // unit for n in nbytes] if unit > 1 else list(nbytes)
     starts = [0, *accumulate(counts)][:-1]
     return (buffer.memory(tensor.data_ptr(), tensor.nbytes), (counts, starts), datatype or MPI.BYTE)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 
@@ -198,13 +197,7 @@ def _reduce_scatter_flat(
 ) -> None:
     """Reduce a flat tensor and keep ``source[bounds[rank]:bounds[rank + 1]]`` in ``target``.
 
-    Args:
-        comm: The group's communicator.
-        source: This rank's contribution.
-        target: The result.
-        bounds: W + 1 positions.
-        operation: The reduction.
-        may_write: ``source`` may be overwritten.
+    ``source`` is overwritten only if ``may_write``.
     """
     plan = reduce_op.reduction(target.dtype, operation)
     if plan.factor is not None:
@@ -252,8 +245,8 @@ def _reduce_scatter_by_mpi(
     source: torch.Tensor,
     target: torch.Tensor,
     bounds: list[int],
-    datatype: Any,
-    op: Any,
+    datatype: MPI.Datatype,
+    op: MPI.Op,
 ) -> None:
     counts = [end - start for start, end in itertools.pairwise(bounds)]
     memory, into = (

@@ -12,19 +12,19 @@ Letters: W ranks of the group; N elements of a tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
 from mpidist.comm.algorithms import minmax, reduce_op
 from mpidist.comm.algorithms.pairwise import shard_bounds
 from mpidist.comm.algorithms.reduce_op import COMBINE, SUM, Operation, Reduction
+from mpidist.comm.algorithms.ring_schedule import Leg, legs
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import Event
 from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
 from mpidist.kernels.accumulate import accumulate
 from mpidist.kernels.launch import NAMES
@@ -34,49 +34,6 @@ Tensor = torch.Tensor
 # Default if the tuning table has no chunk size. On a network, an addition of this size is hidden by
 # the transfer; ranks that share one GPU are faster with longer chunks.
 CHUNK_BYTES = 16 << 20
-
-
-@dataclass(frozen=True)
-class Leg:
-    """One chunk in one step of the ring.
-
-    Attributes:
-        step: Number of the step, 0 … W - 2.
-        sent: The shard whose chunk this rank sends.
-        received: The shard whose chunk this rank receives.
-        start: First element within the shard.
-        numel: Elements, at most; a shorter shard ends earlier.
-    """
-
-    step: int
-    sent: int
-    received: int
-    start: int
-    numel: int
-
-
-def legs(size: int, longest: int, chunk: int, first_sent: int) -> list[Leg]:
-    """Return the chunks of all W - 1 steps around the ring.
-
-    Args:
-        size: W.
-        longest: Elements of the longest shard.
-        chunk: Elements of a chunk.
-        first_sent: The shard that this rank sends first; it receives the previous shard, and sends
-            that one in the next step.
-    """
-    starts = range(0, longest, chunk)
-    return [
-        Leg(
-            step,
-            (first_sent - step) % size,
-            (first_sent - step - 1) % size,
-            start,
-            min(chunk, longest - start),
-        )
-        for step in range(size - 1)
-        for start in starts
-    ]
 
 
 def applies(dtype: torch.dtype, plan: Reduction) -> bool:
@@ -244,8 +201,8 @@ class _Messages:
         self._comm = comm
         self._tag = comm.own_tag(Tag.RING)
         self._left, self._right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-        self.sends: list[Any] = []
-        self.receives: list[Any] = []
+        self.sends: list[MPI.Request | None] = []
+        self.receives: list[MPI.Request | None] = []
 
     def send(self, part: Tensor) -> None:
         self.sends.append(self._comm.mpi.Isend(buffer.as_bytes(part), self._right, self._tag))
@@ -264,9 +221,9 @@ class _Messages:
             [request for request in (*self.sends, *self.receives) if request is not None]
         )
 
-    def _wait(self, requests: list[Any], place: int) -> None:
-        if place >= 0 and requests[place] is not None:
-            requests[place].Wait()
+    def _wait(self, requests: list[MPI.Request | None], place: int) -> None:
+        if place >= 0 and (request := requests[place]) is not None:
+            request.Wait()
             requests[place] = None
 
 

@@ -8,7 +8,7 @@ decides.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -18,6 +18,9 @@ from mpidist.comm.mpi.library import MPI
 # MPI's classic interface counts in a C int. Half of its range, so that a sum of two counts fits
 # too.
 MAX_COUNT = 1 << 30
+
+# Memory, count and datatype; as text, because a name of MPI starts MPI.
+Buffer: TypeAlias = "tuple[Any, int, MPI.Datatype]"
 
 
 def pieces(count: int, limit: int | None = None) -> Iterator[tuple[int, int]]:
@@ -44,18 +47,18 @@ def memory(address: int, nbytes: int) -> Any:
     return MPI.buffer.fromaddress(address, nbytes)
 
 
-def as_bytes(tensor: torch.Tensor) -> tuple[Any, int, Any]:
+def as_bytes(tensor: torch.Tensor) -> Buffer:
     """Return the buffer of a contiguous host tensor of at most ``MAX_COUNT`` bytes."""
     nbytes = tensor.nbytes
     return (MPI.buffer.fromaddress(tensor.data_ptr(), nbytes), nbytes, MPI.BYTE)
 
 
-def byte_range(tensor: torch.Tensor, start: int, nbytes: int) -> tuple[Any, int, Any]:
+def byte_range(tensor: torch.Tensor, start: int, nbytes: int) -> Buffer:
     """Return the buffer of ``nbytes`` of a contiguous host tensor from byte ``start`` on."""
     return (MPI.buffer.fromaddress(tensor.data_ptr() + start, nbytes), nbytes, MPI.BYTE)
 
 
-def elements(tensor: torch.Tensor, start: int, count: int, datatype: Any) -> tuple[Any, int, Any]:
+def elements(tensor: torch.Tensor, start: int, count: int, datatype: MPI.Datatype) -> Buffer:
     """Return the buffer of ``count`` elements of a contiguous host tensor from ``start`` on."""
     size = tensor.element_size()
     return (MPI.buffer.fromaddress(tensor.data_ptr() + start * size, count * size), count, datatype)

@@ -44,7 +44,7 @@ class _Lease(np.ndarray):
     """The part of a block that is in use; releases the block when it is dropped."""
 
     pool: BufferPool
-    block: Any
+    block: np.ndarray
 
     def __del__(self) -> None:
         self.pool.release(self.block)
@@ -55,7 +55,7 @@ class BufferPool:
 
     def __init__(self, kept_bytes: int = _KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
-        self._idle: dict[int, list[Any]] = {}
+        self._idle: dict[int, list[np.ndarray]] = {}
         self._idle_bytes = 0
         # Re-entrant: the garbage collector may run during ``acquire`` and release a block in the
         # same thread.
@@ -83,7 +83,7 @@ class BufferPool:
         # lease.
         return memoryview(lease)
 
-    def release(self, block: Any) -> None:
+    def release(self, block: np.ndarray) -> None:
         """Return a block to the pool."""
         with self._lock:
             self._idle.setdefault(block.nbytes, []).append(block)

@@ -9,10 +9,10 @@ from typing import Any
 
 from mpidist.comm.memory.stream import Device
 
-_UNCHANGED: AbstractContextManager[Any] = contextlib.nullcontext()
+_UNCHANGED: AbstractContextManager[None] = contextlib.nullcontext()
 
 
-def as_current(device: Device | None) -> AbstractContextManager[Any]:
+def as_current(device: Device | None) -> AbstractContextManager[None]:
     """Return the context for MPI calls on a device's memory; None stands for host memory."""
     return _UNCHANGED if device is None else device.as_current()
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -30,10 +31,10 @@ class Event(Protocol):
 class Stream(Protocol):
     """A queue of work on the device, executed in order."""
 
-    def do(self, function: Callable[[], Any]) -> None:
+    def do(self, function: Callable[[], object]) -> None:
         """Call ``function`` with this stream current; its tensor operations are queued here."""
 
-    def run(self, function: Callable[[], Any]) -> None:
+    def run(self, function: Callable[[], object]) -> None:
         """Call ``function``; its tensor operations are queued, its host work runs at once."""
 
     def wait(self, event: Any) -> None:
@@ -57,7 +58,7 @@ class Device(Protocol):
     def up(self) -> Any:
         """The stream for copies to the device."""
 
-    def as_current(self) -> Any:
+    def as_current(self) -> AbstractContextManager[None]:
         """Return a context in which this is the calling thread's current device.
 
         Every MPI call on the device's memory needs it. MPI uses CUDA's driver interface in the
@@ -106,7 +107,7 @@ class CudaStream:
         self.device = device
         self.stream = torch.cuda.Stream(device)
 
-    def do(self, function: Callable[[], Any]) -> None:
+    def do(self, function: Callable[[], object]) -> None:
         """See Stream.do."""
         with torch.cuda.stream(self.stream):
             function()
@@ -214,7 +215,7 @@ class HostEvent:
 class HostStream:
     """A stream of the host, which runs work at once."""
 
-    def do(self, function: Callable[[], Any]) -> None:
+    def do(self, function: Callable[[], object]) -> None:
         """See Stream.do."""
         function()
 
@@ -237,7 +238,7 @@ class HostDevice:
     def __init__(self) -> None:
         self.down = self.up = HostStream()
 
-    def as_current(self) -> Any:
+    def as_current(self) -> AbstractContextManager[None]:
         """See Device.as_current."""
         return contextlib.nullcontext()
 

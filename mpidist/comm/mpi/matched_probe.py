@@ -1,9 +1,9 @@
 """Receives by matched probe (MPI-4.1 §3.8.2): the length is compared before bytes are received.
 
 Open MPI over shared memory copies all of a message past 4 KiB into a shorter receive, and reports
-the truncation afterwards: the memory behind the receive is lost. So a receive whose message another
-rank's arguments decide is never posted. The message is matched first, and a message of another
-length goes into memory of its own, because its sender waits until it is received.
+the truncation afterwards: memory after the receive buffer is overwritten. So a receive whose
+message another rank's arguments decide is never posted. The message is matched first, and a message
+of another length goes into memory of its own, because its sender waits until it is received.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Receives:
         self._status = MPI.Status()
         self._error: LengthError | None = None
 
-    def receive(self, space: tuple[Any, int, Any], source: int, tag: int) -> None:
+    def receive(self, space: tuple[Any, int, MPI.Datatype], source: int, tag: int) -> None:
         """Receive one message.
 
         Args:

@@ -35,7 +35,7 @@ def cuda(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("count", "held", "current", "told", "expected"),
+    ("count", "held", "current", "launch", "expected"),
     [
         (4, [], 0, SECOND, 1),
         (4, [], 0, Launch("srun", 8, 5), 1),
@@ -47,8 +47,8 @@ def cuda(monkeypatch):
         (4, [1], 0, Launch("python", None, None), 1),
     ],
 )
-def test_the_device_whose_context_mpi_finds(count, held, current, told, expected):
-    assert device_index(count, held, current, told) == expected
+def test_the_device_whose_context_mpi_finds(count, held, current, launch, expected):
+    assert device_index(count, held, current, launch) == expected
 
 
 def test_it_is_made_and_current_while_mpi_starts_and_the_users_device_stays(cuda):

@@ -38,8 +38,8 @@ def test_ranks_with_one_setting_have_no_problem():
 
 
 def test_ranks_that_differ_are_named():
-    told = trust.problem([trust.DATA, trust.PICKLE, trust.DATA])
-    assert told is not None and "'pickle' or unset on rank 1" in told and "'data' on rank 0" in told
+    text = trust.problem([trust.DATA, trust.PICKLE, trust.DATA])
+    assert text is not None and "'pickle' or unset on rank 1" in text and "'data' on rank 0" in text
 
 
 def test_an_unknown_value_is_an_error_on_one_rank_and_on_all():
