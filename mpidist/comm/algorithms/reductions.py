@@ -224,10 +224,19 @@ def _reduce_scatter_flat(
         target.copy_(mine)
         pairwise.reduce_shard(comm, source, bounds, plan, mine=target)
         return
+    _reduce_scatter_by_mpi(comm, source, target, bounds, plan)
+    reduce_op.divide(target, plan, comm.size)
+
+
+def _reduce_scatter_by_mpi(
+    comm: Communicator,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    bounds: list[int],
+    plan: Reduction,
+) -> None:
     datatype, op = mpi_types.datatype_and_op(target.dtype, plan)
-    if source.numel() <= buffer.MAX_COUNT:
-        _reduce_scatter_by_mpi(comm, source, target, bounds, datatype, op)
-    else:
+    if source.numel() > buffer.MAX_COUNT:
         for root, (first, end) in enumerate(itertools.pairwise(bounds)):
             for start, length in buffer.pieces(end - first):
                 send = buffer.elements(source, first + start, length, datatype)
@@ -237,27 +246,15 @@ def _reduce_scatter_flat(
                     )
                 else:
                     comm.mpi.Reduce(send, None, op, root)
-    reduce_op.divide(target, plan, comm.size)
-
-
-def _reduce_scatter_by_mpi(
-    comm: Communicator,
-    source: torch.Tensor,
-    target: torch.Tensor,
-    bounds: list[int],
-    datatype: MPI.Datatype,
-    op: MPI.Op,
-) -> None:
+        return
     counts = [end - start for start, end in itertools.pairwise(bounds)]
-    memory, into = (
-        buffer.memory(source.data_ptr(), source.nbytes),
-        buffer.elements(target, 0, target.numel(), datatype),
-    )
+    memory = buffer.memory(source.data_ptr(), source.nbytes)
+    received = buffer.elements(target, 0, target.numel(), datatype)
     if min(counts) == max(counts):
         # mpi4py takes the count of one block.
-        comm.mpi.Reduce_scatter_block((memory, counts[0], datatype), into, op)
+        comm.mpi.Reduce_scatter_block((memory, counts[0], datatype), received, op)
     else:
-        comm.mpi.Reduce_scatter((memory, source.numel(), datatype), into, counts, op)
+        comm.mpi.Reduce_scatter((memory, source.numel(), datatype), received, counts, op)
 
 
 def _piece_numel(plan: Reduction) -> int | None:

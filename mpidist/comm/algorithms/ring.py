@@ -137,7 +137,7 @@ def _reduce_scatter(
     longest = max(shard.numel() for shard in shards)
     chunk = max(chunk_bytes // sent_dtype.itemsize, 1)
     route = legs(size, longest, chunk, first_sent=(rank - 1) % size)
-    in_step = -(-longest // chunk)
+    legs_per_step = -(-longest // chunk)
     first = shards[(rank - 1) % size]
     # A contribution that needs no conversion is sent from its own memory; the last sum of an
     # all-reduce is computed in place.
@@ -155,12 +155,12 @@ def _reduce_scatter(
     added: list[Event] = []
     for place, leg in enumerate(route):
         if leg.step:
-            added[place - in_step].synchronize()
+            added[place - legs_per_step].synchronize()
         going = first if is_plain and not leg.step else held[(leg.step + 1) % 2]
         messages.send(_part(going, shards[leg.sent], leg))
         # One receive is posted ahead; its buffer was sent in the previous step.
         for ahead in route[len(messages.receives) : place + 2]:
-            messages.sent(len(messages.receives) - in_step)
+            messages.sent(len(messages.receives) - legs_per_step)
             messages.receive(_part(held[ahead.step % 2], shards[ahead.received], ahead))
         messages.received(place)
         theirs = _part(held[leg.step % 2], shards[leg.received], leg)
@@ -183,13 +183,13 @@ def _all_gather(comm: Communicator, shards: list[Tensor], chunk_bytes: int) -> N
     longest = max(shard.numel() for shard in shards)
     chunk = max(chunk_bytes // shards[0].element_size(), 1)
     route = legs(size, longest, chunk, first_sent=rank)
-    in_step = -(-longest // chunk)
+    legs_per_step = -(-longest // chunk)
     messages = _Messages(comm)
     for place, leg in enumerate(route):
         for ahead in route[len(messages.receives) : place + 2]:
             messages.receive(_part(shards[ahead.received], shards[ahead.received], ahead))
         if leg.step:
-            messages.received(place - in_step)
+            messages.received(place - legs_per_step)
         messages.send(_part(shards[leg.sent], shards[leg.sent], leg))
     messages.end()
 
