@@ -24,8 +24,9 @@ from mpidist.checkpoint import manifest, rng
 from mpidist.checkpoint.manifest import Contents, Entry, Manifest
 from mpidist.checkpoint.plain_data import require_plain
 
-# torch's own reader of plain data imports parts of torch if a file names classes that it allows.
-IMPORTS = ("torch.",)
+# torch's reader of plain data imports parts of torch if a file names classes that it allows; zipfile
+# imports the codec of member names outside ASCII.
+IMPORTS = ("torch.", "encodings.")
 _SHA = "0123456789abcdef" * 4
 _numbers = st.integers(0, 300) | st.sampled_from(
     [1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 40, (1 << 63) - 1, (1 << 64) - 1]

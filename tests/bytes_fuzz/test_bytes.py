@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.bytes_fuzz import mutations, watching
+from tests.bytes_fuzz import checkpoints, mutations, watching
 from tests.bytes_fuzz.targets import SHARES, TARGETS
 from tests.support import ROOT
 
@@ -53,6 +53,15 @@ def test_a_case_that_never_ends_is_reported(monkeypatch):
     assert (
         result["case"] == b"s!".hex() and "no end" in result["error"] and "_spin" in result["trace"]
     )
+
+
+def test_a_member_name_outside_ascii_is_not_reported():
+    """``zipfile`` imports its codec for such a name, once in a process."""
+    (sample, *_) = checkpoints.samples()
+    plain = checkpoints.rewritten(sample, lambda members: None)  # without the flag of UTF-8
+    case = plain.replace(b"archive/version", b"archive/versio\xee")
+    (result,) = watching.results(["checkpoints"], [0], SEED, case)
+    assert "error" not in result
 
 
 def test_a_harmless_case_is_not_reported():
