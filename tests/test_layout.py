@@ -55,7 +55,6 @@ COVERED_BY = {
     "comm/algorithms/low_precision": "comm/algorithms/test_reductions.py",
     "comm/discovery/library_report": "comm/discovery/test_capability.py",
     "comm/discovery/trial_operations": "comm/discovery/test_capability_trial.py",
-    "comm/discovery/visible_devices": "comm/discovery/test_capability.py",
     "comm/discovery/child_job": "comm/discovery/test_capability_trial.py",
     "comm/posted_receives": "comm/mpi/test_matched_probe.py",
     "comm/receive_poller": "comm/mpi/test_matched_probe.py",
@@ -68,7 +67,6 @@ COVERED_BY = {
     "comm/algorithms/staging": "comm/algorithms/test_device_collectives.py",
     "comm/memory/fence": "comm/algorithms/test_device_collectives.py",
     "comm/memory/stream": "comm/algorithms/test_device_collectives.py",  # CUDA's with make gpu
-    "comm/serialization/tensor_spans": "comm/serialization/test_tensor_table.py",
     "comm/serialization/tensor_format": "comm/serialization/test_tensor_table.py",
     "comm/serialization/tensor_pickle": "rpc/test_codec.py",
     "comm/serialization/inline_rows": "comm/serialization/test_tensor_table.py",

@@ -5,7 +5,6 @@ The CPU replaces a device here; the GPU test at the end uses a real one.
 
 import json
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from mpidist.comm.discovery import (
     capability_trial,
     library_report,
     trial_operations,
-    visible_devices,
 )
 from mpidist.comm.discovery.capability import (
     agreed_operations,
@@ -30,6 +28,7 @@ from mpidist.errors import MpidistError
 from tests.support import agree, raises_on_all
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("folder")
 EVERYTHING = frozenset(trial_operations.OPERATIONS)
 # A rank with MPI but without torch, whose import takes seconds.
 _RANK = """
@@ -43,32 +42,6 @@ for operation in sys.argv[sys.argv.index("--device") + 2 :]:
         verdict = "works" if MPI.COMM_WORLD.Get_size() == 2 else "alone"
         print("mpidist-probe ended", operation, verdict, flush=True)
 """
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """Give each test an empty cache folder, and this module its initial state."""
-    monkeypatch.setenv("MPIDIST_CACHE", str(tmp_path))
-    monkeypatch.delenv("MPIDIST_CUDA_AWARE", raising=False)
-    monkeypatch.setattr(capability, "_tables", {})
-    monkeypatch.setattr(visible_devices, "_node_sees_all", None)
-    return tmp_path
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """Count the jobs that this rank starts; each reports that all but one operation work."""
-    started = []
-
-    def found(device, library, cuda_first):
-        started.append(device)
-        return {
-            **dict.fromkeys(trial_operations.OPERATIONS, "works"),
-            "Alltoallv": "ended by signal 11 (SIGSEGV)",
-        }
-
-    monkeypatch.setattr(capability_trial, "try_operations", found)
-    return started
 
 
 def forget(comm, monkeypatch):
@@ -191,54 +164,6 @@ def test_the_trial_starts_mpi_first_where_one_rank_has_done_so(group, monkeypatc
         group._comm.device_operations.clear()
         agreed_operations(group._comm, CPU)
     agree(group, states == ([True, False] if group.rank == 0 else []), f"{states}")
-
-
-def pretend_devices(monkeypatch, visible):
-    """Pretend that this process sees these devices, named by their UUID."""
-    properties = [SimpleNamespace(uuid=name) for name in visible]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties[index])
-    monkeypatch.setattr(capability, "_key", lambda device, is_cuda_first: {"device": "pretended"})
-    monkeypatch.setattr(library_report, "cuda_support", lambda: (True, "it says so"))
-    monkeypatch.setattr(capability.runtime, "device", lambda: torch.device("cuda", 0))
-
-
-@pytest.mark.mpi(min_size=2)
-def test_devices_that_ranks_of_a_node_do_not_see_are_not_given_to_mpi(group, launches, monkeypatch):
-    """With ``srun --gpus-per-task=1`` device 0 differs by rank, and a trial would use one."""
-    where = torch.device("cuda", 0)
-    pretend_devices(monkeypatch, [f"GPU-{group.rank}"])
-    agree(
-        group,
-        agreed_operations(group._comm, where) == frozenset() and not launches,
-        "tried, or used",
-    )
-    agree(
-        group,
-        not known_operations(where) and "--gpu-bind=none" in capabilities().operations["Bcast"],
-        "messages",
-    )
-    forget(group._comm, monkeypatch)
-    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
-    agree(
-        group,
-        agreed_operations(group._comm, where) == known_operations(where) == EVERYTHING,
-        "forced",
-    )
-
-
-@pytest.mark.mpi(min_size=2)
-def test_one_device_of_all_ranks_is_tried(group, launches, monkeypatch):
-    where = torch.device("cuda", 0)
-    pretend_devices(monkeypatch, ["GPU-0"])
-    capability._try_operations(where, False)
-    agree(
-        group,
-        known_operations(where) is None,
-        "a message goes by pointer before the ranks have compared their devices",
-    )
-    working = agreed_operations(group._comm, where)
-    agree(group, working == known_operations(where) == EVERYTHING - {"Alltoallv"}, f"{working}")
 
 
 @pytest.mark.mpi
