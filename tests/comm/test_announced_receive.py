@@ -1,4 +1,4 @@
-"""Objects whose headers announce what does not come: no memory is taken for it, and no other length is accepted."""
+"""Objects whose parts do not arrive, or arrive with another length than announced."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def resident_mib():
 
 
 class Left(Exception):
-    """The other rank sends nothing more."""
+    """Raised where a rank would wait for a message that is not sent."""
 
 
 class Silent:
-    """An MPI whose other rank says how much comes, and sends none of it."""
+    """MPI whose other rank announces lengths and sends no content."""
 
     def __init__(self, *words):
         self.words = list(words)
@@ -77,7 +77,7 @@ def test_what_is_announced_and_not_sent_takes_no_memory(case):
     before = resident_mib()
     with pytest.raises(Left) as left:
         SILENT[case]()
-    assert left.tb is not None  # it keeps the frames, and what they have allocated
+    assert left.tb is not None  # keeps the frames and their memory
     assert resident_mib() - before < MOST_MIB
 
 

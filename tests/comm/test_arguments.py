@@ -1,4 +1,4 @@
-"""Bad input: a typed error that says where, what was expected and what came, before any rank enters MPI."""
+"""Wrong arguments: a typed error with place, expected and given value, before any call of MPI."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ F = torch.zeros
 
 
 def cases(W):
-    """(what, call on a group, exception, words of the message)"""
+    """Return (subject, call on a group, exception, words of the message) of each case."""
     return [
         ("no tensor", lambda g: g.all_reduce([1.0]), TypeError, "tensor; got list"),
         ("sparse", lambda g: g.broadcast(F(3).to_sparse(), 0), TypeError, "dense"),

@@ -1,4 +1,4 @@
-"""Collectives that move data, against the obvious answer; and the shapes that break naive code."""
+"""Collectives that move data: dtypes, uneven and empty parts, strided tensors, large counts."""
 
 import time
 from pathlib import Path
@@ -13,14 +13,15 @@ from tests.support import agree
 pytestmark = pytest.mark.mpi
 
 DTYPES = [
-    torch.bool, torch.uint8, torch.uint16, torch.uint64, torch.int8, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.bool, torch.uint8, torch.uint16, torch.uint64, torch.int8, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32,
     torch.float64, torch.complex64, torch.float8_e4m3fn,
 ]  # fmt: skip
 SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (5, 13)]
 
 
 def value(rank, shape, dtype):
-    """What rank ``rank`` contributes: different everywhere, exact in every dtype."""
+    """Return the contribution of a rank: different on all ranks, exact in every dtype."""
     numel = torch.Size(shape).numel()
     return ((torch.arange(numel) * 7 + rank * 3) % 11).view(shape).to(dtype)
 
@@ -108,8 +109,8 @@ def test_lists_that_are_chunks_of_one_tensor(group):
         whole = torch.zeros(W, numel)
         group.all_gather(list(whole), torch.full((numel,), float(rank)))
         agree(group, bool((whole == torch.arange(W)[:, None]).all()), f"{numel}")
-        # One rank's list is in one piece and the others' are not: the choice of algorithm must not
-        # differ.
+        # One rank's list is contiguous and the others' are not; all ranks must choose the same
+        # algorithm.
         outs = list(torch.zeros(W, numel)) if rank == 0 else [torch.zeros(numel) for _ in range(W)]
         group.all_gather(outs, torch.full((numel,), float(rank)))
         agree(group, all((outs[r] == r).all() for r in range(W)), f"mixed {numel}")
@@ -160,7 +161,7 @@ def test_strided_and_expanded_tensors(group):
 
 
 def test_one_rank_counts_in_larger_units_than_the_others(group, monkeypatch):
-    """Which rank has more than MPI can count in bytes is not known to the others."""
+    """The other ranks do not know which rank has more bytes than MPI can count."""
     if group.rank == 0:
         monkeypatch.setattr(buffer, "MAX_COUNT", 200)
     rows = [1 + (group.rank + to) % 3 for to in range(group.size)]  # as many as come back
@@ -174,7 +175,7 @@ def test_one_rank_counts_in_larger_units_than_the_others(group, monkeypatch):
 
 
 def test_counts_past_the_limit_of_mpi(group, monkeypatch):
-    """The same code that takes 2**31 bytes, with the limit brought down to where a test can afford it."""
+    """The code for 2**31 bytes, with a limit low enough for a test."""
     monkeypatch.setattr(buffer, "MAX_COUNT", 40)
     W, rank = group.size, group.rank
     big = torch.full((101,), float(rank))

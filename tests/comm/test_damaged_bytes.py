@@ -1,4 +1,4 @@
-"""Eager messages, sections and headers of any bytes: refused by FrameError, or no more comes out than has arrived."""
+"""Eager messages, sections and headers of random bytes: a FrameError, or no more than arrived."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One operation's way through a group: checks, order, journal, errors.
+"""Execution of one operation: checks, order, status, errors.
 
-MPI is not started: the operations are the test's own.
+MPI is not started; the operations are functions of the tests.
 """
 
 import threading
@@ -36,7 +36,7 @@ def group():
     made = group_of()
     yield made
     made._progress.close(10)
-    made._closed = True  # else its finalizer says that it was dropped
+    made._closed = True  # or its finalizer would warn
 
 
 def test_a_synchronous_operation_runs_in_the_caller_with_its_arguments(group):
@@ -71,7 +71,7 @@ def test_an_asynchronous_one_runs_in_the_groups_thread(group):
     assert work.operation == "name" and work.result() == (y,) and group.journal.queued() == 0
 
 
-def test_between_nodes_the_groups_thread_waits_otherwise():
+def test_between_nodes_the_groups_thread_sleeps_while_it_waits():
     group = group_of(is_single_node=False)
     seen = []
 
@@ -114,7 +114,7 @@ def test_an_error_leaves_the_group_in_order(group, async_op):
     assert ran == [1]
 
 
-def test_a_lost_group_refuses_later_calls_and_those_that_are_queued(group):
+def test_a_failed_group_refuses_later_and_queued_calls(group):
     entered, gate, ran = threading.Event(), threading.Event(), []
     first = group._launch(
         Operation("first", lambda *_: (entered.set(), gate.wait(10))), async_op=True
@@ -131,7 +131,7 @@ def test_a_lost_group_refuses_later_calls_and_those_that_are_queued(group):
     assert ran == []
 
 
-def test_a_closed_group_says_which_call_came_too_late(group):
+def test_a_closed_group_names_the_call_that_it_refuses(group):
     group._closed = True
     with pytest.raises(
         GroupError, match=r'rank 1 of 4 \(group "test"\): scatter was called on a closed group'
@@ -157,7 +157,7 @@ def test_stages_in_order_are_one_operation(group, async_op):
     assert ran == ["inner", "behind it"] and not is_at_once()
 
 
-def test_whom_a_message_cannot_do_without(group):
+def test_world_ranks_that_a_message_needs(group):
     assert group.peers_of(2) == (12,)
     assert group.peers_of(None) == (10, 12, 13)
 
@@ -176,7 +176,7 @@ def test_a_group_that_is_dropped_warns_and_ends_its_thread():
         del alone
 
 
-def test_a_forked_childs_groups_are_lost(group, monkeypatch):
+def test_the_groups_of_a_forked_child_have_failed(group, monkeypatch):
     monkeypatch.setattr(execution, "_groups", {group})
     execution._forbid_in_child()
     with pytest.raises(Exception, match=r"process forked from the rank.*'spawn' or 'forkserver'"):

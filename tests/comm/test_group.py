@@ -1,4 +1,4 @@
-"""Making, dividing and ending groups; and the barrier that says who is missing."""
+"""Creation, division and end of groups; the monitored barrier."""
 
 import time
 
@@ -35,7 +35,7 @@ def test_split_by_color_and_key(group):
     agree(group, ok)
 
 
-def test_split_leaves_out_whoever_gives_no_color(group):
+def test_split_leaves_out_ranks_without_a_color(group):
     child = group.split(None if group.rank == 0 else 0)
     agree(group, (child is None) == (group.rank == 0))
     if child is not None:
@@ -74,7 +74,7 @@ def test_new_group_refuses(group, ranks):
         group.new_group(ranks)
 
 
-def test_a_closed_group_says_so(group):
+def test_a_closed_group_refuses_calls(group):
     child = group.clone("short-lived")
     child.barrier()
     child.close()
@@ -91,7 +91,7 @@ def test_a_closed_group_says_so(group):
     group.barrier()
 
 
-def test_many_groups_come_and_go(group):
+def test_many_groups_are_made_and_closed(group):
     for turn in range(60):
         child = group.split(0)
         tensor = torch.tensor([float(turn)])
@@ -100,7 +100,7 @@ def test_many_groups_come_and_go(group):
         child.close()
 
 
-def test_closing_waits_for_what_is_queued(group):
+def test_closing_waits_for_queued_operations(group):
     child = group.clone("queued")
     tensors = [torch.full((1000,), float(turn)) for turn in range(20)]
     works = [child.all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -111,14 +111,14 @@ def test_closing_waits_for_what_is_queued(group):
     agree(group, ok)
 
 
-def test_monitored_barrier_passes_when_all_come(group):
+def test_monitored_barrier_passes_when_all_arrive(group):
     for _ in range(5):
         time.sleep(0.01 * group.rank)
         group.monitored_barrier(20)
 
 
-def test_monitored_barrier_beside_operations_that_nobody_waits_for(group):
-    # On one rank the group's thread is in the all-reduce before the barrier, on another behind it.
+def test_monitored_barrier_during_asynchronous_operations(group):
+    # The group's thread enters the all-reduce before the barrier on one rank, after it on another.
     values = [torch.ones(3) for _ in range(50)]
     works = []
     for value in values:
@@ -130,13 +130,13 @@ def test_monitored_barrier_beside_operations_that_nobody_waits_for(group):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_monitored_barrier_names_the_missing_on_every_rank_that_came(group):
+def test_monitored_barrier_names_missing_ranks_on_every_rank_that_arrived(group):
     late = group.size - 1
     if group.rank != late:
         with pytest.raises(CommTimeout, match=rf"rank {late} did not come within 0\.3 s"):
             group.monitored_barrier(0.3)
     group.barrier()
-    if group.rank == late:  # too late: rank 0 does not answer for that number any more
+    if group.rank == late:  # rank 0 does not answer that number any more
         with pytest.raises(CommTimeout, match="rank 0 did not come"):
             group.monitored_barrier(0.3)
     group.barrier()
@@ -150,14 +150,14 @@ def test_monitored_barrier_without_rank_0(group):
             group.monitored_barrier(0.2)
     else:
         group._barriers += 1
-        # What the others sent for the first one must not count for the second.
+        # Arrivals for the first barrier must not count for the second.
     group.barrier()
     group.monitored_barrier(20)
 
 
 @pytest.mark.mpi(min_size=2)
-def test_messages_that_nobody_received_do_not_reach_the_next_group(world):
-    """MPICH gives a freed communicator's context to the next one."""
+def test_messages_without_a_receive_do_not_reach_the_next_group(world):
+    """MPICH gives the context of a freed communicator to the next one."""
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     for numel in (3, 100_000):
         group = world.clone("forgetful")

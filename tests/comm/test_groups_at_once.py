@@ -1,8 +1,8 @@
 """Groups that communicate at the same time, each from a thread of its own.
 
-In jobs of their own: behind some hundred other tests in one process, with communicators on which
-collectives were given up, such a test on 4 ranks has hung within Open MPI's MPI_Allreduce (twice in
-six runs; never in 100,000 rounds of a fresh job).
+In jobs of their own: after about a hundred other tests in one process, with communicators on which
+collectives were abandoned, such a test on 4 ranks hung in Open MPI's MPI_Allreduce (in two of six
+runs; never in 100,000 rounds of a new job).
 """
 
 import pytest
@@ -32,7 +32,8 @@ def test_two_groups_and_the_callers_thread(ranks):
         wrong = 0
         for _ in range(300):
             tensors = [part.clone() for _ in range(3)]
-            works = [group.all_reduce(tensor, async_op=True) for group, tensor in zip(groups, tensors)]
+            pairs = zip(groups, tensors)
+            works = [group.all_reduce(tensor, async_op=True) for group, tensor in pairs]
             world.all_reduce(tensors[2])
             for work in works:
                 work.wait()

@@ -1,4 +1,4 @@
-"""Past 2**31 elements for real, where the node has the memory."""
+"""Tensors past 2**31 elements, on nodes with enough memory."""
 
 import psutil
 import pytest

@@ -1,4 +1,4 @@
-"""Objects over the frame, small and large, in every direction."""
+"""Object collectives and messages: small and large objects, data and pickles, refusals."""
 
 import threading
 
@@ -102,7 +102,7 @@ def test_a_gathered_object_shares_no_memory_with_the_argument(group):
     agree(group, bool((mine == 0).all()))
 
 
-def test_what_cannot_be_pickled_raises_before_anybody_waits(group):
+def test_an_object_that_cannot_be_pickled_raises_on_all_ranks(group):
     raises_on_all(group, Exception, lambda: group.all_gather_object(lambda: None), "pickle")
 
 
@@ -113,7 +113,7 @@ def test_a_wrong_list_is_refused(group):
     group.barrier()
 
 
-def test_an_object_that_never_comes(group):
+def test_a_receive_without_a_message_times_out(group):
     group.timeout_s = 0.1
     with pytest.raises(CommTimeout):
         group.recv_object()
@@ -131,15 +131,15 @@ def test_an_object_that_never_comes(group):
     ],
     ids=["broadcast", "scatter of a short list", "scatter", "all_gather"],
 )
-def test_what_one_rank_cannot_send_is_told_to_all(group, call):
+def test_an_object_that_one_rank_cannot_send_raises_on_all(group, call):
     raises_on_all(group, Exception, lambda: call(group))
-    # and the group goes on
+    # The group continues.
     agree(group, group.all_gather_object(group.rank) == list(range(group.size)))
 
 
 @pytest.mark.mpi(min_size=2)
 def test_threads_that_send_and_receive_objects_at_once_do_not_mix_parts(group):
-    """Objects of several parts, from several threads of one rank to one rank, received by several threads."""
+    """Several threads of one rank send objects of several parts to threads of one rank."""
     threads, each = 4, 12
     wrong = []
 
@@ -179,7 +179,7 @@ def test_objects_with_tensors_of_one_element_and_any_stride(group):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_sender_that_stops_between_two_parts(group):
-    """The parts behind the first are waited for as long as the group's timeout, too."""
+    """The group's timeout holds for the parts after the first, too."""
     parts = list(object_messages.parts(frame.encode(torch.zeros(100_000)), Tag.OBJECT_MESSAGE))
 
     def send(part, number):
@@ -193,7 +193,7 @@ def test_a_sender_that_stops_between_two_parts(group):
             group.recv_object(1)
         group.timeout_s = None
     group.barrier()
-    # The rest arrives where it was expected: memory of a receive that was given up is kept until
+    # The other parts arrive in the memory of the receive that was given up, which is kept until
     # then.
     if group.rank == 1:
         for part in parts[1:]:
@@ -203,11 +203,11 @@ def test_a_sender_that_stops_between_two_parts(group):
         work.release_orphans()
 
 
-# --- data alone ---
+# --- data only ---
 
 
 class Own:
-    """Any class of a user's: no plain data."""
+    """A class of the user, which is not plain data."""
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -216,7 +216,7 @@ def test_all_directions_as_data(group, monkeypatch, large, by):
     told = {"data_only": True} if by == "keyword" else {}
     if by == "variable":
         monkeypatch.setenv("MPIDIST_TRUST", "data")
-    # Nobody may unpickle.
+    # No rank may unpickle.
     monkeypatch.setattr(frame.tensor_pickle, "loads", None)
     W, rank = group.size, group.rank
     mine, last = something(rank, large), group.size - 1
@@ -254,7 +254,7 @@ def test_all_directions_as_data(group, monkeypatch, large, by):
     ],
     ids=["broadcast", "scatter", "all_gather"],
 )
-def test_what_is_no_data_is_told_to_all_with_its_place(group, call):
+def test_an_object_that_is_not_data_raises_on_all_with_its_place(group, call):
     told = raises_on_all(
         group,
         MpidistError,
@@ -262,12 +262,12 @@ def test_what_is_no_data_is_told_to_all_with_its_place(group, call):
         "['x'][1]: a tests.comm.test_objects.Own is no plain data",
     )
     agree(group, (group.rank != 0) == ("could not send its object" in told))
-    # and the group goes on
+    # The group continues.
     agree(group, group.all_gather_object(group.rank) == list(range(group.size)))
 
 
 @pytest.mark.mpi(min_size=2)
-def test_what_is_gathered_at_one_rank_and_is_no_data_is_told_there(group):
+def test_a_gathered_object_that_is_not_data_raises_on_the_root(group):
     try:
         group.gather_object(Own() if group.rank == 1 else 1, 0, data_only=True)
         told = ""
@@ -279,7 +279,7 @@ def test_what_is_gathered_at_one_rank_and_is_no_data_is_told_there(group):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_rank_that_asks_for_data_refuses_the_others_pickles(group):
-    """No rank waits: the messages have been exchanged when one of them is refused."""
+    """No rank waits, because the messages are exchanged before one of them is refused."""
     last = group.size - 1
     is_last = group.rank == last
     calls = [
@@ -341,7 +341,7 @@ def test_an_unreadable_setting_is_an_error_before_anything_is_sent(group, monkey
 
 @pytest.mark.mpi(min_size=2)
 def test_a_group_is_made_while_parts_of_an_object_are_under_way(group):
-    """The members' messages and the parts of an object once had one tag: each took the other's."""
+    """Messages of the creation and parts of an object have different tags."""
     sent = [torch.arange(100_000.0), torch.ones(50_000)]
     sending = threading.Thread(target=group.send_object, args=(sent, 1), daemon=True)
     if group.rank == 0:

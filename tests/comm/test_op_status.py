@@ -1,4 +1,4 @@
-"""What the watchdog reads."""
+"""Status of a group's operations, as the watchdog reads it."""
 
 from types import SimpleNamespace
 
@@ -11,13 +11,13 @@ from mpidist.comm.op_status import Journal
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Return a list whose one number is what the journal's clock says, in seconds."""
+    """Return a list of one number, the time of the journal's clock in seconds."""
     now = [1000.0]
     monkeypatch.setattr(journals, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
-def test_an_operation_is_told_with_its_number_shape_dtype_and_time(clock):
+def test_an_operation_is_described_with_number_shape_dtype_and_time(clock):
     journal = Journal("world", "key")
     assert (
         str(journal.snapshot()[0]) == 'outside any collective of group "world"; there was none yet'
@@ -56,7 +56,7 @@ def test_the_clock_starts_anew_with_each_operation(clock):
     assert str(journal.snapshot()[0]).startswith("in number 2 barrier()")
 
 
-def test_waits_for_messages_stand_beside_it():
+def test_waits_for_messages_have_entries_of_their_own():
     journal = Journal("world", "key", queued=lambda: 3)
     journal.enter_wait(1, "recv", torch.zeros(4))
     collective, wait = journal.snapshot()
@@ -78,7 +78,7 @@ def test_an_ended_operations_tensor_is_free():
     assert alive() is None
 
 
-def test_the_group_that_is_longest_in_the_making_is_known():
+def test_the_oldest_creation_under_way_is_returned():
     journal = Journal("world", "key")
     assert journal.creation() == (0, 0.0)
     first, second = journal.enter_creation("new_group"), journal.enter_creation("new_group")

@@ -1,4 +1,4 @@
-"""Messages: tags, any source, batches, time limits."""
+"""Point-to-point messages: tags, any source, batches, timeouts."""
 
 import time
 
@@ -50,7 +50,7 @@ def test_tags_match_out_of_order(group):
     agree(group, group.rank != 1 or got == {5: 5.0, 6: 6.0, 7: 7.0}, str(got))
 
 
-def test_any_source_says_whose_it_is(group):
+def test_a_receive_from_any_source_returns_the_sender(group):
     ok = True
     if group.rank == 0:
         seen = set()
@@ -110,14 +110,14 @@ def test_a_wait_that_is_too_short_may_be_repeated(group):
     agree(group, into.item() == left)
 
 
-def test_a_receive_that_never_comes_is_withdrawn_at_the_groups_timeout(group):
+def test_a_receive_without_a_message_is_withdrawn_at_the_groups_timeout(group):
     group.timeout_s = 0.1
     into = torch.full((1,), 7.0)
     with pytest.raises(CommTimeout):
         group.recv(into, (group.rank + 1) % group.size)
     group.timeout_s = None
     group.barrier()
-    # The memory is free again: a later message of the same tag goes to a later receive.
+    # A later message of the same tag goes to a later receive.
     right, left = ring(group)
     later = torch.zeros(1)
     work = group.isend(torch.tensor([float(group.rank)]), right)

@@ -1,4 +1,4 @@
-"""Events of operations in torch.profiler: where they run, what they say, and that none outlives its profiler."""
+"""Events of operations in torch.profiler: their threads, fields and ends."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ PREFIX = "mpidist:"
 
 
 def profiled(all_threads=False):
-    """Return a profiler of this thread, or of all."""
+    """Return a profiler of this thread, or of all threads."""
     config = _ExperimentalConfig(profile_all_threads=all_threads)
     return profile(
         activities=[ProfilerActivity.CPU], record_shapes=True, experimental_config=config
@@ -27,7 +27,7 @@ def profiled(all_threads=False):
 
 
 def trace(done, tmp_path):
-    """Return our events of a trace in the order of their beginning, as Chrome's format has them."""
+    """Return our events of a trace in Chrome's format, ordered by their beginning."""
     path = tmp_path / "trace.json"
     done.export_chrome_trace(str(path))
     events = [
@@ -39,7 +39,7 @@ def trace(done, tmp_path):
 
 
 def counts(done):
-    """Return how often each of our events came, without those that wait."""
+    """Return the number of each of our events, without the waits."""
     ours = {
         e.key.removeprefix(PREFIX): e.count for e in done.key_averages() if e.key.startswith(PREFIX)
     }
@@ -54,7 +54,7 @@ def test_every_operation_is_one_event(group, all_threads):
     memory = shared_memory.share(group, 64)
     shards = shard_memory.allocate(group, 8 * size)
     parts = [[(8 * place, 8 * place + 8)] for place in range(size)]
-    # of known memory from now on: the shortest path must not go past the profiler
+    # The fast path has cached the memory now, and must not bypass the profiler.
     group.all_reduce(t)
     with profiled(all_threads) as done:
         for asynchronous in (False, True):
@@ -101,8 +101,8 @@ def test_every_operation_is_one_event(group, all_threads):
         for name, count in expected.items()
         if found.get(name) != count
     }
-    # What consists of others (a sparse sum, an average) shows those as well, where its thread is
-    # recorded.
+    # Operations of several stages (a sparse sum, an average) record their stages as well, if their
+    # thread is recorded.
     least = {"all_reduce": 4, "all_gather": 2, "all_gather_into_tensor": 2, "barrier": 2}
     wrong |= {
         name: (found.get(name), f">= {count}")
@@ -164,7 +164,7 @@ def test_a_profile_of_all_threads_has_the_events_in_the_group_s_thread(group, tm
     events = {e["name"].removeprefix(PREFIX): e for e in trace(done, tmp_path)}
     threads = [events[name]["tid"] for name in ("first", "all_reduce", "barrier", "first:wait")]
     agree(group, threads[0] == threads[1] != threads[2] == threads[3], str(threads))
-    # It ran when its turn came, not when it was called.
+    # The event is at the time of the execution, not of the call.
     first, second = events["first"], events["all_reduce"]
     agree(
         group,
@@ -232,7 +232,7 @@ def test_an_error_within_an_operation_ends_its_event(group, tmp_path, all_thread
                 work.wait()
             except OSError as error:
                 raised.append(str(error))
-        # Refused as ever, and no event: nothing has been sent.
+        # Refused without an event, because nothing is sent.
         for call in (
             lambda: group.send("text", 0),
             lambda: group.send(torch.ones(1), group.size),
@@ -270,12 +270,12 @@ def test_a_profiler_that_begins_or_ends_within_an_asynchronous_operation(group, 
             after = group.in_order(gates[1].wait, operation="after")
             last = group.all_reduce(t, async_op=True)
         found.append(counts(done))
-        # The profiler has gone, and its memory: nothing may write to it now.
+        # The profiler's memory is freed now, and must not be written.
         gates[1].set()
         for work in (after, last):
             work.wait()
         agree(group, t.tolist() == [turn * group.size**2] * 2, str(t))
-    # A thread that is recorded by itself may begin or end on either side of the profiler's own.
+    # A recorded thread may begin or end before or after the profiler.
     complete = None if all_threads else {"after": 1, "all_reduce": 2}
     ok = all(f == complete if complete else f.get("all_reduce", 0) >= 1 for f in found)
     agree(group, ok, str(found))

@@ -1,4 +1,4 @@
-"""The order of one group: the queue, its thread, and who executes an operation."""
+"""Queue and thread of a group: order, executing thread, callbacks, end."""
 
 import threading
 import time
@@ -32,7 +32,7 @@ def test_queued_operations_end_in_their_order_in_one_thread(progress):
     assert ran == [(number, "mpidist-test") for number in range(50)] and progress.pending == 0
 
 
-def test_a_synchronous_call_enters_only_when_nothing_is_queued(progress):
+def test_a_synchronous_call_enters_only_if_the_queue_is_empty(progress):
     assert progress.try_enter()
     progress.lock.release()
     gate, first = threading.Event(), Future()
@@ -70,7 +70,7 @@ def test_an_error_is_the_operations_alone(progress, way):
     assert isinstance(wrong.exception(), KeyError) and right.wait(10) and right.exception() is None
 
 
-def test_what_a_callback_issues_goes_ahead_of_the_queue(progress):
+def test_operations_of_a_callback_precede_the_queue(progress):
     ran, gate = [], threading.Event()
     first, inner, second = Future(), Future(), Future()
 
@@ -98,7 +98,7 @@ def test_at_once_ends_with_its_block_and_is_the_threads_own():
     assert seen == [False] and not is_at_once()
 
 
-def test_closing_waits_for_the_queue_and_refuses_what_comes_later():
+def test_closing_waits_for_the_queue_and_refuses_later_operations():
     order, ran = Progress("short"), []
     works = [Future() for _ in range(5)]
     for number, one in enumerate(works):

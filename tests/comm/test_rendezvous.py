@@ -1,4 +1,4 @@
-"""The store that lives on MPI."""
+"""Rendezvous ``mpi://``: its store, requests that are refused, and waits."""
 
 import logging
 import struct
@@ -43,7 +43,8 @@ def store(group):
 
     shared = shared_store()
     name = group.broadcast_object(f"test{time.time()}")
-    yield dist.PrefixStore(name, shared)  # through C++ and back, as torch uses it
+    # Through C++ and back, as torch uses the store.
+    yield dist.PrefixStore(name, shared)
     group.barrier()
 
 
@@ -61,7 +62,7 @@ def test_every_rank_reads_what_every_rank_wrote(group, store):
 
 
 @pytest.mark.mpi
-def test_get_waits_for_a_key_that_comes_later(group, store):
+def test_get_waits_for_a_key_that_is_set_later(group, store):
     if group.rank == 0:
         time.sleep(0.1)
         store.set("late", "here")
@@ -91,7 +92,7 @@ def test_a_wait_ends_at_its_timeout(group, store):
     def wait():
         store.wait(["never"], timedelta(seconds=0.2))
 
-    # Through C++ a CommTimeout has become a plain RuntimeError.
+    # C++ turns a CommTimeout into a RuntimeError.
     raises_on_all(group, RuntimeError, wait, "did not come within")
 
 
@@ -117,13 +118,13 @@ def test_append(group, store):
     agree(group, store.get("word") == "".join("abcd"[t % 4] for t in range(group.size)).encode())
 
 
-# --- requests that are none ---
+# --- invalid requests ---
 
 TAG = REPLY_TAGS[0]
 
 
 class Runs:
-    """Ends the process that unpickles it."""
+    """Object that ends the process that unpickles it."""
 
     def __reduce__(self):
         return exec, ("import os; os._exit(3)",)
@@ -161,7 +162,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_is_no_request_is_refused(name):
+def test_an_invalid_request_is_refused(name):
     with pytest.raises(FrameError):
         key_value_table.request_of(FOREIGN[name])
 
@@ -169,13 +170,13 @@ def test_what_is_no_request_is_refused(name):
 @pytest.mark.parametrize(
     "data", [b"", written(1), written(1, 2), bytes(frame.to_bytes([Runs(), None]))]
 )
-def test_what_is_no_reply_is_refused(data):
+def test_an_invalid_reply_is_refused(data):
     with pytest.raises(FrameError):
         key_value_table.answer_of(data)
 
 
 @pytest.mark.mpi(min_size=2)
-def test_the_server_drops_what_is_no_request_and_goes_on(group, store, caplog):
+def test_the_server_drops_invalid_requests_and_continues(group, store, caplog):
     server = rendezvous.shared_store()
     with caplog.at_level(logging.WARNING):
         if group.rank == 1:
@@ -195,7 +196,7 @@ def test_the_server_drops_what_is_no_request_and_goes_on(group, store, caplog):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_reply_that_a_client_does_not_take_holds_nobody_up(group, store):
+def test_a_reply_that_a_client_does_not_receive_delays_no_rank(group, store):
     server = rendezvous.shared_store()
     if group.rank == 1:
         store.set("large", b"x" * (8 << 20))
@@ -204,7 +205,7 @@ def test_a_reply_that_a_client_does_not_take_holds_nobody_up(group, store):
     group.barrier()
     store.set(f"rank{group.rank}", "here")
     agree(group, all(store.get(f"rank{rank}") == b"here" for rank in range(group.size)))
-    if group.rank == 1:  # taken after all, so that the job can end
+    if group.rank == 1:  # received in the end, so that the job can end
         status = MPI.Status()
         while (message := server._mpi.Improbe(0, TAG, status)) is None:
             time.sleep(1e-3)
@@ -213,7 +214,7 @@ def test_a_reply_that_a_client_does_not_take_holds_nobody_up(group, store):
 
 
 @pytest.mark.mpi
-def test_adding_to_what_is_no_number_is_the_callers_error_alone(group, store):
+def test_adding_to_a_value_that_is_not_a_number_raises_in_the_caller_alone(group, store):
     shared = rendezvous.shared_store()
     key = f"text of {group.rank} at {time.time()}"
     shared.set(key, b"abc")

@@ -1,4 +1,4 @@
-"""The group that a user means: one of ours, one of torch's, or none."""
+"""Resolution of a ``process_group`` argument: a native group, torch's group, or None."""
 
 import pytest
 import torch.distributed as dist
@@ -21,7 +21,7 @@ def test_torchs_group_is_the_one_it_wraps(default_group, world):
 
     native = native_group(dist.group.WORLD)
     assert isinstance(native, ProcessGroup) and native is dist.group.WORLD.native
-    # A script that has called torch's init_process_group means that group.
+    # After torch's init_process_group, None is torch's default group.
     assert module.default_group() is dist.group.WORLD and native_group(None) is native
     part = dist.new_group()
     agree(world, native_group(part) is part.native and part.native is not native)

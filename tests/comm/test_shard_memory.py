@@ -1,4 +1,4 @@
-"""Parts that each rank writes, in every rank's copy: on one node, on several, in one copy, and where nothing can be shared."""
+"""Shard memory: on one node, on several, in one copy for each node, and without shared memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NBYTES = 5000
 
 @pytest.fixture
 def on_nodes(world, monkeypatch):
-    """Make groups whose ranks are on nodes of our own invention."""
+    """Return a function that makes groups with simulated nodes."""
     made = []
 
     def make(layout, **options):
@@ -48,7 +48,7 @@ def on_nodes(world, monkeypatch):
 
 
 def ranges_of(size, seed):
-    """Return two parts a rank, which together are all bytes; some are empty."""
+    """Return two parts for each rank, some of them empty, which together are all bytes."""
     generator = torch.Generator().manual_seed(seed)
     bounds = [
         0,
@@ -71,7 +71,7 @@ def expected(ranges, seed):
 @pytest.mark.parametrize("one_copy", [False, True], ids=["copies", "one copy"])
 @pytest.mark.parametrize("shares", [True, False], ids=["memory", "messages"])
 def test_all_get_all_parts(world, on_nodes, monkeypatch, layout, one_copy, shares):
-    """Again and again without a pause, such that a rank that runs ahead would overwrite what another still reads."""
+    """Gathers without a pause: a rank ahead of the others could overwrite a part that they read."""
     if not shares:
         monkeypatch.setattr(shard_memory, "shared_maps", lambda comm, sizes: None)
     group = on_nodes(layout)
@@ -92,7 +92,8 @@ def test_all_get_all_parts(world, on_nodes, monkeypatch, layout, one_copy, share
         if not torch.equal(memory.own, whole):
             wrong.append(step)
         if memory.is_one_copy:
-            group.barrier()  # until here others read the one copy, which this rank writes next
+            # Other ranks read the one copy, which this rank writes next.
+            group.barrier()
     agree(world, not wrong, str(wrong))
 
 
@@ -101,7 +102,7 @@ def test_all_get_all_parts(world, on_nodes, monkeypatch, layout, one_copy, share
 def test_where_one_rank_cannot_share_all_send_messages(
     world, on_nodes, monkeypatch, layout, one_copy
 ):
-    """A node of one rank needs nobody's memory, and yet must take the way that the others take."""
+    """A node of one rank needs no shared memory, and must still choose as the others do."""
     group = on_nodes(layout)
     true_maps = shard_memory.shared_maps
     alone = layout == "uneven"
@@ -122,7 +123,7 @@ def test_where_one_rank_cannot_share_all_send_messages(
 
 
 def test_under_other_defaults(world, on_nodes):
-    """A default device, a default dtype and inference mode are the user's own affair."""
+    """The user may set a default device, a default dtype and inference mode."""
     group = on_nodes("blocks")
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -154,7 +155,7 @@ def test_in_groups_that_can_be_left_and_in_debug_mode(world, on_nodes, monkeypat
         ranges = ranges_of(group.size, 3)
         for first, end in ranges[group.rank]:
             memory.own[first:end] = expected(ranges, 3)[first:end]
-        # A synchronous call on one rank meets an asynchronous one on another.
+        # A synchronous call on one rank matches an asynchronous one on another.
         work = memory.gather(ranges, async_op=group.rank == 0)
         if work is not None:
             work.wait()

@@ -1,4 +1,7 @@
-"""Groups that raise on a timeout; jobs that end by one are in tests/integration/test_lost_ranks.py."""
+"""Groups that raise on a timeout.
+
+Jobs that a timeout ends are tested in tests/integration/test_lost_ranks.py.
+"""
 
 import time
 from functools import partial
@@ -13,7 +16,7 @@ from tests.support import agree, raises_on_all
 
 pytestmark = pytest.mark.mpi
 
-# What all ranks but the last wait in.
+# Calls in which all ranks but the last wait.
 _WAITS = {
     "all_reduce": lambda group: group.all_reduce(torch.ones(3)),
     "large all_reduce": lambda group: group.all_reduce(torch.ones(300_000)),
@@ -45,7 +48,7 @@ def test_a_timeout_raises_on_every_rank_and_the_group_has_failed(world):
                 told = "went through"
         except CommTimeout as error:
             told = str(error)
-        # The rank that never came learns of it, too.
+        # The rank that did not call it gets the failure, too.
         deadline = time.monotonic() + 30
         while group._failure is None and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The thread that notices an operation which cannot end: its report, and whole jobs with hangs and deaths."""
+"""Watchdog: late operations, its report and messages, and jobs with hangs and dead ranks."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from tests.support import agree, printed, short_job
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Return a list whose one number is what the journals' and the watchdog's clock says, in seconds."""
+    """Return a list of one number, the time of journals and watchdog in seconds."""
     now = [1000.0]
     time = SimpleNamespace(
         monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
@@ -30,7 +30,7 @@ def clock(monkeypatch):
 
 
 class Group:
-    """What the watchdog knows of a group."""
+    """The part of a group that the watchdog uses."""
 
     def __init__(self, world_ranks, timeout_s=5.0, name="test"):
         self.name, self.key, self.world_ranks, self.timeout_s = (
@@ -52,7 +52,7 @@ class Group:
 
 @pytest.fixture
 def dog(monkeypatch, clock):
-    """A watchdog of rank 0 without a thread, whose messages go nowhere; and what it has written and aborted with."""
+    """Return a watchdog of rank 0 without thread and messages, and a record of its output."""
     monkeypatch.setattr(watchdog.Watchdog, "_serve", lambda self: None)
     said = SimpleNamespace(sent=[], written=[], aborted=[])
     monkeypatch.setattr(
@@ -65,7 +65,7 @@ def dog(monkeypatch, clock):
     return made, said
 
 
-def test_a_collective_in_time_is_left_alone(dog, clock):
+def test_a_collective_in_time_is_not_reported(dog, clock):
     watching, said = dog
     group = Group((0, 1))
     watching._check(group)
@@ -110,7 +110,7 @@ def test_a_late_collective_is_reported_once_then_the_job_ends(dog, clock):
     )
 
 
-def test_a_call_that_came_back_ends_no_job(dog, clock):
+def test_a_call_that_returns_does_not_end_the_job(dog, clock):
     watching, said = dog
     group = Group((0, 1))
     group.journal.enter("barrier", None)
@@ -125,7 +125,7 @@ def test_a_call_that_came_back_ends_no_job(dog, clock):
     assert said.aborted == [] and len(said.written) == 1
 
 
-def test_a_rank_that_has_left_is_waited_for_two_seconds_alone(dog, clock):
+def test_a_rank_that_has_ended_is_waited_for_two_seconds_only(dog, clock):
     watching, said = dog
     group = Group((0, 3), timeout_s=1800.0)
     # Rank 3 ended after its first collective of this group; a group that it had closed is not in
@@ -154,12 +154,12 @@ def test_another_rank_that_is_late_prints_if_it_was_the_first_to_ask(dog, clock)
     group.journal.enter("barrier", None)
     watching._check(group)
     clock[0] += 6
-    # What rank 1's question would have left here, had its watchdog a lower rank than this one's.
+    # The state after a question of a watchdog with a lower rank.
     subject = (group.key, "barrier number 1")
     watching._printers[subject] = -1
     watching._check(group)
     waited = clock[0] - 1006
-    # the other did not print in time
+    # The other watchdog did not print in time.
     assert len(said.written) == 1 and waited >= watchdog._PRINTED_S
     again = Group((0, 1), name="again")
     again.journal.enter("barrier", None)
@@ -178,7 +178,7 @@ ENTRY = journals.Entry("group", "key", 3, "barrier", (2, 3), "float32", 1.5, 0)
 
 
 class Runs:
-    """Ends the process that unpickles it."""
+    """Object that ends the process that unpickles it."""
 
     def __reduce__(self):
         return exec, ("import os; os._exit(3)",)
@@ -216,7 +216,7 @@ FOREIGN = {
         ("left", {"key": 3}),
     ],
 )
-def test_messages_come_back(kind, content):
+def test_messages_are_decoded_as_encoded(kind, content):
     assert watchdog_messages.decoded(watchdog_messages.encoded(kind, 7, content)) == (
         kind,
         7,
@@ -225,13 +225,13 @@ def test_messages_come_back(kind, content):
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_is_no_message_is_refused(name):
+def test_an_invalid_message_is_refused(name):
     with pytest.raises(FrameError):
         watchdog_messages.decoded(FOREIGN[name])
 
 
 @pytest.mark.mpi(min_size=2)
-def test_the_thread_drops_what_is_no_message_and_goes_on(group, caplog):
+def test_the_thread_drops_invalid_messages_and_continues(group, caplog):
     dog = watchdog._watchdog
     if group.rank == 1:
         for data in FOREIGN.values():
@@ -249,7 +249,7 @@ def test_the_thread_drops_what_is_no_message_and_goes_on(group, caplog):
     agree(group, ok, caplog.text)
 
 
-def test_a_report_says_what_each_rank_is_in(clock, monkeypatch):
+def test_a_report_names_the_operation_of_each_rank(clock, monkeypatch):
     group = Group((4, 0, 2))
     group.journal.enter("barrier", None)
     group.journal.observe()
@@ -272,7 +272,7 @@ def test_a_report_says_what_each_rank_is_in(clock, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_comes_is_reported_and_the_job_ends():
+def test_a_missing_rank_is_reported_and_the_job_ends():
     done = short_job(
         2,
         """
@@ -335,7 +335,7 @@ except RankFailureError as error:
     print(json.dumps({{"rank": world.rank, "ranks": error.ranks}}), flush=True)
 """
 _ENDS = {
-    # what a rank does after rank 1 has come to its end: what it is told
+    # Calls of a rank after the end of rank 1, and their errors.
     "recv": (
         "world.recv(torch.zeros(2), 1)",
         "recv waits for world rank 1, which came to the end of the program",
@@ -344,7 +344,7 @@ _ENDS = {
         "world.recv_object(1)",
         "recv_object waits for world rank 1, which came to the end of the program",
     ),
-    # The last, because it stays under way.
+    # The last one, because the message stays under way.
     "send_object": (
         "world.send_object(torch.zeros(5_000_000), 1)",
         "send_object waits for world rank 1, which came to the end of the program",
@@ -354,7 +354,7 @@ _ENDS = {
 
 @pytest.fixture(scope="module")
 def left():
-    """A job of which one rank ends early."""
+    """A job with a rank that ends early."""
     return short_job(3, _LEAVES.format(calls={name: call for name, (call, _) in _ENDS.items()}))
 
 
@@ -379,7 +379,7 @@ def test_a_message_to_or_from_a_rank_that_has_ended_fails(left, call):
 
 @pytest.fixture(scope="module")
 def late():
-    """A job whose rank 2 comes late to two collectives, and stays longer than the others."""
+    """A job whose rank 2 is late for two collectives, and ends after the others."""
     return short_job(
         3,
         """
@@ -394,8 +394,9 @@ def late():
         if world.rank == 2:
             time.sleep(3)  # longer than a rank that has left is waited for
         tensor = torch.ones(2)
-        groups[3].gather(tensor, [torch.empty(2) for _ in range(3)] if world.rank == 0 else None, 0)
-        dist.gather(tensor, [torch.empty(2) for _ in range(3)] if world.rank == 0 else None, 0, group=other)
+        parts = [torch.empty(2) for _ in range(3)] if world.rank == 0 else None
+        groups[3].gather(tensor, parts, 0)
+        dist.gather(tensor, parts, 0, group=other)
         if world.rank == 1:
             dist.destroy_process_group(other)
             del other
@@ -411,7 +412,7 @@ def late():
 
 
 @pytest.mark.slow
-def test_groups_that_a_rank_has_closed_or_that_share_a_name_are_not_missed(late):
+def test_groups_that_a_rank_has_closed_or_that_share_a_name_are_not_reported(late):
     assert late.stdout.count("went on") == 3, late.stdout + late.stderr
     assert "has left" not in late.stderr
 
@@ -439,7 +440,7 @@ def test_a_group_that_a_member_does_not_make_ends_the_job_after_the_timeout():
 
 
 @pytest.mark.slow
-def test_with_ulfm_the_others_outlive_a_rank_that_ends_early():
+def test_with_ulfm_the_others_continue_after_a_rank_ends_early():
     done = short_job(3, _LEAVES.format(calls={}), *_ULFM)
     lines = [
         json.loads(line)
@@ -447,7 +448,7 @@ def test_with_ulfm_the_others_outlive_a_rank_that_ends_early():
         if line.startswith("{") and "ranks" in line
     ]
     assert sorted(line["rank"] for line in lines) == [0, 2], done.stdout + done.stderr
-    # The slower of the two may find that the other has ended as well.
+    # The other rank may have ended before the slower one raises.
     assert all(1 in line["ranks"] for line in lines), done.stdout
 
 
@@ -455,7 +456,7 @@ _ULFM = ("--with-ft", "ulfm")
 
 
 @pytest.mark.slow
-def test_with_ulfm_a_rank_left_alone_goes_on():
+def test_with_ulfm_the_last_rank_continues():
     done = short_job(
         2,
         """
@@ -480,20 +481,21 @@ def test_with_ulfm_a_rank_left_alone_goes_on():
             again = type(error).__name__
         tensor = torch.full((3,), rank + 1.0)
         dist.all_reduce(tensor, group=other)
-        print(json.dumps({"rank": rank, "raised": raised, "again": again, "sum": tensor.tolist()}), flush=True)
+        facts = {"rank": rank, "raised": raised, "again": again, "sum": tensor.tolist()}
+        print(json.dumps(facts), flush=True)
         """,
         *_ULFM,
     )
     facts = printed(done)
     assert "past its timeout of 1 s" in facts[0]["raised"]
     assert "rank 1: outside any collective" in facts[0]["raised"]
-    # the group is lost on both
+    # The group has failed on both.
     assert (facts[0]["again"], facts[1]["again"]) == ("CommTimeout", "RankFailureError")
     assert facts[0]["sum"] == facts[1]["sum"] == [3.0] * 3
 
 
 @pytest.mark.slow
-def test_with_ulfm_the_survivors_learn_who_died():
+def test_with_ulfm_the_error_names_the_dead_rank():
     done = short_job(
         3,
         """
@@ -510,10 +512,11 @@ def test_with_ulfm_the_survivors_learn_who_died():
                 turned.all_reduce(torch.ones(10))
         except RankFailureError as error:
             facts = {"rank": world.rank, "ranks": error.ranks, "text": str(error)}
-        # Our threads meet the death within their next rounds; the survivors must still be there and hear each other.
+        # Our threads call MPI meanwhile; the surviving ranks must still exchange messages.
         time.sleep(0.5)
         heard = torch.zeros(1)
-        works = [world.isend(torch.full((1,), world.rank + 5.0), 2 - world.rank), world.irecv(heard, 2 - world.rank)]
+        sent = torch.full((1,), world.rank + 5.0)
+        works = [world.isend(sent, 2 - world.rank), world.irecv(heard, 2 - world.rank)]
         for work in works:
             work.wait(20)
         facts["heard"] = heard.item()

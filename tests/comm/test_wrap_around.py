@@ -1,4 +1,4 @@
-"""Sums and products of integers past their range, modulo 2**bits as torch computes them, whatever the MPI library does."""
+"""Sums and products of integers past their range: modulo 2**bits with every MPI library."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from tests.support import agree
 pytestmark = pytest.mark.mpi
 
 DTYPES = [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.int64]
-# Vector instructions take 16 or 32 bytes and leave the rest to others; the longest is past the
-# eager messages.
+# Vector instructions work on 16 or 32 bytes, and scalar ones on the rest; the longest tensor is no
+# eager message.
 NUMELS = (1, 8, 16, 33, 1000, 70_001)
 FACTOR = 3
 
@@ -21,7 +21,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: str(x).repla
 
 
 def part(rank, numel, dtype):
-    """Rank ``rank``'s contribution: numbers of the whole range, then all ranks at the least, then all at the greatest."""
+    """Return a rank's contribution: random numbers, then the least, then the greatest number."""
     limits = torch.iinfo(dtype)
     bits = torch.randint(0, 1 << 32, (numel,), generator=torch.Generator().manual_seed(rank))
     numbers = bits.to(dtype) if limits.bits < 64 else bits * bits
@@ -31,7 +31,7 @@ def part(rank, numel, dtype):
 
 
 def computed_by_torch(parts, op):
-    """Combine contributions in int64, which wraps around, and cut the result to their type's bits."""
+    """Reduce contributions in int64, which wraps around, then keep the bits of their dtype."""
     total = parts[0].to(torch.int64)
     for other in parts[1:]:
         total = total * other.to(torch.int64) if op == PRODUCT else total + other.to(torch.int64)
@@ -122,7 +122,7 @@ def test_by_shards_and_in_pieces(group, dtype, monkeypatch):
     for from_bytes, limit in ((64, 1 << 30), (1 << 30, 100)):
         monkeypatch.setattr(pairwise, "FROM_BYTES", from_bytes)
         monkeypatch.setattr(buffer, "MAX_COUNT", limit)
-        # calls by the other limits, which a rank may hold for an address and another not
+        # Prepared with other limits, for addresses that may differ by rank.
         group._fast_path.forget()
         for op in (SUM, AVG, PRODUCT):
             tensor, kept = parts[group.rank].clone(), parts[group.rank].clone()
@@ -138,7 +138,7 @@ def test_by_shards_and_in_pieces(group, dtype, monkeypatch):
 
 @each_dtype
 def test_between_nodes(world, dtype, monkeypatch):
-    """Non-blocking calls of MPI, which combine in whichever thread waits."""
+    """Non-blocking calls of MPI, which reduce in the thread that waits."""
     monkeypatch.setattr(runtime.World, "nodes_of", lambda world, ranks: tuple(range(len(ranks))))
     group = world.clone("far")
     for numel in (33, 70_001):
