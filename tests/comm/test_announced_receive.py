@@ -59,14 +59,14 @@ def all_gather(mpi):
     objects._all_gather(SimpleNamespace(mpi=mpi, rank=1, size=2), (), (), bytearray(3))
 
 
-def told(*lengths):
+def announcing(*lengths):
     head = header(*lengths)
     return Silent(struct.pack("<Q", len(head)), head)
 
 
 SILENT = {
-    "broadcast": lambda: broadcast(told(2 * GIB)),
-    "broadcast of parts": lambda: broadcast(told(8, GIB, GIB)),
+    "broadcast": lambda: broadcast(announcing(2 * GIB)),
+    "broadcast of parts": lambda: broadcast(announcing(8, GIB, GIB)),
     "broadcast of a header": lambda: broadcast(Silent(struct.pack("<Q", 2 * GIB))),
     "all_gather": lambda: all_gather(Silent(struct.pack("<qq", 2 * GIB, 3))),
 }
@@ -84,7 +84,7 @@ def test_what_is_announced_and_not_sent_takes_no_memory(case):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: broadcast(told(1 << 49)),
+        lambda: broadcast(announcing(1 << 49)),
         lambda: broadcast(Silent(b"\xff" * 8)),
         lambda: all_gather(Silent(struct.pack("<qq", 1 << 62, 3))),
         lambda: all_gather(Silent(struct.pack("<qq", -1, 3))),

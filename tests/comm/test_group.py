@@ -165,7 +165,7 @@ def test_messages_without_a_receive_do_not_reach_the_next_group(world):
         root = world.size - 1
         if world.rank == 0:
             with pytest.raises(ValueError, match="object_list"):
-                # refused here alone; the others were told
+                # The messages of the refusal to the other ranks are not received.
                 group.scatter_object([1] * (group.size + 1), 0)
         world.barrier()
         with pytest.warns(

@@ -213,32 +213,33 @@ class Own:
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("by", ["keyword", "variable"])
 def test_all_directions_as_data(group, monkeypatch, large, by):
-    told = {"data_only": True} if by == "keyword" else {}
+    options = {"data_only": True} if by == "keyword" else {}
     if by == "variable":
         monkeypatch.setenv("MPIDIST_TRUST", "data")
     # No rank may unpickle.
     monkeypatch.setattr(frame.tensor_pickle, "loads", None)
     W, rank = group.size, group.rank
     mine, last = something(rank, large), group.size - 1
-    ok = is_something(group.broadcast_object(mine, last, **told), last, large)
-    got = group.gather_object(mine, last, **told)
+    ok = is_something(group.broadcast_object(mine, last, **options), last, large)
+    got = group.gather_object(mine, last, **options)
     ok &= rank != last or all(is_something(obj, r, large) for r, obj in enumerate(got))
     ok &= is_something(
         group.scatter_object(
-            [something(r, large) for r in range(W)] if rank == last else None, last, **told
+            [something(r, large) for r in range(W)] if rank == last else None, last, **options
         ),
         rank,
         large,
     )
     ok &= all(
-        is_something(obj, r, large) for r, obj in enumerate(group.all_gather_object(mine, **told))
+        is_something(obj, r, large)
+        for r, obj in enumerate(group.all_gather_object(mine, **options))
     )
     listed = [mine, (rank,)]
-    group.broadcast_object_list(listed, last, **told)
+    group.broadcast_object_list(listed, last, **options)
     ok &= is_something(listed[0], last, large) and listed[1] == (last,)
-    group.send_object(mine, (rank + 1) % W, **told) if W > 1 and rank == 0 else None
+    group.send_object(mine, (rank + 1) % W, **options) if W > 1 and rank == 0 else None
     if W > 1 and rank == 1:
-        ok &= is_something(group.recv_object(0, **told)[0], 0, large)
+        ok &= is_something(group.recv_object(0, **options)[0], 0, large)
     monkeypatch.undo()
     agree(group, ok)
 
@@ -255,13 +256,13 @@ def test_all_directions_as_data(group, monkeypatch, large, by):
     ids=["broadcast", "scatter", "all_gather"],
 )
 def test_an_object_that_is_not_data_raises_on_all_with_its_place(group, call):
-    told = raises_on_all(
+    text = raises_on_all(
         group,
         MpidistError,
         lambda: call(group),
         "['x'][1]: a tests.comm.test_objects.Own is no plain data",
     )
-    agree(group, (group.rank != 0) == ("could not send its object" in told))
+    agree(group, (group.rank != 0) == ("could not send its object" in text))
     # The group continues.
     agree(group, group.all_gather_object(group.rank) == list(range(group.size)))
 
@@ -270,11 +271,11 @@ def test_an_object_that_is_not_data_raises_on_all_with_its_place(group, call):
 def test_a_gathered_object_that_is_not_data_raises_on_the_root(group):
     try:
         group.gather_object(Own() if group.rank == 1 else 1, 0, data_only=True)
-        told = ""
+        text = ""
     except MpidistError as error:
-        told = str(error)
+        text = str(error)
     words = {0: "could not send its object", 1: "Own is no plain data"}.get(group.rank)
-    agree(group, words in told if words else not told, told)
+    agree(group, words in text if words else not text, text)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -298,13 +299,13 @@ def test_a_rank_that_asks_for_data_refuses_the_others_pickles(group):
     for call in calls:
         try:
             call()
-            told = ""
+            text = ""
         except FrameError as error:
-            told = str(error)
+            text = str(error)
         agree(
             group,
-            ("a pickle came" in told and f"rank {last} of {group.size}" in told) == is_last,
-            told,
+            ("a pickle came" in text and f"rank {last} of {group.size}" in text) == is_last,
+            text,
         )
 
 
@@ -329,14 +330,14 @@ def test_an_unreadable_setting_is_an_error_before_anything_is_sent(group, monkey
         "send": lambda: group.send_object(1, 0),
         "recv": lambda: group.recv_object(0),
     }
-    told = {}
+    refused = {}
     for name, call in calls.items():
         try:
             call()
         except ValueError as error:
-            told[name] = "MPIDIST_TRUST must be 'pickle' or 'data'" in str(error)
+            refused[name] = "MPIDIST_TRUST must be 'pickle' or 'data'" in str(error)
     monkeypatch.undo()
-    agree(group, told == dict.fromkeys(calls, True), str(told))
+    agree(group, refused == dict.fromkeys(calls, True), str(refused))
 
 
 @pytest.mark.mpi(min_size=2)

@@ -130,8 +130,8 @@ class Runs:
         return exec, ("import os; os._exit(3)",)
 
 
-def written(*told):
-    return bytes(frame.to_bytes(list(told), data_only=True))
+def written(*items):
+    return bytes(frame.to_bytes(list(items), data_only=True))
 
 
 FOREIGN = {
@@ -184,14 +184,14 @@ def test_the_server_drops_invalid_requests_and_continues(group, store, caplog):
                 server._mpi.Send((data, len(data), MPI.BYTE), 0, rendezvous.REQUEST_TAG)
             store.set("still", "there")
         agree(group, store.get("still") == b"there")
-    told = [
+    warnings = [
         record.getMessage() for record in caplog.records if "is no request" in record.getMessage()
     ]
     agree(
         group,
         group.rank != 0
-        or (len(told) == len(FOREIGN) and all("of rank 1, " in text for text in told)),
-        str(told),
+        or (len(warnings) == len(FOREIGN) and all("of rank 1, " in text for text in warnings)),
+        str(warnings),
     )
 
 
