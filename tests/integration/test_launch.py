@@ -42,7 +42,7 @@ _DIES = {
     "in a thread of ours": """
         import threading
         import mpidist.comm
-        from mpidist.comm import runtime
+        from mpidist.comm.mpi import runtime
         world = mpidist.comm.init()
         if world.rank == 1:
             def body():
