@@ -36,7 +36,10 @@ class Sends:
         self._lock = threading.Lock()
 
     def start(self, to: int, message: bytes, payloads: Sequence[Part]) -> None:
-        """Send an eager message and its payloads. Blocks: until payloads on a device are computed."""
+        """Send an eager message and its payloads.
+
+        Blocks: until payloads on a device are computed.
+        """
         ready = [
             device_p2p.to_send(memory) if isinstance(memory, torch.Tensor) else (memory, None)
             for memory in payloads
