@@ -383,7 +383,7 @@ def test_data_loaders_start_no_mpi(tmp_path):
             rows.parent = os.getpid()
             model = DistributedDataParallel(torch.nn.Linear(3, 1))
             sampler = DistributedSampler(rows, shuffle=False)
-            options = {"num_workers": workers, "multiprocessing_context": how}
+            options = dict(num_workers=workers, multiprocessing_context=how)
             loader = DataLoader(rows, 2, sampler=sampler, **options)
             flags, seen = torch.zeros(3, dtype=torch.bool), 0
             for x, flag in loader:
