@@ -32,8 +32,8 @@ def wrong_world(size: int) -> list[str]:
     if "SLURM_HET_SIZE" in os.environ or int(expected) == size:
         return []
     return [
-        f"MPI connects {size} ranks, and {expected} were started: edit MPIDIST_MPI, it does not fit "
-        "the MPI library"
+        f"MPI connects {size} ranks, and {expected} were started: edit MPIDIST_MPI, it does not "
+        "fit the MPI library"
     ]
 
 

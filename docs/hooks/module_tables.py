@@ -1,4 +1,4 @@
-"""Tables of all modules, one a package: each module's name and the first sentence of its docstring."""
+"""Tables of modules, one per package: names, and the first sentences of the docstrings."""
 
 from __future__ import annotations
 

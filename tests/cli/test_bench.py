@@ -1,4 +1,4 @@
-"""Benchmarks by name."""
+"""Command lines of the shipped benchmarks."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_what_is_no_job_is_started_by_itself(tmp_path, monkeypatch):
 
 
 def test_every_benchmark_takes_a_folder():
-    """Look for ``--output`` in the text: in the benchmark, or in a module of shared options."""
+    """A benchmark's source has --output, or uses a module of shared options."""
     ways = (
         '"--output"',
         "benchmark_options.add_output(",

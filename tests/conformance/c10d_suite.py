@@ -1,8 +1,9 @@
 """PyTorch's tests of process groups and ``DistributedDataParallel``, with Gloo for comparison.
 
-Three modes: ``group`` runs the tests of collectives on mpidist's backend, ``torch_ddp`` the tests of data parallelism with torch's module on that backend, ``our_ddp`` the same tests with
+Three modes: ``group`` runs the tests of collectives on mpidist's backend, ``torch_ddp`` the tests
+of data parallelism with torch's module on that backend, ``our_ddp`` the same tests with
 ``mpidist.ddp.DistributedDataParallel``. A failed test is repeated on Gloo on the same ranks: if
-Gloo fails too, the test does not apply.
+Gloo fails, too, the test does not apply.
 """
 
 from __future__ import annotations
