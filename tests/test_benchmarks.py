@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpidist.kernels import powersgd
+from mpidist.kernels import powersgd, powersgd_launches
 from tests.support import ROOT, job, missing, started
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -551,15 +551,12 @@ def test_a_loss_and_a_wrong_factor_are_found():
 def test_launches_of_a_bucket_are_counted(monkeypatch):
     powersgd_cases = importlib.import_module("powersgd_cases")
     monkeypatch.setattr(powersgd, "has_kernels", lambda tensor: True)
-    monkeypatch.setattr(powersgd, "launch", lambda *args: None)
+    monkeypatch.setattr(powersgd_launches, "launch", lambda *args: None)
     (bucket,) = powersgd_cases.buckets_of([(60, 70), (9,), (80, 50)], 1 << 20, torch.device("cpu"))
     calls = [powersgd_cases._stages_of(powersgd_cases._factors(bucket, 2))]
-    assert (
-        importlib.import_module("kernel_launches").most_launches(calls, torch.device("cuda")) == 5
-    )
-    assert (
-        importlib.import_module("kernel_launches").most_launches(calls, torch.device("cpu")) is None
-    )
+    most_launches = importlib.import_module("kernel_launches").most_launches
+    assert most_launches(calls, torch.device("cuda")) == 5
+    assert most_launches(calls, torch.device("cpu")) is None
 
 
 def test_a_head_start_grows_until_the_host_is_ahead(monkeypatch):
