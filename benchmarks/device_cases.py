@@ -1,4 +1,4 @@
-"""Transfers of device tensors under test: all-reduce and ping-pong, and the checks of their results."""
+"""Transfers of device tensors under test: all-reduce and ping-pong, and checks of the results."""
 
 from __future__ import annotations
 
