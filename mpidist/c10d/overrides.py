@@ -57,7 +57,7 @@ def _monitored_barrier(original: Function) -> Function:
     ) -> None:
         import torch.distributed as dist
 
-        chosen = group or dist.group.WORLD
+        chosen: Any = group or dist.group.WORLD
         if native_of(chosen) is not None:
             chosen.monitored_barrier(timeout, wait_all_ranks)
         else:
