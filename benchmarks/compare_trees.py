@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import signal
 import subprocess
 import sys
 import time
@@ -115,6 +116,8 @@ class Verdict:
 
 def main() -> None:
     options = _arguments()
+    # Jobs have sessions of their own. At SIGTERM an exception unwinds, and ends the job first.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     trees = {"before": options.before.resolve(), "after": options.after.resolve()}
     revisions = {side: _revision(tree) for side, tree in trees.items()}
     print(f"before: {revisions['before']}, after: {revisions['after']}", flush=True)
