@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG
+from mpidist.comm.group_protocol import Group
 from mpidist.ddp import gradient_errors
 from mpidist.ddp.bucket import Bucket
 from mpidist.ddp.buffer_rotation import BufferRotation
@@ -39,7 +40,7 @@ class PassSettings:
         as_views: Gradients are views of the buckets.
     """
 
-    group: Any
+    group: Group
     hook: tuple[Hook, Any] | None
     scale: float
     as_views: bool
@@ -87,7 +88,8 @@ class BackwardPass:
         self._rotation = BufferRotation(
             [bucket.buffer for bucket in layout.buckets], self.readiness.launch_order
         )
-        self._futures: dict[int, Any] = {}  # by bucket, in launch order
+        # By bucket, in launch order; a hook may return a future of torch's.
+        self._futures: dict[int, Any] = {}
         # Reduced buckets; with the result, if it has not been accepted yet.
         self._reduced: list[tuple[int, Tensor | None]] = []
         self._hook_error: ValueError | None = None

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 
 from mpidist.comm.algorithms.shared_memory import share
+from mpidist.comm.group_protocol import Group
 from mpidist.ddp.bucket import Bucket
 from mpidist.ddp.buffer_rotation import RotatingBuffers
 from mpidist.ddp.owned_bucket import OwnedBucket, Owners
@@ -40,7 +40,7 @@ class BucketAllocator:
         self._plan = plan
         self._sparse = sparse
 
-    def separate(self, group: Any, shares: bool) -> list[Bucket | SparseBucket]:
+    def separate(self, group: Group, shares: bool) -> list[Bucket | SparseBucket]:
         """Return buckets with memory of their own.
 
         The memory is the node's where ranks share it; each bucket starts at a cache line.
@@ -64,7 +64,7 @@ class BucketAllocator:
             buckets.append(Bucket(places, self._parameters, self._names, node_tensor))
         return buckets
 
-    def rotating(self, group: Any, owners: Owners, shares: bool) -> list[Bucket | SparseBucket]:
+    def rotating(self, group: Group, owners: Owners, shares: bool) -> list[Bucket | SparseBucket]:
         """Return buckets that rotate in a few buffers of the largest bucket's size.
 
         Collective: over the group, if ``shares``.

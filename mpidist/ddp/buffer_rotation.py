@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from mpidist.comm.algorithms.shared_memory import SharedTensor, share
+from mpidist.comm.group_protocol import Group
 
 Tensor = torch.Tensor
 
@@ -29,7 +29,12 @@ class RotatingBuffers:
     """
 
     def __init__(
-        self, group: Any, device: torch.device, sizes_bytes: Sequence[int], most: int, shares: bool
+        self,
+        group: Group,
+        device: torch.device,
+        sizes_bytes: Sequence[int],
+        most: int,
+        shares: bool,
     ) -> None:
         self.count = min(most, len(sizes_bytes))
         self._size_bytes = max(sizes_bytes)

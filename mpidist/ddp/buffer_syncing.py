@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from mpidist.comm.group_protocol import Group
+from mpidist.ddp.reducer import Reducer
 from mpidist.ddp.verification import broadcast_state
 from mpidist.dynamo import untraced
 
@@ -37,11 +39,11 @@ class BufferSyncing:
 
     # Defined by the class that this one is mixed into.
     module: torch.nn.Module
-    reducer: Any
+    reducer: Reducer
     parameters_to_ignore: set[str]
     forward_sync_buffers: bool
     require_forward_param_sync: bool
-    _group: Any
+    _group: Group
 
     buffer_hook: BufferHook | None = None
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mpidist.comm.algorithms.shared_memory import SharedTensor
+from mpidist.comm.group_protocol import Group
 from mpidist.ddp.bucket import Bucket
 
 Tensor = torch.Tensor
@@ -19,7 +20,9 @@ class GradBucket:
         ``torch.distributed.GradBucket``, whose methods these are.
     """
 
-    def __init__(self, bucket: Bucket, index: int, is_last: bool, group: Any = None) -> None:
+    def __init__(
+        self, bucket: Bucket, index: int, is_last: bool, group: Group | None = None
+    ) -> None:
         self._bucket = bucket
         self._group = group
         self._buffer = bucket.flat

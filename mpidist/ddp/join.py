@@ -17,6 +17,7 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from mpidist.comm.algorithms.reduce_op import MAX
+from mpidist.comm.group_protocol import AnyGroup, Group
 from mpidist.ddp.reducer import Reducer
 from mpidist.ddp.verification import broadcast_state
 from mpidist.dynamo import untraced
@@ -53,7 +54,7 @@ class Iteration:
 
 @untraced
 def exchange(
-    group: Any,
+    group: Group,
     has_inputs: bool,
     averages: bool = False,
     syncs_buffers: bool = False,
@@ -91,7 +92,7 @@ def exchange(
 
 @contextlib.contextmanager
 def joined(
-    module: UnevenInputs, group: Any, throws: bool, optimizers: Sequence[Any] = ()
+    module: UnevenInputs, group: Group, throws: bool, optimizers: Sequence[Any] = ()
 ) -> Iterator[None]:
     """Run the loop over a rank's inputs, then shadow the other ranks until their loops have ended.
 
@@ -134,13 +135,13 @@ def joined(
     module.broadcast_from(last_joiner(group, is_last))
 
 
-def _announce(group: Any, optimizer: int, throws: bool) -> None:
+def _announce(group: Group, optimizer: int, throws: bool) -> None:
     iteration = exchange(group, True, optimizer=optimizer)
     if throws and iteration.members < group.size:
         raise RuntimeError(SOMEONE_EXHAUSTED)
 
 
-def last_joiner(group: Any, is_last: bool) -> int:
+def last_joiner(group: Group, is_last: bool) -> int:
     """Return the highest rank that had inputs to the end. Collective: over the group."""
     root = torch.tensor([group.rank if is_last else -1], device="cpu")
     group.all_reduce(root, MAX)
@@ -153,11 +154,11 @@ class UnevenInputs(Joinable):
     # Defined by the class that this one is mixed into.
     module: torch.nn.Module
     reducer: Reducer
-    process_group: Any
+    process_group: AnyGroup
     device: torch.device
     forward_sync_buffers: bool
     require_forward_param_sync: bool
-    _group: Any
+    _group: Group
     _state: Any
     _sync_buffers: Any
 
@@ -267,7 +268,7 @@ class UnevenInputs(Joinable):
 class TorchJoinHook(JoinHook):
     """Hook that torch's ``Join`` calls on a rank without inputs."""
 
-    def __init__(self, module: UnevenInputs, group: Any) -> None:
+    def __init__(self, module: UnevenInputs, group: Group) -> None:
         self._module = module
         self._group = group
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mpidist.comm.group_protocol import Group
 from mpidist.ddp import plan
 from mpidist.ddp.bucket import Bucket
 from mpidist.ddp.bucket_allocation import BucketAllocator
@@ -66,7 +67,7 @@ class Layout:
         parameters: Sequence[Tensor],
         names: Sequence[str],
         expects_sparse: Sequence[bool],
-        group: Any,
+        group: Group,
         settings: Settings,
         local: bool = False,
     ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Joinable
 
+from mpidist.comm.group_protocol import AnyGroup
 from mpidist.comm.resolve_group import default_group, native_group
 from mpidist.ddp import in_backward, plan, torch_arguments
 from mpidist.ddp.backward_pass import Hook
@@ -85,7 +86,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
         dim: int = 0,
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
-        process_group: Any = None,
+        process_group: AnyGroup = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mpidist.comm.group_protocol import Group
 from mpidist.ddp import autograd_context, in_backward
 from mpidist.ddp.accumulated_averages import AccumulatedAverages
 from mpidist.ddp.backward_pass import BackwardPass, Hook, PassSettings, adds_to_gradients
@@ -56,7 +57,7 @@ class Reducer(ReducerNames):
         parameters: Sequence[Tensor],
         names: Sequence[str],
         expects_sparse: Sequence[bool],
-        group: Any,
+        group: Group,
         settings: Settings,
         local: bool = False,
     ) -> None:

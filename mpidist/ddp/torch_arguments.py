@@ -10,6 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.torch_version import TorchVersion
 
+from mpidist.comm.group_protocol import AnyGroup
 from mpidist.comm.resolve_group import default_group
 
 
@@ -31,7 +32,7 @@ def require_default(mixed_precision: Any, delayed: Any, hook_of_delayed: Any) ->
         )
 
 
-def resolve_group(device_mesh: Any, process_group: Any) -> Any:
+def resolve_group(device_mesh: Any, process_group: AnyGroup) -> Any:
     """Return the group that the arguments name, or the default one.
 
     Raises:

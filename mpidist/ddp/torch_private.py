@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mpidist.comm.group_protocol import AnyGroup
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.buffer_syncing import BufferSyncing
 from mpidist.ddp.hooks.default import allreduce_hook, fp16_compress_hook
@@ -29,7 +30,7 @@ class TorchNames(TorchSettings, BufferSyncing):
     """torch's private names of a data-parallel module; mixed into ``DistributedDataParallel``."""
 
     # Defined by the class that this one is mixed into.
-    process_group: Any
+    process_group: AnyGroup
     _make_reducer: Callable[..., None]
     register_comm_hook: Callable[[Any, Any], None]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mpidist.comm.group_protocol import Group
 from mpidist.ddp.layout import Settings
 from mpidist.ddp.reducer import Reducer
 
@@ -25,7 +26,7 @@ class TorchSettings:
     parameters_to_ignore: set[str]
     device: torch.device
     forward_sync_buffers: bool
-    _group: Any
+    _group: Group
 
     mixed_precision = None
     batched_grad_copy = True  # gradients that need a copy are always copied together

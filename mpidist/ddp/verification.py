@@ -14,6 +14,7 @@ import torch
 
 from mpidist.comm.algorithms.reduce_op import SUM
 from mpidist.comm.consistency import by_rank, first_difference
+from mpidist.comm.group_protocol import Group
 from mpidist.dynamo import untraced
 from mpidist.errors import DisagreementError
 
@@ -26,7 +27,7 @@ _ADVICE = (
 
 
 def require_equal(
-    group: Any,
+    group: Group,
     named: Sequence[tuple[str, torch.Tensor]],
     settings: Any = None,
     refusal: str | None = None,
@@ -65,7 +66,7 @@ def require_equal(
 
 
 @contextmanager
-def announcing_refusal(group: Any) -> Iterator[None]:
+def announcing_refusal(group: Group) -> Iterator[None]:
     """Pass an error of this rank's arguments to the other ranks, which run ``require_equal``.
 
     Collective: over the group, if an error is raised.
@@ -79,7 +80,7 @@ def announcing_refusal(group: Any) -> Iterator[None]:
 
 
 @untraced
-def broadcast_state(group: Any, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
+def broadcast_state(group: Group, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
     """Broadcast ``root``'s values. Collective: over the group."""
     together: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -105,7 +106,10 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def used_somewhere(
-    group: Any, has_gradient: Sequence[bool], complaints: Sequence[str], may_lack_all: bool = False
+    group: Group,
+    has_gradient: Sequence[bool],
+    complaints: Sequence[str],
+    may_lack_all: bool = False,
 ) -> list[bool]:
     """Return for each parameter whether any rank has a gradient.
 
@@ -136,7 +140,7 @@ def used_somewhere(
     return [bool(count) for count in used]
 
 
-def require_all_gradients(group: Any, missing: Sequence[str], complaints: Sequence[str]) -> None:
+def require_all_gradients(group: Group, missing: Sequence[str], complaints: Sequence[str]) -> None:
     """Require that every rank has all gradients and no complaint.
 
     Collective: over the group.
@@ -163,7 +167,7 @@ def require_all_gradients(group: Any, missing: Sequence[str], complaints: Sequen
 
 
 def require_equal_owners(
-    group: Any,
+    group: Group,
     names: Sequence[str],
     owners: Mapping[int, Any] | None,
     buffers: int | None,
@@ -218,7 +222,7 @@ def require_equal_owners(
             )
 
 
-def _gathered_texts(group: Any, lines: Sequence[str]) -> str:
+def _gathered_texts(group: Group, lines: Sequence[str]) -> str:
     tables = group.all_gather_object(list(lines))
     return "; ".join(
         f"rank {rank}: {' '.join(lines)}" for rank, lines in enumerate(tables) if lines

@@ -19,6 +19,7 @@ import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.algorithms.shared_memory import SharedTensor
+from mpidist.comm.group_protocol import AnyGroup, Group
 from mpidist.comm.memory.stream import used_here
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.grad_bucket import GradBucket
@@ -31,19 +32,19 @@ Hook = Callable[[Any, Any], Any]
 
 
 @in_order
-def allreduce_hook(process_group: Any, bucket: GradBucket) -> Future[Tensor]:
+def allreduce_hook(process_group: AnyGroup, bucket: GradBucket) -> Future[Tensor]:
     """Average the bucket."""
     return average(native_group(process_group), bucket.buffer(), bucket.node_tensor())
 
 
 @in_order
-def fp16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[Tensor]:
+def fp16_compress_hook(process_group: AnyGroup, bucket: GradBucket) -> Future[Tensor]:
     """Average the bucket in fp16: half the bytes of fp32. Complex numbers are not compressed."""
     return _compress(process_group, bucket, torch.float16)
 
 
 @in_order
-def bf16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[Tensor]:
+def bf16_compress_hook(process_group: AnyGroup, bucket: GradBucket) -> Future[Tensor]:
     """Average the bucket in bf16: half the bytes of fp32, with its exponent range.
 
     Complex numbers are not compressed.
@@ -116,7 +117,7 @@ class Compressed:
         return held[: buffer.numel()] if bucket.takes_turns() else held
 
 
-def average(group: Any, tensor: Tensor, node_tensor: SharedTensor | None = None) -> Future[Tensor]:
+def average(group: Group, tensor: Tensor, node_tensor: SharedTensor | None = None) -> Future[Tensor]:
     """Average a tensor over a native group in place; return a future of it.
 
     Blocks: until the tensor is averaged, unless it ``overlaps_backward``.
@@ -135,7 +136,7 @@ def average(group: Any, tensor: Tensor, node_tensor: SharedTensor | None = None)
     )
 
 
-def _compress(process_group: Any, bucket: GradBucket, dtype: torch.dtype) -> Future[Tensor]:
+def _compress(process_group: AnyGroup, bucket: GradBucket, dtype: torch.dtype) -> Future[Tensor]:
     buffer = bucket.buffer()
     if buffer.dtype.is_complex:
         return allreduce_hook(process_group, bucket)

@@ -26,6 +26,7 @@ import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.algorithms.shared_memory import SharedTensor
+from mpidist.comm.group_protocol import Group
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks.stages import is_in_order, run_stages
@@ -152,7 +153,7 @@ class ToOwners:
             )
         return group
 
-    def _split_of(self, group: Any, bucket: Any) -> Split:
+    def _split_of(self, group: Group, bucket: Any) -> Split:
         parameters = bucket.parameters()
         key = (group.size, *map(id, parameters))
         held = self._splits.get(bucket.index())
@@ -166,7 +167,7 @@ class ToOwners:
             )
         return held[1]
 
-    def _require_agreed(self, group: Any) -> None:
+    def _require_agreed(self, group: Group) -> None:
         """Compare the bounds at the first bucket of a module whose reducer has not done so.
 
         Collective: over the group.
@@ -198,7 +199,7 @@ class ToOwners:
 
 
 def _reduce(
-    group: Any, buffer: Tensor, node_tensor: SharedTensor | None, parts: Split
+    group: Group, buffer: Tensor, node_tensor: SharedTensor | None, parts: Split
 ) -> Future[Tensor]:
     """Average each rank's ranges of a flat tensor in place; other ranges become undefined."""
     if group.size == 1:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mpidist.comm.group_protocol import AnyGroup
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks.default import average
@@ -50,8 +51,8 @@ class PostLocalSGDState:
 
     def __init__(
         self,
-        process_group: Any,
-        subgroup: Any,
+        process_group: AnyGroup,
+        subgroup: AnyGroup,
         start_localSGD_iter: int,
         post_local_gradient_allreduce: bool = True,
     ) -> None:

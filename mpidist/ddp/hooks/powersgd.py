@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG
+from mpidist.comm.group_protocol import Group
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks import lowrank
@@ -69,7 +70,9 @@ def _after_start(
     )
 
 
-def _compress(state: PowerSGDState, bucket: GradBucket, group: Any, step: int) -> Callable[[], Any]:
+def _compress(
+    state: PowerSGDState, bucket: GradBucket, group: Group, step: int
+) -> Callable[[], Any]:
     factors = _factors_of(state, bucket)
     if factors is None:
         state.count_elements(bucket.buffer().numel(), bucket.buffer().numel())
@@ -78,7 +81,7 @@ def _compress(state: PowerSGDState, bucket: GradBucket, group: Any, step: int) -
     return _prepare(state, factors, group, step)
 
 
-def _prepare(state: PowerSGDState, factors: Factors, group: Any, step: int) -> Callable[[], bool]:
+def _prepare(state: PowerSGDState, factors: Factors, group: Group, step: int) -> Callable[[], bool]:
     """Compute the Ps; return the stages from the first collective on.
 
     The stages return whether the step was finite.
@@ -179,7 +182,7 @@ def _placed(state: PowerSGDState, bucket: GradBucket) -> Factors | None:
 
 
 def _compress_as_square(
-    state: PowerSGDState, bucket: GradBucket, group: Any, step: int
+    state: PowerSGDState, bucket: GradBucket, group: Group, step: int
 ) -> Callable[[], None]:
     flat = bucket.buffer()
     numel, side = flat.numel(), math.ceil(math.sqrt(flat.numel()))

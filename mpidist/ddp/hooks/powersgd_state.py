@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG
+from mpidist.comm.group_protocol import AnyGroup
 from mpidist.comm.resolve_group import default_group, native_group
 from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks.lowrank import random_like
@@ -77,7 +78,7 @@ class PowerSGDState:
 
     def __init__(
         self,
-        process_group: Any = None,
+        process_group: AnyGroup = None,
         matrix_approximation_rank: int = 1,
         start_powerSGD_iter: int = 1_000,
         min_compression_rate: float = 2,

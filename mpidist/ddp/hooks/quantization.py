@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from mpidist.comm.group_protocol import AnyGroup, Group
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks import uint8_blocks
@@ -40,14 +41,14 @@ _memory: weakref.WeakKeyDictionary[Any, dict[Any, Tensor]] = weakref.WeakKeyDict
 
 
 @in_order
-def quantization_pertensor_hook(process_group: Any, bucket: GradBucket) -> Future[Tensor]:
+def quantization_pertensor_hook(process_group: AnyGroup, bucket: GradBucket) -> Future[Tensor]:
     """Average the bucket in uint8, with one scale: a quarter of the bytes of fp32."""
     return _reduced(process_group, bucket, None)
 
 
 @in_order
 def quantization_perchannel_hook(
-    process_group: Any, bucket: GradBucket, bucket_size: int = CHANNEL
+    process_group: AnyGroup, bucket: GradBucket, bucket_size: int = CHANNEL
 ) -> Future[Tensor]:
     """Average the bucket in uint8, with one scale per ``bucket_size`` elements.
 
@@ -59,7 +60,7 @@ def quantization_perchannel_hook(
     return _reduced(process_group, bucket, bucket_size)
 
 
-def _reduced(process_group: Any, bucket: GradBucket, block: int | None) -> Future[Tensor]:
+def _reduced(process_group: AnyGroup, bucket: GradBucket, block: int | None) -> Future[Tensor]:
     group, buffer = native_group(process_group), bucket.buffer()
 
     def stages() -> None:
@@ -70,7 +71,7 @@ def _reduced(process_group: Any, bucket: GradBucket, block: int | None) -> Futur
     return run_stages(group, buffer, stages)
 
 
-def average_quantized(group: Any, flat: Tensor, block: int) -> None:
+def average_quantized(group: Group, flat: Tensor, block: int) -> None:
     """Replace ``flat`` by the average of all ranks' quantized tensors.
 
     Collective: over the group, with as many elements and one ``block`` on all ranks.
@@ -85,7 +86,7 @@ def average_quantized(group: Any, flat: Tensor, block: int) -> None:
         _by_shares(group, flat, block)
 
 
-def _to_all(group: Any, flat: Tensor, block: int) -> None:
+def _to_all(group: Group, flat: Tensor, block: int) -> None:
     length = uint8_blocks.packed_bytes(flat.numel(), block)
     own, rows = (
         _scratch(group, "sent", length, flat),
@@ -96,7 +97,7 @@ def _to_all(group: Any, flat: Tensor, block: int) -> None:
     uint8_blocks.average(rows.view(group.size, length), flat.numel(), block, flat)
 
 
-def _by_shares(group: Any, flat: Tensor, block: int) -> None:
+def _by_shares(group: Group, flat: Tensor, block: int) -> None:
     bounds = share_bounds(flat.numel(), block, group.size)
     longest = bounds[0][1]
     length = uint8_blocks.packed_bytes(longest, block)
@@ -132,7 +133,7 @@ def share_bounds(numel: int, block: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def _scratch(
-    group: Any, name: str, numel: int, like: Tensor, dtype: torch.dtype = torch.uint8
+    group: Group, name: str, numel: int, like: Tensor, dtype: torch.dtype = torch.uint8
 ) -> Tensor:
     """Return scratch memory, which the next call with this name reuses."""
     of_group = _memory.setdefault(group, {})

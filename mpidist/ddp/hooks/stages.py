@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from mpidist.comm.group_protocol import Group
 from mpidist.future import Future, completed
 
 Hook = Callable[[Any, Any], Any]
@@ -33,7 +34,7 @@ def is_in_order(hook: Hook) -> bool:
     return getattr(hook, "is_in_order", False)
 
 
-def overlaps_backward(group: Any, tensor: torch.Tensor) -> bool:
+def overlaps_backward(group: Group, tensor: torch.Tensor) -> bool:
     """Say whether a tensor is reduced on the group's thread, beside the backward pass.
 
     On one node a transfer of host memory is processor time, which a thread cannot hide. Between
@@ -44,7 +45,7 @@ def overlaps_backward(group: Any, tensor: torch.Tensor) -> bool:
 
 
 def launch(
-    group: Any,
+    group: Group,
     buffer: torch.Tensor,
     operation: Callable[[bool], Any],
     result: Callable[[], torch.Tensor] | None = None,
@@ -69,7 +70,7 @@ def launch(
 
 
 def run_stages(
-    group: Any, buffer: torch.Tensor, stages: Callable[[], Any], waits_for_device: bool = False
+    group: Group, buffer: torch.Tensor, stages: Callable[[], Any], waits_for_device: bool = False
 ) -> Future[torch.Tensor]:
     """Execute ``stages()``, which reduces ``buffer`` in place; see ``launch``."""
 
@@ -82,7 +83,7 @@ def run_stages(
     return launch(group, buffer, operation, lambda: buffer, waits_for_device)
 
 
-def call_hook(hook: Hook, state: Any, bucket: Any, group: Any) -> Future[torch.Tensor]:
+def call_hook(hook: Hook, state: Any, bucket: Any, group: Group) -> Future[torch.Tensor]:
     """Call ``hook(state, bucket)``; return a future of the reduced buffer.
 
     Blocks: until the bucket is reduced, unless it ``overlaps_backward``.

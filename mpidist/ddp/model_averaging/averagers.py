@@ -9,6 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from typing import Any
 
+from mpidist.comm.group_protocol import AnyGroup
 from mpidist.comm.resolve_group import default_group, native_group
 from mpidist.ddp.model_averaging.parameters import average_parameters_or_parameter_groups
 from mpidist.ddp.settings_checks import require_int
@@ -27,7 +28,7 @@ class ModelAverager(ABC):
         TypeError: The group is of another backend.
     """
 
-    def __init__(self, process_group: Any = None) -> None:
+    def __init__(self, process_group: AnyGroup = None) -> None:
         self.process_group = default_group() if process_group is None else process_group
         native_group(self.process_group)
         self.step = 0
@@ -50,7 +51,7 @@ class PeriodicModelAverager(ModelAverager):
         ValueError: ``period`` is below 1, or ``warmup_steps`` negative.
     """
 
-    def __init__(self, period: int, warmup_steps: int = 0, process_group: Any = None) -> None:
+    def __init__(self, period: int, warmup_steps: int = 0, process_group: AnyGroup = None) -> None:
         require_int("warmup_steps", warmup_steps, least=0)
         require_int("period", period, least=1)
         super().__init__(process_group)

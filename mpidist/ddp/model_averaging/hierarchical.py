@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpidist.comm.consistency import comparing
+from mpidist.comm.group import ProcessGroup
+from mpidist.comm.group_protocol import AnyGroup
 from mpidist.comm.mpi.runtime import world
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.model_averaging.averagers import ModelAverager, warn_of_period_1
@@ -53,7 +55,7 @@ class HierarchicalModelAverager(ModelAverager):
         self,
         period_group_size_dict: Mapping[int, int] | None = None,
         warmup_steps: int = 0,
-        process_group: Any = None,
+        process_group: AnyGroup = None,
     ) -> None:
         super().__init__(process_group)
         group = native_group(self.process_group)
@@ -163,7 +165,7 @@ def _is_of_whole_nodes(part: Sequence[int], nodes: Sequence[int]) -> bool:
     return len(part) == sum(node in own for node in nodes)
 
 
-def _part(group: Any, nodes: Sequence[int], size: int) -> Any:
+def _part(group: ProcessGroup, nodes: Sequence[int], size: int) -> Any:
     color, key = next(
         (number, part.index(group.rank))
         for number, part in enumerate(parts_of(nodes, size))

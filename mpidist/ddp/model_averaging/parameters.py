@@ -17,6 +17,7 @@ import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG, MAX
 from mpidist.comm.consistency import by_rank, first_difference
+from mpidist.comm.group_protocol import AnyGroup, Group
 from mpidist.comm.resolve_group import native_group
 from mpidist.errors import DisagreementError
 
@@ -25,7 +26,7 @@ Tensor = torch.Tensor
 _BATCH_BYTES = 64 << 20  # of a flat copy of parameters
 
 
-def average_parameters(params: Iterable[Tensor], process_group: Any) -> None:
+def average_parameters(params: Iterable[Tensor], process_group: AnyGroup) -> None:
     """Average parameters in place.
 
     Collective: over the group, with parameters of the same shapes and dtypes in the same order; a
@@ -59,7 +60,7 @@ def get_params_to_average(params: Any) -> list[Tensor]:
     return [parameter for parameter in _all_of(params) if parameter.grad is not None]
 
 
-def average_parameters_or_parameter_groups(params: Any, process_group: Any) -> None:
+def average_parameters_or_parameter_groups(params: Any, process_group: AnyGroup) -> None:
     """Average in place the parameters that have a gradient on any rank.
 
     Collective: over the group, with the same parameters; a rank outside does nothing.
@@ -110,7 +111,7 @@ def _is_outside(process_group: Any) -> bool:
     )
 
 
-def _agreed(group: Any, params: Any) -> list[Tensor]:
+def _agreed(group: Group, params: Any) -> list[Tensor]:
     """Return the parameters after a check that all ranks hold the same.
 
     Collective: over the group.
@@ -160,7 +161,7 @@ def _require_dense(held: Sequence[Tensor]) -> None:
 
 
 @torch.no_grad()
-def _average(group: Any, held: Sequence[Tensor]) -> None:
+def _average(group: Group, held: Sequence[Tensor]) -> None:
     if group.size == 1:
         return
     together: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -176,7 +177,7 @@ def _average(group: Any, held: Sequence[Tensor]) -> None:
         _average_batch(group, batch)
 
 
-def _average_batch(group: Any, batch: Sequence[Tensor]) -> None:
+def _average_batch(group: Group, batch: Sequence[Tensor]) -> None:
     if len(batch) == 1 and batch[0].is_contiguous():
         group.all_reduce(batch[0], AVG)
         return
