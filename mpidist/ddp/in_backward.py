@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from mpidist.dynamo import untraced
+
 _OPTIMIZERS = "_in_backward_optimizers"
 
 
@@ -37,6 +39,7 @@ def require_none(named: Iterable[tuple[str, torch.Tensor]]) -> None:
         )
 
 
+@untraced
 def detach_hooks(parameters: Sequence[torch.Tensor]) -> None:
     """Remove the hooks that step an optimizer as soon as its gradient is accumulated."""
     with_optimizers = [parameter for parameter in parameters if hasattr(parameter, _OPTIMIZERS)]
