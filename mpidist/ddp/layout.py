@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from mpidist.comm.consistency import require_same
 from mpidist.comm.group_protocol import Group
 from mpidist.ddp import plan
 from mpidist.ddp.bucket import Bucket
 from mpidist.ddp.bucket_allocation import BucketAllocator
 from mpidist.ddp.owned_bucket import Owners
-from mpidist.errors import DisagreementError
 
 Tensor = torch.Tensor
 
@@ -139,17 +139,8 @@ class Layout:
                 f"({type(error).__name__})"
             )
         # The allocation is collective, so that all ranks must begin it with the same buckets.
-        rows = self._group.all_gather_object(
-            (buckets, is_rebuilt, None if problem is None else str(problem))
-        )
-        if problem is not None:
-            raise problem
-        if any(other != rows[0] for other in rows):
-            wrong = "; ".join(
-                f"rank {rank}: {text or f'{len(its)} buckets'}"
-                for rank, (its, _, text) in enumerate(rows)
-            )
-            raise DisagreementError(f"the bucket plans of the ranks differ. {wrong}")
+        rows = [(f"bucket {index} of places", places) for index, places in enumerate(buckets)]
+        require_same(self._group, "bucket plan", [("rebuilt", is_rebuilt), *rows], problem)
         self.plan = buckets
         self._allocate()
         self.is_rebuilt = is_rebuilt

@@ -98,7 +98,7 @@ class Reducer(ReducerNames):
         """
         ownership = ownership_of(hook)
         if ownership is not None or self.layout.owners is not None:
-            bounds = self._agreed_bounds(ownership)
+            bounds = _agreed_bounds(self._group, ownership, self.parameters, self._names)
             before, self._averages, owners = self._averages, None, None
             if ownership is not None and bounds is not None:
                 # A weak reference, because autograd's nodes keep the averages.
@@ -112,18 +112,6 @@ class Reducer(ReducerNames):
                 owners = Owners(bounds, ownership.buffers, self._group.rank, self._averages, kept)
             self.layout.use_owners(owners)
         self.hook = None if hook is None else (hook, state)
-
-    def _agreed_bounds(self, ownership: Ownership | None) -> dict[int, Bounds] | None:
-        bounds, problem = None, None
-        try:
-            if ownership is not None:
-                bounds = bounds_by_place(ownership, self.parameters, self._names, self._group.size)
-                in_backward.require_none(zip(self._names, self.parameters, strict=True))
-        except (TypeError, ValueError) as error:
-            problem = error
-        buffers = None if ownership is None else ownership.buffers
-        require_equal_owners(self._group, self._names, bounds, buffers, problem)
-        return bounds
 
     # --- before a backward pass ---
 
@@ -278,3 +266,19 @@ def _weak_hook(reducer: Reducer) -> Callable[[int, Tensor], None]:
 def _call_weak(method: weakref.WeakMethod[Callable[[], bool]]) -> bool:
     is_averaging = method()
     return is_averaging is not None and is_averaging()
+
+
+def _agreed_bounds(
+    group: Group, ownership: Ownership | None, parameters: Sequence[Tensor], names: Sequence[str]
+) -> dict[int, Bounds] | None:
+    """Return the owners by place after a comparison between all ranks."""
+    bounds, problem = None, None
+    try:
+        if ownership is not None:
+            bounds = bounds_by_place(ownership, parameters, names, group.size)
+            in_backward.require_none(zip(names, parameters, strict=True))
+    except (TypeError, ValueError) as error:
+        problem = error
+    buffers = None if ownership is None else ownership.buffers
+    require_equal_owners(group, names, bounds, buffers, problem)
+    return bounds

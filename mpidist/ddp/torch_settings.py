@@ -16,6 +16,11 @@ from mpidist.ddp.reducer import Reducer
 Tensor = torch.Tensor
 
 
+def _setting(name: str) -> Any:
+    """Return a property for an attribute of ``settings``."""
+    return property(lambda self: getattr(self.settings, name))
+
+
 class TorchSettings:
     """Settings by torch's names, read only; mixed into ``DistributedDataParallel``."""
 
@@ -46,30 +51,15 @@ class TorchSettings:
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
 
-    @property
-    def find_unused_parameters(self) -> bool:
-        """Return the argument."""
-        return bool(self.settings.find_unused_parameters)
-
-    @property
-    def static_graph(self) -> bool:
-        """Return the argument, or True after ``_set_static_graph``."""
-        return bool(self.settings.static_graph)
-
-    @property
-    def gradient_as_bucket_view(self) -> bool:
-        """Return the argument."""
-        return bool(self.settings.gradient_as_bucket_view)
-
-    @property
-    def skip_all_reduce_unused_params(self) -> bool:
-        """Return the argument."""
-        return bool(self.settings.skip_unused)
+    find_unused_parameters = _setting("find_unused_parameters")
+    static_graph = _setting("static_graph")
+    gradient_as_bucket_view = _setting("gradient_as_bucket_view")
+    skip_all_reduce_unused_params = _setting("skip_unused")
 
     @property
     def bucket_bytes_cap(self) -> int:
         """Return the bytes at which the last bucket closes."""
-        return int(self.settings.limits[-1])
+        return self.settings.limits[-1]
 
     bucket_bytes_cap_default = bucket_bytes_cap
 

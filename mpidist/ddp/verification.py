@@ -190,43 +190,28 @@ def require_equal_owners(
     rows = (
         None if owners is None else (buffers, *(owners.get(place) for place in range(len(names))))
     )
-    told = group.all_gather_object((rows, None if problem is None else str(problem)))
+    reports = group.all_gather_object((rows, None if problem is None else str(problem)))
     if problem is not None:
         raise problem
-    refused = "; ".join(
-        f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text is not None
-    )
-    if refused:
-        raise DisagreementError(f"the communication hook was refused. {refused}")
-    tables = [rows for rows, _ in told]
-    if all(table == tables[0] for table in tables):
-        return
-    if any(table is None for table in tables):
-        without = [rank for rank, table in enumerate(tables) if table is None]
+    if refusals := by_rank([text for _, text in reports]):
+        raise DisagreementError(f"the communication hook was refused. {refusals}")
+    tables = [table for table, _ in reports if table is not None]
+    if tables and len(tables) < len(reports):
+        without = [rank for rank, (table, _) in enumerate(reports) if table is None]
         raise DisagreementError(
             f"gradients leave to owners on some ranks and not on ranks {without}: all register the "
             "same hook"
         )
-    for place, held in enumerate(
-        zip(*[table for table in tables if table is not None], strict=True)
-    ):
-        if len(set(held)) > 1:
-            what = (
-                f"the owners of parameter {names[place - 1]!r} differ"
-                if place
-                else "the numbers of buffers differ"
-            )
-            raise DisagreementError(
-                f"{what} between ranks. "
-                + "; ".join(f"rank {r}: {one}" for r, one in enumerate(held))
-            )
+    found = first_difference(tables) if tables else None
+    if found is not None:
+        parameter = f"the owners of parameter {names[found.place - 1]!r} differ"
+        subject = parameter if found.place else "the numbers of buffers differ"
+        values = by_rank([str(entry) for entry in found.entries])
+        raise DisagreementError(f"{subject} between ranks. {values}")
 
 
 def _gathered_texts(group: Group, lines: Sequence[str]) -> str:
-    tables = group.all_gather_object(list(lines))
-    return "; ".join(
-        f"rank {rank}: {' '.join(lines)}" for rank, lines in enumerate(tables) if lines
-    )
+    return by_rank([" ".join(texts) or None for texts in group.all_gather_object(list(lines))])
 
 
 def _text(row: Any) -> str:

@@ -26,6 +26,7 @@ import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.algorithms.shared_memory import SharedTensor
+from mpidist.comm.consistency import comparing
 from mpidist.comm.group_protocol import Group
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.grad_bucket import GradBucket
@@ -40,7 +41,6 @@ from mpidist.ddp.ownership import (
     require_cover,
     split,
 )
-from mpidist.errors import DisagreementError
 from mpidist.future import Future, completed
 
 Tensor = torch.Tensor
@@ -174,27 +174,11 @@ class ToOwners:
         """
         if group.key in self._compared:
             return
-        problem: Exception | None = None
-        rows: list[Any] = []
-        try:
+        with comparing(group, "to_owners") as rows:
             for number, (parameter, owners) in enumerate(self.ownership.bounds.items()):
-                rows.append(
-                    (
-                        tuple(parameter.shape),
-                        require_cover(f"number {number}", owners, parameter.numel(), group.size),
-                    )
-                )
-        except (AttributeError, TypeError, ValueError) as error:
-            problem = error
-        tables = group.all_gather_object((rows, None if problem is None else str(problem)))
-        if problem is not None:
-            raise problem
-        if any(table != tables[0] for table in tables):
-            wrong = "; ".join(
-                f"rank {rank}: {text or f'{len(its)} parameters'}"
-                for rank, (its, text) in enumerate(tables)
-            )
-            raise DisagreementError(f"the bounds of to_owners differ between ranks. {wrong}")
+                name = f"parameter number {number}"
+                owned = require_cover(f"number {number}", owners, parameter.numel(), group.size)
+                rows.append((f"{name} of shape {tuple(parameter.shape)} owned by", owned))
         self._compared.add(group.key)
 
 
