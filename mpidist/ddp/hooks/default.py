@@ -117,7 +117,9 @@ class Compressed:
         return held[: buffer.numel()] if bucket.takes_turns() else held
 
 
-def average(group: Group, tensor: Tensor, node_tensor: SharedTensor | None = None) -> Future[Tensor]:
+def average(
+    group: Group, tensor: Tensor, node_tensor: SharedTensor | None = None
+) -> Future[Tensor]:
     """Average a tensor over a native group in place; return a future of it.
 
     Blocks: until the tensor is averaged, unless it ``overlaps_backward``.
