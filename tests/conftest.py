@@ -35,7 +35,10 @@ def pytest_configure(config):
 
 
 def pytest_collectstart(collector):
-    """Take the folder's name off the keywords of tests/comm/mpi: pytest-mpi would skip tests without MPI there."""
+    """Remove the folder's name from the keywords of tests/comm/mpi.
+
+    pytest-mpi would take it for the mark and skip the tests without MPI there.
+    """
     if isinstance(collector, pytest.Package):
         collector.keywords._markers.pop("mpi", None)
 

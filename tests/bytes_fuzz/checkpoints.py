@@ -24,8 +24,8 @@ from mpidist.checkpoint import manifest, rng
 from mpidist.checkpoint.manifest import Contents, Entry, Manifest
 from mpidist.checkpoint.plain_data import require_plain
 
-# torch's reader of plain data imports parts of torch if a file names classes that it allows; zipfile
-# imports the codec of member names outside ASCII.
+# torch's reader of plain data imports parts of torch if a file names classes that it allows;
+# zipfile imports the codec of member names outside ASCII.
 IMPORTS = ("torch.", "encodings.")
 _SHA = "0123456789abcdef" * 4
 _numbers = st.integers(0, 300) | st.sampled_from(

@@ -20,7 +20,8 @@ from mpidist.errors import FrameError
 _FIXED = struct.Struct("<4sHHQQ")
 _KINDS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set,
-     frozenset, type(...), torch.Tensor, torch.nn.Parameter, np.ndarray, torch.dtype, torch.device, torch.Size,
+     frozenset, type(...), torch.Tensor, torch.nn.Parameter,
+    np.ndarray, torch.dtype, torch.device, torch.Size,
      OrderedDict, datetime}
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""All-reduce of sparse COO tensors: the dense result, coalesced, with the same bits on all ranks."""
+"""All-reduce of sparse COO tensors: the dense sum, coalesced, the same bits on all ranks."""
 
 import pytest
 import torch

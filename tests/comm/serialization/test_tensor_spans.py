@@ -1,4 +1,4 @@
-"""Spans of tensors: views that share memory keep sharing it, and gaps between views are not sent."""
+"""Spans of tensors: views that share memory keep sharing it, and gaps are not sent."""
 
 from __future__ import annotations
 
