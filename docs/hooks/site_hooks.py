@@ -2,8 +2,8 @@
 
 ``<!-- results: NAME [key=value …] -->`` shows a record of ``benchmarks/results``, ``<!-- scaling
 -->`` all records of scaling, ``<!-- api: MODULE [NAME …] -->`` public names, ``<!-- command -->``
-the subcommands, ``<!-- decisions -->`` and ``<!-- job scripts -->`` their lists, ``<!-- text: FILE
--->`` a text of the repository without its title.
+the subcommands; ``<!-- decisions -->``, ``<!-- modules -->`` and ``<!-- job scripts -->`` their
+lists, ``<!-- text: FILE -->`` a text of the repository without its title.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import api_pages
 import command_reference
+import module_tables
 import repository_links
 import result_tables
 import scaling_tables
@@ -22,7 +23,8 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 _MARKER = re.compile(
-    r"<!-- (?P<kind>results|scaling|api|command|decisions|job scripts|text)(?:: (?P<text>.*?))? -->"
+    r"<!-- (?P<kind>results|scaling|api|command|decisions|modules|job scripts|text)"
+    r"(?:: (?P<text>.*?))? -->"
 )
 _SOURCES: dict[str, str] = {}
 # Pages about the history of mpidist, ranked after the users' pages in a search.
@@ -31,6 +33,7 @@ _BEHIND = (
     "changelog.md",
     "contributing.md",
     "architecture.md",
+    "modules.md",
     "benchmarks.md",
     "examples/",
 )
@@ -96,6 +99,8 @@ def _filled(found: re.Match[str], root: Path, uri: str) -> str:
     if found["kind"] == "text":
         body = (root / text).read_text(encoding="utf-8").partition("\n")[2]
         return repository_links.rebased(body, text, f"docs/{uri}")
+    if found["kind"] == "modules":
+        return module_tables.tables(root)
     if found["kind"] == "decisions":
         return _decisions(root)
     if found["kind"] == "job scripts":

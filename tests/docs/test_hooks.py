@@ -190,3 +190,17 @@ def test_directives_name_the_module_that_defines(hook):
     )
     with pytest.raises(ValueError, match="no public nothing"):
         pages.directives("mpidist.comm", ["nothing"])
+
+
+def test_tables_of_modules_have_the_first_sentence_of_each_docstring(hook, tmp_path):
+    package = tmp_path / "mpidist" / "comm"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text('"""All."""')
+    (package / "__init__.py").write_text('"""ring → group."""')
+    (package / "ring.py").write_text('"""Ring of ``W`` ranks\nor | more.\n\nMore text."""')
+    expected = "## mpidist/comm\n\nring → group.\n\n| module | contents |\n| --- | --- |\n"
+    tables = hook("module_tables").tables(tmp_path)
+    assert tables.endswith(expected + "| `ring` | Ring of `W` ranks or \\| more. |")
+    (package / "work.py").write_text("")
+    with pytest.raises(ValueError, match=r"work\.py has no docstring"):
+        hook("module_tables").tables(tmp_path)
