@@ -34,13 +34,14 @@ def pytest_configure(config):
             plugin._is_testing_mpi = False
 
 
-def pytest_collectstart(collector):
+def pytest_itemcollected(item):
     """Remove the folder's name from the keywords of tests/comm/mpi.
 
     pytest-mpi would take it for the mark and skip the tests without MPI there.
     """
-    if isinstance(collector, pytest.Package):
-        collector.keywords._markers.pop("mpi", None)
+    for node in item.listchain():
+        if isinstance(node, pytest.Package):
+            node.keywords._markers.pop("mpi", None)
 
 
 def pytest_ignore_collect(collection_path, config):
