@@ -46,7 +46,7 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier, Subgrou
         sizes: Sequence[int],
         rounds: int,
         source: str,
-        log: Callable[[str], Any] = lambda line: None,
+        told: Callable[[str], Any] = lambda line: None,
     ) -> tuning.Table:
         """Measure the fastest all-reduce at each size; this job and later ones use the table.
 
@@ -58,7 +58,7 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier, Subgrou
             sizes: Bytes of a tensor.
             rounds: Calls of each algorithm.
             source: Origin of the table, for the record.
-            log: Called with a line for each size.
+            told: Called with a line for each size.
 
         Raises:
             ValueError: Host memory, and the group has no choice there: one node, or one rank a
@@ -70,7 +70,7 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier, Subgrou
                 "have a choice in host memory; "
                 f"got ranks on nodes {list(self._comm.nodes)}"
             )
-        table = self._launch(Operation("tune", _tune, args=(device, sizes, rounds, source, log)))
+        table = self._launch(Operation("tune", _tune, args=(device, sizes, rounds, source, told)))
         self._fast_path.forget()
         return table
 
