@@ -60,12 +60,12 @@ def planning(nodes: int, sources: int, rounds: int) -> dict[str, Any]:
     plan_us, pass_us = [], []
     for _ in range(rounds):
         start = time.perf_counter()
-        plan = Plan([send.next_functions for send in sends])
+        plan = Plan({number: send.next_functions for number, send in enumerate(sends)})
         plan_us.append(1e6 * (time.perf_counter() - start))
         context = Context(1)
         context.receives[x.grad_fn] = Receive(1, 1, False, 1)
         start = time.perf_counter()
-        part = LocalPass(_Outlet(), context, 1, True, plan, range(len(sends)))
+        part = LocalPass(_Outlet(), context, 1, True, plan)
         for name, gradient in enumerate(gradients):
             part.deliver(name, [gradient])
         pass_us.append(1e6 * (time.perf_counter() - start))

@@ -10,11 +10,10 @@ import hashlib
 import sys
 import time
 import warnings
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from command_line import parse, positive
+from hybrid_options import parse_options
 from hybrid_report import Result, text, write
 from text_training import RARE, Words, library_text, progress
 from torch import nn
@@ -30,13 +29,7 @@ from mpidist.optim import DistributedOptimizer
 BEFORE = 4
 # Largest final loss relative to the first, after 200 steps or more.
 WANTED = 0.75
-PROMPTS = (
-    "for i in range",
-    "if not isinstance(",
-    "def __init__(self",
-    "raise ValueError('",
-    "with self._lock:\n",
-)
+PROMPTS = ("for i in range", "if not isinstance(", "def __init__(self", "with self._lock:\n")
 
 trainers: mpidist.comm.ProcessGroup
 
@@ -60,19 +53,15 @@ def train(tables: list[RemoteModule], options: argparse.Namespace) -> Result:
     ]
     optimizer = DistributedOptimizer(torch.optim.Adagrad, groups, lr=0.1)
     losses, start = [], time.perf_counter()
-    steps = (
-        progress(options.steps, f"{trainers.size} trainer(s), {len(tables)} server(s)")
-        if trainers.rank == 0
-        else None
-    )
+    title = f"{trainers.size} trainer(s), {len(tables)} server(s)"
+    steps = progress(options.steps, title) if trainers.rank == 0 else None
     for _ in steps or range(options.steps):
         starts = torch.randint(len(words.numbers) - BEFORE, (options.batch_size, 1))
         chosen = words.numbers[starts + torch.arange(BEFORE + 1)]
         with dist_autograd.context() as context_id:
             rows = look_up(tables, chosen[:, :-1])
             loss = F.cross_entropy(model(rows.flatten(1)), chosen[:, -1])
-            # Through the dense part, whose gradients are averaged over the trainers, and on to the
-            # servers.
+            # Gradients of the dense part are averaged over the trainers; the others go to servers.
             dist_autograd.backward(context_id, [loss])
             optimizer.step(context_id)
         mean = loss.detach() / trainers.size
@@ -82,13 +71,10 @@ def train(tables: list[RemoteModule], options: argparse.Namespace) -> Result:
             steps.set_postfix(loss=f"{losses[-1]:.2f}", refresh=False)
     seconds = time.perf_counter() - start
     weights = b"".join(weight.detach().numpy().tobytes() for weight in dense.parameters())
+    prompts = PROMPTS if trainers.rank == 0 else ()
     return Result(
         losses=losses,
-        samples=[
-            (prompt, continued(prompt, tables, dense, words))
-            for prompt in PROMPTS
-            if trainers.rank == 0
-        ],
+        samples=[(prompt, continued(prompt, tables, dense, words)) for prompt in prompts],
         weights=hashlib.sha256(weights).hexdigest(),
         by_frequency=words.entropy(),
         steps_per_s=len(losses) / seconds,
@@ -100,9 +86,8 @@ def train(tables: list[RemoteModule], options: argparse.Namespace) -> Result:
 
 def look_up(tables: list[RemoteModule], numbers: torch.Tensor) -> torch.Tensor:
     """Query all servers concurrently; return the rows of words, (…, dim)."""
-    return torch.cat(
-        [columns.wait() for columns in [table.forward_async(numbers) for table in tables]], dim=-1
-    )
+    futures = [table.forward_async(numbers) for table in tables]
+    return torch.cat([columns.wait() for columns in futures], dim=-1)
 
 
 @torch.no_grad()
@@ -119,24 +104,7 @@ def continued(
 
 def main() -> None:
     group = mpidist.comm.init()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=positive, default=300)
-    parser.add_argument(
-        "--servers", type=positive, help="ranks that hold tables (default: half of them)"
-    )
-    parser.add_argument("--batch-size", type=positive, default=128, help="of each trainer")
-    parser.add_argument("--vocabulary", type=positive, default=2000)
-    parser.add_argument("--dim", type=positive, default=64, help="columns of all tables together")
-    parser.add_argument(
-        "--characters",
-        type=positive,
-        default=1_000_000,
-        help="so much of the sources of Python's library",
-    )
-    parser.add_argument(
-        "--output", type=Path, help="folder of hybrid.png and hybrid.json (written if given)"
-    )
-    options = parse(parser, group.rank, lambda options: problem_of(options, group.size))
+    options = parse_options(group)
     servers = options.servers or max(group.size // 2, 1)
 
     # torch's Adagrad makes sparse tensors.
@@ -151,18 +119,12 @@ def main() -> None:
     problem = None
     if group.rank == 0:
         widths = [len(columns) for columns in torch.arange(options.dim).chunk(servers)]
-        tables = [
-            RemoteModule(
-                f"worker{group.size - servers + k}",
-                nn.Embedding,
-                (options.vocabulary, width),
-                {"sparse": True},
-            )
-            for k, width in enumerate(widths)
-        ]
-        calls = [
-            rpc.rpc_async(trainer, train, args=(tables, options), timeout=0) for trainer in training
-        ]
+        tables = []
+        for k, width in enumerate(widths, group.size - servers):
+            arguments = (options.vocabulary, width), {"sparse": True}
+            tables.append(RemoteModule(f"worker{k}", nn.Embedding, *arguments))
+        given = (tables, options)
+        calls = [rpc.rpc_async(trainer, train, args=given, timeout=0) for trainer in training]
         results = [call.wait() for call in calls]
         print(text(results[0], len(training), servers), flush=True)
         if options.output:
@@ -174,22 +136,6 @@ def main() -> None:
             problem = f"the loss fell from {results[0].first:.2f} to {results[0].last:.2f} only"
     rpc.shutdown()
     sys.exit(problem)
-
-
-def problem_of(options: argparse.Namespace, ranks: int) -> str | None:
-    if options.servers and options.servers >= max(ranks, 2):
-        return f"--servers {options.servers} leaves no trainer among {ranks} rank(s)"
-    if options.servers and options.servers > options.dim:
-        return f"--servers {options.servers}: more than there are columns (--dim {options.dim})"
-    least = {"characters": 1000, "vocabulary": 2}
-    return next(
-        (
-            f"--{name}: at least {value}"
-            for name, value in least.items()
-            if getattr(options, name) < value
-        ),
-        None,
-    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Train a transformer in pipeline stages on several ranks, with micro-batches.
 
-Micro-batches pass through the stages, and gradients return in the opposite order.
-
 mpirun -n 4 python examples/pipeline_transformer.py
 """
 
@@ -14,7 +12,7 @@ import threading
 import torch
 import torch.nn.functional as F
 from command_line import parse, positive
-from text_training import library_text, progress
+from text_training import add_characters, library_text, progress
 from torch import nn
 
 import mpidist.autograd as dist_autograd
@@ -25,10 +23,8 @@ from mpidist.optim import DistributedOptimizer
 
 BYTES = 256  # vocabulary
 HEADS = 4
-# Share of the text, at its end.
-HELD_OUT = 0.1
-# Largest final loss relative to the first, after 100 steps or more.
-WANTED = 0.75
+HELD_OUT = 0.1  # share of the text, at its end
+WANTED = 0.75  # largest final loss relative to the first, after 100 steps or more
 
 
 class Stage(nn.Module):
@@ -38,12 +34,9 @@ class Stage(nn.Module):
         super().__init__()
         self.bytes = nn.Embedding(BYTES, dim) if is_first else None
         self.places = nn.Parameter(0.02 * torch.randn(context, dim)) if is_first else None
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                dim, HEADS, 4 * dim, dropout=0.0, batch_first=True, norm_first=True
-            )
-            for _ in range(layers)
-        )
+        settings = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+        made = (nn.TransformerEncoderLayer(dim, HEADS, 4 * dim, **settings) for _ in range(layers))
+        self.layers = nn.ModuleList(made)
         self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, BYTES)) if is_last else None
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context))
         self._lock = threading.Lock()
@@ -56,17 +49,14 @@ class Stage(nn.Module):
             targets: Next byte of each position, for the last stage.
         """
         x = source.to_here()
-        # One micro-batch at a time; other stages compute other micro-batches.
-        with self._lock:
+        with self._lock:  # one micro-batch at a time
             if self.bytes is not None:
                 x = self.bytes(x) + self.places
             for layer in self.layers:
                 x = layer(x, src_mask=self.mask, is_causal=True)
-            return (
-                x
-                if self.head is None
-                else F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
-            )
+            if self.head is None:
+                return x
+            return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
 class Pipeline:
@@ -110,10 +100,8 @@ def train(pipeline: Pipeline, options: argparse.Namespace) -> list[float]:
         losses.append(loss.item())
         bar.set_postfix(loss=f"{losses[-1]:.2f}", refresh=False)
     with torch.no_grad():
-        held_out = [
-            pipeline.loss(batch(text[end:], options), options.micro_batches).item()
-            for _ in range(4)
-        ]
+        samples = [batch(text[end:], options) for _ in range(4)]
+        held_out = [pipeline.loss(part, options.micro_batches).item() for part in samples]
     return [*losses, sum(held_out) / len(held_out)]
 
 
@@ -127,21 +115,13 @@ def main() -> None:
     parser.add_argument("--steps", type=positive, default=150)
     parser.add_argument("--batch-size", type=positive, default=16)
     parser.add_argument("--micro-batches", type=positive, default=4)
-    parser.add_argument("--layers", type=positive, default=4)
-    parser.add_argument("--dim", type=positive, default=64)
-    parser.add_argument("--context", type=positive, default=64, help="bytes that a sample has")
+    for name, value in {"--layers": 4, "--dim": 64, "--context": 64}.items():
+        parser.add_argument(name, type=positive, default=value)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument(
-        "--characters",
-        type=positive,
-        default=1_000_000,
-        help="so much of the sources of Python's library",
-    )
+    add_characters(parser)
     group = mpidist.comm.init()
     options = parse(parser, group.rank, problem_of)
-
-    # The ranks share the cores of the node.
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # the ranks share the cores
     torch.manual_seed(0)
     rpc.init_rpc(f"worker{group.rank}")
     first = last = held_out = 0.0
@@ -149,10 +129,8 @@ def main() -> None:
         pipeline = Pipeline(group.size, options.layers, options.dim, options.context)
         *losses, held_out = train(pipeline, options)
         first, last = losses[0], sum(losses[-10:]) / len(losses[-10:])
-        print(
-            f"{group.size} stage(s), {options.steps} steps: loss {first:.2f} -> {last:.2f}, on "
-            f"other text {held_out:.2f}"
-        )
+        text = f"{group.size} stage(s), {options.steps} steps: loss {first:.2f} -> {last:.2f}"
+        print(f"{text}, on other text {held_out:.2f}")
     rpc.shutdown()
     if options.steps >= 100 and last > WANTED * first:
         sys.exit(f"the loss fell from {first:.2f} to {last:.2f} only")
@@ -162,10 +140,8 @@ def problem_of(options: argparse.Namespace) -> str | None:
     if options.dim % HEADS:
         return f"--dim {options.dim}: no multiple of {HEADS}, the number of attention heads"
     if options.characters * HELD_OUT < options.context + 2:
-        return (
-            f"--characters {options.characters}: their last tenth has no room for a sample of "
-            f"{options.context} bytes"
-        )
+        text = f"their last tenth has no room for a sample of {options.context} bytes"
+        return f"--characters {options.characters}: {text}"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import sysconfig
@@ -10,10 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import positive
 from tqdm import tqdm
 
 WORD = re.compile(r"\w+|[^\w\s]|\n")
 RARE = 0  # number of all other words
+
+
+def add_characters(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--characters``, the length of the text."""
+    text = "so much of the sources of Python's library"
+    parser.add_argument("--characters", type=positive, default=1_000_000, help=text)
 
 
 def library_text(characters: int) -> str:
