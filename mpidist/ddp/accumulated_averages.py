@@ -3,8 +3,8 @@
 All ranks hold a plain average, so that a pass which adds to the average and averages again leaves
 it as it is. An average that its owner alone holds would be divided by W. So the owner multiplies it
 by W before an averaging pass adds to it. A pass that is not averaged (under ``no_sync``, or of the
-module without DDP) needs the average itself, and a copy is made: by the copy, the next averaging
-pass adds W - 1 times the average, unless the gradient was cleared or changed meanwhile.
+module without DDP) needs the average itself, which is copied first: from the copy, the next
+averaging pass adds W - 1 times the average, unless the gradient was cleared or changed meanwhile.
 
 Letters: W ranks of the group.
 """
@@ -64,7 +64,7 @@ class AccumulatedAverages:
             self._nodes.append((node, node.register_prehook(partial(addition, place))))
 
     def close(self) -> None:
-        """Remove the hooks. Again does nothing."""
+        """Remove the hooks. A second call does nothing."""
         for _, handle in self._nodes:
             handle.remove()
         self._nodes.clear()

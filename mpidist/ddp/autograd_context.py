@@ -1,11 +1,11 @@
-"""Seam for distributed autograd: averages of one module within passes that leave ``.grad`` alone.
+"""Interface to distributed autograd: averages of one module in passes that leave ``.grad`` alone.
 
 A pass of distributed autograd takes the leaves' gradients from torch's engine instead of adding
 them to ``.grad``, so that the reducer's hooks behind that addition never run. A module whose
 forward pass runs within a context joins the context with a ``Reduction``. While a pass runs through
 the module's parameters, tensor hooks pass their gradients to the reducer, which launches buckets as
-in any other pass. At the end the averages are handed over; where gradients are reduced to owners,
-each rank's own. ``.grad`` is set aside meanwhile.
+in any other pass. At the end ``finish`` returns the averages; if gradients are reduced to owners,
+only this rank's. ``.grad`` is set aside meanwhile.
 
 ``mpidist.autograd`` registers itself; this package does not import it.
 """
@@ -113,7 +113,7 @@ class Reduction:
             self.close()
 
     def close(self) -> None:
-        """Restore the parameters' own gradients. Again does nothing."""
+        """Restore the parameters' own gradients. A second call does nothing."""
         own, self._own_gradients = self._own_gradients, None
         if own is None:
             return

@@ -191,8 +191,9 @@ class BackwardPass:
                 lambda async_op: group.all_reduce(bucket.flat, AVG, async_op=async_op),
             )
         self._futures[index] = future
-        # The next bucket may use the buffer early. Not on a device, where it may be filled on
-        # another stream, and therefore waits for this bucket when it begins.
+        # Releases a reduced host buffer to the next bucket at once. A device's buffer stays
+        # occupied until the next bucket needs it, because that bucket may be filled on another
+        # stream.
         if bucket.buffer is not None and not bucket.flat.is_cuda and stages.is_done(future):
             self._retire(index)
 

@@ -25,7 +25,7 @@ class Bucket:
         indices: Places of its parameters in the reducer's list, in the order of ``flat``.
         parameters: The parameters.
         names: Their names in the module.
-        flat: N elements, the gradients one behind the other.
+        flat: N elements, the concatenated gradients.
         node_tensor: ``flat`` of all ranks in memory of the node that they share; else None.
         views: For each parameter its part of ``flat``, in the parameter's shape and, if dense, its
             strides.

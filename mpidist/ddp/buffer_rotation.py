@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 class RotatingBuffers:
     """Buffers of one device, each as large as its largest bucket.
 
-    The buffers lie in memory that all ranks of a node map, if there is any.
+    The buffers are in memory that all ranks of the group map, if available.
 
     Collective: constructed by all ranks of the group, if ``shares``.
 

@@ -184,12 +184,12 @@ class UnevenInputs(Joinable):
 
         Args:
             divide_by_initial_world_size: Divide gradients by W, so that each input has the same
-                weight; else by the number of ranks with inputs. A communication hook divides by
-                itself.
+                weight; else by the number of ranks with inputs. A communication hook applies its
+                own divisor.
             enable: False does nothing, for inputs that are known to be even.
             throw_on_early_termination: Raise on all ranks when the first has no inputs left.
             optimizers: Sharded optimizers on the same group, in one order on all ranks; a rank
-                whose loop has ended takes part in their steps.
+                whose loop has ended executes their steps, too.
 
         Raises:
             RuntimeError: A rank has no inputs left, with ``throw_on_early_termination``.
@@ -209,7 +209,7 @@ class UnevenInputs(Joinable):
             self._is_joining = self._throws_on_join = False
 
     def shadow(self, iteration: Iteration) -> None:
-        """Take part in the collectives of one iteration of the ranks with inputs.
+        """Execute the collectives of one iteration of the ranks with inputs.
 
         Collective: over the group.
         """

@@ -51,8 +51,8 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
         gradient_as_bucket_view: Gradients are views of the buckets. torch's default is False.
         static_graph: All passes use the same parameters equally often.
         delay_all_reduce_named_params: Refused; the error names a replacement.
-        param_to_hook_all_reduce: Refused likewise.
-        mixed_precision: Refused likewise.
+        param_to_hook_all_reduce: Refused, too.
+        mixed_precision: Refused, too.
         device_mesh: Instead of ``process_group``: a mesh of one dimension on the backend
             ``mpidist``, whole or sliced from another (``mesh["dp"]``); parameters that are DTensors
             on the other dimensions are then averaged shard by shard.

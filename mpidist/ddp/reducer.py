@@ -141,7 +141,7 @@ class Reducer(ReducerNames):
             self._pass = None
 
     def shadow(self) -> None:
-        """Take part in a backward pass of the other ranks with zeros, on a rank without inputs.
+        """Contribute zeros to one backward pass of the other ranks, on a rank without inputs.
 
         Until ``end_shadowing`` this rank's gradients are the averages, from which a sharded
         optimizer takes its step.

@@ -69,7 +69,7 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 
 
 class Compressed:
-    """A hook on a low-precision copy of the bucket; can be saved like the hook within."""
+    """A hook on a low-precision copy of the bucket; can be saved if the wrapped hook can."""
 
     def __init__(self, hook: Hook, dtype: torch.dtype) -> None:
         self.hook = hook
@@ -80,12 +80,12 @@ class Compressed:
 
     @property
     def is_in_order(self) -> bool:
-        """Say whether the hook within keeps the order of collectives."""
+        """Say whether the wrapped hook keeps the order of collectives."""
         return is_in_order(self.hook)
 
     @property
     def ownership(self) -> Ownership | None:
-        """Return the owners to which the hook within reduces."""
+        """Return the owners to which the wrapped hook reduces."""
         return ownership_of(self.hook)
 
     def __call__(self, state: Any, bucket: GradBucket) -> Any:

@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Factors:
-    """A bucket's matrices and their factors, which lie in two flat tensors.
+    """A bucket's matrices, and their factors in two flat tensors.
 
     Attributes:
         names: Names of the matrices' parameters.
@@ -91,7 +91,7 @@ def place(
     batched: bool = False,
     errors: dict[str, Tensor] | None = None,
 ) -> Factors:
-    """Allocate P and Q of each matrix, and a place beside the Ps for each uncompressed tensor.
+    """Allocate P and Q of each matrix, and room in ``flat_p`` for uncompressed tensors.
 
     Args:
         matrices: Name, matrix, and its error (None without error feedback).

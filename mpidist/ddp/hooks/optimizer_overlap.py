@@ -2,7 +2,7 @@
 
 Source: ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks``, for its private
 names. The public way is ``torch.distributed.optim._apply_optimizer_in_backward``, which
-DistributedDataParallel supports by itself.
+DistributedDataParallel supports without a hook.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class hook_then_optimizer:
 
     @property
     def is_in_order(self) -> bool:
-        """Say whether the hook within keeps the order of collectives."""
+        """Say whether the wrapped hook keeps the order of collectives."""
         return is_in_order(self.hook)
 
     def __call__(self, state: Any, bucket: GradBucket) -> Any:

@@ -2,8 +2,8 @@
 
 Each rank gets the average of the elements that it steps, and of no others: a reduce-scatter instead
 of an all-reduce. In mpidist's DDP the buckets then rotate in a few buffers, and the elements that a
-rank does not own are freed as soon as their bucket is reduced: beside the gradients of the buckets
-in use a rank holds only its own share (ZeRO-2).
+rank does not own are freed as soon as their bucket is reduced: apart from the buckets in use, a
+rank holds only its own share of the gradients (ZeRO-2).
 
 Within a node all ranks add up a bucket in shared memory, as in the plain average, and write each
 range to its owner: the same bits. Between nodes, on devices, and around a half-precision copy

@@ -1,12 +1,12 @@
-"""Execution of a bucket's reduction: on the calling thread, or beside the backward pass.
+"""Execution of a bucket's reduction: on the calling thread, or on the group's.
 
 A hook of several stages starts its second collective when the first has ended, often in a future's
-callback. Without further care one rank would start it before the next bucket's first collective and
-another rank after it, and different collectives would meet. So the stages of one bucket are one
-operation of the group (``ProcessGroup.in_order``): the calls of a hook return when what they issued
-has ended, callbacks run where they are attached, and the next bucket waits. Between nodes, and on
-CUDA, this happens on the group's thread and overlaps the backward pass. A hook marked ``in_order``
-keeps the order by itself and is called on autograd's thread.
+callback. If the group did not order them, one rank would start it before the next bucket's first
+collective and another rank after it, and different collectives would meet. So the stages of one
+bucket are one operation of the group (``ProcessGroup.in_order``): the calls of a hook return when
+what they issued has ended, callbacks run where they are attached, and the next bucket waits.
+Between nodes, and on CUDA, this happens on the group's thread and overlaps the backward pass. A
+hook marked ``in_order`` keeps that order itself and is called on autograd's thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_in_order(hook: Hook) -> bool:
 
 
 def overlaps_backward(group: Group, tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is reduced on the group's thread, beside the backward pass.
+    """Say whether a tensor is reduced on the group's thread during backward.
 
     On one node a transfer of host memory is processor time, which a thread cannot hide. Between
     nodes the processor waits for the network, and for a tensor on a device the host must go on to
