@@ -1,7 +1,7 @@
 """Comparisons between the ranks of a group, and errors of one rank that all ranks raise.
 
 Each comparison is one all-gather of small objects. ``raising_on_all`` and ``maximum`` cost one
-all-reduce of an int32 where no rank has an error.
+all-reduce of an int32 if no rank has an error.
 """
 
 from __future__ import annotations

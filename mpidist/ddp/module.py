@@ -29,7 +29,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
     """Average the gradients of ``module`` over all ranks of a group in each backward pass.
 
     Sparse gradients, of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, stay sparse:
-    each is averaged by itself, is no view of a bucket, and is not passed to a communication hook.
+    each is averaged separately, is no view of a bucket, and is not passed to a communication hook.
 
     Collective: constructed by all ranks of the group, which then run forward and backward the same
     number of times, or within ``join()``.
@@ -216,8 +216,8 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
         output = self.module(*args, **kwargs)
         if syncs_buffers and self._syncs_behind():
             self._sync_buffers(root, waits=not averages)
-        # Read again, because a framework whose backward passes run within the forward pass arms
-        # the reducer by itself (``prepare_for_backward``) and clears the attribute.
+        # Read again, because a framework whose backward passes run within the forward pass arms the
+        # reducer directly (``prepare_for_backward``) and clears the attribute.
         averages = averages and self.require_backward_grad_sync
         self.require_forward_param_sync = averages
         if averages:

@@ -182,8 +182,8 @@ class Reducer(ReducerNames):
         return self._pass is not None or self.captures
 
     def _on_output_gradient(self, gradient: Tensor) -> None:
-        # The pass begins here, if the outputs are known, because here runs the outermost pass. The
-        # end of a nested one (a re-entrant checkpoint) would be too early.
+        # The outermost pass computes the outputs' gradients, so if the outputs are known, the pass
+        # begins here. The end of a nested pass (a re-entrant checkpoint) would be too early.
         is_begun = self._pass is not None and self._pass.is_begun
         if not is_begun and not self.captures and adds_to_gradients(self.parameters):
             self._begin()
@@ -245,7 +245,8 @@ class Reducer(ReducerNames):
         self.wait_for_futures()
         if self._own_gradients is None and not self.captures:
             in_backward.step(self.parameters, used)
-        # Rebuilt here, where all ranks pass. The next forward pass one rank may run alone.
+        # Rebuilt here, because all ranks execute this line. A single rank may run the next forward
+        # pass alone.
         if not self.layout.is_rebuilt:
             self.layout.rebuild(backward.readiness.ready_order)
 

@@ -1,4 +1,4 @@
-"""Gradients of a rank's own, set aside while it runs passes that must not add to them.
+"""A rank's own gradients, set aside while the rank runs passes that must not add to them.
 
 A rank without inputs shadows the collectives of the others (torch's Join); a pass of distributed
 autograd leaves ``.grad`` alone.

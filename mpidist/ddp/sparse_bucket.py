@@ -18,8 +18,8 @@ class SparseBucket:
         names: Its name in the module.
         layout: The layout of its gradients.
         views: Empty, because a sparse gradient has no fixed memory.
-        copied: Empty, likewise.
-        buffer: None, likewise.
+        copied: Empty, for the same reason.
+        buffer: None, for the same reason.
         flat: The gradient from ``collect`` or ``clear`` to ``hand_back``: a sparse tensor of the
             parameter's shape.
     """

@@ -107,7 +107,7 @@ class FlatBuffers:
             self._addresses[number] = view.data_ptr()
 
     def release(self, number: int) -> None:
-        """Move a parameter to memory of its own, with its value; its place stays free."""
+        """Copy a parameter to separate memory; its place in the buffer stays unused."""
         parameter = self._parameters[number]
         parameter.data = parameter.detach().clone(memory_format=torch.preserve_format)
         del self._addresses[number]

@@ -71,7 +71,7 @@ def _text(value: Any) -> str:
 
 
 def require_apart(groups: Sequence[Group]) -> None:
-    """Refuse parameters given twice or with the same address: each would get a place of its own.
+    """Refuse parameters given twice or with the same address: each would get a separate place.
 
     Raises:
         ValueError: Two parameters share their memory.

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class HierarchicalModelAverager(ModelAverager):
-    """Average parameters among groups of several sizes, each with a period of its own.
+    """Average parameters among groups of several sizes, each with its own period.
 
     At a step that several periods divide, the ranks average in the groups of the largest period,
     which contain the smaller groups.
