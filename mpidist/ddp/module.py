@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import Joinable
 
 from mpidist.comm.group_protocol import AnyGroup
 from mpidist.comm.resolve_group import default_group, native_group
@@ -104,7 +103,6 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
         most_buckets: int | None = None,
     ) -> None:
         super().__init__()
-        Joinable.__init__(self)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.process_group = torch_arguments.resolve_group(device_mesh, process_group)
         self._group = native_group(self.process_group)

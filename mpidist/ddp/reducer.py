@@ -210,7 +210,10 @@ class Reducer(ReducerNames):
 
     def _finish(self) -> None:
         backward, self._pass = self._pass, None
-        assert backward is not None
+        # A forward pass within the backward pass (a checkpoint that recomputes the module) arms a
+        # second pass, on all ranks alike; the first end has completed both.
+        if backward is None:
+            return
         counts = backward.readiness.counts
         self._usage.record_additions(counts)
         has_gradient = backward.has_gradients(self.parameters)

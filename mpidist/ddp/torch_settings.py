@@ -17,8 +17,8 @@ Tensor = torch.Tensor
 
 
 def _setting(name: str) -> Any:
-    """Return a property for an attribute of ``settings``."""
-    return property(lambda self: getattr(self.settings, name))
+    """Return a property for a flag of ``settings``."""
+    return property(lambda self: bool(getattr(self.settings, name)))
 
 
 class TorchSettings:

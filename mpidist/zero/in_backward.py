@@ -18,6 +18,7 @@ from torch.distributed import GradBucket
 from torch.profiler import record_function
 
 from mpidist.comm.memory.stream import used_here
+from mpidist.dynamo import untraced
 from mpidist.kernels.view import laid_out
 from mpidist.zero import groups
 from mpidist.zero.join import is_shadowing
@@ -198,6 +199,7 @@ class SteppingHook:
         return future.then(averaged)
 
 
+@untraced
 class BackwardEndHook:
     """Forward hook of a module: a function runs at the end of each averaged backward pass.
 

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from mpidist.comm.mpi.library import library_name
 from mpidist.ddp.hooks.default import allreduce_hook, bf16_compress_wrapper
@@ -366,3 +367,15 @@ def test_no_sync_after_a_forward_pass_without_a_backward_pass(group):
         torch.allclose(ddp.module.weight.grad, want),
         f"expected {want}, got {ddp.module.weight.grad}",
     )
+
+
+def test_a_checkpoint_around_the_module_runs_its_forward_pass_within_the_backward_pass(group):
+    """Without an early stop the recomputation runs to its end and arms a second pass."""
+    net = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
+    x = torch.full((4, 3), float(group.rank + 1), requires_grad=True)
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        for _ in range(2):
+            net.zero_grad()
+            torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False).sum().backward()
+            mean = 4 * (group.size + 1) / 2
+            agree(group, torch.equal(net.module.weight.grad, torch.full((2, 3), mean)))
