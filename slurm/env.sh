@@ -22,7 +22,8 @@ MPIDIST_IMAGE=""
 MPIDIST_IMAGE_OPTIONS="--nv"
 
 # Process management: pmix, pmi2 or cray_shasta (see `srun --mpi=list`), or mpirun instead of srun.
-# auto: pmix for Open MPI (mpirun if Slurm lacks pmix), cray_shasta or pmi2 for MPICH and its relatives.
+# auto: pmix or pmix_v* for Open MPI (mpirun if Slurm has neither), cray_shasta or pmi2 for MPICH and
+# its relatives.
 MPIDIST_MPI="auto"
 # Intel MPI with pmi2 needs the path of Slurm's library:
 # export I_MPI_PMI_LIBRARY=/usr/lib64/libpmi2.so

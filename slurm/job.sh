@@ -49,8 +49,8 @@ load_modules() {
     set -u
 }
 
-# PYTHON: the interpreter, within the container if there is one. Python loads the MPI library without starting it, and chooses
-# SRUN_TYPE, the type of `srun --mpi` for this library among those that Slurm offers ("" without one).
+# Set PYTHON, the interpreter, within the container if there is one; LIBRARY, the MPI library that it
+# loads, without starting MPI; SRUN_TYPE, the `srun --mpi` type for LIBRARY among OFFERED, or "".
 find_python() {
     local python=python3 runtime='' library
     if [[ $MPIDIST_IMAGE ]]; then
@@ -96,7 +96,8 @@ choose_launcher() {
         LAUNCHER=("$(type -P mpirun)") || die "edit $SITE: MPIDIST_MPI: no mpirun on PATH, and Slurm offers: $OFFERED"
     else
         grep -qw "$mpi" <<< "$OFFERED" || die "edit $SITE: MPIDIST_MPI=$mpi is not among what Slurm offers: $OFFERED"
-        # One that ends early is waited for: the others are saving. --kill-on-bad-exit would end them meanwhile.
+        # A rank may end while others save their state: --wait gives them 60 s, --kill-on-bad-exit=0 lets
+        # them run.
         LAUNCHER=(srun --mpi="$mpi" --kill-on-bad-exit=0 --wait=60)
     fi
 }

@@ -1,6 +1,6 @@
 """Validation of the engine's messages before use: fields, types, ranks, permitted senders. Pure.
 
-A failed check raises ``FrameError``. If the sender takes part in the pass of the message, the
+A failed check raises ``FrameError``. If the sender has a part in the pass of the message, the
 engine fails the pass with this error; otherwise the message is logged and dropped.
 """
 
@@ -243,7 +243,7 @@ def _is_anything(value: Any, workers: int) -> bool:
 
 _FIELDS: dict[Notice, tuple[Callable[[Any, int], bool], ...]] = {
     Notice.DONE: (_are_ranks,),
-    # remote_error.rebuilt checks the description.
+    # remote_error.rebuild checks the description.
     Notice.FAILED: (_is_anything,),
     Notice.STOP: (),
     Notice.ASK: (),

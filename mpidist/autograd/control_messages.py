@@ -24,7 +24,7 @@ ADOPT              any worker, to the context's owner
 =================  ================================================================
 
 A worker of a context may begin passes in the context and may fail them. A malformed message, or
-gradients of another message, ends the pass at its initiator if the sender takes part in the pass.
+gradients of another message, ends the pass at its initiator if the sender has a part in it.
 Reports about a sender's own part are not verified: a pass that waits for a part which does not
 exist ends after the RPC timeout.
 """

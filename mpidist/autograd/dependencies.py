@@ -68,7 +68,7 @@ class Plan:
             if node not in seen:
                 seen.add(node)
                 kind = type(node)
-                # No node of the pass lies below these two.
+                # The pass has no nodes below a leaf or a receive.
                 if kind is LEAF or kind is RECEIVE:
                     ends.append(node)
                 else:

@@ -115,7 +115,7 @@ class Engine:
         try:
             checks.body(what, rest, count)
         except FrameError as error:
-            # The sender takes part in the pass, which would otherwise wait for a valid message.
+            # Fail the pass now: it would otherwise wait for a valid message of the sender.
             failure = FrameError(f"rank {source} sent {error}")
             if checks.initiator_of(key) == me:
                 self.initiator.refuse(number, key, failure)

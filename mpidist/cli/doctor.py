@@ -1,7 +1,7 @@
 """Examination of a machine or job: collects facts, tries small operations, applies rules.
 
 Without a launcher the doctor examines this process, and starts two ranks with the MPI library's
-launcher to see whether they connect. Under mpirun or srun every rank takes part and rank 0 reports.
+launcher to see whether they connect. Under mpirun or srun all ranks are examined; rank 0 reports.
 """
 
 from __future__ import annotations

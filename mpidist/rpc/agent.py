@@ -30,8 +30,8 @@ from mpidist.rpc.references import References
 from mpidist.rpc.wire import Wire
 from mpidist.rpc.worker import WorkerInfo, Workers
 
-# Python's switch interval while the agent runs: the time that a thread which has received a message
-# waits at most for a thread that computes in Python.
+# Python's switch interval while the agent runs: the longest wait for the GIL of a thread that has
+# received a message, while one other thread computes in Python.
 _SWITCH_INTERVAL_S = 2e-4
 _STOP_S = 5.0
 

@@ -75,8 +75,8 @@ class Allowed:
     _functions: MappingProxyType[bytes, tuple[int, Any]]
     _methods: MappingProxyType[int, MappingProxyType[str, Any]]
     _named_classes: MappingProxyType[str, type]
-    _owners: MappingProxyType[int, type]  # of methods that are listed one by one
-    _single: frozenset[tuple[int, str]]  # these methods
+    _owners: MappingProxyType[int, type]  # classes of single methods, by id
+    _single: frozenset[tuple[int, str]]  # single methods: class id, name
 
     def __init__(self, names: Sequence[Any]) -> None:
         if isinstance(names, str) or not isinstance(names, (list, tuple, set, frozenset)):

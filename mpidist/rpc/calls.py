@@ -203,7 +203,7 @@ class Calls(PendingCalls):
     # On the polling thread.
 
     def complete(self, incoming: Incoming) -> Action:
-        """Complete the call of an answer; return the action that remains.
+        """Complete the call that an answer belongs to; return the action that remains.
 
         Raises:
             FrameError: Another worker than the callee has sent it; the call stays pending.

@@ -9,7 +9,7 @@
     WORKER      name, rank: a ``WorkerInfo``
     CARRIED     number, contents: an object of a registered class (``Carried``)
 
-Names are looked up in the receiver's list (``allowed``). Nothing is imported, and no constructor of
+Names are looked up in the receiver's list (``allowlist``). Nothing is imported, no constructor of
 a user's class runs.
 """
 

@@ -1,6 +1,6 @@
 """Dispatch of arrived messages by kind, on the polling thread and in the order of arrival.
 
-What depends on that order is done at once: forks, deletes, and the entries of calls of ``remote``.
+Forks, deletes and the entries of calls of ``remote`` depend on that order and are handled at once.
 All other work is returned as an action.
 """
 

@@ -92,7 +92,7 @@ class _Description(NamedTuple):
         generation: The number of calls of ``init_rpc`` by these ranks, equal on all of them.
         device_maps: Of the worker's options.
         is_data_only: The worker has a list, and reads data only.
-        problem: Why the worker cannot take part, else None.
+        problem: Reason why the worker cannot join, else None.
     """
 
     name: str
@@ -118,7 +118,7 @@ def gather_workers(
         name: This worker's name.
         options: This worker's settings.
         is_data_only: This worker has a list, and reads data only.
-        problem: The reason why this worker cannot take part; raised here, and sent to all others.
+        problem: The reason why this worker cannot join; raised here, and sent to all others.
 
     Returns:
         The workers, and their device maps by rank.

@@ -70,7 +70,7 @@ class Kind(enum.IntEnum):
     REQUEST_GRADIENTS = 66  # sent with the device maps of answers
 
 
-# Added to a kind of call, gives the kind of ``remote``.
+# Difference between a kind of ``remote`` and the same kind of call.
 TO_REMOTE = int(Kind.REMOTE_PYTHON - Kind.CALL_PYTHON)
 FIRST_RESPONSE, FIRST_ONE_WAY = 32, 48
 

@@ -70,7 +70,7 @@ class Polling:
         self.leadership = Leadership(self.pool)
         self._poll_lock = threading.Lock()
         self._following_lock = threading.Lock()
-        self._following = 0  # threads that follow, or wait to
+        self._following = 0  # threads within ``follow``
         self._issued_at = 0.0  # time of the last call
         self._burst_at = 0.0  # time of the last call within a burst
         self._action_numbers = itertools.count(1)

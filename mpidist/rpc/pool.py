@@ -72,7 +72,7 @@ class _Here(threading.local):
 
 
 here = _Here()
-_FOLLOW = Task(lambda: None)  # stands for "follow and lead" in the queue
+_FOLLOW = Task(lambda: None)  # in the queue: follow and lead
 
 
 class Pool:
@@ -175,8 +175,8 @@ class Pool:
             self._idle -= 1
             needs_thread = self._idle < 0
             self._idle += needs_thread
-        # Also a new thread receives its action from the queue: a Thread object keeps the arguments
-        # of its body alive until it ends.
+        # A new thread gets its action from the queue, not as an argument: a Thread object keeps
+        # its arguments alive until it ends.
         self._queue.put(action)
         if needs_thread:
             self._start_thread()
@@ -201,7 +201,7 @@ class Pool:
             else:
                 thread.lane, thread.is_counted = action.lane, True
                 action.run()
-            # Or else its arguments would live until the next action.
+            # The arguments of the action would live until the next action.
             del action
             with self._lock:
                 self._idle += 1

@@ -150,7 +150,7 @@ def _require(is_right: bool, reason: str) -> None:
 
 
 def _identity(agent: Agent, sequence_id: str) -> _Identity:
-    """Parse a sequence id, and check that this worker takes part."""
+    """Parse a sequence id, and check that it names this worker."""
     match = _SEQUENCE_ID.fullmatch(sequence_id)
     if match is None:
         raise MpidistError(
@@ -188,7 +188,7 @@ def all_gather(
         The objects by worker name.
 
     Raises:
-        MpidistError: A worker did not take part in time.
+        MpidistError: A worker has not sent its object in time.
         RankFailureError: A worker's program has ended, or it has left RPC.
     """
     agent = current.require()
