@@ -59,7 +59,7 @@ constexpr int BATCH = 4;                            // rows in flight in each wa
 constexpr int MOST_WARPS = 8;  // of a block, except in orthogonalize, normalize
 constexpr int SWEEP_THREADS = 512;
 constexpr int SWEEP_WARPS = SWEEP_THREADS / WARP;
-// Of one thread in orthogonalize and normalize, in registers.
+// Limits on the rows that one thread keeps in registers in orthogonalize and normalize.
 constexpr int HELD_BYTES = 256;
 constexpr int MOST_HELD = 16;  // rows
 

@@ -105,7 +105,7 @@ class _UnsafeError(Exception):
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Open a folder, following links, and require that nobody else may write it."""
+    """Open a folder, following links, and require that no other user may write it."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _OPEN)
     try:
         _require_own(handle, path, stat.S_ISDIR)

@@ -4,8 +4,8 @@ Dynamo traces the functions that a compiled function calls as if they were the u
 groups and reducers this fails, because they hold MPI objects and threads.
 ``torch.compiler.disable`` imports Dynamo (seconds) and wraps every call. The marks below are what
 it leaves on a function, without the wrapper: attributes, which Dynamo reads where it would inline a
-call, and an entry beside the code object, which its frame evaluation reads where it would compile a
-frame. Both cost nothing while nothing is being compiled.
+call, and an entry kept with the code object, which its frame evaluation reads where it would
+compile a frame. Both cost nothing while nothing is being compiled.
 
 Source: torch/_dynamo/eval_frame.py (DisableContext), torch/csrc/dynamo/eval_frame.c.
 """

@@ -3,7 +3,7 @@
 ``weights_only=True`` excludes code. The remaining cases are checked here: an archive whose members
 are compressed or reach beyond the file (a storage longer than its member would be read past its
 end), objects that are not plain data, sparse tensors whose indices are out of range. A digest
-beside the file would detect damage but not forgery, because the same user writes both.
+stored next to the file would detect damage but not forgery, because the same user writes both.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Execution(Failing):
         super().__init__(comm, name, world_ranks, on_timeout)
         self.key = key
         self.timeout_s = timeout_s
-        # Between nodes the group's thread leaves its core to computation while it waits.
+        # On several nodes the group's thread sleeps in long waits, and leaves its core to others.
         self._comm_of_thread = comm if comm.is_single_node else comm.sleeping()
         if on_timeout == RAISE:
             check = _check_of(weakref.ref(self))

@@ -146,7 +146,7 @@ def init(
     Raises:
         LaunchError: The job was started in a way in which MPI cannot connect its ranks.
         CommTimeout: Not all ranks called it in time.
-        RankFailureError: A rank came to the end of its program more than 2 s ago.
+        RankFailureError: A rank's program ended more than 2 s ago.
         DisagreementError: ``on_timeout`` differs between ranks (all ranks).
         ValueError: ``on_timeout`` is unknown.
     """

@@ -52,8 +52,8 @@ class MonitoredBarrier(Execution):
         Raises:
             CommTimeout: On every rank that has arrived, naming the missing ranks; if rank 0 is
                 missing, naming rank 0.
-            RankFailureError: On every rank that has arrived, if a rank came to the end of its
-                program more than 2 s ago.
+            RankFailureError: On every rank that has arrived, if a rank's program ended more
+                than 2 s ago.
         """
         execute = self._monitored_barrier
         if torch_profiler._is_profiler_enabled:

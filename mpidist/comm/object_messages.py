@@ -31,7 +31,7 @@ _TAGS_OF_PARTS = {
     Tag.OBJECT_MESSAGE: Tag.OBJECT_MESSAGE_PART,
 }
 
-# Beginning of the error, timeout in seconds, world ranks that the message needs.
+# Text that begins errors, timeout in seconds, world ranks that may send the message.
 Limit = tuple[str, float | None, Sequence[int]]
 
 
@@ -67,7 +67,7 @@ class ObjectReceiver:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # By source and tag: set when all parts of the last object have arrived.
+        # Key: source and tag. Value: set when the receive of the last object has ended.
         self._last: dict[tuple[int, Tag], threading.Event] = {}
 
     def receive(
@@ -82,14 +82,15 @@ class ObjectReceiver:
 
         Args:
             source: A rank, or ``MPI.ANY_SOURCE``.
-            limit: Of the wait for the first message.
+            limit: Bounds the wait for the first message: the text that begins errors, seconds or
+                None, and world ranks; the wait ends if the programs of all of these have ended.
             wait: Waits for the request of a part; called with the request, the part's memory and
                 the sender's rank. If None, the receive of each part blocks in MPI.
         """
         message, status = _matched(comm, source, comm.own_tag(tag), limit, self._lock)
         try:
             source, nbytes = status.Get_source(), status.Get_count(MPI.BYTE)
-            # As many bytes as were sent, whatever the header announces.
+            # The size is the received message's, not one that its header announces.
             first = bytearray(nbytes)
             message.Recv((first, nbytes, MPI.BYTE))
             lengths = frame.body_lengths(first)

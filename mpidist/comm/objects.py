@@ -133,7 +133,7 @@ class Objects(Execution):
         Raises:
             NotPlainData: The object must be data, and is not; nothing was sent.
             CommTimeout: Not received within the group's timeout. The object is still under way.
-            RankFailureError: Rank ``dst`` died, or has come to the end of its program.
+            RankFailureError: Rank ``dst`` died, or its program has ended.
         """
         send = self._send_object
         if torch_profiler._is_profiler_enabled:

@@ -54,7 +54,7 @@ class _Idle:
     """Type of ``IDLE``."""
 
 
-# In the place of a collective's tensor while no collective is under way.
+# Value of ``Journal.tensor`` while no collective is under way.
 IDLE: Any = _Idle()
 
 

@@ -159,7 +159,7 @@ class Progress:
                 finally:
                     self._count_down()
                 return
-        # The count falls first, so that the thread that waits can go on without queueing.
+        # Counted down first, so that the thread that waits can issue its next operation directly.
         self._count_down()
         _set(future, *outcome)
 

@@ -89,8 +89,8 @@ class _Poller:
             time.sleep(pause_s)
             start = time.monotonic()
             pause_s = _SHORTEST_S if self.match() else min(2 * pause_s, _LONGEST_S)
-            # At least as long as the probes took: a round over thousands of patterns is longer than
-            # a pause, and threads that post receives need the queue in between.
+            # Pause at least as long as the probes took: a round over thousands of patterns takes
+            # longer than a pause, and threads that post receives need the queue in between.
             pause_s = max(pause_s, time.monotonic() - start)
             with self._changed:
                 self._queues = {queue for queue in self._queues if not queue.is_empty()}

@@ -43,7 +43,7 @@ def rendezvous(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]
         ValueError: ``rank`` or ``world_size``, or ``RANK`` or ``WORLD_SIZE`` in the keyword
             ``environ``, differs from MPI's value.
         CommTimeout: Not all ranks called it within torch's ``timeout``, at least 60 s.
-        RankFailureError: A rank came to the end of its program more than 2 s ago.
+        RankFailureError: A rank's program ended more than 2 s ago.
     """
     timeout: timedelta | None = kwargs.get("timeout")
     environ: Mapping[str, str] = kwargs.get("environ", {})
@@ -152,7 +152,7 @@ class MPIStore(dist.Store):
 
         Raises:
             CommTimeout: A key was not set in time.
-            RankFailureError: Every other rank came to the end of its program more than 2 s ago.
+            RankFailureError: The programs of all other ranks ended more than 2 s ago.
         """
         limit = self._timeout_s if timeout is None else timeout.total_seconds()
         deadline = time.monotonic() + limit

@@ -31,7 +31,7 @@ class StoreServer:
         self._changed = threading.Condition()
         # Requests that wait for keys: rank, tag of the reply, keys, deadline.
         self._waiting: list[tuple[int, int, list[str], float]] = []
-        # Replies under way; the server does not wait for their ends.
+        # Replies under way; the server does not wait for their completion.
         self._sends: list[tuple[Any, bytes]] = []
         self._clients = set(range(1, world_size))
         self._is_closing = False

@@ -71,7 +71,7 @@ class Subgroups(Execution):
             ValueError: Ranks repeated or out of range.
             CommTimeout: Not all members called it in time (members that wait); the watchdog has
                 printed what each rank does, and this group has failed.
-            RankFailureError: A member died, or came to the end of its program more than 2 s ago
+            RankFailureError: A member died, or its program ended more than 2 s ago
                 (members that wait).
             DisagreementError: ``on_timeout`` differs between the members (all members).
         """
@@ -226,7 +226,7 @@ def create(
     world = runtime.world()
     comm = Communicator(mpi, world.nodes_of(world_ranks), world.highest_tag)
     if comm.shares_nodes:
-        # Here all ranks take part; an all-reduce reads the table on each rank alone.
+        # Collective, so at creation: later an all-reduce reads the table without communication.
         tuning.agreed_table(comm, None)
     group = kind(comm, name, key, world_ranks, timeout_s, debug, on_timeout)
     watchdog.watch(group)

@@ -83,7 +83,7 @@ class Watchdog:
         # The world rank that prints the report, as far as this rank knows.
         self._printers: dict[Subject, int] = {}
         self._printed: set[Subject] = set()
-        # By group: the operation that was reported, the time, and the report's first line.
+        # Key: group. Value: the reported operation, the time, and the report's first sentence.
         self._reported: weakref.WeakKeyDictionary[Execution, tuple[str, float, str]] = (
             weakref.WeakKeyDictionary()
         )

@@ -191,7 +191,7 @@ class RequestWork:
         Raises:
             CommTimeout: Not ended in time. The message is still under way; ``wait`` may be called
                 again.
-            RankFailureError: The peer died, or has come to the end of its program.
+            RankFailureError: The peer died, or its program has ended.
         """
         if not self._done and not self._test():
             poll = (

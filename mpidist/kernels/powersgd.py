@@ -6,7 +6,7 @@ given up (``give_up``).
 On CUDA each function is one launch of ``cuda/powersgd.cu`` for any number and shapes of matrices
 (two launches to orthogonalize matrices that are too tall for one block's registers: above 8192
 rows, fewer at ranks above 4). The twins in this file do the same with torch's operations. Tensors
-that are not worth compressing are sent beside the Ps.
+that are not worth compressing are sent together with the Ps.
 
 Letters: n × m a matrix; r the approximation's rank, at most 32 on CUDA.
 
@@ -53,7 +53,7 @@ class Bucket:
     Args:
         matrices: They share no memory with each other.
         whole: Tensors that are sent uncompressed.
-        slots: A flat tensor that holds all of ``whole``, one after another, beside the Ps.
+        slots: A flat tensor that holds all of ``whole``, one after another; sent with the Ps.
         batched: Let the twins multiply matrices of one shape together.
     """
 

@@ -18,7 +18,7 @@ REFUSAL = "arguments refused"  # the fact of a rank whose argument check failed
 def describe(operation: str, sequence: int, facts: Sequence[tuple[str, Any]]) -> str:
     """Return the facts on which all ranks must agree, as one line: ``name=value; …``.
 
-    A fact named ``tensor`` or ``tensors`` stands for shape, dtype and kind of device.
+    A fact named ``tensor`` or ``tensors`` is written as shape, dtype and kind of device.
     """
     items: list[tuple[str, Any]] = [("operation", operation), ("sequence", sequence)]
     for name, value in facts:

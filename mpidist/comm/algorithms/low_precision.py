@@ -140,5 +140,5 @@ def _swap(
 
 
 def _space(comm: Communicator, dtype: torch.dtype, use: Scratch = Scratch.WORK) -> torch.Tensor:
-    # As long as any message of this tag, for any tensor of the peer: the receive needs no probe.
+    # The space holds the longest message of this tag, so the receive needs no probe.
     return comm.scratch(max(pairwise.CHUNK_BYTES, WHOLE_BYTES) // dtype.itemsize, dtype, use)

@@ -265,7 +265,7 @@ def _flat_shape(tensor: torch.Tensor, parts: int) -> tuple[int, ...]:
 
 
 def _pack(held: torch.Tensor, tensors: Tensors, counts: Sequence[int]) -> None:
-    # By address: for short tensors, views for torch's copy_ cost several times the copy.
+    # memmove by address: for short tensors, views for torch's copy_ cost several times the copy.
     address = held.data_ptr()
     for tensor, nbytes in zip(tensors, counts, strict=True):
         memmove(address, tensor.data_ptr(), nbytes)

@@ -21,7 +21,7 @@ from mpidist.comm.mpi.library import MPI, library_name
 LIBRARY, RING, STAGED, LEVELS = "library", "ring", "staged", "levels"
 ALGORITHMS = (LIBRARY, RING, STAGED)  # of device memory
 HOST_ALGORITHMS = (LIBRARY, LEVELS)
-HOST = "host"  # stands for a device type
+HOST = "host"  # key in place of a device type
 
 # Measured chunk sizes of the ring, by label. Short chunks overlap addition and transfer; each costs
 # some 45 us of host time, and a switch between ranks that share a GPU.
@@ -121,12 +121,12 @@ def rings_for(nbytes: int, size: int) -> dict[str, int]:
     """
     shard_bytes = -(-nbytes // size)
     shorter = {name: chunk for name, chunk in RINGS.items() if chunk < shard_bytes}
-    # The first chunk that is not shorter stands for all longer ones.
+    # Chunks of a shard's size or longer all send the shard whole; one of them is measured.
     return dict(list(RINGS.items())[: len(shorter) + 1])
 
 
 def key(comm: Communicator, device: torch.device | None) -> dict[str, Any]:
-    """Return the cache key of a measured table; device None stands for host memory."""
+    """Return the cache key of a measured table; device None for host memory."""
     kind = _kind(device)
     return {
         "library": library_name(),

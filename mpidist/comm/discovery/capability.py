@@ -35,8 +35,8 @@ _FORCED = {"": _UNSET, "0": _OFF, "1": _ON}
 _FORCED_WORDS = ("unset", "0", "1", "neither 0 nor 1")
 
 _KIND = "device-operations"  # in the cache
-# By device and whether CUDA started first: the table that this process has tried or loaded; None if
-# the cache has none.
+# Key: device, and whether CUDA started before MPI. Value: the table that this process has measured
+# or loaded; None if the cache has none.
 _tables: dict[tuple[str, bool], dict[str, str] | None] = {}
 
 

@@ -32,8 +32,8 @@ _KEPT_LINES = 100  # last lines of output that are kept for the reason
 def launcher(library: str) -> list[str] | None:
     """Return the beginning of the command line that starts two ranks of an MPI library.
 
-    Searched above the library that this process has loaded, beside this Python, then on the PATH.
-    None without a launcher.
+    The search begins above the library that this process has loaded, goes on in the folder of this
+    Python, and ends on the PATH. None if no launcher is found.
 
     Args:
         library: The MPI library's description of itself.
@@ -64,7 +64,7 @@ def find_launcher(is_open_mpi: bool) -> str | None:
 def environment(environ: Mapping[str, str], is_root: bool) -> dict[str, str]:
     """Return the environment of a child job.
 
-    It has no launcher's variables, this process's module path, and one thread per rank.
+    It has this process's module path, one thread per rank, and none of a launcher's variables.
     """
     variables = without_launcher(environ)
     variables["PYTHONPATH"] = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)

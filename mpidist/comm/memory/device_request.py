@@ -13,7 +13,7 @@ _UNCHANGED: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def as_current(device: Device | None) -> AbstractContextManager[None]:
-    """Return the context for MPI calls on a device's memory; None stands for host memory."""
+    """Return the context for MPI calls on a device's memory; None for host memory."""
     return _UNCHANGED if device is None else device.as_current()
 
 

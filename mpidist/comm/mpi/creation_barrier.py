@@ -67,8 +67,7 @@ class CreationBarrier:
                 raises to end the wait.
 
         Raises:
-            RankFailureError: A member came to the end of its program more than 2 s ago, or is dead
-                (ULFM).
+            RankFailureError: A member's program ended more than 2 s ago, or it is dead (ULFM).
             BaseException: The error that ``check`` raised.
         """
         token = hashlib.blake2b(
@@ -159,7 +158,7 @@ def wait_for_world(operation: str, timeout_s: float | None) -> None:
     Raises:
         CommTimeout: Not all ranks called it within ``timeout_s`` (None: no limit); names those
             missing, as far as this rank knows.
-        RankFailureError: A rank came to the end of its program more than 2 s ago.
+        RankFailureError: A rank's program ended more than 2 s ago.
     """
     global _world_barrier
     world = runtime.world(timeout_s)

@@ -1,4 +1,4 @@
-"""Ranks that came to the end of their program: recorded by the watchdog, read by waits for them."""
+"""Ranks whose program has ended: recorded by the watchdog, read by waits for these ranks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _exit_times: dict[int, float] = {}  # by world rank
 
 
 def record(world_rank: int) -> None:
-    """Record that a rank came to the end of its program."""
+    """Record that a rank's program has ended."""
     _exit_times.setdefault(world_rank, time.monotonic())
 
 
 def among(world_ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return those of these ranks that came to their end."""
+    """Return those of these ranks whose program has ended."""
     return tuple(rank for rank in world_ranks if rank in _exit_times)
 
 
 def ended(world_ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return those of these ranks that came to their end at least ``GRACE_S`` ago.
+    """Return those of these ranks whose program ended more than ``GRACE_S`` ago.
 
-    No message of theirs is in flight.
+    None of their messages is in flight.
     """
     if not _exit_times:
         return ()
@@ -35,7 +35,7 @@ def ended(world_ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def all_ended(world_ranks: Sequence[int]) -> bool:
-    """Say whether all these ranks came to their end ``GRACE_S`` ago; False for no ranks."""
+    """Say whether all these programs ended more than ``GRACE_S`` ago; False for no ranks."""
     return bool(_exit_times) and bool(world_ranks) and len(ended(world_ranks)) == len(world_ranks)
 
 

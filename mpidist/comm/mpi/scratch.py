@@ -9,14 +9,14 @@ from enum import IntEnum, auto, unique
 class Scratch(IntEnum):
     """Uses of ``Communicator.scratch`` that may be held at the same time."""
 
-    # Values of a wider type, copies of a contribution, received pieces: one of these at a time.
+    # Values of a wider type, a copied contribution or received pieces; only one of them at a time.
     WORK = auto()
     # A contribution to a reduction by pieces, which must not be overwritten.
     CONTRIBUTION = auto()
     # Sum and next term of a narrow type, in its wide type.
     TOTAL = auto()
     TERM = auto()
-    # Several short tensors as one.
+    # Several short tensors, reduced as one.
     COALESCED = auto()
     # Kept by prepared calls on known memory (``fast_path``).
     PREPARED_WIDE = auto()

@@ -1,4 +1,4 @@
-"""Inline rows: tables of small whole host tensors, whose elements stand in their rows."""
+"""Inline rows: tables of small whole host tensors, with the elements in the rows."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from mpidist.comm.serialization.tensor_spans import overlap
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 _STRIDED = torch.strided
-# Elements up to this size stand in their row, so that the message is still one eager message.
+# Largest size of a tensor in a row: a table of one such row still fits in an eager message.
 INLINE_BYTES = 30 << 10
 _MAX_HEADS = 4096  # entries at which the cache is cleared
 _COUNTS_OF_ONE = COUNTS.pack(1, 0)
 _COUNTS_BYTES = COUNTS.size
-# By dtype, shape, class and requires_grad: a table of one row up to the elements, None if the
-# elements cannot be in the row; and the size of the elements in bytes, negative for complex dtypes.
+# Key: dtype, shape, class and requires_grad. Value: a table of one row without its elements, or
+# None if the elements cannot be in the row; and their size in bytes, negative for complex dtypes.
 _heads: dict[Any, tuple[bytes | None, int]] = {}
 
 

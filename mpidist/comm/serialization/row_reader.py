@@ -63,7 +63,7 @@ class RowReader:
         self._is_strict = is_strict
         self._kinds: dict[int, int] = {}  # users of the parts read so far
         self._storages: dict[int, torch.UntypedStorage] = {}
-        # By part that views share: bytes that may still be checked view by view.
+        # Key: number of a part that views share. Value: bytes that may still be checked per view.
         self._bools_left: dict[int, int] = {}
 
     def read(self) -> Any:

@@ -1,4 +1,4 @@
-"""Rebuilding of tensors and arrays from a tensor table and the memory that came with it.
+"""Rebuilding of tensors and arrays from a tensor table and the memory received with it.
 
 For any bytes, no memory outside of what has arrived is read or written: each row is checked before
 its memory is touched (``tensor_checks``). For a strict reader, tensors have no more elements than
@@ -34,8 +34,8 @@ Tensor = torch.Tensor
 _frombuffer = torch.frombuffer
 _DIMS_AT = COUNTS.size + 3  # of the first row's dimensions, from the start of the table
 _MAX_LONE = 4096
-# By the bytes in front of the elements: dtype, size in bytes, shape if not flat. Never a bool,
-# because its values must be checked.
+# Key: the bytes in front of the elements. Value: dtype, size in bytes, shape if not flat. Never a
+# bool, because its values must be checked.
 _lone: dict[bytes, tuple[Any, int, tuple[int, ...] | None]] = {}
 
 

@@ -57,7 +57,7 @@ class PayloadReceives:
         self._status: Any = MPI.Status()
         self.is_probing = False
         self._sources: defaultdict[int, _UnmatchedPieces] = defaultdict(_UnmatchedPieces)
-        # By rank: the reason why its payloads cannot be assigned to messages.
+        # Key: rank. Value: the reason why its payloads cannot be assigned to messages.
         self._refused: dict[int, str] = {}
 
     def refuse(self, source: int, reason: str) -> None:
