@@ -142,7 +142,8 @@ class References:
         if any([owner >= size or fork >> ID_SHIFT != source for _, fork, owner in rows]):
             self._require_worker(max([owner for _, _, owner in rows]))
             require_own(source, [fork for _, fork, _ in rows])
-        self.store.add_forks([(reference, fork) for reference, fork, owner in rows if owner == me])
+        if own := [(reference, fork) for reference, fork, owner in rows if owner == me]:
+            self.store.add_forks(own)
 
     def add_announced_forks(self, incoming: Incoming) -> None:
         """Count the forks that another worker announces.
