@@ -34,20 +34,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "only that it runs"
         )
 
-    def told(line: str) -> None:
+    def log(line: str) -> None:
         if group.rank == 0:
             print(line, flush=True)
 
-    told(
+    log(
         f"all-reduce of fp32 on {group.size} ranks, {where or 'host'}; medians of {options.rounds} "
         "rounds"
     )
     try:
-        table = group.tune(where, options.sizes, options.rounds, f"measured {date.today()}", told)
+        table = group.tune(where, options.sizes, options.rounds, f"measured {date.today()}", log)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     for line in table.lines():
-        told(line)
+        log(line)
     return 0
 
 

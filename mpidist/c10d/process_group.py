@@ -22,7 +22,7 @@ from mpidist.c10d.managed import ManagedGroup
 from mpidist.c10d.reductions import operation_of, requested_operation
 from mpidist.c10d.work import ENDED, TorchReceive, TorchWork, WorkList
 from mpidist.comm.algorithms import reduce_op
-from mpidist.comm.algorithms.reduce_op import Operation
+from mpidist.comm.algorithms.reduce_op import ReduceOp as NativeReduceOp
 from mpidist.comm.group import ProcessGroup
 from mpidist.dynamo import untraced
 
@@ -282,7 +282,7 @@ class TorchProcessGroup(ManagedGroup):
         return TorchWork(native, result)
 
 
-def _refuse(tensor: Tensor, op: Operation) -> bool:
+def _refuse(tensor: Tensor, op: NativeReduceOp) -> bool:
     return False
 
 

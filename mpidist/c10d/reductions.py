@@ -7,9 +7,10 @@ from typing import Any
 from torch.distributed.distributed_c10d import ReduceOp
 
 from mpidist.comm.algorithms import reduce_op
-from mpidist.comm.algorithms.reduce_op import Operation, PremulSum
+from mpidist.comm.algorithms.reduce_op import PremulSum
+from mpidist.comm.algorithms.reduce_op import ReduceOp as NativeReduceOp
 
-_OPERATIONS: tuple[tuple[Any, Operation], ...] = (
+_OPERATIONS: tuple[tuple[Any, NativeReduceOp], ...] = (
     (ReduceOp.SUM, reduce_op.SUM),
     (ReduceOp.AVG, reduce_op.AVG),
     (ReduceOp.MAX, reduce_op.MAX),
@@ -21,7 +22,7 @@ _OPERATIONS: tuple[tuple[Any, Operation], ...] = (
 )
 
 
-def operation_of(op: Any) -> Operation:
+def operation_of(op: Any) -> NativeReduceOp:
     """Translate torch's ReduceOp."""
     for requested, operation in _OPERATIONS:
         if op == requested:
@@ -32,6 +33,6 @@ def operation_of(op: Any) -> Operation:
     raise ValueError(f"mpidist has no reduction {op}")
 
 
-def requested_operation(opts: Any) -> Operation:
+def requested_operation(opts: Any) -> NativeReduceOp:
     """Return the operation of an option object; SUM without one."""
     return operation_of(opts.reduceOp) if opts is not None else reduce_op.SUM

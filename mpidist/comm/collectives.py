@@ -22,8 +22,7 @@ import torch
 
 from mpidist.comm import arguments
 from mpidist.comm.algorithms import movement, reductions, sparse
-from mpidist.comm.algorithms.reduce_op import SUM
-from mpidist.comm.algorithms.reduce_op import Operation as ReduceOp
+from mpidist.comm.algorithms.reduce_op import SUM, ReduceOp
 from mpidist.comm.execution import Execution
 from mpidist.comm.fast_path import FastPath
 from mpidist.comm.mpi.communicator import Communicator

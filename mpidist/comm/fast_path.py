@@ -16,7 +16,7 @@ import torch
 from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm.algorithms import low_precision, mpi_types, reduce_op, reductions
-from mpidist.comm.algorithms.reduce_op import Operation
+from mpidist.comm.algorithms.reduce_op import ReduceOp
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
@@ -38,7 +38,7 @@ class _Call:
 
     nbytes: int
     dtype: torch.dtype
-    op: Operation
+    op: ReduceOp
     message: tuple[Any, Any] | None
     mpi_op: Any
     run: Callable[[torch.Tensor], None] | None
@@ -75,7 +75,7 @@ class FastPath:
         """Empty the cache, because another algorithm may be chosen from now on."""
         self._calls = {}
 
-    def all_reduce(self, tensor: torch.Tensor, op: Operation) -> bool:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> bool:
         """Execute a group's synchronous ``all_reduce`` if the fast path applies.
 
         Writes below autograd, also into a leaf that requires grad.
@@ -122,7 +122,7 @@ class FastPath:
             self._leave()
         return True
 
-    def _prepare(self, address: int, tensor: torch.Tensor, op: Operation) -> _Call | None:
+    def _prepare(self, address: int, tensor: torch.Tensor, op: ReduceOp) -> _Call | None:
         """Return the prepared call of this memory; None if the fast path does not apply."""
         dtype = tensor.dtype
         # Conjugate views share their original's memory.
@@ -153,5 +153,5 @@ class FastPath:
         return call
 
 
-def _all_reduce(comm: Communicator, op: Operation, tensor: torch.Tensor) -> None:
+def _all_reduce(comm: Communicator, op: ReduceOp, tensor: torch.Tensor) -> None:
     reductions.all_reduce(comm, (), (tensor,), op)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
-from mpidist.comm.algorithms.reduce_op import SUM
-from mpidist.comm.algorithms.reduce_op import Operation as ReduceOp
+from mpidist.comm.algorithms.reduce_op import SUM, ReduceOp
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.operation import Operation
 from mpidist.comm.work import RequestWork, Work

@@ -55,6 +55,7 @@ class Progress:
 
     def __init__(self, name: str) -> None:
         self.pending = 0
+        self._is_executing = False  # the group's thread, one of the pending operations
         self._name = name
         self._queue: queue.SimpleQueue[tuple[Future[Any], Execute] | None] = queue.SimpleQueue()
         self._count_lock = threading.Lock()
@@ -65,8 +66,8 @@ class Progress:
         runtime.close_at_exit(self)
 
     def queued(self) -> int:
-        """Return the number of operations that wait in the queue."""
-        return self._queue.qsize()
+        """Return the number of pending operations that the group's thread does not execute yet."""
+        return self.pending - self._is_executing
 
     def is_own_thread(self) -> bool:
         """Say whether this is the group's thread."""
@@ -151,6 +152,7 @@ class Progress:
 
     def _execute(self, future: Future[Any], execute: Execute) -> None:
         with self.lock:
+            self._is_executing = True
             outcome = _outcome(execute)
             if future.has_callbacks():
                 # Callbacks may issue collectives, which precede those of other threads.
@@ -166,6 +168,7 @@ class Progress:
     def _count_down(self) -> None:
         with self._count_lock:
             self.pending -= 1
+            self._is_executing = False
 
 
 def _complete(future: Future[Any], execute: Execute) -> None:

@@ -139,3 +139,21 @@ def test_the_thread_keeps_no_tensor_of_an_ended_operation(progress):
             break
         time.sleep(0.01)
     assert alive() is None
+
+
+def test_an_operation_that_waits_for_the_lock_counts_as_queued(progress):
+    """The group's thread takes it out of the queue before a synchronous call has ended."""
+    assert progress.try_enter()
+    first, second, gate = Future(), Future(), threading.Event()
+    started = threading.Event()
+    progress.submit(first, lambda: (started.set(), gate.wait(10)))
+    progress.submit(second, lambda: None)
+    while progress._queue.qsize() > 1:
+        time.sleep(1e-3)
+    assert progress.queued() == 2
+    progress.lock.release()
+    assert started.wait(10) and progress.queued() == 1
+    gate.set()
+    second.wait(10)
+    progress.close(10)
+    assert progress.queued() == 0

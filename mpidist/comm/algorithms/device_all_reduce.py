@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mpidist.comm.algorithms import minmax, mpi_types, reduce_op, ring, staging, tuning
-from mpidist.comm.algorithms.reduce_op import Operation, Reduction
+from mpidist.comm.algorithms.reduce_op import ReduceOp, Reduction
 from mpidist.comm.discovery import capability
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.fence import StreamFence
@@ -21,7 +21,7 @@ from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 
 # Called with (comm, fence, flat, operation); reduces in place.
-AllReduce = Callable[[Communicator, StreamFence, torch.Tensor, Operation], None]
+AllReduce = Callable[[Communicator, StreamFence, torch.Tensor, ReduceOp], None]
 
 _CHOICES = "device all-reduces"  # in Communicator.kept
 _MAX_CHOICES = 256
@@ -29,7 +29,7 @@ _MAX_CHOICES = 256
 _SINGLE_RANK = frozenset({"point_to_point"})
 
 
-def choose(comm: Communicator, flat: torch.Tensor, operation: Operation) -> AllReduce:
+def choose(comm: Communicator, flat: torch.Tensor, operation: ReduceOp) -> AllReduce:
     """Return ``algorithm`` for a tensor; kept for its kind while the group's tables are unchanged.
 
     Collective: over ``comm``, the first time for a device.
@@ -57,7 +57,7 @@ def algorithm(
     comm: Communicator,
     dtype: torch.dtype,
     nbytes: int,
-    operation: Operation,
+    operation: ReduceOp,
     device: torch.device,
     name: str | None = None,
 ) -> AllReduce:
@@ -83,7 +83,7 @@ def algorithm(
 
 
 def able_algorithms(
-    comm: Communicator, dtype: torch.dtype, operation: Operation, device: torch.device
+    comm: Communicator, dtype: torch.dtype, operation: ReduceOp, device: torch.device
 ) -> list[str]:
     """Return the names of the all-reduces that can reduce such tensors with this MPI.
 
@@ -121,7 +121,7 @@ def is_reduced_by_mpi(dtype: torch.dtype, plan: Reduction) -> bool:
 
 
 def _by_library(
-    comm: Communicator, fence: StreamFence, flat: torch.Tensor, operation: Operation
+    comm: Communicator, fence: StreamFence, flat: torch.Tensor, operation: ReduceOp
 ) -> None:
     """All-reduce by blocking MPI calls; Open MPI's non-blocking one crashes on device memory."""
     plan = reduce_op.reduction(flat.dtype, operation)

@@ -24,7 +24,7 @@ from mpidist.comm.algorithms import (
 )
 from mpidist.comm.algorithms.device_all_reduce import able_operations
 from mpidist.comm.algorithms.host_copies import on_host
-from mpidist.comm.algorithms.reduce_op import Operation
+from mpidist.comm.algorithms.reduce_op import ReduceOp
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.overlap import separated
@@ -116,7 +116,7 @@ def _record_ready(
 
 
 def _all_reduce(
-    comm: Communicator, fence: StreamFence, inputs: Tensors, outputs: Tensors, operation: Operation
+    comm: Communicator, fence: StreamFence, inputs: Tensors, outputs: Tensors, operation: ReduceOp
 ) -> bool:
     for tensor in outputs:
         flat = _dense(fence, tensor, filled=True)
@@ -126,7 +126,7 @@ def _all_reduce(
 
 
 def _all_reduce_flat(
-    comm: Communicator, fence: StreamFence, inputs: Tensors, outputs: Tensors, operation: Operation
+    comm: Communicator, fence: StreamFence, inputs: Tensors, outputs: Tensors, operation: ReduceOp
 ) -> bool:
     if len(outputs) == 1:
         return _all_reduce(comm, fence, inputs, outputs, operation)
@@ -137,7 +137,7 @@ def _all_reduce_flat(
 
 
 def _reduce_scatter_tensor(
-    comm: Communicator, fence: StreamFence, inputs: Tensors, outputs: Tensors, operation: Operation
+    comm: Communicator, fence: StreamFence, inputs: Tensors, outputs: Tensors, operation: ReduceOp
 ) -> bool:
     applies = all(
         ring.applies(target.dtype, reduce_op.reduction(target.dtype, operation))

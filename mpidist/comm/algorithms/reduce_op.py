@@ -44,7 +44,7 @@ class PremulSum:
         return "premul_sum"
 
 
-Operation = str | PremulSum
+ReduceOp = str | PremulSum
 
 HALVES = (torch.float16, torch.bfloat16)
 # MPI has no correct arithmetic for fractional types narrower than 32 bits; they are accumulated in
@@ -78,7 +78,7 @@ class Reduction:
     factor: Any = None
 
 
-def reduction(dtype: torch.dtype, operation: Operation) -> Reduction:
+def reduction(dtype: torch.dtype, operation: ReduceOp) -> Reduction:
     """Return the plan of a reduction.
 
     Raises:

@@ -31,7 +31,7 @@ from mpidist.comm.algorithms import (
     pairwise,
     reduce_op,
 )
-from mpidist.comm.algorithms.reduce_op import Operation, Reduction
+from mpidist.comm.algorithms.reduce_op import ReduceOp, Reduction
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.overlap import separated
 from mpidist.comm.mpi.communicator import Communicator
@@ -45,7 +45,7 @@ Tensors = Sequence[torch.Tensor]
 COALESCE_BYTES = 64 << 10
 
 
-def all_reduce(comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Operation) -> None:
+def all_reduce(comm: Communicator, inputs: Tensors, outputs: Tensors, operation: ReduceOp) -> None:
     """Reduce each tensor over all ranks, in place."""
     for tensor in outputs:
         plan = reduce_op.reduction(tensor.dtype, operation)
@@ -108,7 +108,7 @@ def is_one_call(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> bo
 
 
 def all_reduce_flat(
-    comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Operation
+    comm: Communicator, inputs: Tensors, outputs: Tensors, operation: ReduceOp
 ) -> None:
     """Reduce tensors of one dtype over all ranks, in place; short ones as one flat tensor."""
     short = [t for t in outputs if t.nbytes <= COALESCE_BYTES]
@@ -126,7 +126,7 @@ def all_reduce_flat(
 
 
 def reduce(
-    comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Operation, root: int
+    comm: Communicator, inputs: Tensors, outputs: Tensors, operation: ReduceOp, root: int
 ) -> None:
     """Reduce into the root's tensor; other ranks' tensors stay unchanged."""
     (tensor,) = inputs
@@ -165,7 +165,7 @@ def reduce(
 
 
 def reduce_scatter(
-    comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Operation
+    comm: Communicator, inputs: Tensors, outputs: Tensors, operation: ReduceOp
 ) -> None:
     """Reduce W tensors, whose sizes may differ, and keep the rank-th in the output."""
     (target,) = outputs
@@ -177,7 +177,7 @@ def reduce_scatter(
 
 
 def reduce_scatter_tensor(
-    comm: Communicator, inputs: Tensors, outputs: Tensors, operation: Operation
+    comm: Communicator, inputs: Tensors, outputs: Tensors, operation: ReduceOp
 ) -> None:
     """Reduce tensors of W·N elements and keep the rank's N elements in each output."""
     for source, target in zip(separated(inputs, outputs), outputs, strict=True):
@@ -192,7 +192,7 @@ def _reduce_scatter_flat(
     source: torch.Tensor,
     target: torch.Tensor,
     bounds: list[int],
-    operation: Operation,
+    operation: ReduceOp,
     may_write: bool,
 ) -> None:
     """Reduce a flat tensor and keep ``source[bounds[rank]:bounds[rank + 1]]`` in ``target``.

@@ -18,7 +18,7 @@ import torch
 
 from mpidist.comm.algorithms import minmax, reduce_op
 from mpidist.comm.algorithms.pairwise import shard_bounds
-from mpidist.comm.algorithms.reduce_op import COMBINE, SUM, Operation, Reduction
+from mpidist.comm.algorithms.reduce_op import COMBINE, SUM, ReduceOp, Reduction
 from mpidist.comm.algorithms.ring_schedule import Leg, legs
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.fence import StreamFence
@@ -56,7 +56,7 @@ def all_reduce(
     comm: Communicator,
     fence: StreamFence,
     flat: Tensor,
-    operation: Operation,
+    operation: ReduceOp,
     chunk_bytes: int | None = None,
 ) -> None:
     """Reduce a flat tensor of N elements over all ranks, in place.
@@ -93,7 +93,7 @@ def reduce_scatter(
     fence: StreamFence,
     source: Tensor,
     target: Tensor,
-    operation: Operation,
+    operation: ReduceOp,
     chunk_bytes: int | None = None,
 ) -> None:
     """Reduce a flat tensor of W·N elements and keep the rank's N elements in ``target``.
@@ -128,7 +128,7 @@ def _reduce_scatter(
     fence: StreamFence,
     shards: list[Tensor],
     target: Tensor,
-    operation: Operation,
+    operation: ReduceOp,
     chunk_bytes: int,
 ) -> None:
     plan = reduce_op.reduction(target.dtype, operation)

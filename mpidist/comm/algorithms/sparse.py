@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mpidist.comm.algorithms import fingerprint, reduce_op
-from mpidist.comm.algorithms.reduce_op import Operation
+from mpidist.comm.algorithms.reduce_op import ReduceOp
 from mpidist.comm.mpi.communicator import Communicator
 
 Tensor = torch.Tensor
@@ -28,14 +28,14 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-def facts(tensor: Tensor, op: Operation) -> tuple[tuple[str, Any], ...]:
+def facts(tensor: Tensor, op: ReduceOp) -> tuple[tuple[str, Any], ...]:
     """Return the facts that must be equal on all ranks."""
     dims = f"{tensor.sparse_dim()} sparse and {tensor.dense_dim()} dense"
     return (("layout", tensor.layout), ("dimensions", dims), ("tensor", tensor), ("op", op))
 
 
 @torch.no_grad()
-def all_reduce(group: Any, comm: Communicator, where: str, tensor: Tensor, op: Operation) -> None:
+def all_reduce(group: Any, comm: Communicator, where: str, tensor: Tensor, op: ReduceOp) -> None:
     """Reduce a sparse COO tensor over all ranks, in place; the result is coalesced.
 
     Collective: over the group, within ``in_order``.

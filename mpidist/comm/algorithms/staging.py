@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mpidist.comm.algorithms import reductions
-from mpidist.comm.algorithms.reduce_op import Operation
+from mpidist.comm.algorithms.reduce_op import ReduceOp
 from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import Event
 from mpidist.comm.mpi.communicator import Communicator
@@ -26,7 +26,7 @@ _SLOTS = 3
 
 
 def all_reduce(
-    comm: Communicator, fence: StreamFence, flat: torch.Tensor, operation: Operation
+    comm: Communicator, fence: StreamFence, flat: torch.Tensor, operation: ReduceOp
 ) -> None:
     """Reduce a flat tensor of N elements over all ranks, in place.
 

@@ -9,6 +9,9 @@ from enum import IntEnum, auto, unique
 class Scratch(IntEnum):
     """Uses of ``Communicator.scratch`` that may be held at the same time."""
 
+    # Keys of dictionaries on hot paths; Enum's own hash runs in Python.
+    __hash__ = int.__hash__
+
     # Values of a wider type, a copied contribution or received pieces; only one of them at a time.
     WORK = auto()
     # A contribution to a reduction by pieces, which must not be overwritten.
