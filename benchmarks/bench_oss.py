@@ -50,7 +50,7 @@ def parts_of(peers: Peers, built: dict[str, Any]) -> list[Contender]:
         if "one copy" not in name:
             found.append(_contender(f"{name}: gather", oss._gather.run))
     flat = built["mpidist flat"]._shards
-    (plan,), rank = flat.plans, peers.native.rank
+    (plan,), rank = flat.buffers.plans, peers.native.rank
     own = plan.bounds[rank + 1] - plan.bounds[rank]
     source, target = (torch.ones(plan.numel - own) for _ in range(2))
     found.append(_contender("copy of the others' shards", lambda: target.copy_(source)))

@@ -29,7 +29,8 @@ from mpidist.optim import DistributedOptimizer
 BEFORE = 4
 # Largest final loss relative to the first, after 200 steps or more.
 WANTED = 0.75
-PROMPTS = ("for i in range", "if not isinstance(", "def __init__(self", "with self._lock:\n")
+PROMPTS = ("for i in range", "if not isinstance(", "def __init__(self", "raise ValueError('")
+PROMPTS += ("with self._lock:\n",)
 
 trainers: mpidist.comm.ProcessGroup
 
