@@ -1,5 +1,7 @@
 """Time training steps: mpidist's DDP, torch's DDP on Gloo and on mpidist, and no communication.
 
+"zeroed" clears gradients to zeros, the others to None; "copies" has gradient_as_bucket_view=False.
+
 mpirun --bind-to none -n 2 python benchmarks/bench_ddp.py
 """
 
@@ -43,13 +45,17 @@ def measure(raw: Any, model: cases.Model, options: argparse.Namespace) -> traini
     gloo = _gloo()
     cap = options.bucket_cap_mb
     batch = cases.own_batch(model)
+    ours = functools.partial(cases.ours, model, None, bucket_cap_mb=cap)
+    copies = functools.partial(ours, gradient_as_bucket_view=False)
     ways: dict[str, Callable[[], torch.nn.Module]] = {
         "bare": lambda: cases.build(model),
         "bare, zeroed": lambda: cases.build(model),
-        "noop_hook": lambda: cases.ours(model, None, noop_hook, bucket_cap_mb=cap),
-        "noop_hook, zeroed": lambda: cases.ours(model, None, noop_hook, bucket_cap_mb=cap),
-        "mpidist": lambda: cases.ours(model, bucket_cap_mb=cap),
-        "mpidist, zeroed": lambda: cases.ours(model, bucket_cap_mb=cap),
+        "noop_hook": lambda: ours(noop_hook),
+        "noop_hook, zeroed": lambda: ours(noop_hook),
+        "noop_hook, copies": lambda: copies(noop_hook),
+        "mpidist": ours,
+        "mpidist, zeroed": ours,
+        "mpidist, copies": copies,
         "torch on mpidist": lambda: cases.theirs(model, None, bucket_cap_mb=cap),
         "torch on Gloo": lambda: cases.theirs(model, gloo, bucket_cap_mb=cap),
     }
@@ -62,6 +68,7 @@ def measure(raw: Any, model: cases.Model, options: argparse.Namespace) -> traini
     by_name = {one.name: one for one in contenders}
     for name in (
         "mpidist, zeroed",
+        "mpidist, copies",
         "torch on mpidist",
         *(["torch on Gloo"] if gloo is not None else []),
     ):

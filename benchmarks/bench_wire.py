@@ -120,7 +120,7 @@ def main() -> None:
         shared.require(name, calls[name])
     calls[_ALONE] = shared.arithmetic()
     contenders = [
-        timing.Contender(name, (_ended(call, device),), ()) for name, call in calls.items()
+        timing.Contender(name, (devices.awaited(call, device),), ()) for name, call in calls.items()
     ]
     series = timing.time_rounds(raw, contenders, options.rounds, options.burst_s)
     result = report.result_of("share", options.numel, 4 * options.numel, series)
@@ -148,18 +148,6 @@ def _nbytes(name: str, wires: dict[str, Any], bounds: list[int]) -> int:
     if name == _ALONE:
         return 0
     return 2 * wires["bf16"].nbytes(bounds) if name == "fp32" else wires[name].nbytes(bounds)
-
-
-def _ended(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Return the call; on a GPU, a call that waits for the device's work."""
-    if device.type == "cpu":
-        return call
-
-    def run() -> None:
-        call()
-        devices.synchronize(device)
-
-    return run
 
 
 def _arguments() -> argparse.Namespace:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from importlib.metadata import distributions
 from typing import Any
 
@@ -64,6 +65,18 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work that was issued to the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def awaited(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """Return the call; on a GPU, a call that waits for the device's work."""
+    if device.type == "cpu":
+        return call
+
+    def run() -> None:
+        call()
+        synchronize(device)
+
+    return run
 
 
 def as_issued(device: torch.device) -> RunBurst | None:

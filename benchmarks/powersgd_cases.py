@@ -120,8 +120,8 @@ def buckets_of(
     parameters = [torch.empty(shape, device=device) for shape in shapes]
     names = [f"{place}" for place in range(len(shapes))]
     buckets = []
-    for index, assignment in enumerate(plan):
-        bucket = Bucket(assignment.indices, parameters, names)
+    for index, places in enumerate(plan):
+        bucket = Bucket(places, parameters, names)
         generator = torch.Generator(device).manual_seed(index)
         for view in bucket.views:
             view.copy_(_gradient(view.shape, generator, device))

@@ -148,7 +148,7 @@ def _call(operation: str, nbytes: int, group: Any, device: torch.device) -> Any:
         # The root rotates: a fixed root would run ahead.
         "broadcast": tuple(partial(group.broadcast, full, root) for root in range(group.size)),
     }
-    return tuple(_ended(call, device) for call in calls[operation]), (full, own)
+    return tuple(devices.awaited(call, device) for call in calls[operation]), (full, own)
 
 
 def drained(group: Any, link: str) -> timing.RunBurst | None:
@@ -171,17 +171,6 @@ def drained(group: Any, link: str) -> timing.RunBurst | None:
         return time.perf_counter() - start
 
     return run
-
-
-def _ended(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
-    if device.type == "cpu":
-        return call
-
-    def whole() -> None:
-        call()
-        devices.synchronize(device)
-
-    return whole
 
 
 def network(text: str) -> cases.Model:

@@ -113,8 +113,8 @@ def buckets_of(shapes: Sequence[Shape], bucket_cap_mb: float | None = None) -> l
     )
     whole = sum(map(math.prod, shapes))
     buckets, passed = [], 0
-    for one in assigned:
-        own = tuple(tuple(shapes[place]) for place in one.indices)
+    for places in assigned:
+        own = tuple(tuple(shapes[place]) for place in places)
         passed += sum(map(math.prod, own))
         buckets.append(Bucket(own, FORWARD_SHARE + (1 - FORWARD_SHARE) * passed / whole))
     return buckets

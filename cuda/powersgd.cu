@@ -56,12 +56,12 @@ constexpr int COLUMNS = RANK <= 8 ? 4 : 32 / RANK;  // columns of a thread in ba
 constexpr int WIDTH = WARP * COLUMNS;               // of a strip
 constexpr int TILE = 128;                           // rows of P in shared memory
 constexpr int BATCH = 4;                            // rows in flight in each warp of backproject
-constexpr int MOST_WARPS = 8;  // of a block, except in orthogonalize, normalize
+constexpr int MAX_WARPS = 8;  // of a block, except in orthogonalize, normalize
 constexpr int SWEEP_THREADS = 512;
 constexpr int SWEEP_WARPS = SWEEP_THREADS / WARP;
 // Limits on the rows that one thread keeps in registers in orthogonalize and normalize.
 constexpr int HELD_BYTES = 256;
-constexpr int MOST_HELD = 16;  // rows
+constexpr int MAX_HELD = 16;  // rows
 
 __device__ __forceinline__ float root(float v) { return sqrtf(v); }
 __device__ __forceinline__ double root(double v) { return sqrt(v); }
@@ -202,7 +202,7 @@ template <class T>
 __device__ __forceinline__ void project(const Item* items, const int* owners,
                                         typename Compute<T>::type scale) {
     constexpr int N = 16 / sizeof(T) < 4 ? 16 / sizeof(T) : 4;
-    __shared__ typename Compute<T>::type space[MOST_WARPS * ROWS * RANK];
+    __shared__ typename Compute<T>::type space[MAX_WARPS * ROWS * RANK];
     const Item item = items[owners[blockIdx.x]];
     if (item.rank == 0) {
         long long start;
@@ -415,7 +415,7 @@ __device__ __forceinline__ void backproject(const Item* items, const int* owners
                                             typename Compute<T>::type* partials, int* counters) {
     using A = typename Compute<T>::type;
     alignas(16)
-        __shared__ A space[TILE * RANK > MOST_WARPS * WIDTH ? TILE * RANK : MOST_WARPS * WIDTH];
+        __shared__ A space[TILE * RANK > MAX_WARPS * WIDTH ? TILE * RANK : MAX_WARPS * WIDTH];
     const Item item = items[owners[blockIdx.x]];
     const long long block = blockIdx.x - item.column_block, strip = block / item.splits,
                     split = block % item.splits;
@@ -469,8 +469,8 @@ __device__ __forceinline__ A inverse_norm(const Sums<A>& sums, A epsilon) {
 
 template <class A>
 __device__ constexpr int held_rows() {
-    return HELD_BYTES / (int)sizeof(A) / RANK < MOST_HELD ? HELD_BYTES / (int)sizeof(A) / RANK
-                                                          : MOST_HELD;
+    return HELD_BYTES / (int)sizeof(A) / RANK < MAX_HELD ? HELD_BYTES / (int)sizeof(A) / RANK
+                                                         : MAX_HELD;
 }
 
 // Hides from the compiler that the address is the same, so that values derived from it are computed

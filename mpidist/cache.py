@@ -14,7 +14,7 @@ import logging
 import os
 import stat
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def folder() -> Path:
     return Path(caches) / "mpidist" if caches else Path.home() / ".cache" / "mpidist"
 
 
-def load(kind: str, key: Mapping[str, Any]) -> Any:
+def load(kind: str, key: Mapping[str, object]) -> Any:
     """Return the value stored under this key, or None if there is none or it is not trusted.
 
     The value consists of JSON's types; the caller checks its content. A file or folder that another
@@ -67,7 +67,7 @@ def load(kind: str, key: Mapping[str, Any]) -> Any:
     return None
 
 
-def store(kind: str, key: Mapping[str, Any], value: Any) -> bool:
+def store(kind: str, key: Mapping[str, object], value: object) -> bool:
     """Write a value that ``load`` returns in later jobs; return whether that succeeded.
 
     The file is renamed when complete, so a reader sees the old file or the new one, never a part.
@@ -114,7 +114,7 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(handle)
 
 
-def _require_own(handle: int, path: Path, is_kind: Any) -> None:
+def _require_own(handle: int, path: Path, is_kind: Callable[[int], bool]) -> None:
     status = os.fstat(handle)
     if not is_kind(status.st_mode):
         raise OSError(f"{path} is something else")
@@ -146,6 +146,6 @@ def _warn(text: str) -> None:
         _log.warning("%s", text)
 
 
-def _name(kind: str, key: Mapping[str, Any]) -> str:
+def _name(kind: str, key: Mapping[str, object]) -> str:
     text = json.dumps(dict(key), sort_keys=True)
     return f"{kind}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.json"

@@ -21,7 +21,7 @@ import torch
 
 _REASON = "mpidist: MPI's objects and threads cannot be traced"
 
-Marked = TypeVar("Marked", bound="type | Callable[..., Any]")
+Marked = TypeVar("Marked", bound="type | Callable[..., object]")
 
 
 def untraced(marked: Marked) -> Marked:
@@ -40,7 +40,7 @@ def untraced(marked: Marked) -> Marked:
     return marked
 
 
-def _functions(marked: Any) -> Iterator[types.FunctionType]:
+def _functions(marked: object) -> Iterator[types.FunctionType]:
     for member in vars(marked).values() if isinstance(marked, type) else (marked,):
         found = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         if isinstance(found, types.FunctionType):

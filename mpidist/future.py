@@ -13,10 +13,18 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from mpidist.dynamo import untraced
 from mpidist.errors import CommTimeout
+
+
+class Event(Protocol):
+    """Point in the work of a device's stream."""
+
+    def block_current_stream(self) -> None:
+        """Make the calling thread's stream wait for the event."""
+
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -30,9 +38,8 @@ class Future(Generic[T]):
     """A result that one thread sets once and any number of threads wait for.
 
     Args:
-        events: Objects with ``block_current_stream()``, which makes the calling thread's stream
-            wait; filled before the future is completed.
-        fence: Returns such an object for all work that the calling thread has queued; called after
+        events: The value is computed behind them; filled before the future is completed.
+        fence: Returns an event behind all work that the calling thread has queued; called after
             each callback of ``then``.
     """
 
@@ -49,14 +56,14 @@ class Future(Generic[T]):
     )
 
     def __init__(
-        self, events: Sequence[Any] | None = None, fence: Callable[[], Any] | None = None
+        self, events: Sequence[Event] | None = None, fence: Callable[[], Event] | None = None
     ) -> None:
         self._events = events
         self._fence = fence
         self._done = False
         self._value: Any = None
         self._exception: BaseException | None = None
-        self._callbacks: list[Callable[[Future[T]], Any]] | None = None
+        self._callbacks: list[Callable[[Future[T]], object]] | None = None
         self._seen = False
         # A held lock is the cheapest latch: completing releases it, and each waiter acquires and
         # releases it.
@@ -111,7 +118,7 @@ class Future(Generic[T]):
         """Complete with an exception and run the callbacks in this thread."""
         self._complete(None, exception)
 
-    def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:
+    def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
         """Call ``callback(self)`` on completion, in the completing thread, or now if complete."""
         with _callbacks_lock:
             if not self._done:
@@ -127,7 +134,7 @@ class Future(Generic[T]):
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """Return a future of ``callback(self)``, which runs when this one is complete."""
-        events: list[Any] = []
+        events: list[Event] = []
         made: list[Future[S]] = [Future(events, self._fence)]
         result = made[0]
 
@@ -179,7 +186,7 @@ def completed(value: T) -> Future[T]:
     return future
 
 
-def _call(callback: Callable[[Future[T]], Any], future: Future[T]) -> None:
+def _call(callback: Callable[[Future[T]], object], future: Future[T]) -> None:
     try:
         callback(future)
     except BaseException as error:

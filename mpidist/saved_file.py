@@ -115,7 +115,7 @@ class _Walk:
         self._copies = copies
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
 
-    def plain(self, value: Any, above: tuple[int, ...] = ()) -> Any:
+    def plain(self, value: Any, above: tuple[int, ...] = ()) -> object:
         """Return the value, or its copy.
 
         Raises:

@@ -1,9 +1,10 @@
-# Common part of the job scripts: checks of the site's values, launcher of the MPI library, requeueing.
-# Source after env.sh. Sets PYTHON, LAUNCHER, MPIDIST_EXAMPLES, MPIDIST_BENCHMARKS, MPIDIST_CHECKPOINT.
+# Common part of the job scripts: checks of the site's values, launcher of the MPI library,
+# requeueing. Source after env.sh. Sets PYTHON, LAUNCHER, MPIDIST_EXAMPLES, MPIDIST_BENCHMARKS,
+# MPIDIST_CHECKPOINT.
 # shellcheck shell=bash
 
-# Exit status of a rank that has saved its state and requests another run: EX_TEMPFAIL of sysexits.h,
-# mpidist.checkpoint.REQUEUE_EXIT_CODE.
+# Exit status of a rank that has saved its state and requests another run: EX_TEMPFAIL of
+# sysexits.h, mpidist.checkpoint.REQUEUE_EXIT_CODE.
 REQUEUE_STATUS=75
 
 say() { printf 'mpidist: %s\n' "$*"; }
@@ -16,7 +17,8 @@ die() {
 # Check that every value is present and valid.
 check_values() {
     local name
-    for name in ACCOUNT PARTITION GPUS_PER_NODE MODULES VENV IMAGE IMAGE_OPTIONS MPI CHECKPOINTS MAX_REQUEUES; do
+    for name in ACCOUNT PARTITION GPUS_PER_NODE MODULES VENV IMAGE IMAGE_OPTIONS MPI CHECKPOINTS \
+        MAX_REQUEUES; do
         name=MPIDIST_$name
         [[ -v $name ]] || die "edit $SITE: $name is missing (the shipped env.sh has all names)"
     done
@@ -25,11 +27,12 @@ check_values() {
     done
     case $MPIDIST_MPI in
         auto | mpirun | pmix | pmix_v* | pmi2 | cray_shasta) ;;
-        *) die "edit $SITE: MPIDIST_MPI must be auto, pmix, pmi2, cray_shasta or mpirun, not '$MPIDIST_MPI'" ;;
+        *) die "edit $SITE: MPIDIST_MPI must be auto, pmix, pmi2, cray_shasta or mpirun," \
+            "not '$MPIDIST_MPI'" ;;
     esac
     if [[ $MPIDIST_PARTITION && $MPIDIST_PARTITION != "${SLURM_JOB_PARTITION:-}" ]]; then
-        say "note: this job is in partition ${SLURM_JOB_PARTITION:-?}, and $SITE says MPIDIST_PARTITION=$MPIDIST_PARTITION;" \
-            "source it before sbatch"
+        say "note: this job is in partition ${SLURM_JOB_PARTITION:-?}, and $SITE says" \
+            "MPIDIST_PARTITION=$MPIDIST_PARTITION; source it before sbatch"
     fi
 }
 
@@ -38,33 +41,41 @@ load_modules() {
     [[ $MPIDIST_MODULES ]] || return 0
     # Module scripts use unset variables and failing commands; a batch shell may lack the function.
     set +u
-    for file in "${MODULESHOME:-/usr/share/lmod/lmod}/init/bash" /etc/profile.d/{lmod,z00_lmod,modules}.sh; do
+    for file in "${MODULESHOME:-/usr/share/lmod/lmod}/init/bash" \
+        /etc/profile.d/{lmod,z00_lmod,modules}.sh; do
         # shellcheck disable=SC1090
         if ! type module &> /dev/null && [[ -r $file ]]; then source "$file" || :; fi
     done
-    type module &> /dev/null || die "edit $SITE: MPIDIST_MODULES=\"$MPIDIST_MODULES\", but this node has no command 'module'"
+    type module &> /dev/null || die "edit $SITE: MPIDIST_MODULES=\"$MPIDIST_MODULES\"," \
+        "but this node has no command 'module'"
     for name in $MPIDIST_MODULES; do
-        module load "$name" || die "edit $SITE: MPIDIST_MODULES: 'module load $name' failed; 'module avail' has the names"
+        module load "$name" || die "edit $SITE: MPIDIST_MODULES: 'module load $name' failed;" \
+            "'module avail' has the names"
     done
     set -u
 }
 
-# Set PYTHON, the interpreter, within the container if there is one; LIBRARY, the MPI library that it
-# loads, without starting MPI; SRUN_TYPE, the `srun --mpi` type for LIBRARY among OFFERED, or "".
+# Set PYTHON, the interpreter, within the container if there is one; LIBRARY, the MPI library that
+# PYTHON loads, without starting MPI; SRUN_TYPE, the `srun --mpi` type for LIBRARY among OFFERED, or
+# "".
 find_python() {
     local python=python3 runtime='' library
     if [[ $MPIDIST_IMAGE ]]; then
-        [[ -e $MPIDIST_IMAGE ]] || die "edit $SITE: MPIDIST_IMAGE: there is no $MPIDIST_IMAGE on $(hostname)"
+        [[ -e $MPIDIST_IMAGE ]] ||
+            die "edit $SITE: MPIDIST_IMAGE: there is no $MPIDIST_IMAGE on $(hostname)"
         runtime=$(type -P apptainer || type -P singularity) ||
-            die "edit $SITE: MPIDIST_IMAGE is set, but neither apptainer nor singularity is on PATH; it may be one of MPIDIST_MODULES"
+            die "edit $SITE: MPIDIST_IMAGE is set, but neither apptainer nor singularity is on" \
+                "PATH; it may be one of MPIDIST_MODULES"
         read -ra PYTHON <<< "$runtime exec $MPIDIST_IMAGE_OPTIONS"
         PYTHON+=("$MPIDIST_IMAGE" "${MPIDIST_VENV:+$MPIDIST_VENV/bin/}python3")
     else
         if [[ $MPIDIST_VENV ]]; then
-            [[ -x $MPIDIST_VENV/bin/python ]] || die "edit $SITE: MPIDIST_VENV: there is no $MPIDIST_VENV/bin/python on $(hostname)"
+            [[ -x $MPIDIST_VENV/bin/python ]] ||
+                die "edit $SITE: MPIDIST_VENV: there is no $MPIDIST_VENV/bin/python on $(hostname)"
             export PATH="$MPIDIST_VENV/bin:$PATH"
         fi
-        python=$(type -P python || type -P python3) || die "edit $SITE: MPIDIST_VENV is empty, and no python is on PATH"
+        python=$(type -P python || type -P python3) ||
+            die "edit $SITE: MPIDIST_VENV is empty, and no python is on PATH"
         PYTHON=("$python")
     fi
     OFFERED=$(srun --mpi=list 2>&1) || die "srun --mpi=list failed: $OFFERED"
@@ -75,11 +86,16 @@ from mpidist.cli import srun_types
 from mpidist.comm.discovery.installed import installed
 library = installed()
 print("cray" if "CRAY" in library.text.upper() else library.abi)
-print(srun_types.choose(library.abi, f"{library.text} {library.file}", srun_types.parse(sys.argv[1])))
+offered = srun_types.parse(sys.argv[1])
+print(srun_types.choose(library.abi, f"{library.text} {library.file}", offered))
 print(shipped.folder("examples"))
-print(shipped.folder("benchmarks"))' "$OFFERED") || die "edit $SITE: MPIDIST_VENV, MPIDIST_MODULES or MPIDIST_IMAGE:" \
-        "'${PYTHON[*]}' cannot import mpidist or load MPI, as it says above"
-    { read -r LIBRARY && read -r SRUN_TYPE && read -r MPIDIST_EXAMPLES && read -r MPIDIST_BENCHMARKS; } <<< "$library"
+print(shipped.folder("benchmarks"))' "$OFFERED") ||
+        die "edit $SITE: MPIDIST_VENV, MPIDIST_MODULES or MPIDIST_IMAGE:" \
+            "'${PYTHON[*]}' cannot import mpidist or load MPI, as it says above"
+    {
+        read -r LIBRARY && read -r SRUN_TYPE && read -r MPIDIST_EXAMPLES &&
+            read -r MPIDIST_BENCHMARKS
+    } <<< "$library"
     export MPIDIST_EXAMPLES MPIDIST_BENCHMARKS
 }
 
@@ -88,39 +104,50 @@ choose_launcher() {
     local mpi=$MPIDIST_MPI
     if [[ $mpi == auto ]]; then
         # Open MPI's mpirun gets the nodes from Slurm; MPICH's would need the cluster's srun.
-        [[ $SRUN_TYPE || $LIBRARY == openmpi ]] || die "edit $SITE: MPIDIST_MPI: Slurm offers no --mpi type for $LIBRARY: $OFFERED"
+        [[ $SRUN_TYPE || $LIBRARY == openmpi ]] ||
+            die "edit $SITE: MPIDIST_MPI: Slurm offers no --mpi type for $LIBRARY: $OFFERED"
         mpi=${SRUN_TYPE:-mpirun}
     fi
     if [[ $mpi == mpirun ]]; then
-        [[ -z $MPIDIST_IMAGE ]] || die "edit $SITE: MPIDIST_MPI=mpirun cannot start ranks in a container; srun needs pmix or pmi2"
-        LAUNCHER=("$(type -P mpirun)") || die "edit $SITE: MPIDIST_MPI: no mpirun on PATH, and Slurm offers: $OFFERED"
+        [[ -z $MPIDIST_IMAGE ]] || die "edit $SITE: MPIDIST_MPI=mpirun cannot start ranks in a" \
+            "container; srun needs pmix or pmi2"
+        LAUNCHER=("$(type -P mpirun)") ||
+            die "edit $SITE: MPIDIST_MPI: no mpirun on PATH, and Slurm offers: $OFFERED"
     else
-        grep -qw "$mpi" <<< "$OFFERED" || die "edit $SITE: MPIDIST_MPI=$mpi is not among what Slurm offers: $OFFERED"
-        # A rank may end while others save their state: --wait gives them 60 s, --kill-on-bad-exit=0 lets
-        # them run.
+        grep -qw "$mpi" <<< "$OFFERED" ||
+            die "edit $SITE: MPIDIST_MPI=$mpi is not among what Slurm offers: $OFFERED"
+        # A rank may end while others save their state: --wait gives them 60 s, --kill-on-bad-exit=0
+        # lets them run.
         LAUNCHER=(srun --mpi="$mpi" --kill-on-bad-exit=0 --wait=60)
     fi
 }
 
-# One GPU for each rank, and all GPUs of a node visible to each of its ranks: peers copy between devices.
+# One GPU for each rank, and all GPUs of a node visible to each of its ranks, because ranks copy
+# between devices.
 check_gpus() {
     local gpus=${SLURM_GPUS_ON_NODE:-0} ranks=0 count
     [[ -z ${SLURM_GPUS_PER_TASK:-}${SLURM_GPU_BIND:-} ]] ||
-        die "--gpus-per-task and --gpu-bind hide the GPUs of a node from its other ranks: use --gpus-per-node and --ntasks-per-node alone"
+        die "--gpus-per-task and --gpu-bind hide the GPUs of a node from its other ranks:" \
+            "use --gpus-per-node and --ntasks-per-node alone"
     # Components of a heterogeneous job differ in their GPUs.
     ((MPIDIST_GPUS_PER_NODE > 0)) && [[ -z ${SLURM_HET_SIZE:-} ]] || return 0
-    ((gpus > 0)) || die "this job has no GPUs, and MPIDIST_GPUS_PER_NODE=$MPIDIST_GPUS_PER_NODE: submit with" \
-        "--gpus-per-node=$MPIDIST_GPUS_PER_NODE, or edit $SITE: MPIDIST_GPUS_PER_NODE=0 for a partition without them"
+    ((gpus > 0)) ||
+        die "this job has no GPUs, and MPIDIST_GPUS_PER_NODE=$MPIDIST_GPUS_PER_NODE: submit with" \
+            "--gpus-per-node=$MPIDIST_GPUS_PER_NODE, or edit $SITE: MPIDIST_GPUS_PER_NODE=0 for a" \
+            "partition without them"
     # "4(x2),3": the most on a node.
     for count in $(tr ',' ' ' <<< "${SLURM_TASKS_PER_NODE:-1}"); do
         count=${count%%(*}
         ((count > ranks)) && ranks=$count
     done
-    ((ranks <= gpus)) || die "$ranks ranks and $gpus GPUs on a node: make --ntasks-per-node and --gpus-per-node the same number"
-    ((ranks == gpus)) || say "note: $ranks ranks and $gpus GPUs on a node; as many GPUs as ranks are used"
+    ((ranks <= gpus)) || die "$ranks ranks and $gpus GPUs on a node:" \
+        "make --ntasks-per-node and --gpus-per-node the same number"
+    ((ranks == gpus)) ||
+        say "note: $ranks ranks and $gpus GPUs on a node; as many GPUs as ranks are used"
 }
 
-# Run the ranks to their end. Forward a signal to this shell (--signal=B:…); requeue after status 75.
+# Run the ranks and wait for them. Forward a signal to this shell (--signal=B:…); requeue after
+# status 75.
 run_ranks() {
     local status signalled=yes ranks
     "$@" &
@@ -140,12 +167,14 @@ run_ranks() {
 request_another_run() {
     local runs=${SLURM_RESTART_COUNT:-0}
     if ((runs >= MPIDIST_MAX_REQUEUES)); then
-        say "state is saved; not requeued again after $runs times (MPIDIST_MAX_REQUEUES of $SITE)." \
-            "To go on: MPIDIST_CHECKPOINT=$MPIDIST_CHECKPOINT sbatch …"
+        say "state is saved; not requeued again after $runs times (MPIDIST_MAX_REQUEUES of" \
+            "$SITE). To go on: MPIDIST_CHECKPOINT=$MPIDIST_CHECKPOINT sbatch …"
     elif scontrol requeue "$JOB"; then
-        say "state is saved; requeued ($((runs + 1)) of at most $MPIDIST_MAX_REQUEUES times). Slurm starts it again in two minutes at the earliest"
+        say "state is saved; requeued ($((runs + 1)) of at most $MPIDIST_MAX_REQUEUES times)." \
+            "Slurm starts it again in two minutes at the earliest"
     else
-        say "state is saved, but Slurm refuses to requeue. To go on: MPIDIST_CHECKPOINT=$MPIDIST_CHECKPOINT sbatch …"
+        say "state is saved, but Slurm refuses to requeue." \
+            "To go on: MPIDIST_CHECKPOINT=$MPIDIST_CHECKPOINT sbatch …"
     fi
 }
 
@@ -165,5 +194,6 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 export MPIDIST_CHECKPOINT=${MPIDIST_CHECKPOINT:-$MPIDIST_CHECKPOINTS/$SLURM_JOB_NAME-$JOB}
 # Write output at once, because the log is a file.
 export PYTHONUNBUFFERED=1
-say "job $JOB, run $((${SLURM_RESTART_COUNT:-0} + 1)), ${SLURM_JOB_NUM_NODES:-?} nodes from $(hostname) on, GPUs of a node:" \
-    "${SLURM_GPUS_ON_NODE:-0}, $LIBRARY by '${LAUNCHER[*]}', checkpoints in $MPIDIST_CHECKPOINT"
+say "job $JOB, run $((${SLURM_RESTART_COUNT:-0} + 1)), ${SLURM_JOB_NUM_NODES:-?} nodes from" \
+    "$(hostname) on, GPUs of a node: ${SLURM_GPUS_ON_NODE:-0}, $LIBRARY by '${LAUNCHER[*]}'," \
+    "checkpoints in $MPIDIST_CHECKPOINT"

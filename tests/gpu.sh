@@ -352,10 +352,10 @@ collect
 
 # Each tensor is an allocation of its own, so that what is beside it is seen.
 sanitizer=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 --print-limit 20 --tool)
-blocks_and_warps='products_they_stand_for and 4-torch.float32 or many_rows or orthonormal and 5-torch.float32'
+blocks_and_warps='its_matrix_product and 4-torch.float32 or many_rows or orthonormal and 5-torch.float32'
 blocks_and_warps+=' or (tall or registers) and 3-torch.float32 or long_rows and torch.float32-False'
 shared_memory=(-m gpu -k "$blocks_and_warps" tests/kernels)
-any_memory=(-m gpu -k 'alignment or byte or moves_as_it_is or products_they_stand_for and 4-torch or orthonormal and 5-torch.float32 or tall and 3-torch.float32' tests/kernels)
+any_memory=(-m gpu -k 'alignment or byte or moves_as_it_is or its_matrix_product and 4-torch or orthonormal and 5-torch.float32 or tall and 3-torch.float32' tests/kernels)
 checked=("$PY" -m pytest -q --color=no -p no:cacheprovider --continue-on-collection-errors)
 beside=$PARALLEL
 # torch and CuPy ask the driver for what it may lack; memcheck alone would count such a question as an error.

@@ -19,13 +19,13 @@ def main() -> None:
     working = (
         capability.agreed_operations(group._comm, device) if device.type == "cuda" else frozenset()
     )
-    told = capability.capabilities()
+    found = capability.capabilities()
     if group.rank == 0:
-        print(f"{told.library}\nCUDA-aware: {told.cuda_aware} ({told.cuda_source})")
-        for operation, verdict in told.operations.items():
+        print(f"{found.library}\nCUDA-aware: {found.cuda_aware} ({found.cuda_source})")
+        for operation, verdict in found.operations.items():
             print(f"  {operation:24} {'yes' if operation in working else 'no':4} {verdict}")
         print(
-            f"{len(working)} of {len(told.operations)} operations work on {device} of torch "
+            f"{len(working)} of {len(found.operations)} operations work on {device} of torch "
             f"{torch.__version__}",
             flush=True,
         )

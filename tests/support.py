@@ -40,8 +40,8 @@ def missing(reason: str) -> None:
 
 def agree(group, ok: bool, text: str = "") -> None:
     """Fail on all ranks if the test failed on any, so that no rank waits for one that has ended."""
-    told = group.all_gather_object((bool(ok), text))
-    wrong = [f"rank {rank}: {words}" for rank, (fine, words) in enumerate(told) if not fine]
+    gathered = group.all_gather_object((bool(ok), text))
+    wrong = [f"rank {rank}: {words}" for rank, (fine, words) in enumerate(gathered) if not fine]
     assert not wrong, "; ".join(wrong)
 
 
@@ -58,6 +58,19 @@ def raises_on_all(group, error: type[BaseException], call, match: str = "") -> s
         f"expected {error.__name__} with {match!r}; got {caught!r}",
     )
     return str(caught)
+
+
+def finished(work) -> None:
+    """Wait for an asynchronous call; a synchronous one has returned None."""
+    if work is not None:
+        work.wait()
+
+
+class EndsProcess:
+    """Object that ends the process that unpickles it."""
+
+    def __reduce__(self):
+        return exec, ("import os; os._exit(3)",)
 
 
 def launcher(ranks: int, *options: str) -> list[str]:

@@ -120,11 +120,11 @@ def test_nothing_is_stored_where_others_may_write(folder, path, caplog):
 def test_what_belongs_to_another_user_is_ignored_with_one_warning(path, caplog, monkeypatch, of):
     fstat = os.fstat
 
-    def told(handle):
+    def fake_fstat(handle):
         found = fstat(handle)
         return os.stat_result([*found[:4], 12345, *found[5:]]) if of(found.st_mode) else found
 
-    monkeypatch.setattr(os, "fstat", told)
+    monkeypatch.setattr(os, "fstat", fake_fstat)
     assert cache.load("table", KEY) is None
     (record,) = caplog.records
     assert "belongs to user 12345" in record.message and "MPIDIST_CACHE" in record.message

@@ -387,7 +387,7 @@ def test_costs_of_hooks_on_a_gpu_come_from_the_record_of_its_kernels():
     assert 0 < each["bf16"] < each["powersgd-1"] and each["powersgd-4"] <= each["powersgd-16"]
 
 
-def test_growth_is_told_in_words():
+def test_growth_is_described_in_words():
     growth = importlib.import_module("scaling_startup").growth
     assert growth([(2, 10), (32, 12)]) == "flat" and growth([(2, 1), (32, 2)]) == "flat"
     assert growth([(2, 10), (32, 50)]) == "logarithmic" and growth([(2, 10), (32, 160)]) == "faster"

@@ -81,5 +81,5 @@ def test_a_raising_callback_is_reported_and_the_others_run(capsys):
     seen = []
     future.add_done_callback(lambda f: seen.append(f.value()))
     future.set_result(5)
-    told = capsys.readouterr().err
-    assert seen == [5] and "callback" in told and "ZeroDivisionError" in told
+    printed = capsys.readouterr().err
+    assert seen == [5] and "callback" in printed and "ZeroDivisionError" in printed

@@ -59,13 +59,13 @@ def test_without_torch_nothing_is_started(tmp_path):
             "WHEELS": str(tmp_path),
         },
     )
-    told = (tmp_path / "out" / "summary.txt").read_text()
-    assert done.returncode == 2 and told in done.stdout
+    summary_text = (tmp_path / "out" / "summary.txt").read_text()
+    assert done.returncode == 2 and summary_text in done.stdout
     assert (
-        "missing: torch (pip install torch)" in told
-        and "missing: pytest (pip install pytest)" in told
+        "missing: torch (pip install torch)" in summary_text
+        and "missing: pytest (pip install pytest)" in summary_text
     )
-    assert "start:" not in told
+    assert "start:" not in summary_text
 
 
 @pytest.mark.slow

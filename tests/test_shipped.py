@@ -12,7 +12,7 @@ def test_each_folder_of_the_checkout_is_found():
     assert list(shipped.folder("examples").glob("*.py"))
 
 
-def test_another_name_and_a_broken_installation_are_told(monkeypatch, tmp_path):
+def test_another_name_and_a_broken_installation_are_errors(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="none of benchmarks, examples, slurm"):
         shipped.folder("cuda")
     monkeypatch.setattr(shipped, "_PACKAGED", tmp_path)

@@ -263,6 +263,6 @@ def _saving(record: Record) -> str:
     for save in record["save"]:
         name = "to a file" if save["to a file"] else "in memory"
         rows.append(
-            [f"a step beside a save {name} takes more", f"{save['exposed, of each step']:.1%}"]
+            [f"a step during a save {name} takes more", f"{save['exposed, of each step']:.1%}"]
         )
     return table(["state of the optimizer", "median"], rows)

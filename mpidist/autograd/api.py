@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -41,7 +40,7 @@ class context:
         self._context = _new_context()
         return self._context.number
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         """End the context; a one-way message per worker is sent, and none is awaited."""
         thread_state.context = None
         _engine.release(self._context.number)
@@ -81,8 +80,7 @@ def backward(
     ):
         raise TypeError(
             "backward(): incompatible function arguments: expected (context_id: int, roots: list "
-            "of tensors, "
-            f"retain_graph: bool, mode: str); got ({type(context_id).__name__}, "
+            f"of tensors, retain_graph: bool, mode: str); got ({type(context_id).__name__}, "
             f"{type(roots).__name__})"
         )
     if mode not in MODES:

@@ -29,7 +29,7 @@ def initiator_of(key: int) -> int:
     return key >> WORKER_SHIFT
 
 
-def number(value: Any, what: str, workers: int) -> int:
+def number(value: object, what: str, workers: int) -> int:
     """Return a received number of a context, a pass or a message.
 
     Args:
@@ -45,7 +45,7 @@ def number(value: Any, what: str, workers: int) -> int:
     return value
 
 
-def head(content: Any, workers: int) -> tuple[Notice, int, int, tuple[Any, ...]]:
+def head(content: object, workers: int) -> tuple[Notice, int, int, tuple[Any, ...]]:
     """Return a message's notice, context, pass (0 for a notice without one) and remaining fields.
 
     Raises:
@@ -110,7 +110,7 @@ def sender(
         )
 
 
-def body(what: Notice, rest: Sequence[Any], workers: int) -> None:
+def body(what: Notice, rest: Sequence[object], workers: int) -> None:
     """Refuse fields after the pass that do not have the notice's types.
 
     Raises:
@@ -163,16 +163,15 @@ def gradients(send: Send | None, source: int, message: int, found: list[Any]) ->
         ):
             raise FrameError(
                 f"rank {source} sent a gradient of shape {tuple(one.shape)}, {one.dtype} on "
-                f"{one.device} for tensor {place} of "
-                f"message {message}, which is of shape {shape}, {expected.dtype} on "
-                f"{expected.device}"
+                f"{one.device} for tensor {place} of message {message}, which is of shape {shape}, "
+                f"{expected.dtype} on {expected.device}"
             )
         # A node may return a tensor that is not its own result, for example a parameter.
         if one.requires_grad:
             found[place] = one.detach()
 
 
-def request(content: Any, workers: int) -> tuple[RRef[Any], int, bool, str]:
+def request(content: object, workers: int) -> tuple[RRef[object], int, bool, str]:
     """Return reference, context, retain_graph and mode of a request for ``RRef.backward``.
 
     Raises:
@@ -193,23 +192,23 @@ def request(content: Any, workers: int) -> tuple[RRef[Any], int, bool, str]:
     return reference, context, retain, mode
 
 
-def _is_rank(value: Any, workers: int) -> bool:
+def _is_rank(value: object, workers: int) -> bool:
     return type(value) is int and 0 <= value < workers
 
 
-def _is_number(value: Any, workers: int) -> bool:
+def _is_number(value: object, workers: int) -> bool:
     return type(value) is int and 0 < value < _END
 
 
-def _are_ranks(value: Any, workers: int) -> bool:
+def _are_ranks(value: object, workers: int) -> bool:
     return type(value) is tuple and all(_is_rank(each, workers) for each in value)
 
 
-def _are_numbers(value: Any, workers: int) -> bool:
+def _are_numbers(value: object, workers: int) -> bool:
     return type(value) is tuple and all(_is_number(each, workers) for each in value)
 
 
-def _are_hops(value: Any, workers: int) -> bool:
+def _are_hops(value: object, workers: int) -> bool:
     return type(value) is list and all(
         type(hop) is tuple
         and len(hop) == 2
@@ -219,29 +218,29 @@ def _are_hops(value: Any, workers: int) -> bool:
     )
 
 
-def _is_summary(value: Any, workers: int) -> bool:
+def _is_summary(value: object, workers: int) -> bool:
     return type(value) is dict and all(
         _is_number(name, workers) and _are_hops(hops, workers) for name, hops in value.items()
     )
 
 
-def _is_flag(value: Any, workers: int) -> bool:
+def _is_flag(value: object, workers: int) -> bool:
     return type(value) is bool
 
 
-def _is_duration(value: Any, workers: int) -> bool:
+def _is_duration(value: object, workers: int) -> bool:
     return type(value) is float and value >= 0.0  # false for NaN
 
 
-def _are_texts(value: Any, workers: int) -> bool:
+def _are_texts(value: object, workers: int) -> bool:
     return type(value) is list and all(type(each) is str for each in value)
 
 
-def _is_anything(value: Any, workers: int) -> bool:
+def _is_anything(value: object, workers: int) -> bool:
     return True
 
 
-_FIELDS: dict[Notice, tuple[Callable[[Any, int], bool], ...]] = {
+_FIELDS: dict[Notice, tuple[Callable[[object, int], bool], ...]] = {
     Notice.DONE: (_are_ranks,),
     # remote_error.rebuild checks the description.
     Notice.FAILED: (_is_anything,),
@@ -257,6 +256,6 @@ _FIELDS: dict[Notice, tuple[Callable[[Any, int], bool], ...]] = {
 _LENGTHS = {what: len(fields) + (2 if what in _BARE else 3) for what, fields in _FIELDS.items()}
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     # repr() of the value may be as long as the message.
     return str(value) if type(value) in (bool, float, type(None)) else f"a {type(value).__name__}"

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Sequence
 from typing import Any
+
+from torch.autograd.graph import Node
 
 from mpidist.autograd.control_messages import Notice, notify_all
 from mpidist.autograd.dependencies import Plan
 from mpidist.autograd.gradients import Gradients
-from mpidist.autograd.recording import Node, Receive, Send
+from mpidist.autograd.recording import Gradient, Receive, Send
 from mpidist.ddp import autograd_context
 from mpidist.ddp.autograd_context import Captured, Reduction
 from mpidist.errors import MpidistError
@@ -63,7 +66,7 @@ class Context:
         self.reductions: dict[Captured, Reduction] = {}
         self.parts: dict[int, Any] = {}
         self.plans: dict[int, Plan] = {}
-        self.early: dict[int, list[Any]] = {}
+        self.early: dict[int, list[tuple[int, Sequence[Gradient]]]] = {}
         self.stopped: set[int] = set()
         self.completed: set[int] = set()
         self.active = 0
@@ -221,7 +224,7 @@ class Within:
             with context.lock:
                 context.active += 1
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         """Restore the thread's previous context."""
         thread_state.context = self._before
         context = self._context

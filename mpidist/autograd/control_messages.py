@@ -33,9 +33,9 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
+from mpidist.autograd.recording import Gradient
 from mpidist.errors import MpidistError
 from mpidist.rpc import current
 from mpidist.rpc.message import GRADIENTS, Kind
@@ -72,7 +72,13 @@ counts: Counter[str] = Counter()  # sent messages by kind
 
 
 def send_gradients(
-    to: int, is_back: bool, context: int, key: int, message: int, retain: bool, gradients: list[Any]
+    to: int,
+    is_back: bool,
+    context: int,
+    key: int,
+    message: int,
+    retain: bool,
+    gradients: Sequence[Gradient],
 ) -> None:
     """Send gradients to the worker that sent the tensors.
 
@@ -96,7 +102,7 @@ def send_gradients(
     )
 
 
-def notify(to: int, what: Notice, context: int, *rest: Any) -> None:
+def notify(to: int, what: Notice, context: int, *rest: object) -> None:
     """Send a notice.
 
     Raises:
@@ -106,7 +112,7 @@ def notify(to: int, what: Notice, context: int, *rest: Any) -> None:
     current.require().engine_messages.send(to, Kind.AUTOGRAD_NOTICE, (int(what), context, *rest), 0)
 
 
-def notify_all(workers: Iterable[int], what: Notice, context: int, *rest: Any) -> None:
+def notify_all(workers: Iterable[int], what: Notice, context: int, *rest: object) -> None:
     """Send a notice to several workers; skip those that have left, and all once RPC has ended."""
     for to in workers:
         try:

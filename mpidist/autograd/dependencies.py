@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
-from mpidist.autograd.recording import LEAF, RECEIVE, Edge, Node
+from torch.autograd.graph import Node
+
+from mpidist.autograd.recording import LEAF, RECEIVE, Edge, Leaf
 
 ROOTS = 0  # key of the roots among the sources; keys of messages are positive
 
@@ -21,7 +23,7 @@ class Captures:
     __slots__ = ("leaves", "receives")
 
     def __init__(self) -> None:
-        self.leaves: list[Node] = []
+        self.leaves: list[Leaf] = []
         self.receives: list[Node] = []
 
 
@@ -56,7 +58,10 @@ class Plan:
             ends = []
         for node in ends:
             captures = self.captures.setdefault(self.masks[node], Captures())
-            (captures.leaves if type(node) is LEAF else captures.receives).append(node)
+            if type(node) is LEAF:
+                captures.leaves.append(node)
+            else:
+                captures.receives.append(node)
 
     def _walk(self, edges: Sequence[Edge]) -> list[Node]:
         """Visit all nodes below one source, without an order: half the time of an ordered walk."""
@@ -125,10 +130,9 @@ class Plan:
                     masks[below] |= mask
         for node, following in edges_of.items():
             mask = masks[node]
-            for edge in following:
-                below = edge[0]
+            for below, place in following:
                 if below is not None and masks[below] != mask:
-                    self.cuts.setdefault(mask, set()).add(edge)
+                    self.cuts.setdefault(mask, set()).add((below, place))
 
     def above(self, cuts: Set[Edge], masks: Set[int]) -> list[Node]:
         """Return the nodes above some cuts, each after the nodes above it.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 from mpidist.autograd import checks, recording
 from mpidist.autograd.context import (
@@ -80,26 +79,28 @@ class Engine:
         if found is None or not received_tensors:
             return tensors
         outputs = recording.received(received_tensors)
-        found.receives[outputs[0].grad_fn] = Receive(number, source, is_answer, len(outputs))
+        node = outputs[0].grad_fn
+        assert node is not None
+        found.receives[node] = Receive(number, source, is_answer, len(outputs))
         if len(outputs) == len(tensors):
             return list(outputs)
         following = iter(outputs)
         return [next(following) if tensor.requires_grad else tensor for tensor in tensors]
 
-    def entering(self, context: int, source: int, is_answer: bool) -> AbstractContextManager[Any]:
+    def entering(self, context: int, source: int, is_answer: bool) -> AbstractContextManager[None]:
         """See ``Interceptor``."""
         return Within(self.contexts.find(context), _own_rank())
 
     # Messages of the engine.
 
-    def handle(self, source: int, kind: int, context: int, obj: Any) -> Any:
+    def handle(self, source: int, kind: int, context: int, obj: object) -> None:
         """See ``Interceptor``; runs a pass from an owned reference's value for another worker."""
         reference, number, retain_graph, mode = checks.request(
             obj, len(current.require().workers.infos)
         )
         reference.backward(number, retain_graph, mode)
 
-    def handle_one_way(self, source: int, kind: int, context: int, obj: Any) -> Any:
+    def handle_one_way(self, source: int, kind: int, context: int, obj: object) -> Task | None:
         """See ``Interceptor``.
 
         Raises:
@@ -195,6 +196,6 @@ def _own_rank() -> int:
     return agent.workers.me.id if agent is not None else -1
 
 
-def _task(function: Any, *args: Any) -> Task:
+def _task(function: Callable[..., None], *args: object) -> Task:
     # A thread that polls in backward() runs the task itself; any other leaves it to the pool.
     return Task(partial(function, *args), not thread_state.waits)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from mpidist.autograd.context import SMART, Contexts, thread_state
 from mpidist.autograd.control_messages import Notice, notify, notify_all
@@ -27,6 +26,7 @@ def edges_of(roots: Sequence[Tensor]) -> list[Edge]:
     """
     if not roots:
         raise RuntimeError("No tensors provided for gradient computation.")
+    edges: list[Edge] = []
     for root in roots:
         if not root.requires_grad:
             raise RuntimeError("requires_grad not set on root")
@@ -36,7 +36,8 @@ def edges_of(roots: Sequence[Tensor]) -> list[Edge]:
             )
         if root.grad_fn is None:
             raise RuntimeError("root does not have a valid gradient function.")
-    return [(root.grad_fn, root.output_nr) for root in roots]
+        edges.append((root.grad_fn, root.output_nr))
+    return edges
 
 
 class Initiator:
@@ -50,7 +51,7 @@ class Initiator:
         self._contexts = contexts
         self._passes: dict[int, Pass] = {}
         self._surveying: dict[int, SmartStart] = {}  # by pass, in SMART mode
-        self.parts = Parts(contexts, self._complete, self._fail)
+        self.parts = Parts(contexts, self.complete_part, self._fail)
 
     def backward(self, number: int, roots: Sequence[Tensor], retain: bool, mode: str) -> None:
         """See ``mpidist.autograd.backward``."""
@@ -124,12 +125,6 @@ class Initiator:
         if self._running(number, key) is not None:
             self._fail(key, error)
 
-    def _complete(self, key: int, sent_to: Iterable[int]) -> None:
-        running = self._passes.get(key)
-        if running is not None:
-            running.complete(running.me, sent_to)
-            self._require_living(running)
-
     def complete_part(self, worker: int, number: int, key: int, sent_to: Iterable[int]) -> None:
         """Record that a worker's part is complete."""
         running = self._running(number, key)
@@ -138,7 +133,7 @@ class Initiator:
             self._require_living(running)
 
     def _require_living(self, running: Pass) -> None:
-        """Fail a pass if a worker left before the initiator learned of the worker's part."""
+        """Fail a pass if a worker left before its part was reported to the initiator."""
         agent = current.agent
         if agent is not None and agent.workers.left:
             for rank in agent.workers.left & running.members():
@@ -155,7 +150,9 @@ class Initiator:
         else:
             running.fail(_error_on(running.me, error))
 
-    def fail_part(self, agent: Agent, worker: int, number: int, key: int, description: Any) -> None:
+    def fail_part(
+        self, agent: Agent, worker: int, number: int, key: int, description: object
+    ) -> None:
         """Fail a pass because of an error on another worker."""
         running = self._running(number, key)
         if running is None:
@@ -191,8 +188,7 @@ class Initiator:
         running.expect(sent_to)
         for worker in running.members():
             notify(worker, Notice.PROBE, running.context, running.key)
-        is_there = running.key in getattr(self._contexts.find(running.context), "parts", ())
-        return (idle_s if is_there else float("inf")), missing
+        return idle_s, missing
 
     def fail_all(
         self, error: BaseException, context: int | None = None, worker: int | None = None
@@ -209,8 +205,7 @@ def worker_lost(workers: Workers, rank: int) -> RankFailureError:
     """Return the error for a pass that needs a worker which has left."""
     return RankFailureError(
         f"a backward pass needs {workers.infos[rank].name}, which has left RPC (shutdown without "
-        "graceful, the end of its "
-        "program, or its death)",
+        "graceful, the end of its program, or its death)",
         (workers.world_ranks[rank],),
     )
 

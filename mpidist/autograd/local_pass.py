@@ -15,21 +15,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from mpidist.autograd.context import Context, thread_state
 from mpidist.autograd.dependencies import Plan
 from mpidist.autograd.fence import Fence
-from mpidist.autograd.recording import LEAF, Edge, Node, Tensor
+from mpidist.autograd.recording import LEAF, Edge, Gradient, Leaf, Tensor
 from mpidist.autograd.reductions import Reductions
-from mpidist.autograd.single_node import Gradient, run_alone
+from mpidist.autograd.single_node import run_alone
 from mpidist.errors import MpidistError
 
-_run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
 class Outlet(Protocol):
@@ -173,7 +173,7 @@ class LocalPass:
         self._accept(arrived)
         plan, masks = self._plan, self._plan.masks
         waits_for = self._all & ~self._arrived
-        leaves: list[Node] = []
+        leaves: list[Leaf] = []
         receives: list[Node] = []
         cuts: set[Edge] = set()
         ready = [mask for mask in self._left if not mask & waits_for]
@@ -214,14 +214,14 @@ class LocalPass:
         self,
         edges: list[Edge],
         values: list[Tensor],
-        leaves: list[Node],
+        leaves: list[Leaf],
         receives: list[Node],
         cuts: Iterable[Edge],
     ) -> list[tuple[Tensor, Tensor]]:
         """Run all ready nodes in one call of torch's engine and return the leaves' gradients."""
         widths = [self.context.receives[node].width for node in receives]
         cuts = list(cuts)
-        targets = [(node, 0) for node in leaves]
+        targets: list[Edge] = [(node, 0) for node in leaves]
         for node, width in zip(receives, widths, strict=True):
             targets += [(node, number) for number in range(width)]
         targets += cuts
@@ -250,11 +250,11 @@ class LocalPass:
             if not edges or self.is_stopped:
                 continue
             gradients = [self._kept.pop(edge) for edge in edges]
-            for edge, gradient in zip(
+            for (below, place), gradient in zip(
                 node.next_functions, run_alone(self._call, node, edges, gradients), strict=True
             ):
-                below = edge[0]
                 if below is not None and gradient is not None:
+                    edge = below, place
                     if below in into and edge not in self._kept:
                         into[below].append(edge)
                     self._keep(edge, gradient)

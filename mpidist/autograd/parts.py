@@ -10,14 +10,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from torch.autograd.graph import Node
+
 from mpidist.autograd import checks
 from mpidist.autograd.checks import initiator_of
 from mpidist.autograd.context import SMART, Context, Contexts, unknown_context
 from mpidist.autograd.control_messages import Notice, notify, notify_all, send_gradients
 from mpidist.autograd.dependencies import ROOTS, Plan
 from mpidist.autograd.local_pass import LocalPass
-from mpidist.autograd.recording import Edge, Node
-from mpidist.autograd.single_node import Gradient
+from mpidist.autograd.recording import Edge, Gradient
 from mpidist.autograd.smart import summary
 from mpidist.errors import FrameError, RankFailureError
 from mpidist.rpc import current
@@ -40,15 +41,15 @@ class Parts:
 
     Args:
         contexts: Contexts of this worker.
-        complete: Called with (pass, ranks that were sent gradients) when the part of a pass that
-            began on this worker is complete.
+        complete: Called with (this worker's rank, context, pass, ranks that were sent gradients)
+            when the part of a pass that began on this worker is complete.
         fail: Called with (pass, error) when such a part fails.
     """
 
     def __init__(
         self,
         contexts: Contexts,
-        complete: Callable[[int, Iterable[int]], None],
+        complete: Callable[[int, int, int, Iterable[int]], None],
         fail: Callable[[int, BaseException], None],
     ) -> None:
         self._contexts = contexts
@@ -198,16 +199,11 @@ class Parts:
         with part.context.lock:
             part.context.completed.add(part.key)
             part.context.parts.pop(part.key, None)
-        if initiator_of(part.key) == current.require().workers.me.id:
-            self._complete(part.key, part.sent_to)
+        initiator, number = initiator_of(part.key), part.context.number
+        if initiator == current.require().workers.me.id:
+            self._complete(initiator, number, part.key, part.sent_to)
         else:
-            notify(
-                initiator_of(part.key),
-                Notice.DONE,
-                part.context.number,
-                part.key,
-                tuple(part.sent_to),
-            )
+            notify(initiator, Notice.DONE, number, part.key, tuple(part.sent_to))
 
     # Errors.
 

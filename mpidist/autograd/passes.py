@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 from mpidist.autograd.smart import Survey
 from mpidist.errors import CommTimeout, MpidistError
 from mpidist.rpc.call import Call
 
 _REPORT_S = 5.0  # shortest wait for reports
+
+# Waits for a call, at most until its deadline.
+Wait: TypeAlias = Callable[[Call], None]
+# Probes the members of a pass; returns this worker's idle time in seconds, and missing gradients.
+Probe: TypeAlias = "Callable[[Pass], tuple[float, list[str]]]"
 
 
 class Pass:
@@ -94,13 +99,7 @@ class Pass:
         with self._lock:
             return self.mentioned - self._complete - {self.me}
 
-    def wait(
-        self,
-        wait: Callable[[Call], None],
-        timeout_s: float,
-        probe: Callable[[Pass], tuple[float, list[str]]],
-        names: Any,
-    ) -> None:
+    def wait(self, wait: Wait, timeout_s: float, probe: Probe, names: Sequence[str]) -> None:
         """Wait for the end of the pass.
 
         Args:
@@ -132,7 +131,7 @@ class Pass:
                 # Python's garbage collector runs.
                 self.error = None
 
-    def _examine(self, wait: Any, timeout_s: float, probe: Any, names: Any) -> None:
+    def _examine(self, wait: Wait, timeout_s: float, probe: Probe, names: Sequence[str]) -> None:
         """Probe all members; raise if none has received a gradient for the whole time."""
         call, before = self._call, self._progress
         self._reports.clear()
@@ -156,9 +155,7 @@ class Pass:
             ]
         raise CommTimeout(
             f"backward in context {self.context}: no gradient has come for {timeout_s:g} s (the "
-            "RPC timeout). "
-            "FAST mode waits for the gradients of everything that was sent; results that are not "
-            "used get none. "
-            'Pass mode="smart" to await only what the roots depend on. '
-            f"{'; '.join(lines) or 'No part is complete'}"
+            "RPC timeout). FAST mode waits for the gradients of everything that was sent; results "
+            'that are not used get none. Pass mode="smart" to await only what the roots depend '
+            f"on. {'; '.join(lines) or 'No part is complete'}"
         )

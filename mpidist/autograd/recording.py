@@ -10,36 +10,35 @@ never runs the node.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
+from torch.autograd.graph import Node
 
 Tensor = torch.Tensor
-Node = Any  # node of torch's graph
-Edge = tuple[Any, int]  # node, index of its input
+Gradient: TypeAlias = Tensor | None
+Edge: TypeAlias = tuple[Node, int]  # node, index of its input
 
 _UNSENDABLE = (
     b"a gradient is sent to another worker by mpidist.autograd.backward(), not by a node of its own"
 )
 _UNRECEIVED = (
-    "a received tensor's gradient goes to the worker that sent it: use "
-    "mpidist.autograd.backward(context_id, roots), "
-    "not backward() or torch.autograd.grad()"
+    "a received tensor's gradient goes to the worker that sent it: use mpidist.autograd."
+    "backward(context_id, roots), not backward() or torch.autograd.grad()"
 )
 
 
-def _forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _forward(ctx: object, *tensors: Tensor) -> tuple[Tensor, ...]:
     # Returned inputs would become views, which may not be changed in place.
     return tuple([tensor.detach() for tensor in tensors])
 
 
-def _backward(ctx: Any, *gradients: Any) -> Any:
+def _backward(ctx: object, *gradients: object) -> NoReturn:
     raise RuntimeError(_UNRECEIVED)
 
 
 # torch appends "Backward": the nodes are named as torch's own.
-_make_class: Any = type(torch.autograd.Function)
-_Receive: Any = _make_class(
+_Receive: Any = torch.autograd.function.FunctionMeta(
     "torch::distributed::autograd::RecvRpc",
     (torch.autograd.Function,),
     {
@@ -51,15 +50,31 @@ _Receive: Any = _make_class(
 _apply = super(torch.autograd.Function, _Receive).apply
 
 
-def _types() -> tuple[Any, Any]:
+class Leaf(Node):
+    """Node that accumulates the gradient of a leaf, for annotations."""
+
+    variable: Tensor
+
+
+def _types() -> tuple[type[Leaf], type[Node]]:
     leaf = torch.zeros(1, requires_grad=True)
     with torch.enable_grad():
-        view: Any = leaf.view_as(leaf)
-        return type(view.grad_fn.next_functions[0][0]), type(_apply(leaf)[0].grad_fn)
+        view = leaf.view_as(leaf).grad_fn
+        assert view is not None
+        accumulate: Any = view.next_functions[0][0]
+        return type(accumulate), type(_apply(leaf)[0].grad_fn)
 
 
 # Node types of leaves and of received tensors.
 LEAF, RECEIVE = _types()
+
+
+class Metadata(Protocol):
+    """Properties of a tensor that a node keeps."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
 
 class Send:
@@ -76,7 +91,7 @@ class Send:
         self.to = to
         self.is_answer = is_answer
         outputs = _with_graph(torch._C._functions.DelayedError(_UNSENDABLE, len(tensors)), tensors)
-        self._node: Node = (outputs[0] if type(outputs) is tuple else outputs).grad_fn
+        self._node: Any = (outputs[0] if type(outputs) is tuple else outputs).grad_fn
 
     @property
     def next_functions(self) -> tuple[Edge, ...]:
@@ -92,9 +107,9 @@ class Send:
         """Return the shapes of the tensors."""
         return [tuple(one.shape) for one in self.metadata()]
 
-    def metadata(self) -> Sequence[Any]:
+    def metadata(self) -> Sequence[Metadata]:
         """Return shape, dtype and device of each tensor."""
-        found: Sequence[Any] = self._node._input_metadata
+        found: Sequence[Metadata] = self._node._input_metadata
         return found
 
 
@@ -123,7 +138,7 @@ def received(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return outputs
 
 
-def _with_graph(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+def _with_graph(function: Callable[..., object], tensors: Sequence[Tensor]) -> Any:
     """Apply a function with grad mode enabled."""
     # Grad mode is mostly on, and changing the mode takes nearly as long as creating a node.
     if torch.is_grad_enabled():

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
-from mpidist.autograd.recording import Edge, Node, Tensor
-
-Gradient = Any  # tensor or None
+from mpidist.autograd.recording import Edge, Gradient, Tensor
 
 
 class _Stop(Exception):
@@ -18,7 +16,7 @@ class _Stop(Exception):
 
 
 def run_alone(
-    call: Callable[[Sequence[Edge], Sequence[Tensor], Sequence[Edge]], Any],
+    call: Callable[[Sequence[Edge], Sequence[Tensor], Sequence[Edge]], object],
     node: Node,
     into: list[Edge],
     gradients: list[Tensor],
@@ -37,12 +35,12 @@ def run_alone(
     Raises:
         RuntimeError: In anomaly mode, a gradient has NaN.
     """
-    below = [edge for edge in dict.fromkeys(node.next_functions) if edge[0] is not None]
+    below = [(to, place) for to, place in dict.fromkeys(node.next_functions) if to is not None]
     if not below:
         return [None] * len(node.next_functions)
     yielded: list[Gradient] = []
 
-    def stop(grad_inputs: Any, grad_outputs: Any) -> None:
+    def stop(grad_inputs: Sequence[Gradient], grad_outputs: object) -> None:
         yielded.extend(grad_inputs)
         raise _Stop
 
@@ -64,8 +62,7 @@ def run_alone(
     return yielded
 
 
-def _without_anomaly_mode() -> contextlib.AbstractContextManager[Any]:
+def _without_anomaly_mode() -> contextlib.AbstractContextManager[object]:
     if not torch.is_anomaly_enabled():
         return contextlib.nullcontext()
-    mode: Any = torch.autograd.set_detect_anomaly
-    return mode(False, torch.is_anomaly_check_nan_enabled())
+    return torch.autograd.set_detect_anomaly(False, torch.is_anomaly_check_nan_enabled())

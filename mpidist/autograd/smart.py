@@ -15,8 +15,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 
+from torch.autograd.graph import Node
+
 from mpidist.autograd.dependencies import Plan
-from mpidist.autograd.recording import Node, Receive
+from mpidist.autograd.recording import Receive
 
 Hop = tuple[int, int]  # message, rank of its sender
 # The receives that each sent message reaches, by message number.

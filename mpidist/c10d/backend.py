@@ -13,9 +13,18 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mpidist.comm.mpi.launcher_env import from_environment
+
+if TYPE_CHECKING:
+    import torch.distributed
+    from torch.distributed.distributed_c10d import _DistributedBackendOptions as BackendOptions
+
+    from mpidist.comm.group import ProcessGroup
+
+# Result of a rendezvous: the store, this rank, and the number of ranks.
+Found: TypeAlias = "tuple[torch.distributed.Store, int, int]"
 
 _NAME = "mpidist"
 _SCHEME = "mpi"
@@ -68,22 +77,22 @@ def _as_given(named: str) -> str:
     return named
 
 
-def _rendezvous(url: str, **kwargs: Any) -> Iterator[Any]:
+def _rendezvous(url: str, **kwargs: Any) -> Iterator[Found]:
     from mpidist.comm.rendezvous import rendezvous
 
     yield from rendezvous(url, **kwargs)
 
 
 def _or_mpi(
-    torch_handler: Callable[..., Iterator[Any]], scheme: str
-) -> Callable[..., Iterator[Any]]:
+    torch_handler: Callable[..., Iterator[Found]], scheme: str
+) -> Callable[..., Iterator[Found]]:
     """Return a handler that uses ``mpi://`` for mpidist if ``env://`` lacks its variables.
 
     Other backends still get torch's error. With MPIDIST_REPLACE, ``env://`` and ``tcp://`` always
     use ``mpi://``.
     """
 
-    def handler(url: str, **kwargs: Any) -> Iterator[Any]:
+    def handler(url: str, **kwargs: object) -> Iterator[Found]:
         if not _initialises_mpidist():
             return _with_advice(torch_handler(url, **kwargs))
         if os.environ.get("MPIDIST_REPLACE"):
@@ -96,7 +105,7 @@ def _or_mpi(
     return handler
 
 
-def _with_advice(results: Iterator[Any]) -> Iterator[Any]:
+def _with_advice(results: Iterator[Found]) -> Iterator[Found]:
     """Add advice to torch's error about missing variables if an MPI launcher started the ranks."""
     try:
         yield from results
@@ -132,7 +141,7 @@ def _local_of(function: str, name: str) -> Any:
     return None
 
 
-def _require_alike(native: Any, listed: str) -> None:
+def _require_alike(native: ProcessGroup, listed: str) -> None:
     """Compare the backends that the ranks requested, once per job.
 
     Collective: over the group, which is closed on a difference.
@@ -147,7 +156,7 @@ def _require_alike(native: Any, listed: str) -> None:
         )
 
 
-def _native_of_default() -> Any:
+def _native_of_default() -> ProcessGroup:
     """Return the native group behind torch's default group.
 
     Raises:
@@ -169,7 +178,9 @@ def _native_of_default() -> Any:
     return native
 
 
-def _create(options: Any, backend_options: Any = None) -> Any:
+def _create(
+    options: BackendOptions, backend_options: object = None
+) -> torch.distributed.ProcessGroup:
     """Create a process group for torch, which calls this on the group's members only."""
     from mpidist.c10d.process_group import TorchProcessGroup
     from mpidist.comm import group

@@ -22,7 +22,7 @@ def install() -> None:
 
 
 def _batching(original: Function) -> Function:
-    def batch_isend_irecv(p2p_op_list: Sequence[Any]) -> list[Any]:
+    def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> list[dist.Work]:
         """See torch.distributed.batch_isend_irecv."""
         first = p2p_op_list[0] if p2p_op_list else None
         group: Any = getattr(first, "group", None) or dist.group.WORLD

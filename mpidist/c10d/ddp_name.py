@@ -13,7 +13,6 @@ import importlib
 import multiprocessing
 import sys
 from types import ModuleType
-from typing import Any
 
 NAME = "DistributedDataParallel"
 _MODULES = ("torch.nn.parallel", "torch.nn.parallel.distributed")
@@ -37,7 +36,7 @@ class _Replaced(ModuleType):
     """A torch module whose ``DistributedDataParallel`` is that of mpidist."""
 
     @property
-    def DistributedDataParallel(self) -> Any:
+    def DistributedDataParallel(self) -> type:
         """The class of mpidist, or the class that a caller has assigned."""
         original = self.__dict__[NAME]
         asking = sys._getframe(1).f_globals.get("__name__", "")
@@ -50,6 +49,6 @@ class _Replaced(ModuleType):
         )
 
     @DistributedDataParallel.setter
-    def DistributedDataParallel(self, value: Any) -> None:
+    def DistributedDataParallel(self, value: type) -> None:
         # A caller that restores the name assigns the class from the module's dictionary: torch's.
         self.__dict__["_mpidist_put"] = None if value is self.__dict__[NAME] else value

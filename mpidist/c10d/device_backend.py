@@ -37,7 +37,7 @@ class DeviceBackend:
 
     @property
     def supports_splitting(self) -> bool:
-        """Whether ``dist.split_group`` may divide the group.
+        """Permission of ``dist.split_group`` to divide the group.
 
         False where torch looks for a communicator that NCCL could split: if the default group is
         mpidist's and has a ``device_id``, ``new_group(backend="nccl")`` would pass this object to

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.distributed_c10d import Work
+
+from mpidist.c10d.reductions import Options, Rooted, RootedTensor
 
 Arguments = Callable[..., tuple[object, ...]]
 
@@ -33,6 +35,13 @@ modes = torch._C._len_torch_dispatch_stack
 _here = threading.local()  # .call: this thread's operator call
 
 
+class Boxable(Protocol):
+    """A group that operators take as their argument."""
+
+    def boxed(self) -> object:
+        """Return the group as torch's C++ object."""
+
+
 class _Call:
     """A running call of a group's method as an operator.
 
@@ -41,7 +50,7 @@ class _Call:
             the Python object alive.
     """
 
-    def __init__(self, group: Any, method: str, rest: tuple[object, ...]) -> None:
+    def __init__(self, group: Boxable, method: str, rest: tuple[object, ...]) -> None:
         self.group = group
         self.work: Work | None = None
         self._method = method
@@ -52,7 +61,7 @@ class _Call:
         return self.work
 
 
-def dispatched(method: str, group: Any, *args: Any) -> Work:
+def dispatched(method: str, group: Boxable, *args: object) -> Work:
     """Call a method of TorchProcessGroup as its operator, while a mode is active.
 
     Args:
@@ -92,7 +101,9 @@ def _register() -> torch.library.Library:
     return library
 
 
-def _kernel(operator: Any, tensors: int, keys: Any, *args: Any) -> Any:
+def _kernel(
+    operator: torch._ops.OpOverload, tensors: int, keys: torch._C.DispatchKeySet, *args: Any
+) -> object:
     call = getattr(_here, "call", None)
     place = max(tensors, 1)
     if (
@@ -106,52 +117,56 @@ def _kernel(operator: Any, tensors: int, keys: Any, *args: Any) -> Any:
     return (args[0], work) if len(operator._schema.returns) == 2 else work
 
 
-def _run(opts: Any) -> tuple[bool, int]:
+def _run(opts: Options | None) -> tuple[bool, int]:
     """Return an option object's ``asyncOp`` and timeout in ms, which most operators end with."""
     if opts is None:
         return True, -1
     return opts.asyncOp, round(opts.timeout.total_seconds() * 1000)
 
 
-def _reduction() -> Any:
+def _reduction() -> object:
     # A placeholder: Python can neither read nor write torch's boxed ReduceOp, and the method's own
     # argument holds the reduction.
     return torch.classes.c10d.ReduceOp()
 
 
-def _plain(opts: Any = None) -> tuple[object, ...]:
+def _plain(opts: Options | None = None) -> tuple[object, ...]:
     return _run(opts)
 
 
-def _without_timeout(opts: Any = None) -> tuple[object, ...]:
+def _without_timeout(opts: Options | None = None) -> tuple[object, ...]:
     return _run(opts)[:1]
 
 
-def _reducing(opts: Any = None) -> tuple[object, ...]:
+def _reducing(opts: Options | None = None) -> tuple[object, ...]:
     return _reduction(), *_run(opts)
 
 
-def _all_reducing(opts: Any = None) -> tuple[object, ...]:
+def _all_reducing(opts: Options | None = None) -> tuple[object, ...]:
     return _reduction(), None, *_run(opts)
 
 
-def _rooted(opts: Any) -> tuple[object, ...]:
+def _rooted(opts: Rooted) -> tuple[object, ...]:
     return opts.rootRank, *_run(opts)
 
 
-def _broadcasting(opts: Any) -> tuple[object, ...]:
+def _broadcasting(opts: RootedTensor) -> tuple[object, ...]:
     return opts.rootRank, opts.rootTensor, *_run(opts)
 
 
-def _reducing_to_root(opts: Any) -> tuple[object, ...]:
+def _reducing_to_root(opts: RootedTensor) -> tuple[object, ...]:
     return _reduction(), opts.rootRank, opts.rootTensor, *_run(opts)
 
 
-def _splitting(output_sizes: Any, input_sizes: Any, opts: Any = None) -> tuple[object, ...]:
+def _splitting(
+    output_sizes: Sequence[int] | None,
+    input_sizes: Sequence[int] | None,
+    opts: Options | None = None,
+) -> tuple[object, ...]:
     return list(output_sizes or ()), list(input_sizes or ()), *_run(opts)
 
 
-def _meeting(opts: Any = None) -> tuple[object, ...]:
+def _synchronizing(opts: Options | None = None) -> tuple[object, ...]:
     return list(getattr(opts, "device_ids", None) or ()), *_run(opts)
 
 
@@ -181,7 +196,7 @@ _OPERATORS: dict[str, tuple[str, int, Arguments]] = {
     "scatter": ("scatter_", 2, _rooted),
     "alltoall": ("alltoall_", 2, _plain),
     "all_to_all_single": ("alltoall_base_", 2, _splitting),
-    "barrier": ("barrier", 0, _meeting),
+    "barrier": ("barrier", 0, _synchronizing),
     "send": ("send", 1, _addressed),
     "recv": ("recv_", 1, _addressed),
     "recv_anysource": ("recv_any_source_", 1, _tagged),

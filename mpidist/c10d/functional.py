@@ -17,14 +17,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Work
 
 from mpidist.c10d.overrides import native_of
 
 Tensor = torch.Tensor
+# A group by its name, boxed, or the group itself.
+Named: TypeAlias = "str | torch.ScriptObject | dist.ProcessGroup"
 
 _DEVICES = ("CPU", "CUDA")
 
@@ -49,7 +52,7 @@ def register() -> torch.library.Library:
 
 
 def _all_gather_into_tensor_out(
-    input: Tensor, group_size: int, group_name: Any, *, out: Tensor
+    input: Tensor, group_size: int, group_name: Named, *, out: Tensor
 ) -> Tensor:
     group = _native_group(group_name)
     if group is None:
@@ -62,7 +65,7 @@ def _batch_p2p_ops(
     peer_list: Sequence[int],
     tag_list: Sequence[int],
     tensors: Sequence[Tensor],
-    group_name: Any,
+    group_name: Named,
 ) -> list[Tensor]:
     group = _native_group(group_name)
     if group is None:
@@ -87,13 +90,13 @@ def _batch_p2p_ops(
     ]
 
 
-def _register_work(tensor: Tensor, work: Any) -> Tensor:
+def _register_work(tensor: Tensor, work: Work) -> Tensor:
     # wait_tensor finds the work by the tensor. Until then the registry keeps the Python work alive.
     torch._C._distributed_c10d._register_work(tensor, work)
     return tensor
 
 
-def _native_group(named: Any) -> Any:
+def _native_group(named: Named) -> Any:
     """Return the torch group for a name or boxed group, or None if it is on another backend.
 
     torch passes names; since 2.13 also the boxed group itself.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ class ManagedGroup(dist.ProcessGroup):
         native: The native group, whose methods torch's API partly lacks.
     """
 
-    def __init__(self, native: ProcessGroup, store: Any, name: str) -> None:
+    def __init__(self, native: ProcessGroup, store: dist.Store, name: str) -> None:
         super().__init__(native.rank, native.size)  # type: ignore[call-arg]
         self.native = native
         self._store = store
@@ -54,7 +54,7 @@ class ManagedGroup(dist.ProcessGroup):
         """See ProcessGroup.group_name; C++ uses this name."""
         return self._name
 
-    def get_group_store(self) -> Any:
+    def get_group_store(self) -> dist.Store:
         """Return the store that torch created the group with."""
         return self._store
 
@@ -82,11 +82,11 @@ class ManagedGroup(dist.ProcessGroup):
         self,
         ranks: Sequence[int],
         timeout: timedelta | None = None,
-        opts: Any = None,
+        opts: object = None,
         group_name: str | None = None,
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
-    ) -> Any:
+    ) -> ManagedGroup | None:
         """Create a group of some ranks; ``torch.distributed.split_group`` calls it with a GPU.
 
         Collective: over ``ranks``; other ranks get None.
@@ -107,7 +107,7 @@ class ManagedGroup(dist.ProcessGroup):
             child._set_group_desc(group_desc)
         return child
 
-    def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
+    def merge_remote_group(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse, because the ranks of an MPI job are fixed at its start.
 
         Raises:

@@ -9,12 +9,13 @@ go to MPI, unless they name a device.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch.distributed.distributed_c10d import Work
+from torch.distributed.distributed_c10d import ProcessGroup as TorchGroup
+from torch.distributed.distributed_c10d import Store, Work
 
 from mpidist.c10d.names import OURS
 from mpidist.c10d.process_group import TorchProcessGroup
@@ -74,11 +75,16 @@ class MixedProcessGroup(TorchProcessGroup):
     """
 
     def __init__(
-        self, native: ProcessGroup, store: Any, name: str, backends: Mapping[str, str], others: Any
+        self,
+        native: ProcessGroup,
+        store: Store,
+        name: str,
+        backends: Mapping[str, str],
+        others: TorchGroup,
     ) -> None:
         super().__init__(native, store, name)
         self._backends = dict(backends)
-        self._others = others
+        self._others: TorchGroup | None = others
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -125,18 +131,18 @@ class MixedProcessGroup(TorchProcessGroup):
             self._others.abort()
         super().abort()
 
-    def _start_coalescing(self, device: Any = None) -> None:
+    def _start_coalescing(self, device: torch.device | None = None) -> None:
         if device is None or self._is_ours(device.type):
             super()._start_coalescing(device)
         else:
             self._torch_group()._start_coalescing(device)
 
-    def _end_coalescing(self, device: Any = None) -> Work:
+    def _end_coalescing(self, device: torch.device | None = None) -> Work:
         if device is None or self._is_ours(device.type):
             return super()._end_coalescing(device)
         return self._torch_group()._end_coalescing(device)
 
-    def split_group(self, *args: Any, **kwargs: Any) -> Any:
+    def split_group(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse, because the other backends cannot be split.
 
         Raises:
@@ -173,7 +179,7 @@ class MixedProcessGroup(TorchProcessGroup):
     def _backend_list(self) -> str:
         return ",".join(f"{device}:{backend}" for device, backend in self._backends.items())
 
-    def _torch_group(self) -> Any:
+    def _torch_group(self) -> TorchGroup:
         if self._others is None:
             raise RuntimeError(f"{self.native.where('a call')} came after the group was closed")
         return self._others
@@ -186,12 +192,12 @@ class MixedProcessGroup(TorchProcessGroup):
         ]
 
 
-def _routed(name: str) -> Callable[..., Any]:
+def _routed(name: str) -> Callable[..., object]:
     method = getattr(TorchProcessGroup, name)
 
     @untraced
     @functools.wraps(method)
-    def call(self: MixedProcessGroup, *args: Any, **kwargs: Any) -> Any:
+    def call(self: MixedProcessGroup, *args: object, **kwargs: object) -> object:
         device = device_of([*args, *kwargs.values()])
         if device is None or self._is_ours(device):
             return method(self, *args, **kwargs)
@@ -200,9 +206,9 @@ def _routed(name: str) -> Callable[..., Any]:
     return call
 
 
-def _forwarded(name: str) -> Callable[..., Any]:
+def _forwarded(name: str) -> Callable[..., object]:
     @untraced
-    def call(self: MixedProcessGroup, *args: Any, **kwargs: Any) -> Any:
+    def call(self: MixedProcessGroup, *args: object, **kwargs: object) -> object:
         return getattr(self._torch_group(), name)(*args, **kwargs)
 
     return call
@@ -214,7 +220,7 @@ for _name in _FORWARDED:
     setattr(MixedProcessGroup, _name, _forwarded(_name))
 
 
-def device_of(args: Any) -> str | None:
+def device_of(args: Iterable[object]) -> str | None:
     """Return the device type of the first tensor among (nested) arguments, or None."""
     for argument in args:
         if isinstance(argument, torch.Tensor):

@@ -69,7 +69,7 @@ def mistaken(named: str, known: Iterable[str], has_mpi: bool) -> str | None:
 
     Args:
         named: The name or list that torch would create a group with.
-        known: Names of the backends that torch knows.
+        known: Names of the backends registered with torch.
         has_mpi: This torch was built with its own backend ``mpi``.
     """
     listed = pairs(named)

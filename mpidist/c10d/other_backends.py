@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from mpidist.c10d import batches
 from mpidist.c10d.mixed import MixedProcessGroup
 from mpidist.c10d.names import OURS
 from mpidist.comm.group import ProcessGroup
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import _DistributedBackendOptions as BackendOptions
 
 _GLOO, _NCCL = "gloo", "nccl"
 
@@ -70,7 +73,7 @@ def obstacle(backends: Mapping[str, str]) -> str | None:
 
 def mixed_group(
     native: ProcessGroup,
-    options: Any,
+    options: BackendOptions,
     backends: Mapping[str, str],
     device_id: torch.device | None,
     nccl_options: Any,
@@ -102,7 +105,10 @@ def mixed_group(
 
 
 def _torch_group(
-    options: Any, backends: Mapping[str, str], device_id: torch.device | None, nccl_options: Any
+    options: BackendOptions,
+    backends: Mapping[str, str],
+    device_id: torch.device | None,
+    nccl_options: Any,
 ) -> Any:
     """Create a ProcessGroup of torch's class with the backends other than mpidist."""
     others: Any = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
@@ -113,7 +119,7 @@ def _torch_group(
         if name == OURS:
             continue
         if name not in created:
-            store = dist.PrefixStore(f"beside/{name}/", options.store)
+            store = dist.PrefixStore(f"other/{name}/", options.store)
             created[name] = (
                 _gloo(store, options) if name == _GLOO else _nccl(store, options, nccl_options)
             )
@@ -128,7 +134,7 @@ def _torch_group(
     return others
 
 
-def _gloo(store: Any, options: Any) -> Any:
+def _gloo(store: dist.Store, options: Any) -> distributed_c10d.ProcessGroupGloo:
     backend = distributed_c10d.ProcessGroupGloo(
         store, options.group_rank, options.group_size, timeout=options.timeout
     )
@@ -137,7 +143,7 @@ def _gloo(store: Any, options: Any) -> Any:
     return backend
 
 
-def _nccl(store: Any, options: Any, given: Any) -> Any:
+def _nccl(store: dist.Store, options: BackendOptions, given: Any) -> Any:
     chosen = given if given is not None else distributed_c10d.ProcessGroupNCCL.Options()
     chosen._timeout = options.timeout
     chosen.global_ranks_in_group = options.global_ranks_in_group

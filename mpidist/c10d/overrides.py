@@ -11,14 +11,19 @@ import functools
 import importlib
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from mpidist.comm.group import ProcessGroup
 
 Function = Callable[..., Any]
 
 _overridden: set[str] = set()
 
 
-def native_of(group: Any) -> Any:
+def native_of(group: object) -> ProcessGroup | None:
     """Return the native group behind a torch group, or None for a group of another backend."""
     return getattr(group, "native", None)
 
@@ -53,7 +58,9 @@ def override_set_timeout() -> None:
 def _monitored_barrier(original: Function) -> Function:
     @functools.wraps(original)
     def monitored_barrier(
-        group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        wait_all_ranks: bool = False,
     ) -> None:
         import torch.distributed as dist
 
@@ -68,7 +75,7 @@ def _monitored_barrier(original: Function) -> Function:
 
 def _set_timeout(original: Function) -> Function:
     @functools.wraps(original)
-    def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
+    def _set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
         from torch.distributed import distributed_c10d
 
         chosen = distributed_c10d._get_default_group() if group is None else group

@@ -14,16 +14,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import ReduceOp, Work
+from torch.distributed.distributed_c10d import ReduceOp, ReduceOptions, Store, Work
 
 from mpidist.c10d import functional
 from mpidist.c10d.dispatched import dispatched, modes
 from mpidist.c10d.managed import ManagedGroup
-from mpidist.c10d.reductions import operation_of, requested_operation
+from mpidist.c10d.reductions import Options, Reducing, Rooted, operation_of, requested_operation
 from mpidist.c10d.work import ENDED, TorchReceive, TorchWork, WorkList
 from mpidist.comm.algorithms import reduce_op
 from mpidist.comm.algorithms.reduce_op import ReduceOp as NativeReduceOp
 from mpidist.comm.group import ProcessGroup
+from mpidist.comm.work import Work as NativeWork
 from mpidist.dynamo import untraced
 
 Tensor = torch.Tensor
@@ -37,10 +38,10 @@ _FLAGS = 1024  # one-element works kept alive
 class TorchProcessGroup(ManagedGroup):
     """A ``torch.distributed.ProcessGroup`` on MPI."""
 
-    def __init__(self, native: ProcessGroup, store: Any, name: str) -> None:
+    def __init__(self, native: ProcessGroup, store: Store, name: str) -> None:
         super().__init__(native, store, name)
         self._fast_all_reduce = native.all_reduce_at_once
-        self._batch: list[Any] | None = None
+        self._batch: list[NativeWork | WorkList] | None = None
         # torch's reducer keeps the work of Join's one-element all-reduce in C++ until the first
         # gradient. Without a Python reference the Python half of the work would be freed, and C++
         # would wait in the base class without end.
@@ -48,7 +49,7 @@ class TorchProcessGroup(ManagedGroup):
 
     # --- reductions ---
 
-    def allreduce(self, tensors: TensorList, opts: Any = None) -> Work:
+    def allreduce(self, tensors: TensorList, opts: Reducing | None = None) -> Work:
         """See all_reduce."""
         if modes():
             return dispatched("allreduce", self, tensors, opts)
@@ -67,67 +68,50 @@ class TorchProcessGroup(ManagedGroup):
             self._flags.append(work)
         return work
 
-    def allreduce_coalesced(self, tensors: TensorList, opts: Any = None) -> Work:
+    def allreduce_coalesced(self, tensors: TensorList, opts: Reducing | None = None) -> Work:
         """See all_reduce_coalesced."""
         if modes():
             return dispatched("allreduce_coalesced", self, tensors, opts)
-        return self._call(
-            self.native.all_reduce_coalesced,
-            tensors,
-            opts,
-            _detached(tensors),
-            requested_operation(opts),
-        )
+        method, op = self.native.all_reduce_coalesced, requested_operation(opts)
+        return self._call(method, tensors, opts, _detached(tensors), op)
 
-    def reduce(self, tensors: TensorList, opts: Any) -> Work:
+    def reduce(self, tensors: TensorList, opts: ReduceOptions) -> Work:
         """See reduce."""
         if modes():
             return dispatched("reduce", self, tensors, opts)
-        return self._call(
-            self.native.reduce,
-            tensors,
-            opts,
-            _detached(tensors)[0],
-            opts.rootRank,
-            requested_operation(opts),
-        )
+        method, op = self.native.reduce, requested_operation(opts)
+        return self._call(method, tensors, opts, _detached(tensors)[0], opts.rootRank, op)
 
     def reduce_scatter(
-        self, outputs: TensorList, inputs: Sequence[TensorList], opts: Any = None
+        self, outputs: TensorList, inputs: Sequence[TensorList], opts: Reducing | None = None
     ) -> Work:
         """See reduce_scatter."""
         if modes():
             return dispatched("reduce_scatter", self, outputs, inputs, opts)
         (output,), (parts,) = _detached(outputs), inputs
-        return self._call(
-            self.native.reduce_scatter,
-            outputs,
-            opts,
-            output,
-            _detached(parts),
-            requested_operation(opts),
-        )
+        method, op = self.native.reduce_scatter, requested_operation(opts)
+        return self._call(method, outputs, opts, output, _detached(parts), op)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(
+        self, output: Tensor, input: Tensor, opts: Reducing | None = None
+    ) -> Work:
         """See reduce_scatter_tensor."""
         if modes():
             return dispatched("reduce_scatter_single", self, output, input, opts)
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
-        self, outputs: TensorList, inputs: TensorList, opts: Any = None
+        self, outputs: TensorList, inputs: TensorList, opts: Reducing | None = None
     ) -> Work:
         """See reduce_scatter_tensor_coalesced."""
         if modes():
             return dispatched("reduce_scatter_single_coalesced", self, outputs, inputs, opts)
-        method = self.native.reduce_scatter_tensor_coalesced
-        return self._call(
-            method, outputs, opts, _detached(outputs), _detached(inputs), requested_operation(opts)
-        )
+        method, op = self.native.reduce_scatter_tensor_coalesced, requested_operation(opts)
+        return self._call(method, outputs, opts, _detached(outputs), _detached(inputs), op)
 
     # --- movement ---
 
-    def broadcast(self, tensors: TensorList, opts: Any) -> Work:
+    def broadcast(self, tensors: TensorList, opts: Rooted) -> Work:
         """See broadcast."""
         if modes():
             return dispatched("broadcast", self, tensors, opts)
@@ -140,7 +124,7 @@ class TorchProcessGroup(ManagedGroup):
         )
 
     def allgather(
-        self, outputs: Sequence[TensorList], inputs: TensorList, opts: Any = None
+        self, outputs: Sequence[TensorList], inputs: TensorList, opts: Options | None = None
     ) -> Work:
         """See all_gather."""
         if modes():
@@ -149,12 +133,12 @@ class TorchProcessGroup(ManagedGroup):
         return self._call(self.native.all_gather, outputs, opts, _detached(targets), source)
 
     def allgather_coalesced(
-        self, outputs: Sequence[TensorList], inputs: TensorList, opts: Any = None
+        self, outputs: Sequence[TensorList], inputs: TensorList, opts: Options | None = None
     ) -> Work:
         """See all_gather; one list of outputs for each rank, one tensor of it for each input."""
         if modes():
             return dispatched("allgather_coalesced", self, outputs, inputs, opts)
-        works = [
+        works: list[Any] = [
             self.native.all_gather(
                 _detached([row[place] for row in outputs]), source, async_op=True
             )
@@ -162,14 +146,14 @@ class TorchProcessGroup(ManagedGroup):
         ]
         return self._hand_out(WorkList(works), outputs, opts)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Options | None = None) -> Work:
         """See all_gather_into_tensor."""
         if modes():
             return dispatched("all_gather_single", self, output, input, opts)
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(
-        self, outputs: TensorList, inputs: TensorList, opts: Any = None
+        self, outputs: TensorList, inputs: TensorList, opts: Options | None = None
     ) -> Work:
         """See all_gather_into_tensor_coalesced."""
         if modes():
@@ -177,7 +161,7 @@ class TorchProcessGroup(ManagedGroup):
         method = self.native.all_gather_into_tensor_coalesced
         return self._call(method, outputs, opts, _detached(outputs), _detached(inputs))
 
-    def gather(self, outputs: Sequence[TensorList], inputs: TensorList, opts: Any) -> Work:
+    def gather(self, outputs: Sequence[TensorList], inputs: TensorList, opts: Rooted) -> Work:
         """See gather."""
         if modes():
             return dispatched("gather", self, outputs, inputs, opts)
@@ -186,7 +170,7 @@ class TorchProcessGroup(ManagedGroup):
             self.native.gather, outputs, opts, _detached(inputs)[0], targets, opts.rootRank
         )
 
-    def scatter(self, outputs: TensorList, inputs: Sequence[TensorList], opts: Any) -> Work:
+    def scatter(self, outputs: TensorList, inputs: Sequence[TensorList], opts: Rooted) -> Work:
         """See scatter."""
         if modes():
             return dispatched("scatter", self, outputs, inputs, opts)
@@ -195,7 +179,9 @@ class TorchProcessGroup(ManagedGroup):
             self.native.scatter, outputs, opts, _detached(outputs)[0], sources, opts.rootRank
         )
 
-    def alltoall(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> Work:
+    def alltoall(
+        self, outputs: TensorList, inputs: TensorList, opts: Options | None = None
+    ) -> Work:
         """See all_to_all."""
         if modes():
             return dispatched("alltoall", self, outputs, inputs, opts)
@@ -209,7 +195,7 @@ class TorchProcessGroup(ManagedGroup):
         input: Tensor,
         output_sizes: Sequence[int],
         input_sizes: Sequence[int],
-        opts: Any = None,
+        opts: Options | None = None,
     ) -> Work:
         """See all_to_all_single."""
         if modes():
@@ -219,7 +205,7 @@ class TorchProcessGroup(ManagedGroup):
         (target, source), method = _detached([output, input]), self.native.all_to_all_single
         return self._call(method, [output], opts, target, source, output_sizes, input_sizes)
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, opts: Options | None = None) -> Work:
         """See barrier; the wait applies a timeout in the options."""
         if modes():
             return dispatched("barrier", self, opts)
@@ -256,10 +242,10 @@ class TorchProcessGroup(ManagedGroup):
 
     # Without these two methods, every all_reduce after the manager would silently do nothing.
 
-    def _start_coalescing(self, device: Any = None) -> None:
+    def _start_coalescing(self, device: torch.device | None = None) -> None:
         self._batch, self._fast_all_reduce = [], _refuse
 
-    def _end_coalescing(self, device: Any = None) -> Work:
+    def _end_coalescing(self, device: torch.device | None = None) -> Work:
         works, self._batch, self._fast_all_reduce = (
             self._batch or [],
             None,
@@ -267,13 +253,17 @@ class TorchProcessGroup(ManagedGroup):
         )
         return TorchWork(WorkList(works), [])
 
-    def _call(self, method: Callable[..., Any], result: Any, opts: Any, *args: Any) -> Work:
+    def _call(
+        self, method: Callable[..., Any], result: object, opts: Options | None, *args: object
+    ) -> Work:
         if opts is not None and not opts.asyncOp and self._batch is None:
             method(*args)
             return ENDED
         return self._hand_out(method(*args, async_op=True), result, opts)
 
-    def _hand_out(self, native: Any, result: Any, opts: Any) -> Work:
+    def _hand_out(
+        self, native: NativeWork | WorkList, result: object, opts: Options | None
+    ) -> Work:
         if self._batch is not None:
             self._batch.append(native)
         elif opts is not None and not opts.asyncOp:

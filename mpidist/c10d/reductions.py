@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from datetime import timedelta
+from typing import Any, Protocol
 
 from torch.distributed.distributed_c10d import ReduceOp
 
@@ -10,7 +11,33 @@ from mpidist.comm.algorithms import reduce_op
 from mpidist.comm.algorithms.reduce_op import PremulSum
 from mpidist.comm.algorithms.reduce_op import ReduceOp as NativeReduceOp
 
-_OPERATIONS: tuple[tuple[Any, NativeReduceOp], ...] = (
+
+class Options(Protocol):
+    """torch's option object of a collective."""
+
+    asyncOp: bool
+    timeout: timedelta
+
+
+class Rooted(Options, Protocol):
+    """torch's options of a gather or a scatter."""
+
+    rootRank: int
+
+
+class RootedTensor(Rooted, Protocol):
+    """torch's options of a broadcast, or of a reduction to one rank."""
+
+    rootTensor: int
+
+
+class Reducing(Options, Protocol):
+    """torch's options of a collective that reduces."""
+
+    reduceOp: Any
+
+
+_OPERATIONS: tuple[tuple[object, NativeReduceOp], ...] = (
     (ReduceOp.SUM, reduce_op.SUM),
     (ReduceOp.AVG, reduce_op.AVG),
     (ReduceOp.MAX, reduce_op.MAX),
@@ -33,6 +60,6 @@ def operation_of(op: Any) -> NativeReduceOp:
     raise ValueError(f"mpidist has no reduction {op}")
 
 
-def requested_operation(opts: Any) -> NativeReduceOp:
+def requested_operation(opts: Reducing | None) -> NativeReduceOp:
     """Return the operation of an option object; SUM without one."""
     return operation_of(opts.reduceOp) if opts is not None else reduce_op.SUM

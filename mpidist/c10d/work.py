@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
@@ -13,6 +14,7 @@ from mpidist.comm.work import RequestWork, seconds
 from mpidist.comm.work import Work as NativeWork
 from mpidist.dynamo import untraced
 from mpidist.errors import CommTimeout
+from mpidist.future import Future as NativeFuture
 from mpidist.future import completed
 
 
@@ -20,7 +22,7 @@ from mpidist.future import completed
 class _Ended(Work):
     """The completed work that synchronous calls return."""
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         return True
 
     def is_completed(self) -> bool:
@@ -29,8 +31,8 @@ class _Ended(Work):
     def is_success(self) -> bool:
         return True
 
-    def get_future(self) -> Future[Any]:
-        future: Future[Any] = Future()
+    def get_future(self) -> Future[list[object]]:
+        future: Future[list[object]] = Future()
         future.set_result([])
         return future
 
@@ -42,11 +44,11 @@ ENDED = _Ended()
 class TorchWork(Work):
     """``torch.distributed.Work`` of a native work."""
 
-    def __init__(self, native: NativeWork | RequestWork | WorkList, result: Any) -> None:
+    def __init__(self, native: NativeWork | RequestWork | WorkList, result: object) -> None:
         super().__init__()
         self._native = native
         self._result = result
-        self._future: Future[Any] | None = None
+        self._future: Future[object] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """See Work.wait."""
@@ -60,7 +62,7 @@ class TorchWork(Work):
         """Return whether the work has completed without an error."""
         return self._native.is_completed() and self._native.exception() is None
 
-    def exception(self) -> Any:
+    def exception(self) -> BaseException | None:
         """See Work.exception."""
         return self._native.exception()
 
@@ -68,7 +70,7 @@ class TorchWork(Work):
         """Wait; for CUDA tensors only the current stream waits."""
         self.wait()
 
-    def result(self) -> Any:
+    def result(self) -> object:
         """Return the output tensors."""
         return self._result
 
@@ -78,12 +80,11 @@ class TorchWork(Work):
 
     _source_rank = source_rank
 
-    def get_future(self) -> Future[Any]:
+    def get_future(self) -> Future[object]:
         """Return a torch future of the output tensors."""
         if self._future is None:
-            devices = sorted({str(t.device) for t in self._native.tensors if t.is_cuda})
-            make_future: Any = Future
-            ended: Future[Any] = make_future(devices=devices) if devices else make_future()
+            devices: list[Any] = sorted({str(t.device) for t in self._native.tensors if t.is_cuda})
+            ended: Future[None] = Future(devices=devices) if devices else Future()
             # An exception raised in a callback is an error for C++, too. Future.set_exception marks
             # an error for Python only, and torch's reducer would take the exception for tensors.
             self._future = ended.then(self._outcome)
@@ -93,7 +94,7 @@ class TorchWork(Work):
             self._native.get_future().add_done_callback(lambda native: ended.set_result(None))
         return self._future
 
-    def _outcome(self, ended: Future[Any]) -> Any:
+    def _outcome(self, ended: Future[None]) -> object:
         error = self._native.exception()
         if error is not None:
             raise error
@@ -124,11 +125,11 @@ class TorchReceive(TorchWork):
 class WorkList:
     """Several works as one."""
 
-    def __init__(self, works: Sequence[Any]) -> None:
+    def __init__(self, works: Sequence[NativeWork | RequestWork | WorkList]) -> None:
         self._works = works
-        self.tensors = [tensor for work in works for tensor in work.tensors]
+        self.tensors: list[torch.Tensor] = [tensor for work in works for tensor in work.tensors]
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for all works."""
         for work in self._works:
             work.wait(timeout)
@@ -138,7 +139,7 @@ class WorkList:
         """Return whether all works have completed."""
         return all(work.is_completed() for work in self._works)
 
-    def exception(self) -> Any:
+    def exception(self) -> BaseException | None:
         """Return the error of the first failed work, or None."""
         return next(
             (error for work in self._works if (error := work.exception()) is not None), None
@@ -148,7 +149,7 @@ class WorkList:
         """Return -1, because the works may have several senders."""
         return -1
 
-    def get_future(self) -> Any:
+    def get_future(self) -> NativeFuture[Sequence[torch.Tensor]]:
         """Return the last work's future."""
         # A group completes its works in order.
         return self._works[-1].get_future() if self._works else completed([])

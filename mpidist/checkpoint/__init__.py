@@ -1,7 +1,8 @@
-"""Checkpoints of training runs: saving, loading → training, files → manifest.
+"""Checkpoints of training runs: saving, loading → reading → training, files → manifest.
 
-``sampler`` keeps the position in an epoch, ``rng`` the generators' states, ``preemption`` handles
-the scheduler's signals. An import of the package starts nothing.
+``digested_file`` writes files with their digests, ``sampler`` keeps the position in an epoch,
+``rng`` the generators' states, ``preemption`` handles the scheduler's signals. An import of the
+package starts nothing.
 """
 
 from __future__ import annotations

@@ -6,31 +6,31 @@ renamed. Nothing here communicates.
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import os
 import re
 import shutil
 import socket
 import time
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple, cast
-
-import torch
+from typing import NamedTuple
 
 from mpidist import saved_file
-from mpidist.checkpoint import manifest
+from mpidist.checkpoint import digested_file, manifest
 from mpidist.checkpoint.manifest import Entry, Manifest
 from mpidist.errors import CheckpointError
+from mpidist.folder_sync import sync_folder
 
 # Longest wait for a path made on another node: NFS may show a node a folder as it was up to 30 s or
 # 60 s ago (acdirmin, acdirmax of nfs(5)).
 VISIBLE_WITHIN_S = 60.0
 
+# Last words of an error of a damaged checkpoint.
+ADVICE = "remove its folder to go on from the one before"
+
 _NAME = re.compile(r"step-(\d+)(\.old)?")
 _PART = re.compile(r"step-\d+\.part")
-_CHUNK_BYTES = 1 << 20
 _OTHER_RUN = "if another run saves there, too, give each a folder of its own"
 
 
@@ -92,6 +92,41 @@ def listed(folder: Path) -> list[Found]:
     return [checkpoint for _, _, checkpoint in sorted(found, key=lambda row: row[:2], reverse=True)]
 
 
+def choose(folder: Path) -> tuple[str, str] | None:
+    """Return path and manifest text of the checkpoint to load: the newest complete one, or None.
+
+    Warns of newer folders without a manifest, which unfinished saves have left.
+
+    Raises:
+        CheckpointError: Its manifest is damaged, or one of its files is missing.
+        OSError: The folder or the manifest cannot be read.
+    """
+    path = latest(folder)
+    for found in listed(folder):
+        if found.path == path:
+            break
+        if not found.is_complete:
+            then = "is passed over" if path is None else f"is passed over for {path.name}"
+            warnings.warn(
+                f"{found.path} has no {manifest.NAME}: its save was cut short, and it {then}",
+                stacklevel=4,
+            )
+    if path is None:
+        return None
+    try:
+        text = read_manifest(path)
+        described = manifest.from_json(text)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path.name}: {error}; without its folder the one before is taken"
+        ) from error
+    # A file that rank 0 misses is missing for all; the other ranks need not wait for it.
+    absent = [name for name in described.files if not (path / name).is_file()]
+    if absent:
+        raise CheckpointError(f"{path.name} is incomplete: {', '.join(absent)} missing; {ADVICE}")
+    return str(path), text
+
+
 def begin(folder: Path, step: int) -> Path:
     """Make the folder for a checkpoint's files, on one rank; remove parts of killed runs.
 
@@ -138,38 +173,6 @@ def wait_for(path: Path, within: Path | None = None) -> None:
         pause_s = min(2 * pause_s, 1.0)
 
 
-def write(path: Path, value: Any) -> Entry:
-    """Write a value with ``torch.save``, and sync it; return the file's size and digest."""
-    with open(path, "wb") as file:
-        digesting = _Digesting(file)
-        try:
-            torch.save(value, cast("IO[bytes]", digesting))
-        except Exception as error:
-            # torch raises an error of its archive; the disk's own error gives the cause.
-            if digesting.problem is not None:
-                raise digesting.problem from error
-            raise
-        file.flush()
-        os.fsync(file.fileno())
-    return Entry(digesting.bytes, digesting.digest.hexdigest())
-
-
-def sync(path: Path) -> Entry:
-    """Sync a file written by other code; return its size and digest."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-    return Entry(path.stat().st_size, digest(path))
-
-
-def digest(path: Path) -> str:
-    """Return the sha256 of a file."""
-    total = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            total.update(chunk)
-    return total.hexdigest()
-
-
 def problems(path: Path, expected: dict[str, Entry]) -> list[str]:
     """Return one text for each missing or damaged file of a checkpoint; links count as missing."""
     # A link would make this process read a file elsewhere.
@@ -178,7 +181,9 @@ def problems(path: Path, expected: dict[str, Entry]) -> list[str]:
         for name in expected
     }
     digests = {
-        name: digest(path / name) for name, entry in expected.items() if sizes[name] == entry.bytes
+        name: digested_file.digest(path / name)
+        for name, entry in expected.items()
+        if sizes[name] == entry.bytes
     }
     return manifest.problems(expected, sizes, digests)
 
@@ -213,7 +218,7 @@ def commit(part: Path, written: Manifest) -> Path:
         file.write(manifest.to_json(written))
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(part)
+    sync_folder(part)
     final = part.with_suffix("")
     old = final.with_name(f"{final.name}.old")
     if final.exists():
@@ -221,7 +226,7 @@ def commit(part: Path, written: Manifest) -> Path:
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     part.rename(final)
-    _sync_folder(final.parent)
+    sync_folder(final.parent)
     return final
 
 
@@ -249,45 +254,3 @@ def discard(part: Path) -> None:
 def share_of(names: Iterable[str], rank: int, world_size: int) -> list[str]:
     """Return one rank's share of the checks of files that all ranks read (pure)."""
     return sorted(names)[rank::world_size]
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        # Some file systems cannot sync a folder, and order renames by themselves.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(handle)
-
-
-class _Digesting:
-    """File that counts and hashes the bytes written to it.
-
-    Attributes:
-        problem: The first error of the underlying file.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.bytes = 0
-        self.digest = hashlib.sha256()
-        self.problem: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        if self.problem is not None:
-            raise self.problem
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self.problem = error
-            raise
-        size = memoryview(data).nbytes
-        self.bytes += size
-        self.digest.update(data)
-        return size
-
-    def flush(self) -> None:
-        self._file.flush()

@@ -7,37 +7,36 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mpidist import saved_file
 from mpidist.checkpoint import files, manifest, model_state, rng
-from mpidist.checkpoint.manifest import MODEL, OPTIMIZER, TRAINING, Manifest
+from mpidist.checkpoint.manifest import MODEL, OPTIMIZER, TRAINING
+from mpidist.checkpoint.reading import Reader, reporting_damage
 from mpidist.checkpoint.saving import group_of
 from mpidist.checkpoint.training import (
-    OWN_NAMES,
     POWERSGD,
     SHARDS,
-    SHARED_NAMES,
     STATE,
     WHOLE,
+    RankState,
+    SharedState,
+    Stateful,
     Training,
-    require_names,
 )
-from mpidist.comm.consistency import (
-    comparing,
-    converting_errors,
-    describe,
-    maximum,
-    same_error_on_all,
-)
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.consistency import comparing, converting_errors, maximum, same_error_on_all
+from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.ddp.hooks import checkpoint as powersgd
 from mpidist.errors import CheckpointError
+from mpidist.zero.local_state import RankLocalState
 from mpidist.zero.merging import merged
+
+if TYPE_CHECKING:
+    import torch
+    from torch.serialization import MAP_LOCATION
 
 _WHERE = "checkpoint.load"
 
@@ -55,14 +54,14 @@ class Resumed:
 def load(
     folder: str | os.PathLike[str],
     *,
-    model: Any,
-    optimizer: Any = None,
-    hook_state: Any = None,
-    sampler: Any = None,
-    scheduler: Any = None,
-    scaler: Any = None,
-    group: Any = None,
-    map_location: Any = None,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    hook_state: Stateful | None = None,
+    sampler: Stateful | None = None,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    group: AnyGroup = None,
+    map_location: MAP_LOCATION = None,
 ) -> Resumed | None:
     """Load the newest complete checkpoint of a folder; return its description, None without one.
 
@@ -80,171 +79,134 @@ def load(
     Args:
         folder: Of the run's checkpoints, or one checkpoint.
         model: As for ``save``; its wrapper may differ.
-        optimizer: Of the saved class, or an ``OSS`` of that class. State is not loaded for this and
-            the following arguments if None.
-        hook_state: Object to load; registered with the module or not.
-        sampler: Object to load the position into.
-        scheduler: Object to load; built on ``optimizer``.
-        scaler: Object to load.
+        optimizer: Of the saved class, or an ``OSS`` of that class. The state of this object, and of
+            each of the following four, is loaded unless the argument is None.
+        hook_state: ``PowerSGDState``, registered with the module already or not, or another object
+            with state.
+        sampler: ``ResumableSampler``, or another object with ``load_state_dict()``.
+        scheduler: Built on ``optimizer``.
         group: As for ``save``.
         map_location: Device that tensors are read to before they are loaded, as for
             ``torch.load``; the CPU if None.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, incomplete or of another model; the text names
-            the part (all ranks).
+        CheckpointError: The checkpoint is damaged, incomplete or of another model (all ranks).
         TypeError, ValueError: A wrong argument.
         DisagreementError: Ranks give different arguments, or another rank's is wrong.
     """
     native = group_of(group, model)
     training = Training(model, optimizer, hook_state, sampler, scheduler, scaler)
-    with comparing(native, _WHERE) as rows:
-        folder = Path(folder)
-        training.require_usable(native.rank, native.size)
-        asked = [name for name, taker in training.asked().items() if taker is not None]
-        rows += [("folder", str(folder)), ("arguments", asked)]
-    chosen: tuple[str, str] | None = None
-    with same_error_on_all(native, CheckpointError, f"{_WHERE} from {folder}"):
-        if native.rank == 0:
-            chosen = _chosen(Path(folder))
-    chosen = native.broadcast_object(chosen, 0)
+    chosen = _chosen(native, training, folder)
     if chosen is None:
         return None
     path, text = chosen
-    return _Loading(native, training, Path(path), manifest.from_json(text), map_location).run()
+    return _Loading(native, training, Reader(path, manifest.from_json(text), map_location)).run()
 
 
-def _chosen(folder: Path) -> tuple[str, str] | None:
-    """Return path and manifest text of the checkpoint to load, or None."""
-    path = files.latest(folder)
-    for found in files.listed(folder):
-        if found.path == path:
-            break
-        if not found.is_complete:
-            then = "is passed over" if path is None else f"is passed over for {path.name}"
-            warnings.warn(
-                f"{found.path} has no {manifest.NAME}: its save was cut short, and it {then}",
-                stacklevel=4,
-            )
-    if path is None:
-        return None
-    try:
-        text = files.read_manifest(path)
-        described = manifest.from_json(text)
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path.name}: {error}; without its folder the one before is taken"
-        ) from error
-    # A file that rank 0 misses is missing for all; the other ranks need not wait for it.
-    absent = [name for name in described.files if not (path / name).is_file()]
-    if absent:
-        raise CheckpointError(f"{path.name} is incomplete: {', '.join(absent)} missing; {_ADVICE}")
-    return str(path), text
+def _chosen(
+    group: Group, training: Training, folder: str | os.PathLike[str]
+) -> tuple[Path, str] | None:
+    """Return path and manifest text of the checkpoint that rank 0 chooses, on all ranks."""
+    with comparing(group, _WHERE) as rows:
+        folder = Path(folder)
+        training.require_usable(group.rank, group.size)
+        asked = [name for name, taker in training.asked().items() if taker is not None]
+        rows += [("folder", str(folder)), ("arguments", asked)]
+    chosen: tuple[str, str] | None = None
+    with same_error_on_all(group, CheckpointError, f"{_WHERE} from {folder}"):
+        if group.rank == 0:
+            chosen = files.choose(Path(folder))
+    chosen = group.broadcast_object(chosen, 0)
+    return None if chosen is None else (Path(chosen[0]), chosen[1])
 
 
-_ADVICE = "remove its folder to go on from the one before"
+@dataclass
+class _State:
+    """State that one rank has read."""
 
+    model: dict[str, Any]
+    shared: SharedState
+    own: RankState | None  # None for another number of ranks, or without files of ranks
+    whole: dict[str, Any] | None  # the optimizer's, of its file or merged from all shards
+    hook: object = None
 
-@contextmanager
-def _as_damage() -> Iterator[None]:
-    """Explain errors from a file of another structure; other errors keep their texts."""
-    try:
-        yield
-    except (AttributeError, LookupError, TypeError, RecursionError, OverflowError) as error:
-        raise CheckpointError(
-            f"a file is damaged, or not as this version writes it ({describe(error)}); {_ADVICE}"
-        ) from error
+    def shard(self) -> RankLocalState | dict[str, Any]:
+        """Return the state that this rank's sharded optimizer loads."""
+        return _shard_of(self.own) if self.whole is None else self.whole
 
 
 class _Loading:
     """One load on one rank."""
 
-    def __init__(
-        self, group: Group, training: Training, path: Path, written: Manifest, map_location: Any
-    ) -> None:
+    def __init__(self, group: Group, training: Training, reader: Reader) -> None:
         self._group = group
         self._training = training
-        self._path = path
-        self._manifest = written
-        self._contents = written.contents
-        self._is_same_size = written.world_size == group.size
-        self._map_location = "cpu" if map_location is None else map_location
-        self._where = f"{_WHERE} from {path}"
+        self._reader = reader
+        self._world_size = reader.manifest.world_size
+        self._contents = reader.manifest.contents
+        self._is_same_size = self._world_size == group.size
+        self._where = f"{_WHERE} from {reader.path}"
 
     def run(self) -> Resumed:
         """Load. Collective: over the group."""
-        training, written = self._training, self._manifest
         with self._same_error_on_all():
-            training.require_held(self._contents)
+            self._training.require_held(self._contents)
             names = self._own_names()
-            self._require_sound(names)
-        with self._same_error_on_all(), _as_damage():
-            shared = self._read(TRAINING)
-            require_names(TRAINING, shared, SHARED_NAMES)
-            model = self._read(MODEL, mmap=True)
-            whole = self._read(OPTIMIZER) if OPTIMIZER in names else None
-            own_name = manifest.rank_file(self._group.rank, written.world_size)
-            own = self._own(own_name) if own_name in names else {}
-        is_merged = self._needs_merged(own)
-        self._check_all(is_merged)
-        hook: Any = None
-        with self._same_error_on_all(), _as_damage():
+            self._reader.require_sound(names)
+        with self._same_error_on_all(), reporting_damage():
+            state = self._read(names)
+        is_merged = self._needs_merged(state.own)
+        self._require_all_sound(is_merged)
+        with self._same_error_on_all(), reporting_damage():
             if is_merged:
-                shards = [self._of_rank(rank)["optimizer"] for rank in range(written.world_size)]
-                whole = merged(shards)
-                if any(shard["masters"] for shard in shards):
-                    self._warn(
-                        "a narrow wire's master copies are renewed from the parameters, which have "
-                        "rounded values"
-                    )
-            if training.hook_state is not None and self._contents.hook == STATE:
-                hook = (own if self._is_same_size else self._of_rank(0))["hook"]
-            # A rank's own shard has the groups of the whole.
-            training.require_fits(
-                model,
-                shared,
-                own["optimizer"] if whole is None and training.is_sharded() else whole,
-            )
-            if own.get("buffers") is not None:
-                training.require_own_buffers(own["buffers"])
-            if own and self._contents.rng:
-                rng.require_state(own["rng"])
-        with self._same_error_on_all(), _as_damage():
-            training.load_shared(model, shared)
-            if hook is not None:
-                training.hook_state.load_state_dict(hook)
-            if own.get("buffers") is not None:
-                training.load_own_buffers(own["buffers"])
-            if whole is not None and not training.is_sharded():
-                training.optimizer.load_state_dict(whole)
-        self._load_collectively(shared, own, whole)
+                state.whole = self._merged()
+            if self._training.hook_state is not None and self._contents.hook == STATE:
+                state.hook = (state.own or self._of_rank(0))["hook"]
+            self._require_fits(state)
+        with self._same_error_on_all(), reporting_damage():
+            self._load(state)
+        self._load_collectively(state)
         with self._same_error_on_all():
-            self._load_rng(own)
-        return Resumed(written.step, shared["extra"], written.world_size, self._path)
+            self._load_rng(state.own)
+        reader = self._reader
+        return Resumed(reader.manifest.step, state.shared["extra"], self._world_size, reader.path)
 
     def _same_error_on_all(self) -> AbstractContextManager[None]:
         return same_error_on_all(self._group, CheckpointError, self._where)
 
     def _own_names(self) -> list[str]:
-        names, rank, size = [MODEL, TRAINING], self._group.rank, self._manifest.world_size
+        names, rank, size = [MODEL, TRAINING], self._group.rank, self._world_size
         if self._training.optimizer is not None and self._contents.optimizer == WHOLE:
             names.append(OPTIMIZER)
         if self._is_same_size and manifest.has_rank_files(self._contents):
             names.append(manifest.rank_file(rank, size))
-        if self._is_same_size and self._training.is_powersgd():
+        if self._is_same_size and self._training.powersgd is not None:
             names.append(manifest.powersgd_file(rank, size))
         return names
 
-    def _require_sound(self, names: Iterable[str]) -> None:
-        for name in names:
-            files.wait_for(self._path / name)
-        found = files.problems(self._path, {name: self._manifest.files[name] for name in names})
-        if found:
-            raise CheckpointError(f"{'; '.join(found)}; {_ADVICE}")
+    def _read(self, names: Sequence[str]) -> _State:
+        """Return the content of this rank's files, of these names."""
+        shared, model = self._reader.shared(), self._reader.model()
+        whole = self._reader.optimizer() if OPTIMIZER in names else None
+        has_own = manifest.rank_file(self._group.rank, self._world_size) in names
+        own = self._reader.of_rank(self._group.rank) if has_own else None
+        return _State(model, shared, own, whole)
 
-    def _check_all(self, is_merged: bool) -> None:
+    def _needs_merged(self, own: RankState | None) -> bool:
+        """Return whether each rank needs the shards of all ranks. Collective: over the group."""
+        if self._training.optimizer is None or self._contents.optimizer != SHARDS:
+            return False
+        sharded = self._training.sharded
+        if sharded is None or not self._is_same_size:
+            return True
+        here = sharded.rank_local_state_dict(copies=False)
+        with self._same_error_on_all(), reporting_damage():
+            is_other = bool(here["layout"] != _shard_of(own)["layout"])
+        return bool(maximum(self._group, int(is_other)))
+
+    def _require_all_sound(self, is_merged: bool) -> None:
         """Check the files that all ranks read, each on one rank. Collective: over the group."""
-        size, names = self._manifest.world_size, set[str]()
+        size, names = self._world_size, set[str]()
         if is_merged:
             names |= {manifest.rank_file(rank, size) for rank in range(size)}
         if self._training.hook_state is not None and not self._is_same_size:
@@ -253,70 +215,80 @@ class _Loading:
             else:
                 names.add(manifest.rank_file(0, size))
         with self._same_error_on_all():
-            self._require_sound(files.share_of(names, self._group.rank, self._group.size))
+            self._reader.require_sound(files.share_of(names, self._group.rank, self._group.size))
 
-    def _read(self, name: str, mmap: bool = False) -> Any:
-        # A mapped file takes no memory. Tensors on a device cannot be mapped.
-        mmap = mmap and str(self._map_location) == "cpu"
-        try:
-            found = saved_file.read(self._path / name, self._map_location, mmap)
-        except (ValueError, OSError) as error:
-            raise CheckpointError(f"{name} cannot be read: {error}") from error
-        if type(found) is not dict:
-            raise CheckpointError(
-                f"{name} holds a {type(found).__name__} in the place of its dict; {_ADVICE}"
-            )
-        return found
-
-    def _of_rank(self, rank: int) -> Any:
+    def _of_rank(self, rank: int) -> RankState:
         # An ordinary optimizer keeps the loaded tensors, which must outlive the file: no mapping.
-        return self._own(
-            manifest.rank_file(rank, self._manifest.world_size), mmap=self._training.is_sharded()
-        )
+        return self._reader.of_rank(rank, mmap=self._training.sharded is not None)
 
-    def _own(self, name: str, mmap: bool = False) -> Any:
-        found = self._read(name, mmap)
-        require_names(name, found, OWN_NAMES)
-        return found
+    def _merged(self) -> dict[str, Any]:
+        """Return the optimizer's state, merged from the shards of all ranks."""
+        shards = [_shard_of(self._of_rank(rank)) for rank in range(self._world_size)]
+        whole = merged(shards)
+        if any(shard["masters"] for shard in shards):
+            self._warn(
+                "a narrow wire's master copies are renewed from the parameters, which have rounded "
+                "values"
+            )
+        return whole
 
-    def _needs_merged(self, own: dict[str, Any]) -> bool:
-        """Return whether each rank needs the shards of all ranks. Collective: over the group."""
-        if self._training.optimizer is None or self._contents.optimizer != SHARDS:
-            return False
-        if not self._training.is_sharded() or not self._is_same_size:
-            return True
-        here = self._training.optimizer.rank_local_state_dict(copies=False)
-        with self._same_error_on_all(), _as_damage():
-            is_other = bool(here["layout"] != own["optimizer"]["layout"])
-        return bool(maximum(self._group, int(is_other)))
+    def _require_fits(self, state: _State) -> None:
+        # A rank's own shard has the groups of the whole.
+        whole = state.whole if self._training.sharded is None else state.shard()
+        self._training.require_fits(state.model, state.shared, whole)
+        if state.own is not None:
+            if state.own["buffers"] is not None:
+                self._training.require_own_buffers(state.own["buffers"])
+            if self._contents.rng:
+                rng.require_state(state.own["rng"])
 
-    def _load_collectively(self, shared: dict[str, Any], own: dict[str, Any], whole: Any) -> None:
-        """Load the objects that communicate as they load. Collective: over the group."""
+    def _load(self, state: _State) -> None:
+        """Load the objects that communicate nothing as they load."""
         training = self._training
+        training.load_shared(state.model, state.shared)
+        if state.hook is not None and training.hook_state is not None:
+            training.hook_state.load_state_dict(state.hook)
+        if state.own is not None and state.own["buffers"] is not None:
+            training.load_own_buffers(state.own["buffers"])
+        if state.whole is not None and training.optimizer is not None and training.sharded is None:
+            training.optimizer.load_state_dict(state.whole)
+
+    def _load_collectively(self, state: _State) -> None:
+        """Load the objects that communicate as they load. Collective: over the group."""
+        training, reader, buckets = self._training, self._reader, state.shared["buckets"]
         with converting_errors(CheckpointError, self._where):
-            if training.is_sharded():
-                training.optimizer.load_state_dict(own["optimizer"] if whole is None else whole)
+            if training.sharded is not None:
+                training.sharded.load_state_dict(state.shard())
             wrapper = model_state.data_parallel(training.model)
-            if training.is_powersgd():
+            if training.powersgd is not None:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # about the state's group, which is kept
-                    training.load_powersgd(powersgd.load(self._path, wrapper, self._map_location))
-            elif wrapper is not None and self._is_same_size and shared["buckets"] is not None:
-                wrapper.use_bucket_plan(shared["buckets"])
+                    loaded = powersgd.load(reader.path, wrapper, reader.map_location)
+                # Copied, because the state object may be registered with the module already.
+                training.powersgd.load_state_dict(loaded.state_dict())
+            elif wrapper is not None and self._is_same_size and buckets is not None:
+                wrapper.use_bucket_plan(buckets)
 
-    def _load_rng(self, own: dict[str, Any]) -> None:
+    def _load_rng(self, own: RankState | None) -> None:
         if not self._contents.rng:
             return
-        if self._is_same_size:
+        if own is not None and own["rng"] is not None:
             rng.restore(own["rng"])
             return
-        rng.reseed(self._manifest.files[TRAINING].sha256, self._group.rank, self._group.size)
+        digest = self._reader.manifest.files[TRAINING].sha256
+        rng.reseed(digest, self._group.rank, self._group.size)
         self._warn(
-            f"the checkpoint is of {self._manifest.world_size} ranks, and this run has "
-            f"{self._group.size}: random number generators "
-            "are reseeded, with the same seeds at each load"
+            f"the checkpoint is of {self._world_size} ranks, and this run has {self._group.size}: "
+            "random number generators are reseeded, with the same seeds at each load"
         )
 
     def _warn(self, text: str) -> None:
         if self._group.rank == 0:
-            warnings.warn(f"{self._path}: {text}", stacklevel=5)
+            warnings.warn(f"{self._reader.path}: {text}", stacklevel=5)
+
+
+def _shard_of(own: RankState | None) -> RankLocalState:
+    shard = None if own is None else own["optimizer"]
+    if shard is None:
+        raise TypeError("the file of a rank holds no shard of the optimizer")
+    return shard

@@ -111,19 +111,19 @@ def from_json(text: str) -> Manifest:
     return found
 
 
-def _count(value: Any, least: int = 0) -> int:
+def _count(value: object, least: int = 0) -> int:
     if type(value) is not int or not least <= value < 1 << 63:
         raise ValueError(f"a number is {str(value)[:80]}")
     return value
 
 
-def _sha256(value: Any) -> str:
+def _sha256(value: object) -> str:
     if type(value) is not str or re.fullmatch("[0-9a-f]{64}", value) is None:
         raise ValueError(f"a sha256 is {str(value)[:80]}")
     return value
 
 
-def _contents(given: Any) -> Contents:
+def _contents(given: dict[str, Any]) -> Contents:
     found = Contents(**given)
     texts = (found.optimizer, found.hook)
     flags = (found.scheduler, found.scaler, found.sampler, found.rng, found.buffers)
@@ -188,7 +188,7 @@ def problems(
     return found
 
 
-def not_held(contents: Contents, asked: Mapping[str, Any]) -> list[str]:
+def not_held(contents: Contents, asked: Mapping[str, object]) -> list[str]:
     """Return the kinds of requested state that a checkpoint lacks.
 
     Args:

@@ -10,34 +10,35 @@ from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from mpidist.ddp.module import DistributedDataParallel
 
+Module = torch.nn.Module
 Tensor = torch.Tensor
 _SHOWN = 6  # names in a message
 
 
-def wrappers(model: Any) -> Iterator[Any]:
+def wrappers(model: Module) -> Iterator[Module]:
     """Yield a model and the modules wrapped by it: data parallelism's and ``torch.compile``'s."""
     yield model
-    while isinstance(model, (DistributedDataParallel, TorchDataParallel)) or hasattr(
-        model, "_orig_mod"
-    ):
-        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
-        yield model
+    inner: Module | None = getattr(model, "_orig_mod", None)
+    if inner is None and isinstance(model, (DistributedDataParallel, TorchDataParallel)):
+        inner = model.module
+    if inner is not None:
+        yield from wrappers(inner)
 
 
-def bare(model: Any) -> torch.nn.Module:
+def bare(model: Module) -> Module:
     """Return the innermost module, whose names carry no prefix."""
     *_, inner = wrappers(model)
     return inner
 
 
-def data_parallel(model: Any) -> DistributedDataParallel | None:
+def data_parallel(model: Module) -> DistributedDataParallel | None:
     """Return the wrapper of ``mpidist.ddp``, if any."""
     return next(
         (layer for layer in wrappers(model) if isinstance(layer, DistributedDataParallel)), None
     )
 
 
-def keeps_own_buffers(model: Any) -> bool:
+def keeps_own_buffers(model: Module) -> bool:
     """Return whether each rank has its own buffers: data parallelism does not broadcast them."""
     for layer in wrappers(model):
         if isinstance(layer, DistributedDataParallel):
@@ -47,14 +48,14 @@ def keeps_own_buffers(model: Any) -> bool:
     return False
 
 
-def packed(state: Mapping[str, Any]) -> dict[str, Any]:
+def packed(state: Mapping[str, object]) -> dict[str, Any]:
     """Return a detached state dict, with copies of views, so that a file holds only their elements.
 
     Tensors that share all their memory, as tied weights do, still share it.
     """
-    copies: dict[Any, Tensor] = {}
+    copies: dict[object, Tensor] = {}
 
-    def compact(value: Any) -> Any:
+    def compact(value: object) -> object:
         if not isinstance(value, Tensor):
             return value
         value = value.detach()
@@ -68,14 +69,14 @@ def packed(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: compact(value) for name, value in state.items()}
 
 
-def buffers(model: Any) -> dict[str, Tensor]:
+def buffers(model: Module) -> dict[str, Tensor]:
     """Return this rank's buffers by name, those that a state dict holds."""
     module = bare(model)
     own = dict(module.named_buffers())
     return packed({name: own[name] for name in module.state_dict() if name in own})
 
 
-def require_fits(model: Any, saved: Any) -> None:
+def require_fits(model: Module, saved: object) -> None:
     """Refuse the state of another model.
 
     Raises:
@@ -88,7 +89,7 @@ def require_fits(model: Any, saved: Any) -> None:
         raise ValueError(f"the checkpoint is of another model: {text}")
 
 
-def require_same_layouts(model: Any, saved: Mapping[str, Any]) -> None:
+def require_same_layouts(model: Module, saved: Mapping[str, object]) -> None:
     """Refuse values of another kind than the model's, such as sparse for dense, number for tensor.
 
     ``load_state_dict`` would copy them.
@@ -96,15 +97,16 @@ def require_same_layouts(model: Any, saved: Mapping[str, Any]) -> None:
     Raises:
         ValueError: A kind differs; names the value.
     """
+
+    def kind(value: object) -> torch.layout | None:
+        return value.layout if isinstance(value, Tensor) else None
+
     for name, own in bare(model).state_dict().items():
-        value = saved[name]
-        if isinstance(own, Tensor) != isinstance(value, Tensor) or (
-            isinstance(own, Tensor) and own.layout != value.layout
-        ):
+        if kind(own) != kind(saved[name]):
             raise ValueError(f"the checkpoint is of another model: {name} is of another kind there")
 
 
-def differences(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+def differences(own: Mapping[str, object], saved: Mapping[str, object]) -> str:
     """Return how two state dicts differ in names and shapes; empty if they do not (pure)."""
 
     def listed(names: list[str]) -> str:
@@ -112,7 +114,7 @@ def differences(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
             f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         )
 
-    def shape(value: Any) -> Any:
+    def shape(value: object) -> tuple[int, ...] | None:
         return tuple(value.shape) if isinstance(value, Tensor) else None
 
     missing = [name for name in own if name not in saved]

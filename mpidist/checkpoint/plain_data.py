@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
 
 import torch
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
-def require_plain(where: str, value: Any) -> None:
+def require_plain(where: str, value: object) -> None:
     """Require numbers, texts, bytes, tensors, and dicts, lists, tuples and sets of them.
 
     Args:
@@ -22,17 +21,17 @@ def require_plain(where: str, value: Any) -> None:
     _require(where, value, ())
 
 
-def _require(where: str, value: Any, above: tuple[int, ...]) -> None:
+def _require(where: str, value: object, above: tuple[int, ...]) -> None:
     if isinstance(value, torch.Tensor) or type(value) in _LEAVES:
         return
     if id(value) in above:
         raise TypeError(f"{where} holds itself")
     inner = (*above, id(value))
-    if type(value) in (dict, OrderedDict):
+    if type(value) is dict or type(value) is OrderedDict:
         for key, held in value.items():
             _require(f"key {key!r} of {where}", key, inner)
             _require(f"{where}[{key!r}]", held, inner)
-    elif type(value) in (list, tuple):
+    elif type(value) is list or type(value) is tuple:
         for place, held in enumerate(value):
             _require(f"{where}[{place}]", held, inner)
     elif type(value) is set:
@@ -42,6 +41,6 @@ def _require(where: str, value: Any, above: tuple[int, ...]) -> None:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise TypeError(
             f"{where} is a {kind}, which a checkpoint cannot hold: give numbers, texts, tensors, "
-            "and dicts, lists and tuples "
-            "of them (float(x) for a NumPy number, str(path) for a path)"
+            "and dicts, lists and tuples of them (float(x) for a NumPy number, str(path) for a "
+            "path)"
         )

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import FrameType
 
 import torch
 
 from mpidist.comm.algorithms.reduce_op import MAX
+from mpidist.comm.group_types import AnyGroup
 from mpidist.comm.resolve_group import native_group
 from mpidist.errors import MpidistError
 
@@ -44,18 +45,18 @@ class Preemption:
             in the main thread only.
     """
 
-    def __init__(self, group: Any = None, signals: Sequence[signal.Signals] = SIGNALS) -> None:
+    def __init__(self, group: AnyGroup = None, signals: Sequence[signal.Signals] = SIGNALS) -> None:
         self._group = native_group(group)
         self._signals = tuple(signals)
-        self._former: dict[int, Any] = {}
+        self._former: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         self.received: list[str] = []
 
     def __enter__(self) -> Preemption:
         if threading.current_thread() is not threading.main_thread():
             raise MpidistError(
                 "Preemption must be entered in the main thread: Python runs handlers of signals "
-                "there alone. Enter it in the "
-                "script's main part, and call requested() anywhere; this is thread "
+                "there alone. Enter it in the script's main part, and call requested() anywhere; "
+                "this is thread "
                 f"{threading.current_thread().name!r}"
             )
         for number in self._signals:
@@ -83,7 +84,7 @@ class Preemption:
         self._group.all_reduce(flag, MAX)
         return bool(flag.item())
 
-    def _record(self, number: int, frame: Any) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         is_first = name not in self.received
         self.received.append(name)

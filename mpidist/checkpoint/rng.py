@@ -27,7 +27,7 @@ def state() -> dict[str, Any]:
     }
 
 
-def require_state(saved: Any) -> None:
+def require_state(saved: object) -> None:
     """Refuse a damaged state before any generator is set (pure).
 
     NumPy itself would accept a position beyond its table, and read from there.
@@ -48,8 +48,9 @@ def require_state(saved: Any) -> None:
             raise ValueError(f"the state of torch's generator ({name}) is damaged")
 
 
-def _require_numpy(numpy_state: Any) -> None:
-    inner = numpy_state.get("state") if isinstance(numpy_state, Mapping) else None
+def _require_numpy(saved: object) -> None:
+    numpy_state = saved if isinstance(saved, Mapping) else {}
+    inner = numpy_state.get("state")
     if not isinstance(inner, Mapping) or numpy_state.get("bit_generator") != "MT19937":
         raise ValueError("the state of NumPy's generator is damaged")
     key, place = inner.get("key"), inner.get("pos")
@@ -72,7 +73,7 @@ def _require_numpy(numpy_state: Any) -> None:
         raise ValueError("the state of NumPy's generator is damaged: its kept number")
 
 
-def _require_python(python: Any) -> None:
+def _require_python(python: object) -> None:
     if (
         not isinstance(python, (list, tuple))
         or len(python) != 3

@@ -10,11 +10,11 @@ Letters: W ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
+from mpidist.comm.group_types import AnyGroup
 from mpidist.comm.resolve_group import native_group
 
 
@@ -54,7 +54,7 @@ class ResumableSampler(Sampler[int]):
         seed: int = 0,
         drop_last: bool = False,
         *,
-        group: Any = None,
+        group: AnyGroup = None,
     ) -> None:
         if num_replicas is None or rank is None:
             native = native_group(group)
@@ -104,13 +104,12 @@ class ResumableSampler(Sampler[int]):
         if not 0 <= samples <= len(self):
             raise ValueError(
                 f"ResumableSampler.advance: {samples} samples of rank {self.rank}, of which "
-                f"{len(self)} are left in epoch "
-                f"{self.epoch}; it takes the number of this rank's own samples, once a step, and "
-                "set_epoch begins the next epoch"
+                f"{len(self)} are left in epoch {self.epoch}; it takes the number of this rank's "
+                "own samples, once a step, and set_epoch begins the next epoch"
             )
         self.consumed += samples * self.num_replicas
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         """Return the position, and the settings that must be equal where it is loaded."""
         return {
             "epoch": self.epoch,
@@ -120,7 +119,7 @@ class ResumableSampler(Sampler[int]):
             "seed": self.seed,
         }
 
-    def require_fits(self, state: Mapping[str, Any]) -> None:
+    def require_fits(self, state: object) -> None:
         """Refuse a position in another order.
 
         Raises:
@@ -139,7 +138,7 @@ class ResumableSampler(Sampler[int]):
                     f"the sampler's state is {words} was {state[name]}, and is {own[name]} here"
                 )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Load a position saved by any number of ranks.
 
         Raises:

@@ -9,15 +9,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import SupportsIndex
 
 import torch
 
-from mpidist.checkpoint import files, model_state
+from mpidist.checkpoint import digested_file, files, model_state
 from mpidist.checkpoint.manifest import Contents, Entry, Manifest
-from mpidist.checkpoint.training import POWERSGD, Training
+from mpidist.checkpoint.training import Stateful, Training
 from mpidist.comm.consistency import comparing, converting_errors, same_error_on_all
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.hooks import checkpoint as powersgd
 from mpidist.errors import CheckpointError, MpidistError
@@ -29,22 +29,22 @@ def save(
     folder: str | os.PathLike[str],
     step: int,
     *,
-    model: Any,
-    optimizer: Any = None,
-    hook_state: Any = None,
-    sampler: Any = None,
-    scheduler: Any = None,
-    scaler: Any = None,
-    extra: Any = None,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    hook_state: Stateful | None = None,
+    sampler: Stateful | None = None,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    extra: object = None,
     rng: bool = True,
     keep: int = 2,
-    group: Any = None,
+    group: AnyGroup = None,
 ) -> Path:
     """Write the checkpoint ``<folder>/step-<step>``; return its path.
 
     The files are written to ``step-<step>.part``, synced, checked and renamed, so a reader sees the
     whole checkpoint or none, also after the run was killed. A folder is for one run at a time;
-    parts left by killed runs are removed.
+    parts left by killed runs are removed. Rank 0 writes state that is the same on all ranks.
 
     Collective: over the group, between steps, with one folder that all ranks see.
 
@@ -53,14 +53,14 @@ def save(
     Args:
         folder: For the run's checkpoints; made if missing.
         step: Number of steps so far, at least that of the last checkpoint.
-        model: Module, or ``DistributedDataParallel`` of mpidist or torch. Rank 0 writes the state
-            of the bare module.
-        optimizer: torch optimizer, written by rank 0; or an ``OSS``, whose shards all ranks write.
-        hook_state: ``PowerSGDState``, or an object with ``state_dict()`` and ``load_state_dict()``;
-            each rank's is written.
-        sampler: ``ResumableSampler``, or an object with ``state_dict()``; rank 0's is written.
-        scheduler: Of the learning rate; rank 0's is written.
-        scaler: ``GradScaler``; rank 0's is written.
+        model: Module, or ``DistributedDataParallel`` of mpidist or torch, whose bare module's state
+            is written.
+        optimizer: torch optimizer, or an ``OSS``, whose shards all ranks write.
+        hook_state: ``PowerSGDState``, or another object with state; each rank's is written.
+        sampler: ``ResumableSampler``, or another object with ``state_dict()`` and
+            ``load_state_dict()``; rank 0's is written, as of the next two.
+        scheduler: Of the learning rate.
+        scaler: ``GradScaler``.
         extra: Numbers, texts, tensors, and dicts, lists and tuples of them; rank 0's is written.
         rng: Write the generators of each rank (Python, NumPy, torch, the current CUDA device).
         keep: Number of checkpoints to keep in the folder, this one included.
@@ -74,35 +74,42 @@ def save(
     """
     native = group_of(group, model)
     training = Training(model, optimizer, hook_state, sampler, scheduler, scaler)
-    own: dict[str, Any] = {}
+    return _agreed(native, folder, step, keep, training, rng, extra).run()
+
+
+def group_of(group: AnyGroup, model: torch.nn.Module) -> Group:
+    """Return the native group: the given one, that of the model's wrapper, or the default one."""
+    if group is None:
+        layers = (layer for layer in model_state.wrappers(model) if hasattr(layer, "process_group"))
+        group = getattr(next(layers, None), "process_group", None)
+    return native_group(group)
+
+
+def _agreed(
+    group: Group,
+    folder: str | os.PathLike[str],
+    step: int,
+    keep: int,
+    training: Training,
+    with_rng: bool,
+    extra: object,
+) -> _Saving:
+    """Check the arguments of all ranks, and read this rank's state. Collective: over the group."""
+    own: dict[str, object] = {}
     contents = Contents()
-    with comparing(native, _WHERE) as rows:
+    with comparing(group, _WHERE) as rows:
         folder = Path(folder)
         step, keep = _count("step", step, 0), _count("keep", keep, 1)
-        training.require_usable(native.rank, native.size)
-        contents = training.contents(bool(rng))
+        training.require_usable(group.rank, group.size)
+        contents = training.contents(bool(with_rng))
         rows += [
             ("folder", str(folder)),
             ("step", step),
             ("keep", keep),
             ("state of", str(contents)),
         ]
-        own = training.files(contents, extra, native.rank, native.size)
-    return _Saving(native, Path(folder), step, keep, contents, training).run(own)
-
-
-def group_of(group: Any, model: Any) -> Group:
-    """Return the native group: the given one, that of the model's wrapper, or the default one."""
-    if group is None:
-        group = next(
-            (
-                layer.process_group
-                for layer in model_state.wrappers(model)
-                if hasattr(layer, "process_group")
-            ),
-            None,
-        )
-    return native_group(group)
+        own = training.files(contents, extra, group.rank, group.size)
+    return _Saving(group, Path(folder), step, keep, contents, training, own)
 
 
 @dataclass(frozen=True)
@@ -115,19 +122,16 @@ class _Saving:
     keep: int
     contents: Contents
     training: Training
+    own: dict[str, object]  # this rank's state by file name
 
-    def run(self, own: dict[str, Any]) -> Path:
-        """Write this rank's files; return the checkpoint's folder. Collective: over the group.
-
-        Args:
-            own: This rank's state by file name.
-        """
+    def run(self) -> Path:
+        """Write this rank's files; return the checkpoint's folder. Collective: over the group."""
         part = self.folder / f"step-{self.step}.part"
         with self._same_error_on_all():
             if self.group.rank == 0:
                 files.begin(self.folder, self.step)
         try:
-            self._commit(part, self._written(part, own))
+            self._commit(part, self._written(part))
         except MpidistError:
             # All ranks raise together, so no rank is still writing.
             if self.group.rank == 0:
@@ -135,16 +139,18 @@ class _Saving:
             raise
         return part.with_suffix("")
 
-    def _written(self, part: Path, own: dict[str, Any]) -> dict[str, Entry]:
+    def _written(self, part: Path) -> dict[str, Entry]:
         with self._same_error_on_all():
             files.wait_for(part)
-            entries = {name: files.write(part / name, value) for name, value in own.items()}
-        if self.contents.hook == POWERSGD:
+            entries = {
+                name: digested_file.write(part / name, value) for name, value in self.own.items()
+            }
+        if self.training.powersgd is not None:
             with converting_errors(CheckpointError, self._where):
                 module = model_state.data_parallel(self.training.model)
-                path = powersgd.save(part, module, self.training.hook_state)
+                path = powersgd.save(part, module, self.training.powersgd)
             with self._same_error_on_all():
-                entries[path.name] = files.sync(path)
+                entries[path.name] = digested_file.sync(path)
         return entries
 
     def _commit(self, part: Path, entries: dict[str, Entry]) -> None:
@@ -182,8 +188,8 @@ def _versions() -> dict[str, str]:
     return {"mpidist": own, "torch": torch.__version__}
 
 
-def _count(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+def _count(name: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{_WHERE}: {name} must be an int; got {value!r}")
     if operator.index(value) < least:
         raise ValueError(f"{_WHERE}: {name} must be at least {least}; got {value}")

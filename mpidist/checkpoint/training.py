@@ -8,9 +8,9 @@ PowerSGD's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypedDict, cast
 
 import torch
 
@@ -18,35 +18,71 @@ from mpidist.checkpoint import manifest, model_state, rng
 from mpidist.checkpoint.manifest import MODEL, OPTIMIZER, TRAINING, Contents
 from mpidist.checkpoint.plain_data import require_plain
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
+from mpidist.ddp.layout import SavedPlan
 from mpidist.zero import state_dict
+from mpidist.zero.local_state import RankLocalState
+from mpidist.zero.optimizer import OSS
 
 WHOLE, SHARDS = "whole", "shards"
 POWERSGD, STATE = "powersgd", "state"
+
+
+class Stateful(Protocol):
+    """Object whose state is saved and loaded: a scheduler, scaler, sampler or hook state."""
+
+    def state_dict(self) -> object:
+        """Return the state as plain data."""
+
+    def load_state_dict(self, state: Any, /) -> object:
+        """Load what ``state_dict`` returned."""
+
+
+class SharedState(TypedDict):
+    """Content of ``training.pt``; None for what the run did not have."""
+
+    scheduler: object
+    scaler: object
+    sampler: object
+    buckets: SavedPlan | None
+    extra: object
+
+
+class RankState(TypedDict):
+    """Content of the file of one rank; None for what the run did not have."""
+
+    optimizer: RankLocalState | None
+    hook: object
+    buffers: dict[str, torch.Tensor] | None
+    rng: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
 class Training:
     """Objects of a run that have state; all but the model may be None."""
 
-    model: Any
-    optimizer: Any = None
-    hook_state: Any = None
-    sampler: Any = None
-    scheduler: Any = None
-    scaler: Any = None
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    hook_state: Stateful | None = None
+    sampler: Stateful | None = None
+    scheduler: Stateful | None = None
+    scaler: Stateful | None = None
 
-    def asked(self) -> dict[str, Any]:
+    def asked(self) -> dict[str, object]:
         """Return the optional objects by their argument names in ``save`` and ``load``."""
         names = ("optimizer", "hook_state", "sampler", "scheduler", "scaler")
         return {name: getattr(self, name) for name in names}
 
-    def is_sharded(self) -> bool:
-        """Return whether the optimizer's state is divided among the ranks."""
-        return hasattr(self.optimizer, "rank_local_state_dict")
+    @property
+    def sharded(self) -> OSS | None:
+        """The optimizer if its state is divided among the ranks, else None."""
+        # By its method, not its class: a wrapper may delegate to the sharded optimizer.
+        found = self.optimizer if hasattr(self.optimizer, "rank_local_state_dict") else None
+        return cast("OSS | None", found)
 
-    def is_powersgd(self) -> bool:
-        """Return whether the hook state is PowerSGD's, which has files of its own."""
-        return isinstance(self.hook_state, PowerSGDState)
+    @property
+    def powersgd(self) -> PowerSGDState | None:
+        """The hook state if it is PowerSGD's, which has files of its own, else None."""
+        return self.hook_state if isinstance(self.hook_state, PowerSGDState) else None
 
     def require_usable(self, rank: int, world_size: int) -> None:
         """Refuse objects whose state cannot be saved.
@@ -59,8 +95,6 @@ class Training:
         if not isinstance(model_state.bare(self.model), torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module; got {type(self.model).__name__}")
         for name, taker in self.asked().items():
-            if name == "hook_state" and self.is_powersgd():
-                continue
             if taker is not None and not (
                 hasattr(taker, "state_dict") and hasattr(taker, "load_state_dict")
             ):
@@ -73,16 +107,13 @@ class Training:
                     f"{name} must have state_dict() and load_state_dict(); {type(taker).__name__} "
                     f"has not{hint}"
                 )
-        if self.is_sharded() and (self.optimizer.rank, self.optimizer.world_size) != (
-            rank,
-            world_size,
-        ):
+        sharded = self.sharded
+        if sharded is not None and (sharded.rank, sharded.world_size) != (rank, world_size):
             raise ValueError(
-                f"the sharded optimizer is of rank {self.optimizer.rank} of "
-                f"{self.optimizer.world_size}, and the checkpoint's "
-                f"group has rank {rank} of {world_size}: give group= the optimizer's"
+                f"the sharded optimizer is of rank {sharded.rank} of {sharded.world_size}, and the "
+                f"checkpoint's group has rank {rank} of {world_size}: give group= the optimizer's"
             )
-        if self.is_powersgd() and model_state.data_parallel(self.model) is None:
+        if self.powersgd is not None and model_state.data_parallel(self.model) is None:
             raise ValueError(
                 "a PowerSGDState is saved with the mpidist.ddp.DistributedDataParallel that it "
                 "serves: give that as model"
@@ -92,16 +123,16 @@ class Training:
         """Return the class name of the optimizer that steps; None without an optimizer."""
         if self.optimizer is None:
             return None
-        return type(self.optimizer.optim if self.is_sharded() else self.optimizer).__name__
+        return type(self.optimizer if self.sharded is None else self.sharded.optim).__name__
 
     # --- to files ---
 
     def contents(self, with_rng: bool) -> Contents:
         """Return the kinds of state of this run; equal on all ranks."""
         return Contents(
-            optimizer=None if self.optimizer is None else SHARDS if self.is_sharded() else WHOLE,
+            optimizer=None if self.optimizer is None else WHOLE if self.sharded is None else SHARDS,
             optimizer_class=self.optimizer_class(),
-            hook=None if self.hook_state is None else POWERSGD if self.is_powersgd() else STATE,
+            hook=None if self.hook_state is None else STATE if self.powersgd is None else POWERSGD,
             scheduler=self.scheduler is not None,
             scaler=self.scaler is not None,
             sampler=self.sampler is not None,
@@ -109,20 +140,22 @@ class Training:
             buffers=model_state.keeps_own_buffers(self.model),
         )
 
-    def files(self, contents: Contents, extra: Any, rank: int, world_size: int) -> dict[str, Any]:
+    def files(
+        self, contents: Contents, extra: object, rank: int, world_size: int
+    ) -> dict[str, object]:
         """Return the content of one rank's files, by file name.
 
         Raises:
             TypeError: A state is not plain data.
         """
         require_plain("extra", extra)  # checked on all ranks, written by rank 0
-        if self.is_sharded() and hasattr(self.optimizer, "wait"):
-            self.optimizer.wait()  # for parameters in transit
-        content: dict[str, Any] = {}
+        if self.sharded is not None:
+            self.sharded.wait()  # for parameters in transit
+        content: dict[str, object] = {}
         if rank == 0:
             content[MODEL] = model_state.packed(model_state.bare(self.model).state_dict())
             content[TRAINING] = self._shared(extra)
-            if contents.optimizer == WHOLE:
+            if self.optimizer is not None and self.sharded is None:
                 content[OPTIMIZER] = self.optimizer.state_dict()
         if manifest.has_rank_files(contents):
             content[manifest.rank_file(rank, world_size)] = self._own(contents)
@@ -130,20 +163,23 @@ class Training:
             require_plain(f"the content of {name}", value)
         return content
 
-    def _shared(self, extra: Any) -> dict[str, Any]:
+    def _shared(self, extra: object) -> SharedState:
         wrapper = model_state.data_parallel(self.model)
         return {
-            **{name: _state_of(getattr(self, name)) for name in ("scheduler", "scaler", "sampler")},
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "sampler": None if self.sampler is None else self.sampler.state_dict(),
             "buckets": None if wrapper is None else wrapper.bucket_plan(),
             "extra": extra,
         }
 
-    def _own(self, contents: Contents) -> dict[str, Any]:
+    def _own(self, contents: Contents) -> RankState:
+        hook = None if self.powersgd is not None else self.hook_state
         return {
-            "optimizer": self.optimizer.rank_local_state_dict(copies=False)
-            if contents.optimizer == SHARDS
-            else None,
-            "hook": self.hook_state.state_dict() if contents.hook == STATE else None,
+            "optimizer": None
+            if self.sharded is None
+            else self.sharded.rank_local_state_dict(copies=False),
+            "hook": None if hook is None else hook.state_dict(),
             "buffers": model_state.buffers(self.model) if contents.buffers else None,
             "rng": rng.state() if contents.rng else None,
         }
@@ -168,14 +204,20 @@ class Training:
                 f"the checkpoint holds the state of {contents.optimizer_class}, and the optimizer "
                 f"is {own}"
             )
-        if self.hook_state is not None and self.is_powersgd() != (contents.hook == POWERSGD):
+        is_powersgd = self.powersgd is not None
+        if self.hook_state is not None and is_powersgd != (contents.hook == POWERSGD):
             kinds = {True: "PowerSGD's", False: "another hook's"}
             raise ValueError(
                 f"the checkpoint holds {kinds[contents.hook == POWERSGD]} state, and hook_state is "
-                f"{kinds[self.is_powersgd()]}"
+                f"{kinds[is_powersgd]}"
             )
 
-    def require_fits(self, model: Any, shared: Any, whole: Any) -> None:
+    def require_fits(
+        self,
+        model: Mapping[str, object],
+        shared: SharedState,
+        whole: Mapping[str, Any] | None,
+    ) -> None:
         """Refuse state of another model, data set or optimizer, before any of it is loaded.
 
         Args:
@@ -188,9 +230,9 @@ class Training:
         """
         model_state.require_fits(self.model, model)
         model_state.require_same_layouts(self.model, model)
-        if hasattr(self.sampler, "require_fits"):
-            self.sampler.require_fits(shared["sampler"])
-        if whole is not None:
+        if (require_sampler_fits := getattr(self.sampler, "require_fits", None)) is not None:
+            require_sampler_fits(shared["sampler"])
+        if self.optimizer is not None and whole is not None:
             saved = [len(group["params"]) for group in whole["param_groups"]]
             own = [len(group["params"]) for group in self.optimizer.param_groups]
             if saved != own:
@@ -200,16 +242,20 @@ class Training:
                 )
             # torch loads state of any shape, and only a later step would fail.
             if state_dict.is_known(self.optimizer):
-                state_dict.require_fits(whole, self.optimizer.param_groups, self.optimizer)
+                state_dict.require_fits(dict(whole), self.optimizer.param_groups, self.optimizer)
 
-    def load_shared(self, model: Any, shared: Mapping[str, Any]) -> None:
+    def load_shared(self, model: Mapping[str, Any], shared: SharedState) -> None:
         """Load the model, scheduler, scaler and sampler. Communicates nothing."""
         model_state.bare(self.model).load_state_dict(model)
-        for name in ("scheduler", "scaler", "sampler"):
-            if getattr(self, name) is not None:
-                getattr(self, name).load_state_dict(shared[name])
+        for taker, state in (
+            (self.scheduler, shared["scheduler"]),
+            (self.scaler, shared["scaler"]),
+            (self.sampler, shared["sampler"]),
+        ):
+            if taker is not None:
+                taker.load_state_dict(state)
 
-    def require_own_buffers(self, buffers: Any) -> None:
+    def require_own_buffers(self, buffers: object) -> None:
         """Refuse buffers of another model.
 
         Raises:
@@ -229,30 +275,3 @@ class Training:
         with torch.no_grad():
             for name, saved in buffers.items():
                 own[name].copy_(saved)
-
-    def load_powersgd(self, loaded: PowerSGDState) -> None:
-        """Copy a loaded state into the hook's state object, which keeps its group.
-
-        The object may be registered with the module already.
-        """
-        self.hook_state.load_state_dict(loaded.state_dict())
-
-
-SHARED_NAMES = ("scheduler", "scaler", "sampler", "buckets", "extra")
-OWN_NAMES = ("optimizer", "hook", "buffers", "rng")
-
-
-def require_names(file: str, held: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Require the names in a file's dict.
-
-    Raises:
-        ValueError: A name is missing.
-    """
-    lacking = [name for name in names if name not in held]
-    if lacking:
-        raise ValueError(f"{file} is damaged: it holds no {', '.join(lacking)}")
-
-
-def _state_of(taker: Any) -> Any:
-    read: Callable[[], Any] | None = getattr(taker, "state_dict", None)
-    return None if read is None else read()

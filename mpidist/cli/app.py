@@ -8,17 +8,31 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, ParamSpec
 
 import typer
 
 from mpidist.cli.bench import RANKS
 from mpidist.cli.help_examples import EXAMPLES, epilog
 from mpidist.cli.launch_plan import Plan
-from mpidist.cli.launch_request import BINDINGS, Request
+from mpidist.cli.launch_request import Request
+from mpidist.cli.option_types import (
+    Benchmark,
+    Binding,
+    DryRun,
+    DrySubmit,
+    EnvFile,
+    GpusPerNode,
+    Ranks,
+    Sbatch,
+    Settings,
+    TasksPerNode,
+    TimeLimit,
+)
 from mpidist.errors import MpidistError
+
+P = ParamSpec("P")
 
 _STATUS_OF_ERROR = 2
 # Options after the program's name, or after --, belong to the program.
@@ -29,19 +43,12 @@ _PROGRAM = {
 }
 _BEHIND = {"allow_extra_args": True}
 
-Binding = Enum("Binding", {name: name for name in BINDINGS}, type=str)  # type: ignore[misc]
-Benchmark = Enum("Benchmark", {name: name for name in RANKS}, type=str)  # type: ignore[misc]
-Ranks = Annotated[int | None, typer.Option("-n", "--ranks", min=1, help="ranks to start")]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="print the command line, and start nothing")
-]
 
-
-def _reporting_errors(call: Callable[..., Any]) -> Callable[..., Any]:
+def _reporting_errors(call: Callable[P, object]) -> Callable[P, None]:
     """Wrap a command: errors of mpidist end it with their text and status 2, without traceback."""
 
     @functools.wraps(call)
-    def command(*args: Any, **kwargs: Any) -> None:
+    def command(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             call(*args, **kwargs)
         except (MpidistError, ValueError, OSError) as error:
@@ -155,10 +162,10 @@ def run(
     The exit status is the job's; Ctrl-C and SIGTERM reach it. OMP_NUM_THREADS is 1 unless it is
     set.
     """
-    _start(
-        tuple(context.args),
-        module,
-        dry_run,
+    from mpidist.cli import run as start
+
+    request = Request(
+        program=start.program(tuple(context.args), module),
         ranks=ranks,
         nodes=nodes,
         hosts=tuple(filter(None, hosts.split(","))),
@@ -168,6 +175,7 @@ def run(
         ulfm=ft,
         mpi_type=mpi,
     )
+    start.start(request, dry_run)
 
 
 @app.command(epilog=epilog(*EXAMPLES["bench"]), context_settings=_BEHIND)
@@ -187,6 +195,7 @@ def bench(
     ranks are not bound to cores.
     """
     from mpidist.cli import bench as benchmark
+    from mpidist.cli import run as start
     from mpidist.cli.launch_request import in_allocation
 
     program = benchmark.program(name.value, output, context.args)
@@ -195,14 +204,12 @@ def bench(
             raise ValueError(
                 f"{name.value} {context.args[0]} starts its jobs by itself: leave -n out"
             )
-        from mpidist.cli import run as start
-
         start.become(Plan(start.program(program), {}), dry_run)
         return
     chosen = ranks or (
         None if in_allocation(os.environ) and "SLURM_NTASKS" in os.environ else RANKS[name.value]
     )
-    _start(program, "", dry_run, ranks=chosen, binding="none")
+    start.start(Request(start.program(program), ranks=chosen, binding="none"), dry_run)
 
 
 @app.command(
@@ -220,7 +227,10 @@ def tune(context: typer.Context, ranks: Ranks = None, dry_run: DryRun = False) -
         from mpidist import tune as measurement
 
         raise typer.Exit(measurement.main(context.args))
-    _start(tuple(context.args), "mpidist.tune", dry_run, ranks=ranks)
+    from mpidist.cli import run as start
+
+    program = start.program(tuple(context.args), "mpidist.tune")
+    start.start(Request(program, ranks=ranks), dry_run)
 
 
 @app.command(epilog=epilog(*EXAMPLES["submit"]), context_settings=_BEHIND)
@@ -229,34 +239,18 @@ def submit(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="the job script: ddp, oss, rpc, bench or test")],
     nodes: Annotated[int | None, typer.Option(help="nodes of the job")] = None,
-    gpus_per_node: Annotated[
-        str, typer.Option(metavar="N", help="GPUs of a node, one rank each; 0: none")
-    ] = "",
-    ntasks_per_node: Annotated[
-        int | None, typer.Option(help="ranks of a node, where they are not the GPUs")
-    ] = None,
+    gpus_per_node: GpusPerNode = "",
+    ntasks_per_node: TasksPerNode = None,
     cpus_per_task: Annotated[int | None, typer.Option(help="cores of a rank")] = None,
-    time: Annotated[
-        str, typer.Option(metavar="TIME", help="limit: minutes, 1:00:00 or 1-12:00:00")
-    ] = "",
+    time: TimeLimit = "",
     account: Annotated[str, typer.Option(help="account to charge")] = "",
     partition: Annotated[str, typer.Option(help="partition")] = "",
     array: Annotated[str, typer.Option(help="tasks of a job array: 0-7, 1-99%4")] = "",
     job_name: Annotated[str, typer.Option("--name", help="name of the job")] = "",
-    sbatch: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="any other option of sbatch")
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="a value of env.sh for this job"),
-    ] = None,
-    env: Annotated[
-        Path | None,
-        typer.Option(help="your env.sh; else that of $MPIDIST_SLURM, else the shipped one"),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print the job script, and submit nothing")
-    ] = False,
+    sbatch: Sbatch = None,
+    settings: Settings = None,
+    env: EnvFile = None,
+    dry_run: DrySubmit = False,
 ) -> None:
     """Submit a shipped job script to Slurm, with your options in its header.
 
@@ -265,30 +259,22 @@ def submit(
     from mpidist.cli import submit as submission
     from mpidist.cli.job_script import Options
 
-    given = {
+    given: dict[str, str | int | None] = {
         "job-name": job_name,
-        "nodes": _text(nodes),
-        "ntasks-per-node": _text(ntasks_per_node),
+        "nodes": nodes,
+        "ntasks-per-node": ntasks_per_node,
         "gpus-per-node": gpus_per_node,
-        "cpus-per-task": _text(cpus_per_task),
+        "cpus-per-task": cpus_per_task,
         "time": time,
         "account": account,
         "partition": partition,
         "array": array,
     }
-    header: dict[str, str | None] = {key: text for key, text in given.items() if text}
+    header: dict[str, str | None] = {
+        key: str(value) for key, value in given.items() if value not in (None, "")
+    }
     header |= submission.parse_pairs(sbatch, "--sbatch")
     options = Options(header, submission.parse_pairs(settings, "--set"), tuple(context.args))
     status = submission.run(name, options, env, os.environ, dry_run)
     if status is not None:
         raise typer.Exit(status)
-
-
-def _start(words: tuple[str, ...], module: str, is_dry: bool, **asked: Any) -> None:
-    from mpidist.cli import run as start
-
-    start.start(Request(program=start.program(words, module), **asked), is_dry)
-
-
-def _text(number: int | None) -> str:
-    return "" if number is None else str(number)

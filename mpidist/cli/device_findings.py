@@ -119,18 +119,22 @@ def _kernels(ranks: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def _to_mpi(ranks: Sequence[Facts]) -> Iterator[Finding]:
-    held = [facts for facts in ranks if facts.device is not None and facts.mpi is not None]
+    held = {
+        facts.rank: facts.mpi
+        for facts in ranks
+        if facts.device is not None and facts.mpi is not None
+    }
     late = tuple(
-        facts.rank for facts in held if facts.mpi.cuda_before_mpi is False and facts.mpi.size > 1
+        rank for rank, mpi in held.items() if mpi.cuda_before_mpi is False and mpi.size > 1
     )
     if late:
         yield Finding(
             WARNING, late, "there was no CUDA context when MPI started: Open MPI leaves part of "
                            "its support for devices off",
-            "let mpidist start MPI (mpidist.comm.init() before 'from mpi4py import MPI'), and the "
-            "launcher say each rank's place",
+            "let mpidist start MPI (mpidist.comm.init() before 'from mpi4py import MPI'), under a "
+            "launcher that sets each rank's local rank",
         )  # fmt: skip
-    unknown = tuple(facts.rank for facts in held if "unknown" in facts.mpi.operations.values())
+    unknown = tuple(rank for rank, mpi in held.items() if "unknown" in mpi.operations.values())
     if unknown:
         yield Finding(
             NOTE, unknown, "this MPI's operations on device memory have not been tried yet",

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mpidist.cli import facts as process_facts
 from mpidist.cli.deadline import deadline
@@ -45,7 +44,7 @@ class Report:
         levels = {PROBLEM, WARNING} if strict else {PROBLEM}
         return int(any(finding.level in levels for finding in self.findings))
 
-    def as_data(self) -> dict[str, Any]:
+    def as_data(self) -> dict[str, object]:
         """Return the report as data for a JSON file."""
         return {
             "ranks": [dataclasses.asdict(facts) for facts in self.ranks],
@@ -121,13 +120,16 @@ def report_of(
     """
     from mpidist.cli import questions
 
+    mpi = own.mpi
+    assert mpi is not None
     group = questions.trial_group(timeout_s)
     own = replace(own, checks={**checks, **questions.check(group)})
     # If a check failed on one rank only, the gather waits until the other ranks' checks time out.
     ranks = questions.gather(own)
     # All ranks have the same facts and decide alike, because the next calls are collective.
     if not any(text for facts in ranks for text in facts.checks.values()):
-        own = replace(own, mpi=replace(own.mpi, shares_memory=questions.shares_node_memory(group)))
+        shares_memory = questions.shares_node_memory(group)
+        own = replace(own, mpi=replace(mpi, shares_memory=shares_memory))
         if tries_device:
             questions.try_device_operations(group)
         ranks = questions.gather(questions.with_operations(own))

@@ -10,10 +10,14 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from mpidist.cli.mpi_facts import MpiFacts
 from mpidist.comm.discovery.library_report import driver_version
 from mpidist.comm.mpi import launcher_env
+
+if TYPE_CHECKING:
+    import torch
 
 SHARED_MEMORY = "/dev/shm"
 _CUPY = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
@@ -84,7 +88,7 @@ class Facts:
         driver_cuda: Newest CUDA version of the driver, as 1000 × major + 10 × minor; 0 without one.
         device: This rank's CUDA device, or None.
         path_mpirun: Path of the first mpirun on the PATH; "" without one.
-        mpi: ``questions.MpiFacts``, or None if MPI did not start.
+        mpi: Facts that need MPI, or None if MPI did not start.
         problem: Error of MPI's start; "" without one.
         checks: Error of each small operation, by name; "" for success.
     """
@@ -107,7 +111,7 @@ class Facts:
     driver_cuda: int
     device: Device | None = None
     path_mpirun: str = ""
-    mpi: Any = None
+    mpi: MpiFacts | None = None
     problem: str = ""
     checks: Mapping[str, str] = field(default_factory=dict)
 
@@ -146,7 +150,7 @@ def collect(environ: Mapping[str, str], path_mpirun: str = "") -> Facts:
     )
 
 
-def with_device(facts: Facts, device: Any) -> Facts:
+def with_device(facts: Facts, device: torch.device) -> Facts:
     """Return the facts with this rank's ``torch.device`` added, if it is a CUDA device."""
     import torch
 

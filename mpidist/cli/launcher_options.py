@@ -93,7 +93,9 @@ def hydra_options(request: Request, ranks: int) -> list[str]:
         LaunchError: ULFM.
     """
     if request.ulfm:
-        raise LaunchError("--ft needs Open MPI 5: MPICH has no ULFM that a group could survive by")
+        raise LaunchError(
+            "--ft needs Open MPI 5: MPICH has no ULFM, by which a group survives a dead rank"
+        )
     options = ["-n", str(ranks)]
     if request.binding:
         options += ["-bind-to", request.binding]

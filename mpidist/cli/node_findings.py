@@ -102,24 +102,22 @@ def _memory(ranks: Sequence[Facts]) -> Iterator[Finding]:
 
 def _rdma(ranks: Sequence[Facts]) -> Iterator[Finding]:
     asked = [
-        facts for facts in ranks if facts.mpi is not None and facts.mpi.transports.rdma_devices
+        (facts, facts.mpi.transports)
+        for facts in ranks
+        if facts.mpi is not None and facts.mpi.transports.rdma_devices
     ]
-    limited = tuple(facts.rank for facts in asked if 0 <= facts.memlock_bytes < 1 << 30)
+    limited = tuple(facts.rank for facts, _ in asked if 0 <= facts.memlock_bytes < 1 << 30)
     if limited:
-        limit = size(min(facts.memlock_bytes for facts in asked if facts.rank in limited))
+        limit = size(min(facts.memlock_bytes for facts, _ in asked if facts.rank in limited))
         yield Finding(
             WARNING, limited, f"locked memory is limited to {limit}: RDMA cannot register larger "
                               "buffers",
             "'ulimit -l unlimited' for jobs (limits.conf on the nodes; "
             "PropagateResourceLimitsExcept=MEMLOCK in slurm.conf)",
         )  # fmt: skip
-    plain = tuple(
-        facts.rank
-        for facts in asked
-        if not facts.mpi.transports.libraries and not facts.mpi.transports.device
-    )
+    plain = tuple(facts.rank for facts, known in asked if not known.libraries and not known.device)
     if plain:
-        devices = ", ".join(asked[0].mpi.transports.rdma_devices)
+        devices = ", ".join(asked[0][1].rdma_devices)
         yield Finding(
             WARNING, plain, f"the node has {devices}, and this MPI has loaded no library for it: "
                             "messages would go over TCP",
@@ -128,7 +126,7 @@ def _rdma(ranks: Sequence[Facts]) -> Iterator[Finding]:
         )  # fmt: skip
     unsafe = tuple(
         facts.rank
-        for facts in asked
+        for facts, _ in asked
         if not {"RDMAV_FORK_SAFE", "IBV_FORK_SAFE"} & {name for name in facts.settings}
     )
     if unsafe:

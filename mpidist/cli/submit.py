@@ -185,8 +185,7 @@ def require_program(name: str, arguments: Sequence[str], is_in_image: bool) -> N
         if not program.startswith("-") and not is_in_image and not Path(program).is_file():
             raise LaunchError(
                 f"{program}: no such file from here. A Python program and its arguments stand "
-                "behind --, without 'python': "
-                f"mpidist submit {name} -- train.py --epochs 3"
+                f"behind --, without 'python': mpidist submit {name} -- train.py --epochs 3"
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,6 +13,8 @@ from rich.table import Table
 from mpidist.cli.doctor import Report
 from mpidist.cli.facts import SHARED_MEMORY, Facts
 from mpidist.cli.finding import PROBLEM, WARNING, ranks_of, size
+from mpidist.cli.mpi_facts import MpiFacts
+from mpidist.comm.discovery.transports import Transports
 
 _WIDTH_OF_LOGS = 130
 _MOST_RANKS = 64
@@ -139,7 +141,7 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
     return rows
 
 
-def _mpi_rows(mpi: Any) -> list[tuple[str, str]]:
+def _mpi_rows(mpi: MpiFacts) -> list[tuple[str, str]]:
     abi = {"openmpi": "ABI of Open MPI", "mpich": "ABI of MPICH"}[mpi.abi]
     return [
         ("MPI", f"{mpi.library}; MPI {mpi.standard}, {abi}"),
@@ -151,7 +153,7 @@ def _mpi_rows(mpi: Any) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def transport_words(known: Any) -> str:
+def transport_words(known: Transports) -> str:
     """Return a text for the known transports."""
     words = []
     if known.component:
@@ -207,6 +209,7 @@ def _rank_table(ranks: Sequence[Facts]) -> Table:
         caption=f"and {left} ranks more" if left > 0 else None,
     )
     for facts in ranks[:_MOST_RANKS]:
+        assert facts.mpi is not None  # because the facts of several ranks were gathered by MPI
         device = f"cuda:{facts.device.index} {facts.device.uuid}" if facts.device else "cpu"
         node = str(facts.mpi.nodes[facts.rank])
         table.add_row(

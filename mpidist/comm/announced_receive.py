@@ -7,10 +7,11 @@ received into memory of its own, and is an error.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
+from mpidist.comm.memory.buffer import Buffer
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.nonblocking import Request
 from mpidist.errors import FrameError
 
 
@@ -26,7 +27,7 @@ class AnnouncedReceive:
         self._space = space
         self._source_and_tag = source, tag
         self._status = MPI.Status()
-        self._request: Any = None
+        self._request: Request | None = None
         self._sent = space.nbytes
 
     def receive(self) -> None:
@@ -64,7 +65,7 @@ class AnnouncedReceive:
                 f"announces {self._space.nbytes}"
             )
 
-    def _matched(self) -> tuple[Any, int, Any]:
+    def _matched(self) -> Buffer:
         self._sent = self._status.Get_count(MPI.BYTE)
         if self._sent != self._space.nbytes:
             # Kept as long as the request.

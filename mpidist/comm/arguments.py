@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mpidist.comm.algorithms import reduce_op
+from mpidist.comm.algorithms.reduce_op import ReduceOp
 
 
 class Checks:
@@ -41,7 +42,7 @@ class Checks:
             self._report(error)
 
 
-def tensor(where: str, value: Any, name: str) -> None:
+def tensor(where: str, value: object, name: str) -> None:
     """Require a dense tensor on the CPU or on CUDA.
 
     Raises:
@@ -58,7 +59,7 @@ def tensor(where: str, value: Any, name: str) -> None:
         raise ValueError(f"{where} needs {name} on the CPU or a CUDA device; got {value.device}")
 
 
-def sparse(where: str, value: torch.Tensor, name: str, op: Any) -> None:
+def sparse(where: str, value: torch.Tensor, name: str, op: ReduceOp) -> None:
     """Require a sparse COO tensor on the CPU or on CUDA, and SUM or AVG.
 
     Under other operations an absent element does not count as zero.
@@ -76,7 +77,7 @@ def sparse(where: str, value: torch.Tensor, name: str, op: Any) -> None:
     operation(where, value.dtype, op)
 
 
-def tensors(where: str, values: Any, name: str, count: int | None = None) -> None:
+def tensors(where: str, values: object, name: str, count: int | None = None) -> None:
     """Require a list of ``count`` tensors on one device and of one dtype."""
     if not isinstance(values, (list, tuple)):
         raise TypeError(
@@ -143,7 +144,15 @@ def rank(where: str, value: Any, name: str, size: int) -> None:
         raise ValueError(f"{where} needs {name} in 0 ... {size - 1}; got {value}")
 
 
-def operation(where: str, dtype: torch.dtype, value: Any) -> None:
+def ranks(where: str, values: Sequence[Any], size: int) -> None:
+    """Require at least one rank of the group and none twice."""
+    if not values or len(set(values)) != len(values):
+        raise ValueError(f"{where} needs at least one rank and none twice; got {values}")
+    for value in values:
+        rank(where, value, "each of ranks", size)
+
+
+def operation(where: str, dtype: torch.dtype, value: ReduceOp) -> None:
     """Require a reduction that is defined for the dtype.
 
     Raises:
@@ -238,7 +247,9 @@ def row_numel(
     return row
 
 
-def pairs(where: str, outputs: Any, inputs: Any, output_factor: int, input_factor: int) -> None:
+def pairs(
+    where: str, outputs: object, inputs: object, output_factor: int, input_factor: int
+) -> None:
     """Require pairs of tensors whose numbers of elements have a fixed ratio.
 
     Args:
@@ -272,7 +283,7 @@ def root_list(where: str, value: torch.Tensor, values: Any, name: str, count: in
         numel(where, item, f"{name}[{place}]", value.numel(), "tensor's number")
 
 
-def no_list(where: str, values: Any, name: str, root: int, own: int) -> None:
+def no_list(where: str, values: object, name: str, root: int, own: int) -> None:
     """Require no list on a rank that is not the root."""
     if values:
         raise ValueError(f"{where} takes {name} on rank {root} alone; got one on rank {own}")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpidist.comm.algorithms.reduce_op import MAX
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import Group
 from mpidist.errors import (
     CommTimeout,
     DisagreementError,
@@ -22,7 +22,7 @@ from mpidist.errors import (
     RankFailureError,
 )
 
-Row = tuple[str, Any]  # a label, and this rank's value
+Row = tuple[str, object]  # a label, and this rank's value
 
 
 def require_same(
@@ -132,7 +132,7 @@ def converting_errors(kind: type[Exception], where: str) -> Iterator[None]:
         raise kind(f"{where}: {describe(error)}") from error
 
 
-def values_that_differ(group: Group, value: Any) -> str | None:
+def values_that_differ(group: Group, value: object) -> str | None:
     """Compare one value between ranks: return each rank's value as text, None where all are equal.
 
     Collective: over the group.
@@ -160,7 +160,7 @@ class Difference(NamedTuple):
     entries: list[Any]
 
 
-def first_difference(tables: Sequence[Sequence[Any]]) -> Difference | None:
+def first_difference(tables: Sequence[Sequence[object]]) -> Difference | None:
     """Return the first row that differs between the tables, None where all are equal. Pure.
 
     Args:
@@ -173,7 +173,7 @@ def first_difference(tables: Sequence[Sequence[Any]]) -> Difference | None:
     return None
 
 
-def by_rank(values: Sequence[Any]) -> str:
+def by_rank(values: Sequence[object]) -> str:
     """Return ``rank 0: …; rank 1: …`` without the ranks whose value is None. Pure."""
     return "; ".join(
         f"rank {rank}: {value}" for rank, value in enumerate(values) if value is not None

@@ -7,7 +7,6 @@ contiguous are copied as well.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from mpidist.comm.discovery import capability
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.device_request import as_current
 from mpidist.comm.memory.fence import StreamFence
-from mpidist.comm.memory.stream import Device, device_at, device_of
+from mpidist.comm.memory.stream import Device, Event, device_at, device_of
 
 Tensor = torch.Tensor
 
@@ -40,7 +39,7 @@ def to_send(tensor: Tensor) -> tuple[Tensor, Device | None]:
     return host, None
 
 
-def to_receive(tensor: Tensor) -> tuple[Tensor, Device | None, Callable[[], list[Any]]]:
+def to_receive(tensor: Tensor) -> tuple[Tensor, Device | None, Callable[[], list[Event]]]:
     """Return memory that MPI may write, its device, and a function that stores the message.
 
     The device of host memory is None. The function, called when MPI has written the memory, copies
@@ -57,7 +56,7 @@ def to_receive(tensor: Tensor) -> tuple[Tensor, Device | None, Callable[[], list
 
 def space(
     nbytes: int, where: torch.device
-) -> tuple[Tensor, tuple[Tensor, Device | None, Callable[[], list[Any]]]]:
+) -> tuple[Tensor, tuple[Tensor, Device | None, Callable[[], list[Event]]]]:
     """Return new memory on a device for a message, and the result of ``to_receive`` for it.
 
     The memory is allocated on a stream of this library, so that the host waits for that stream
@@ -75,14 +74,14 @@ def space(
 
 def _to_receive(
     tensor: Tensor, fence: StreamFence | None
-) -> tuple[Tensor, Device | None, Callable[[], list[Any]]]:
+) -> tuple[Tensor, Device | None, Callable[[], list[Event]]]:
     if fence is not None and _takes_messages(tensor):
         fence.synchronize()
         return tensor, fence.device, list
     copies = HostCopies((), (tensor,), fence)
     _, (host,) = copies.load()
 
-    def arrive() -> list[Any]:
+    def arrive() -> list[Event]:
         with as_current(None if fence is None else fence.device):
             if fence is not None:
                 # The thread that waits for a message may not be the one that started it.

@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,16 +18,18 @@ from mpidist.comm import profiling
 from mpidist.comm.algorithms import device_collectives, fingerprint
 from mpidist.comm.algorithms.host_copies import on_host
 from mpidist.comm.arguments import Checks
-from mpidist.comm.group_failure import ABORT, RAISE, Failing
+from mpidist.comm.group_failure import Failing
+from mpidist.comm.group_settings import RAISE, GroupSettings
 from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import Event, device_at, device_of
 from mpidist.comm.mpi import autograd_mode, nonblocking
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.op_status import Journal
-from mpidist.comm.operation import Facts, Operation, Tensors
-from mpidist.comm.progress import Progress, at_once, is_at_once
+from mpidist.comm.operation import Facts, Operation, Tensors, call, call_on_device, refuse
+from mpidist.comm.progress import Progress, is_at_once
 from mpidist.comm.work import Work
 from mpidist.errors import MpidistError
+from mpidist.future import Future
 
 _ENV_DEBUG = "MPIDIST_DEBUG"  # "1": debug mode
 
@@ -62,30 +64,22 @@ class Execution(Failing):
         journal: The operation that the group executes.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        name: str,
-        key: str,
-        world_ranks: Sequence[int],
-        timeout_s: float | None,
-        debug: bool | None = None,
-        on_timeout: str = ABORT,
-    ) -> None:
-        super().__init__(comm, name, world_ranks, on_timeout)
-        self.key = key
-        self.timeout_s = timeout_s
+    def __init__(self, comm: Communicator, settings: GroupSettings) -> None:
+        super().__init__(comm, settings)
+        self.key = settings.key
+        self.timeout_s = settings.timeout_s
         # On several nodes the group's thread sleeps in long waits, and leaves its core to others.
         self._comm_of_thread = comm if comm.is_single_node else comm.sleeping()
-        if on_timeout == RAISE:
+        if self.on_timeout == RAISE:
             check = _check_of(weakref.ref(self))
             self._comm_of_thread = comm.sleeping()
             self._comm_of_thread.mpi = nonblocking.abandonable(
                 comm.plain, check, sleeps=not comm.is_single_node
             )
             comm.mpi = nonblocking.abandonable(comm.plain, check, sleeps=False)
-        self._progress = Progress(name)
-        self.journal = Journal(name, key, self._progress.queued)
+        self._progress = Progress(self.name)
+        self.journal = Journal(self.name, self.key, self._progress.queued)
+        debug = settings.debug
         self._debug = os.environ.get(_ENV_DEBUG) == "1" if debug is None else debug
         self._checks: dict[str, Checks] = {}  # by operation
         _groups.add(self)
@@ -102,7 +96,7 @@ class Execution(Failing):
 
     def in_order(
         self,
-        function: Callable[[], Any],
+        function: Callable[[], object],
         async_op: bool = True,
         device: torch.device | None = None,
         *,
@@ -132,12 +126,12 @@ class Execution(Failing):
         """
         here = device_at(device)
         if here is None:
-            described = Operation(operation, _call, (), (), (function,), facts, results)
+            described = Operation(operation, call, (), (), (function,), facts, results)
         else:
             events: list[Event] = []
             args = (function, StreamFence(here, ()), events)
             described = Operation(
-                operation, _call_on_device, (), (), args, facts, results, here, events
+                operation, call_on_device, (), (), args, facts, results, here, events
             )
         return self._launch(described, async_op)
 
@@ -209,30 +203,35 @@ class Execution(Failing):
         return replace(operation, execute=execute, device=device, events=events)
 
     def _queue(self, operation: Operation, async_op: bool) -> Any:
+        if not async_op:
+            future: Future[object] = Future(operation.events)
+            self._submit(future, partial(self._execute, operation), operation)
+            wait = future.wait
+            if torch_profiler._is_profiler_enabled and not future.done():
+                wait = profiling.waiting(wait, operation.name)
+            return wait()
         device = operation.device
         work = Work(
             operation.name,
-            operation.work_results() if async_op else (),
+            operation.work_results(),
             self.where(operation.name),
             operation.events,
             None if device is None else device.record_current_stream,
         )
-        if not async_op:
-            self._submit(work, partial(self._execute, operation), operation)
-            work.wait()
-            return work.result()
         execute = partial(self._execute_for_work, operation)
         if is_at_once():
             self._progress.run(work.future, execute)
         else:
-            self._submit(work, execute, operation)
+            self._submit(work.future, execute, operation)
         return work
 
-    def _submit(self, work: Work, execute: Callable[[], Any], operation: Operation) -> None:
+    def _submit(
+        self, future: Future[Any], execute: Callable[[], object], operation: Operation
+    ) -> None:
         submit = self._progress.submit
         if torch_profiler._is_profiler_enabled:
             submit = profiling.queueing(submit, self, operation)
-        submit(work.future, execute)
+        submit(future, execute)
 
     def _execute_for_work(self, operation: Operation) -> Tensors:
         self._execute(operation)
@@ -268,7 +267,7 @@ class Execution(Failing):
             DisagreementError: Other ranks did not refuse with the same words.
         """
         text = str(error).removeprefix(self.where("")).replace(";", ",")
-        self._launch(Operation(operation, _refuse, facts=((fingerprint.REFUSAL, text),)))
+        self._launch(Operation(operation, refuse, facts=((fingerprint.REFUSAL, text),)))
 
 
 def _check_of(group: weakref.ref[Execution]) -> Callable[[], None]:
@@ -280,28 +279,3 @@ def _check_of(group: weakref.ref[Execution]) -> Callable[[], None]:
             held._raise_failure()
 
     return check
-
-
-def _refuse(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
-    """Do nothing: every rank has refused its arguments with the same words."""
-
-
-def _call(
-    comm: Communicator, inputs: Tensors, outputs: Tensors, function: Callable[[], Any]
-) -> Any:
-    with at_once():
-        return function()
-
-
-def _call_on_device(
-    comm: Communicator,
-    inputs: Tensors,
-    outputs: Tensors,
-    function: Callable[[], Any],
-    fence: StreamFence,
-    events: list[Event],
-) -> Any:
-    fence.wait_ready_on_current_stream()
-    result = _call(comm, inputs, outputs, function)
-    events.append(fence.device.record_current_stream())
-    return result

@@ -7,14 +7,13 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 
 from mpidist.comm import subgroups
 from mpidist.comm.algorithms import tuning, tuning_runs
 from mpidist.comm.collectives import Collectives
-from mpidist.comm.group_failure import ABORT
+from mpidist.comm.group_settings import ABORT, GroupSettings
 from mpidist.comm.monitored_barrier import MonitoredBarrier
 from mpidist.comm.mpi import creation_barrier, mpi_errors, runtime
 from mpidist.comm.mpi.communicator import Communicator
@@ -22,6 +21,7 @@ from mpidist.comm.mpi.library import MPI
 from mpidist.comm.objects import Objects
 from mpidist.comm.operation import Operation, Tensors
 from mpidist.comm.p2p import PointToPoint
+from mpidist.comm.reductions import Reductions
 from mpidist.comm.subgroups import ENV_ON_TIMEOUT, Subgroups
 from mpidist.comm.work import seconds
 from mpidist.dynamo import untraced
@@ -34,7 +34,7 @@ _default: ProcessGroup | None = None
 _worlds = itertools.count(1)  # numbers of the groups of all ranks
 
 
-class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier, Subgroups):
+class ProcessGroup(Reductions, Collectives, PointToPoint, Objects, MonitoredBarrier, Subgroups):
     """Ranks that communicate with each other, on a communicator of their own.
 
     Made by ``init`` (all ranks of the job), ``new_group``, ``split`` or ``clone``.
@@ -46,7 +46,7 @@ class ProcessGroup(Collectives, PointToPoint, Objects, MonitoredBarrier, Subgrou
         sizes: Sequence[int],
         rounds: int,
         source: str,
-        told: Callable[[str], Any] = lambda line: None,
+        told: Callable[[str], object] = lambda line: None,
     ) -> tuning.Table:
         """Measure the fastest all-reduce at each size; this job and later ones use the table.
 
@@ -167,12 +167,7 @@ def from_world(
 
     Collective: over all ranks of the job.
 
-    Args:
-        name: See ``init``, as for the other arguments.
-        timeout: See ``init``.
-        key: Orders the ranks; their world rank if None.
-        debug: See ``init``.
-        on_timeout: See ``init``.
+    The arguments are those of ``init``; ``key`` orders the ranks, by their world rank if None.
     """
     limit = seconds(timeout)
     on_timeout = on_timeout or os.environ.get(ENV_ON_TIMEOUT) or ABORT
@@ -182,9 +177,8 @@ def from_world(
     places = MPI.Group.Translate_ranks(
         mpi.Get_group(), list(range(mpi.Get_size())), world.comm.Get_group()
     )
-    return subgroups.create(
-        ProcessGroup, mpi, name, f"world{next(_worlds)}", places, limit, debug, on_timeout
-    )
+    settings = GroupSettings(name, f"world{next(_worlds)}", tuple(places), limit, debug, on_timeout)
+    return subgroups.create(ProcessGroup, mpi, settings)
 
 
 def default() -> ProcessGroup:
@@ -206,7 +200,7 @@ def _tune(
     sizes: Sequence[int],
     rounds: int,
     source: str,
-    log: Callable[[str], Any],
+    log: Callable[[str], object],
 ) -> tuning.Table:
     if device is not None:
         comm = comm.blocking()  # as for collectives of device memory

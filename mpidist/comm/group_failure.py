@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mpidist.comm.group_settings import RAISE, GroupSettings
 from mpidist.comm.mpi import exited_ranks, mpi_errors, nonblocking, runtime
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.matched_probe import LengthError
 from mpidist.errors import DisagreementError, GroupError, MpidistError, RankFailureError
-
-# Effect of a timeout: end of the job, or an error in the caller.
-ABORT, RAISE = "abort", "raise"
 
 
 class Failing:
@@ -26,14 +24,12 @@ class Failing:
         on_timeout: ``ABORT`` or ``RAISE``, the same on all ranks.
     """
 
-    def __init__(
-        self, comm: Communicator, name: str, world_ranks: Sequence[int], on_timeout: str
-    ) -> None:
-        self.name = name
+    def __init__(self, comm: Communicator, settings: GroupSettings) -> None:
+        self.name = settings.name
         self.rank = comm.rank
         self.size = comm.size
-        self.world_ranks = tuple(world_ranks)
-        self.on_timeout = on_timeout
+        self.world_ranks = settings.world_ranks
+        self.on_timeout = settings.on_timeout
         self._comm = comm
         self._mpi = comm.plain
         self._failure: MpidistError | None = None

@@ -80,7 +80,7 @@ class KeyValueTable:
         """Say whether all keys are set."""
         return all(key in self._values for key in keys)
 
-    def answer(self, verb: str, args: Sequence[Any]) -> Any:
+    def answer(self, verb: str, args: Sequence[object]) -> object:
         """Execute a verb; return its result.
 
         Raises:
@@ -89,7 +89,7 @@ class KeyValueTable:
         return _CALLS[verb](self, *args)
 
 
-_CALLS: dict[str, Callable[..., Any]] = {
+_CALLS: dict[str, Callable[..., object]] = {
     "set": KeyValueTable.set,
     "read": KeyValueTable.read,
     "add": KeyValueTable.add,
@@ -101,19 +101,19 @@ _CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return type(value) is str
 
 
-def _is_bytes(value: Any) -> bool:
+def _is_bytes(value: object) -> bool:
     return type(value) is bytes
 
 
-def _is_amount(value: Any) -> bool:
+def _is_amount(value: object) -> bool:
     return type(value) is int and -(1 << 63) <= value < 1 << 63
 
 
-def _is_texts(value: Any) -> bool:
+def _is_texts(value: object) -> bool:
     return type(value) is list and all(type(item) is str for item in value)
 
 
@@ -121,7 +121,7 @@ def _is_seconds(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and 0 <= value <= _MOST_SECONDS
 
 
-_ARGUMENTS: dict[str, tuple[Callable[[Any], bool], ...]] = {
+_ARGUMENTS: dict[str, tuple[Callable[[object], bool], ...]] = {
     "set": (_is_text, _is_bytes),
     "read": (_is_text,),
     "add": (_is_text, _is_amount),
@@ -135,12 +135,12 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], ...]] = {
 }
 
 
-def request(tag: int, verb: str, args: Sequence[Any]) -> bytes:
+def request(tag: int, verb: str, args: Sequence[object]) -> bytes:
     """Return the bytes of a request."""
     return bytes(frame.to_bytes([tag, verb, list(args)], data_only=True))
 
 
-def request_of(data: Any) -> tuple[int, str, list[Any]]:
+def request_of(data: bytearray) -> tuple[int, str, list[Any]]:
     """Return reply tag, verb and arguments of a request.
 
     Raises:
@@ -166,12 +166,12 @@ def request_of(data: Any) -> tuple[int, str, list[Any]]:
     return tag, verb, args
 
 
-def reply(answer: Any, problem: str | None = None) -> bytes:
+def reply(answer: object, problem: str | None = None) -> bytes:
     """Return the bytes of a reply: the answer, or the error's text."""
     return bytes(frame.to_bytes([answer, problem], data_only=True))
 
 
-def answer_of(data: Any) -> Any:
+def answer_of(data: bytearray) -> Any:
     """Return the answer of a reply.
 
     Raises:

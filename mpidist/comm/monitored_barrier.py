@@ -10,13 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm import profiling
 from mpidist.comm.execution import Execution
+from mpidist.comm.group_settings import GroupSettings
 from mpidist.comm.mpi import backoff, exited_ranks
+from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.work import seconds
@@ -30,8 +31,8 @@ _GRACE_S = 2.0
 class MonitoredBarrier(Execution):
     """The monitored barrier of a process group."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, comm: Communicator, settings: GroupSettings) -> None:
+        super().__init__(comm, settings)
         self._barriers = 0
         # One barrier of this rank at a time, because arrivals carry only the barrier's number.
         self._one_barrier = threading.Lock()

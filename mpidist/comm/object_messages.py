@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from mpidist.comm.announced_receive import AnnouncedReceive
 from mpidist.comm.memory import buffer
@@ -16,6 +15,7 @@ from mpidist.comm.memory.buffer_pool import zeroed
 from mpidist.comm.mpi import backoff, exited_ranks
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.nonblocking import MatchedMessage
 from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.serialization import frame
 from mpidist.comm.serialization.frame import Message
@@ -35,7 +35,7 @@ _TAGS_OF_PARTS = {
 Limit = tuple[str, float | None, Sequence[int]]
 
 
-def parts(message: Message, tag: Tag) -> Iterator[tuple[Any, Tag]]:
+def parts(message: Message, tag: Tag) -> Iterator[tuple[bytes | memoryview, Tag]]:
     """Yield the messages of an object, each with its tag."""
     header, body = message
     first = header + body[0] if body[0].nbytes <= SMALL_BYTES else header
@@ -52,7 +52,7 @@ def send(comm: Communicator, message: Message, dst: int, tag: Tag) -> None:
         comm.mpi.Send((part, nbytes, MPI.BYTE), dst, comm.own_tag(tag_of_part))
 
 
-def copied(message: Message) -> tuple[bytes, list[Any]]:
+def copied(message: Message) -> tuple[bytes, list[bytearray]]:
     """Return a message that shares no memory with the object, as one that was received."""
     header, body = message
     return header, [bytearray(part) for part in body]
@@ -76,8 +76,8 @@ class ObjectReceiver:
         source: int,
         tag: Tag,
         limit: Limit = ("", None, ()),
-        wait: Callable[[Any, Any, int], None] | None = None,
-    ) -> tuple[Any, list[Any], int]:
+        wait: Callable[[AnnouncedReceive, memoryview, int], None] | None = None,
+    ) -> tuple[bytearray, list[memoryview], int]:
         """Receive one object; return its header, its parts and the sender's rank.
 
         Args:
@@ -95,7 +95,7 @@ class ObjectReceiver:
             message.Recv((first, nbytes, MPI.BYTE))
             lengths = frame.body_lengths(first)
             header_bytes = frame.HEADER_BYTES + 8 * (len(lengths) - 1)
-            body: list[Any] = [memoryview(first)[header_bytes:]] if nbytes > header_bytes else []
+            body = [memoryview(first)[header_bytes:]] if nbytes > header_bytes else []
             if len(body) == len(lengths):
                 return first, body, source
             key, have_arrived = (source, tag), threading.Event()
@@ -118,7 +118,7 @@ def _received(
     length: int,
     source: int,
     tag: int,
-    wait: Callable[[Any, Any, int], None] | None,
+    wait: Callable[[AnnouncedReceive, memoryview, int], None] | None,
 ) -> memoryview:
     """Receive one part of an object."""
     part = zeroed(length)
@@ -138,7 +138,7 @@ def _received(
 
 def _matched(
     comm: Communicator, source: int, tag: int, limit: Limit, lock: threading.Lock
-) -> tuple[Any, Any]:
+) -> tuple[MPI.Message | MatchedMessage, MPI.Status]:
     """Wait for a message; return the matched message and its status, with the lock held."""
     # A matched probe, because no other thread can receive the message between the probe and the
     # receive (MPI-4.1 §3.8.2).
@@ -159,6 +159,7 @@ def _matched(
         if exited_ranks.all_ended(peers):
             raise exited_ranks.failure(where, peers)
 
-    if not backoff.until(has_arrived, check, timeout_s, _SPIN_S, _SPIN_S):
+    backoff.until(has_arrived, check, timeout_s, _SPIN_S, _SPIN_S)
+    if message is None:
         raise CommTimeout(f"{where}: no object came within {timeout_s:g} s")
     return message, status

@@ -17,46 +17,45 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm import arguments, object_messages, profiling
+from mpidist.comm.announced_receive import AnnouncedReceive
 from mpidist.comm.execution import Execution
-from mpidist.comm.memory import buffer
-from mpidist.comm.memory.buffer_pool import zeroed
+from mpidist.comm.group_settings import GroupSettings
 from mpidist.comm.mpi import trust
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.nonblocking import Request
 from mpidist.comm.mpi.tags import Tag
+from mpidist.comm.object_collectives import all_gather, broadcast, gather, scatter
 from mpidist.comm.object_messages import ObjectReceiver
-from mpidist.comm.operation import Operation, Tensors
+from mpidist.comm.operation import Operation
 from mpidist.comm.serialization import frame
 from mpidist.comm.serialization.frame import Message
+from mpidist.comm.serialization.tensor_format import Buffer
 from mpidist.comm.work import RequestWork
 from mpidist.errors import FrameError, MpidistError
-
-# Header and body of a frame that was received.
-Received = tuple[Any, Sequence[Any]]
 
 
 class Objects(Execution):
     """The object calls of a process group."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, comm: Communicator, settings: GroupSettings) -> None:
+        super().__init__(comm, settings)
         self._object_receiver = ObjectReceiver()
         # Held while the parts of one object are posted, which arrive in the order of posting.
         self._posting_objects = threading.Lock()
 
     def broadcast_object(
-        self, obj: Any = None, src: int = 0, *, data_only: bool | None = None
+        self, obj: object = None, src: int = 0, *, data_only: bool | None = None
     ) -> Any:
         """Return rank ``src``'s object on all ranks; the others' argument is ignored."""
         where, is_data = self.where("broadcast_object"), trust.is_data_only(data_only)
         arguments.rank(where, src, "src", self.size)
         message, refusal = _encoded(obj, is_data) if self.rank == src else (None, None)
         operation = Operation(
-            "broadcast_object", _broadcast, args=(message, src), facts=(("src", src),)
+            "broadcast_object", broadcast, args=(message, src), facts=(("src", src),)
         )
         header, body = self._launch(operation)
         if refusal is not None:
@@ -64,30 +63,30 @@ class Objects(Execution):
         return obj if self.rank == src else _accepted(where, header, body, is_data)
 
     def broadcast_object_list(
-        self, object_list: list[Any], src: int = 0, *, data_only: bool | None = None
+        self, object_list: list[object], src: int = 0, *, data_only: bool | None = None
     ) -> None:
         """Overwrite every rank's list with rank ``src``'s."""
         object_list[:] = self.broadcast_object(object_list, src, data_only=data_only)
 
-    def all_gather_object(self, obj: Any, *, data_only: bool | None = None) -> list[Any]:
+    def all_gather_object(self, obj: object, *, data_only: bool | None = None) -> list[Any]:
         """Return the W ranks' objects, in rank order."""
         where, is_data = self.where("all_gather_object"), trust.is_data_only(data_only)
         (header, body), refusal = _encoded(obj, is_data)
         data = bytearray().join((header, *body))
-        frames = self._launch(Operation("all_gather_object", _all_gather, args=(data,)))
+        frames = self._launch(Operation("all_gather_object", all_gather, args=(data,)))
         if refusal is not None:
             raise refusal
         return [_accepted(where, *frame.split(part), is_data) for part in frames]
 
     def gather_object(
-        self, obj: Any, dst: int = 0, *, data_only: bool | None = None
+        self, obj: object, dst: int = 0, *, data_only: bool | None = None
     ) -> list[Any] | None:
         """Return the W ranks' objects on rank ``dst``, None elsewhere."""
         where, is_data = self.where("gather_object"), trust.is_data_only(data_only)
         arguments.rank(where, dst, "dst", self.size)
         message, refusal = _encoded(obj, is_data)
         received = self._launch(
-            Operation("gather_object", _gather, args=(message, dst), facts=(("dst", dst),))
+            Operation("gather_object", gather, args=(message, dst), facts=(("dst", dst),))
         )
         if refusal is not None:
             raise refusal
@@ -97,7 +96,7 @@ class Objects(Execution):
 
     def scatter_object(
         self,
-        object_list: Sequence[Any] | None = None,
+        object_list: Sequence[object] | None = None,
         src: int = 0,
         *,
         data_only: bool | None = None,
@@ -119,13 +118,13 @@ class Objects(Execution):
             if refusal is not None:  # sent to all ranks, not only to the object's
                 messages = [frame.refusal(repr(refusal))] * self.size
         header, body = self._launch(
-            Operation("scatter_object", _scatter, args=(messages, src), facts=(("src", src),))
+            Operation("scatter_object", scatter, args=(messages, src), facts=(("src", src),))
         )
         if refusal is not None:
             raise refusal
         return _accepted(where, header, body, is_data)
 
-    def send_object(self, obj: Any, dst: int, *, data_only: bool | None = None) -> None:
+    def send_object(self, obj: object, dst: int, *, data_only: bool | None = None) -> None:
         """Send an object to rank ``dst``; matches its ``recv_object``. Not collective.
 
         Blocks: until the object may be changed; for large ones, until they are received.
@@ -156,7 +155,7 @@ class Objects(Execution):
             receive = profiling.calling(receive, self, "recv_object")
         return receive(src, data_only)
 
-    def _send_object(self, obj: Any, dst: int, data_only: bool | None) -> None:
+    def _send_object(self, obj: object, dst: int, data_only: bool | None) -> None:
         self._require_usable("send_object")
         arguments.rank(self.where("send_object"), dst, "dst", self.size)
         with self._explained("send_object"):
@@ -189,10 +188,12 @@ class Objects(Execution):
             )
         return _accepted(where, header, body, is_data), source
 
-    def _wait_for_part(self, request: Any, part: Any, source: int) -> None:
+    def _wait_for_part(self, request: AnnouncedReceive, part: memoryview, source: int) -> None:
         self._part_work("recv_object", request, part, source).wait()
 
-    def _part_work(self, operation: str, request: Any, part: Any, peer: int) -> RequestWork:
+    def _part_work(
+        self, operation: str, request: Request | AnnouncedReceive, part: object, peer: int
+    ) -> RequestWork:
         where, peers = self.where(operation), self.peers_of(peer)
         work = RequestWork(
             operation, None, request, where, self.journal, self.timeout_s, peers=peers
@@ -201,7 +202,7 @@ class Objects(Execution):
         return work
 
 
-def _encoded(obj: Any, is_data: bool) -> tuple[Message, Exception | None]:
+def _encoded(obj: object, is_data: bool) -> tuple[Message, Exception | None]:
     """Return an object's message, or the message of a refusal and its error.
 
     Ranks that wait for the object then get the reason.
@@ -212,91 +213,10 @@ def _encoded(obj: Any, is_data: bool) -> tuple[Message, Exception | None]:
         return frame.refusal(repr(error)), error
 
 
-def _accepted(where: str, header: Any, body: Sequence[Any], is_data: bool) -> Any:
+def _accepted(where: str, header: Buffer, body: Sequence[Buffer], is_data: bool) -> Any:
     try:
         return frame.decode(header, body, is_data)
     except frame.RefusedError as refusal:
         raise MpidistError(f"{where}: a rank could not send its object: {refusal}") from None
     except FrameError as error:
         raise FrameError(f"{where}: {error}") from error
-
-
-def _broadcast(
-    comm: Communicator, inputs: Tensors, outputs: Tensors, message: Message | None, root: int
-) -> Received:
-    header: Any
-    if message is not None:
-        header, body = message
-        comm.mpi.Bcast((len(header).to_bytes(8, "little"), 8, MPI.BYTE), root)
-        comm.mpi.Bcast((header, len(header), MPI.BYTE), root)
-    else:
-        length = bytearray(8)
-        comm.mpi.Bcast((length, 8, MPI.BYTE), root)
-        header = zeroed(int.from_bytes(length, "little"))
-        comm.mpi.Bcast((header, len(header), MPI.BYTE), root)
-        body = [zeroed(n) for n in frame.body_lengths(header)]
-    for part in body:
-        for start, count in buffer.pieces(part.nbytes):
-            comm.mpi.Bcast((part[start : start + count], count, MPI.BYTE), root)
-    return header, body
-
-
-def _all_gather(
-    comm: Communicator, inputs: Tensors, outputs: Tensors, data: bytearray
-) -> list[memoryview]:
-    """Return the frames of all ranks."""
-    mine = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-    lengths = torch.empty(comm.size, dtype=torch.int64, device="cpu")
-    comm.mpi.Allgather(
-        buffer.as_bytes(mine), (buffer.memory(lengths.data_ptr(), lengths.nbytes), 8, MPI.BYTE)
-    )
-    counts = lengths.tolist()
-    if min(counts) < 0:
-        raise FrameError(
-            f"rank {counts.index(min(counts))} announces an object of {min(counts)} bytes"
-        )
-    if max(counts) <= object_messages.SMALL_BYTES:
-        space = bytearray(sum(counts))
-        starts = [sum(counts[:i]) for i in range(comm.size)]
-        comm.mpi.Allgatherv((data, len(data), MPI.BYTE), (space, (counts, starts), MPI.BYTE))
-        view = memoryview(space)
-        return [view[start : start + count] for start, count in zip(starts, counts, strict=True)]
-    frames = []
-    for root, count in enumerate(counts):
-        part = memoryview(data) if root == comm.rank else zeroed(count)
-        for start, length in buffer.pieces(count):
-            comm.mpi.Bcast((part[start : start + length], length, MPI.BYTE), root)
-        frames.append(part)
-    return frames
-
-
-def _gather(
-    comm: Communicator, inputs: Tensors, outputs: Tensors, message: Message, root: int
-) -> list[Received]:
-    """Return the messages of all ranks on the root, none elsewhere."""
-    if comm.rank != root:
-        object_messages.send(comm, message, root, Tag.OBJECT_COLLECTIVE)
-        return []
-    receiver = ObjectReceiver()
-    return [
-        object_messages.copied(message)
-        if peer == root
-        else receiver.receive(comm, peer, Tag.OBJECT_COLLECTIVE)[:2]
-        for peer in range(comm.size)
-    ]
-
-
-def _scatter(
-    comm: Communicator,
-    inputs: Tensors,
-    outputs: Tensors,
-    messages: list[Message] | None,
-    root: int,
-) -> Received:
-    """Return this rank's message."""
-    if messages is None:
-        return ObjectReceiver().receive(comm, root, Tag.OBJECT_COLLECTIVE)[:2]
-    for peer, message in enumerate(messages):
-        if peer != root:
-            object_messages.send(comm, message, peer, Tag.OBJECT_COLLECTIVE)
-    return object_messages.copied(messages[root])

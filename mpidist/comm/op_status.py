@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -95,10 +99,10 @@ class Journal:
         self.queued = queued
         # The collective that ``observe`` saw last, and the time at which it saw it first.
         self._seen = (0, 0.0)
-        self._waits: dict[int, tuple[str, Any, float]] = {}
+        self._waits: dict[int, tuple[str, torch.Tensor | None, float]] = {}
         self._creations = itertools.count(1)
 
-    def enter(self, operation: str, tensor: Any) -> None:
+    def enter(self, operation: str, tensor: torch.Tensor | None) -> None:
         """Record the start of a collective; ``tensor`` (or None) is referenced until ``leave``."""
         self.sequence += 1
         self.operation = operation
@@ -108,7 +112,7 @@ class Journal:
         """Record the end of the collective."""
         self.tensor = IDLE
 
-    def enter_wait(self, key: int, operation: str, tensor: Any) -> None:
+    def enter_wait(self, key: int, operation: str, tensor: torch.Tensor | None) -> None:
         """Record that a thread waits for a message."""
         self._waits[key] = (operation, tensor, time.monotonic())
 
@@ -116,15 +120,15 @@ class Journal:
         """Record the end of a wait."""
         self._waits.pop(key, None)
 
-    def enter_creation(self, operation: str) -> int:
-        """Record that a thread makes a group; return a key for ``leave_creation``."""
+    @contextmanager
+    def creating(self, operation: str) -> Iterator[None]:
+        """Record that this thread makes a group within the context."""
         key = -next(self._creations)  # the other waits' keys are addresses
         self.enter_wait(key, operation, None)
-        return key
-
-    def leave_creation(self, key: int) -> None:
-        """Record the end of a creation."""
-        self.leave_wait(key)
+        try:
+            yield
+        finally:
+            self.leave_wait(key)
 
     def creation(self) -> tuple[int, float]:
         """Return key and age in seconds of the oldest creation under way; 0 and 0 if none is."""
@@ -161,7 +165,9 @@ class Journal:
             *(self._entry(name, tensor, clock - start, 0) for name, tensor, start in waits),
         ]
 
-    def _entry(self, operation: str, tensor: Any, seconds: float, sequence: int) -> Entry:
+    def _entry(
+        self, operation: str, tensor: torch.Tensor | None, seconds: float, sequence: int
+    ) -> Entry:
         shape = tuple(tensor.shape) if tensor is not None else None
         dtype = str(tensor.dtype) if tensor is not None else None
         return Entry(

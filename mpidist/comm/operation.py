@@ -1,18 +1,26 @@
-"""Description of one collective: the function that executes it, and the tensors it works on."""
+"""Description of one collective: the function that executes it, and the tensors it works on.
+
+The executors here call a function of the caller (``in_order``) or do nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from mpidist.comm.memory import buffer
+from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import Device, Event
+from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.progress import at_once
+
+T = TypeVar("T")
 
 Tensors = Sequence[torch.Tensor]
-Facts = Sequence[tuple[str, Any]]
+Facts = Sequence[tuple[str, object]]
 
 
 @dataclass(slots=True)
@@ -56,3 +64,28 @@ class Operation:
     def work_results(self) -> Tensors:
         """Return the value of a Work's future."""
         return self.results or self.outputs or self.inputs
+
+
+def call(comm: Communicator, inputs: Tensors, outputs: Tensors, function: Callable[[], T]) -> T:
+    """Call ``function``; the operations that it issues have ended when their calls return."""
+    with at_once():
+        return function()
+
+
+def call_on_device(
+    comm: Communicator,
+    inputs: Tensors,
+    outputs: Tensors,
+    function: Callable[[], T],
+    fence: StreamFence,
+    events: list[Event],
+) -> T:
+    """Call ``function``, which queues work on a device; add the event behind that work."""
+    fence.wait_ready_on_current_stream()
+    result = call(comm, inputs, outputs, function)
+    events.append(fence.device.record_current_stream())
+    return result
+
+
+def refuse(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
+    """Do nothing: every rank has refused its arguments with the same words."""

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm import arguments, device_p2p, profiling
 from mpidist.comm.execution import Execution
+from mpidist.comm.group_settings import GroupSettings
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.device_request import start_request
 from mpidist.comm.memory.stream import Event
+from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.nonblocking import Request
 from mpidist.comm.posted_receives import ReceiveQueue
 from mpidist.comm.work import RequestWork, release_orphans
 from mpidist.errors import MpidistError
@@ -47,8 +49,8 @@ class P2POp:
 class PointToPoint(Execution):
     """The message calls of a process group."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, comm: Communicator, settings: GroupSettings) -> None:
+        super().__init__(comm, settings)
         self._receives = ReceiveQueue(self._mpi)
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
@@ -186,7 +188,7 @@ class PointToPoint(Execution):
         self,
         operation: str,
         tensor: Tensor,
-        requests: Sequence[Any],
+        requests: Sequence[Request],
         finish: Callable[[], tuple[int, Sequence[Event]]] | None,
         memory: Tensor,
         peers: Sequence[int],
@@ -209,15 +211,15 @@ class PointToPoint(Execution):
 class _Series:
     """Requests of one tensor past MPI's count limit, as one request."""
 
-    def __init__(self, requests: Sequence[Any]) -> None:
+    def __init__(self, requests: Sequence[Request]) -> None:
         self._requests = list(requests)
 
-    def Test(self, status: Any = None) -> bool:
+    def Test(self, status: MPI.Status | None = None) -> bool:
         while self._requests and self._requests[0].Test(status):
             self._requests.pop(0)
         return not self._requests
 
-    def Wait(self) -> None:
+    def Wait(self, status: MPI.Status | None = None) -> None:
         for request in self._requests:
             request.Wait()
 

@@ -15,12 +15,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 from mpidist.comm import receive_poller
+from mpidist.comm.memory.buffer import Buffer
 from mpidist.comm.memory.device_request import start_request
 from mpidist.comm.memory.stream import Device
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.nonblocking import MatchedMessage, Mpi, Request
 from mpidist.errors import GroupError
 
 _PAUSE_S = 5e-4  # of a blocking wait between two tests
@@ -58,7 +59,7 @@ class PostedReceive:
     def __init__(
         self,
         queue: ReceiveQueue,
-        space: tuple[Any, int, Any],
+        space: Buffer,
         source: int,
         tag: int,
         device: Device | None,
@@ -66,14 +67,14 @@ class PostedReceive:
         self._queue = queue
         self._space = space
         self._device = device
-        self._request: Any = None
+        self._request: Request | None = None
         self.source = source
         self.tag = tag
         self.nbytes = space[1]
         self.error: Exception | None = None
         self.sender = self.received = -1
 
-    def Test(self, status: Any = None) -> bool:
+    def Test(self, status: MPI.Status | None = None) -> bool:
         """See MPI_Test; ``status`` is not filled."""
         if self._request is None and self.error is None:
             self._queue.match(self)
@@ -85,7 +86,7 @@ class PostedReceive:
             self.error = error
             return True
 
-    def Wait(self, status: Any = None) -> None:
+    def Wait(self, status: MPI.Status | None = None) -> None:
         """See MPI_Wait."""
         while not self.Test():
             time.sleep(_PAUSE_S)
@@ -98,7 +99,7 @@ class PostedReceive:
         """Say whether a message from ``source`` with ``tag`` matches."""
         return self.tag == tag and self.source in (source, MPI.ANY_SOURCE)
 
-    def start(self, message: Any, sender: int, received: int) -> None:
+    def start(self, message: MPI.Message | MatchedMessage, sender: int, received: int) -> None:
         """Start MPI's receive of the matched message."""
         self.sender, self.received = sender, received
         space = (
@@ -117,7 +118,7 @@ class ReceiveQueue:
         mpi: The group's communicator.
     """
 
-    def __init__(self, mpi: Any) -> None:
+    def __init__(self, mpi: Mpi) -> None:
         self._mpi = mpi
         self._posted: list[PostedReceive] = []
         self._patterns: Counter[tuple[int, int]] = Counter()  # (source, tag)
@@ -126,7 +127,7 @@ class ReceiveQueue:
 
     def post(
         self,
-        space: tuple[Any, int, Any],
+        space: Buffer,
         source: int,
         tag: int,
         waits: bool,

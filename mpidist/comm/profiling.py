@@ -34,7 +34,7 @@ from mpidist.comm.operation import Operation, Tensors
 
 __all__ = ["calling", "event", "executing", "messaging", "queueing", "waiting"]
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 _PREFIX = "mpidist:"
 _SHOWN_RANKS = 30  # as torch
@@ -80,7 +80,7 @@ class Group(Protocol):
 
 def event(
     group: Group, operation: str, inputs: Tensors = (), outputs: Tensors = (), **fields: int | str
-) -> AbstractContextManager[Any]:
+) -> AbstractContextManager[object]:
     """Return a context that records one operation as an event.
 
     Args:
@@ -107,7 +107,7 @@ def executing(
 ) -> Callable[..., Any]:
     """Wrap an operation's ``execute``, so that the call is the operation's event."""
 
-    def run(comm: Communicator, inputs: Tensors, outputs: Tensors, *args: Any) -> Any:
+    def run(comm: Communicator, inputs: Tensors, outputs: Tensors, *args: object) -> Any:
         shown = outputs or operation.results
         sequence = group.journal.sequence
         with event(group, operation.name, inputs, shown, Seq=sequence):
@@ -130,7 +130,7 @@ def queueing(submit: F, group: Group, operation: Operation) -> F:
     )
 
 
-def messaging(function: F, group: Group, operation: str, tensor: Any, peer: Any) -> F:
+def messaging(function: F, group: Group, operation: str, tensor: object, peer: object) -> F:
     """Wrap a call that sends or receives a tensor, so that the call is an event.
 
     Calls with invalid arguments, which raise, are not recorded.
@@ -160,8 +160,8 @@ def waiting(wait: F, operation: str) -> F:
     return _within(_Event(_name(operation) + ":wait", [], {}), wait)
 
 
-def _within(context: AbstractContextManager[Any], function: F) -> F:
-    def call(*args: Any) -> Any:
+def _within(context: AbstractContextManager[object], function: F) -> F:
+    def call(*args: object) -> object:
         with context:
             return function(*args)
 
@@ -172,9 +172,9 @@ def _name(operation: str) -> str:
     return _PREFIX + _NAMES.get(operation, operation)
 
 
-_Event: Callable[[str, list[Any], dict[str, Any]], AbstractContextManager[Any]] = (
-    torch._C._profiler._RecordFunctionFast
-)
+_Event: Callable[
+    [str, list[torch.Tensor], dict[str, int | str]], AbstractContextManager[object]
+] = torch._C._profiler._RecordFunctionFast
 
 
 @functools.lru_cache(64)

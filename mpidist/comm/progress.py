@@ -17,12 +17,13 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from mpidist.comm.mpi import runtime
 from mpidist.errors import GroupError
 from mpidist.future import Future
 
+T = TypeVar("T")
 Execute = Callable[[], Any]
 
 _here = threading.local()
@@ -83,7 +84,7 @@ class Progress:
             return self.lock.acquire()
         return not self.pending and self.lock.acquire(blocking=False)
 
-    def submit(self, future: Future[Any], execute: Execute) -> None:
+    def submit(self, future: Future[T], execute: Callable[[], T]) -> None:
         """Queue ``execute``, and complete the future with its result or its error.
 
         In the group's own thread, ``execute`` has ended when this returns.
@@ -105,7 +106,7 @@ class Progress:
                 self._thread.start()
         self._queue.put((future, execute))
 
-    def run(self, future: Future[Any], execute: Execute) -> None:
+    def run(self, future: Future[T], execute: Callable[[], T]) -> None:
         """Execute behind the queue, and wait until the future is complete; raise nothing."""
         if self.try_enter():
             try:
@@ -150,7 +151,7 @@ class Progress:
             # The reference would keep the last tensors alive while the thread waits.
             item = None
 
-    def _execute(self, future: Future[Any], execute: Execute) -> None:
+    def _execute(self, future: Future[T], execute: Callable[[], T]) -> None:
         with self.lock:
             self._is_executing = True
             outcome = _outcome(execute)
@@ -171,7 +172,7 @@ class Progress:
             self._is_executing = False
 
 
-def _complete(future: Future[Any], execute: Execute) -> None:
+def _complete(future: Future[T], execute: Callable[[], T]) -> None:
     _set(future, *_outcome(execute))
 
 

@@ -167,11 +167,7 @@ class MPIStore(dist.Store):
                 )
             if time.monotonic() > deadline:
                 ended = exited_ranks.among(self._others)
-                suffix = (
-                    f"; world ranks {', '.join(map(str, ended))} came to the end of the program"
-                    if ended
-                    else ""
-                )
+                suffix = f"; world ranks {', '.join(map(str, ended))} exited" if ended else ""
                 raise CommTimeout(
                     f"the store's keys {list(keys)} did not come within {limit:g} s{suffix}"
                 )
@@ -184,7 +180,7 @@ class MPIStore(dist.Store):
     deleteKey = delete_key
     getNumKeys = num_keys
 
-    def _call(self, verb: str, *args: Any) -> Any:
+    def _call(self, verb: str, *args: object) -> Any:
         if self._server is not None:
             return self._server.call(verb, args)
         tag = REPLY_TAGS[next(self._numbers) % len(REPLY_TAGS)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpidist.comm import group as comm_group
-from mpidist.comm.group_protocol import AnyGroup
+from mpidist.comm.group_types import AnyGroup
 
 
 def native_group(process_group: AnyGroup) -> comm_group.ProcessGroup:

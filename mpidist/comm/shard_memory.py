@@ -18,7 +18,7 @@ import torch
 
 from mpidist.comm.algorithms import exchange
 from mpidist.comm.algorithms.shared_memory import shared_maps
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import Group
 from mpidist.comm.mpi import autograd_mode
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.operation import Operation, Tensors

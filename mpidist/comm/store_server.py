@@ -13,6 +13,7 @@ from mpidist.comm import key_value_table
 from mpidist.comm.key_value_table import BYE, WAIT, KeyValueTable
 from mpidist.comm.mpi import mpi_errors, runtime
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.nonblocking import MatchedMessage, Mpi
 from mpidist.errors import FrameError
 
 REQUEST_TAG = 1
@@ -25,14 +26,14 @@ _log = logging.getLogger(__name__)
 class StoreServer:
     """Table of the store, and the thread that answers the other ranks."""
 
-    def __init__(self, mpi: Any, world_size: int) -> None:
+    def __init__(self, mpi: Mpi, world_size: int) -> None:
         self._mpi = mpi
         self._table = KeyValueTable()
         self._changed = threading.Condition()
         # Requests that wait for keys: rank, tag of the reply, keys, deadline.
         self._waiting: list[tuple[int, int, list[str], float]] = []
         # Replies under way; the server does not wait for their completion.
-        self._sends: list[tuple[Any, bytes]] = []
+        self._sends: list[tuple[MPI.Request, bytes]] = []
         self._clients = set(range(1, world_size))
         self._is_closing = False
         if world_size > 1:
@@ -90,7 +91,7 @@ class StoreServer:
                     if not mpi_errors.is_over(request)
                 ]
 
-    def _serve(self, message: Any, status: Any) -> None:
+    def _serve(self, message: MPI.Message | MatchedMessage, status: MPI.Status) -> None:
         request = bytearray(status.Get_count(MPI.BYTE))
         source = status.Get_source()
         message.Recv((request, len(request), MPI.BYTE))
@@ -128,7 +129,7 @@ class StoreServer:
                 waiting.append((source, tag, keys, deadline))
         self._waiting = waiting
 
-    def _reply(self, rank: int, tag: int, answer: Any, problem: str | None = None) -> None:
+    def _reply(self, rank: int, tag: int, answer: object, problem: str | None = None) -> None:
         data = key_value_table.reply(answer, problem)
         with mpi_errors.death_tolerated():
             self._sends.append((self._mpi.Isend((data, len(data), MPI.BYTE), rank, tag), data))

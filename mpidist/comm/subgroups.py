@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 from mpidist.comm import arguments, watchdog
 from mpidist.comm.algorithms import tuning
 from mpidist.comm.execution import Execution
-from mpidist.comm.group_failure import ABORT, RAISE
+from mpidist.comm.group_settings import ABORT, RAISE, GroupSettings
 from mpidist.comm.mpi import creation_barrier, nonblocking, runtime
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.nonblocking import Mpi
 from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.operation import Operation, Tensors
 from mpidist.comm.work import seconds
@@ -40,8 +41,8 @@ class Subgroups(Execution):
     _splits = 0
     _clones = 0
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, comm: Communicator, settings: GroupSettings) -> None:
+        super().__init__(comm, settings)
         self._creations: Counter[str] = Counter()  # by name and ranks
         self._creation = creation_barrier.CreationBarrier(
             self._mpi, self._comm.own_tag(Tag.GROUP_CREATION), self.world_ranks
@@ -76,35 +77,24 @@ class Subgroups(Execution):
             DisagreementError: ``on_timeout`` differs between the members (all members).
         """
         self._require_usable("new_group")
-        where = self.where("new_group")
-        ranks = list(ranks)
-        if not ranks or len(set(ranks)) != len(ranks):
-            raise ValueError(f"{where} needs at least one rank and none twice; got {ranks}")
-        for rank in ranks:
-            arguments.rank(where, rank, "each of ranks", self.size)
+        where, ranks = self.where("new_group"), list(ranks)
+        arguments.ranks(where, ranks, self.size)
         if self.rank not in ranks:
             return None
-        name = (
-            name or f"{self.name}/{'-'.join(map(str, ranks[:8]))}{'-...' if len(ranks) > 8 else ''}"
-        )
-        members = self._mpi.Get_group().Incl(ranks)
+        if not name:
+            name = f"{self.name}/{'-'.join(map(str, ranks[:8]))}{'-...' if len(ranks) > 8 else ''}"
         # The identity includes the name, because two threads may make two groups of the same ranks,
         # in different orders on different ranks.
         identity = repr((name, ranks)).encode()
         digest = hashlib.blake2b(identity, digest_size=8).hexdigest()
         self._creations[digest] += 1
         creation_key = f"{digest}#{self._creations[digest]}"
-        creation = self.journal.enter_creation("new_group")
-        try:
-            with self._explained("new_group"):
-                self._creation.wait(
-                    where, creation_key, ranks, lambda missing: self._raise_failure()
-                )
-                # The tag separates two groups that two threads make at the same time.
-                mpi = self._mpi.Create_group(members, zlib.crc32(identity) % _HIGHEST_CREATE_TAG)
-        finally:
-            self.journal.leave_creation(creation)
-        members.Free()
+        with self.journal.creating("new_group"), self._explained("new_group"):
+            self._creation.wait(where, creation_key, ranks, lambda missing: self._raise_failure())
+            members = self._mpi.Get_group().Incl(ranks)
+            # The tag separates two groups that two threads make at the same time.
+            mpi = self._mpi.Create_group(members, zlib.crc32(identity) % _HIGHEST_CREATE_TAG)
+            members.Free()
         return self._child(mpi, name, f"{self.key}/{creation_key}", timeout, on_timeout)
 
     def split(
@@ -180,7 +170,7 @@ class Subgroups(Execution):
 
     def _child(
         self: G,
-        mpi: Any,
+        mpi: Mpi,
         name: str,
         key: str,
         timeout: float | timedelta | None,
@@ -189,30 +179,15 @@ class Subgroups(Execution):
         places = MPI.Group.Translate_ranks(
             mpi.Get_group(), list(range(mpi.Get_size())), self._mpi.Get_group()
         )
-        world_ranks = [self.world_ranks[place] for place in places]
+        world_ranks = tuple(self.world_ranks[place] for place in places)
         limit = self.timeout_s if timeout is None else seconds(timeout)
-        return create(
-            type(self),
-            mpi,
-            name,
-            key,
-            world_ranks,
-            limit,
-            self._debug,
-            on_timeout or self.on_timeout,
+        settings = GroupSettings(
+            name, key, world_ranks, limit, self._debug, on_timeout or self.on_timeout
         )
+        return create(type(self), mpi, settings)
 
 
-def create(
-    kind: type[G],
-    mpi: Any,
-    name: str,
-    key: str,
-    world_ranks: Sequence[int],
-    timeout_s: float | None,
-    debug: bool | None,
-    on_timeout: str,
-) -> G:
+def create(kind: type[G], mpi: Mpi, settings: GroupSettings) -> G:
     """Make a group on a new communicator; the watchdog watches the group.
 
     Collective: over the communicator.
@@ -222,18 +197,18 @@ def create(
         ValueError: ``on_timeout`` is unknown.
     """
     mpi.Set_errhandler(MPI.ERRORS_RETURN)
-    _require_same_end(mpi, name, on_timeout)
+    _require_same_end(mpi, settings.name, settings.on_timeout)
     world = runtime.world()
-    comm = Communicator(mpi, world.nodes_of(world_ranks), world.highest_tag)
+    comm = Communicator(mpi, world.nodes_of(settings.world_ranks), world.highest_tag)
     if comm.shares_nodes:
         # Collective, so at creation: later an all-reduce reads the table without communication.
         tuning.agreed_table(comm, None)
-    group = kind(comm, name, key, world_ranks, timeout_s, debug, on_timeout)
+    group = kind(comm, settings)
     watchdog.watch(group)
     return group
 
 
-def _require_same_end(mpi: Any, name: str, on_timeout: str) -> None:
+def _require_same_end(mpi: Mpi, name: str, on_timeout: str) -> None:
     """Compare ``on_timeout`` of all ranks: blocking and non-blocking collectives do not match.
 
     Collective: over a new communicator, which is freed if this raises.

@@ -32,7 +32,7 @@ def encoded(kind: str, number: int, content: Any) -> bytes:
     return bytes(frame.to_bytes((kind, number, content), data_only=True))
 
 
-def decoded(data: Any) -> tuple[str, int, Any]:
+def decoded(data: bytearray) -> tuple[str, int, Any]:
     """Return kind, number and content of a message.
 
     Raises:
@@ -47,15 +47,15 @@ def decoded(data: Any) -> tuple[str, int, Any]:
     return kind, number, [Entry(*row) for row in content] if kind == ANSWER else content
 
 
-def _are(value: Any, *types: type) -> bool:
+def _are(value: object, *types: type) -> bool:
     return type(value) is tuple and tuple(map(type, value)) == types
 
 
-def _is_subject(value: Any) -> bool:
+def _is_subject(value: object) -> bool:
     return _are(value, str, str)
 
 
-def _is_entry(row: Any) -> bool:
+def _is_entry(row: object) -> bool:
     if (
         type(row) is not tuple
         or len(row) != len(fields(Entry))
@@ -71,7 +71,7 @@ def _is_entry(row: Any) -> bool:
     )
 
 
-def _are_ranks(value: Any) -> bool:
+def _are_ranks(value: object) -> bool:
     return type(value) is tuple and all(type(rank) is int for rank in value)
 
 

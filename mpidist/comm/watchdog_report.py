@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mpidist.comm.mpi import exited_ranks
 from mpidist.comm.op_status import Entry
 
-
-class Group(Protocol):
-    """The part of a process group that the report names."""
-
-    name: str
-    world_ranks: tuple[int, ...]
+if TYPE_CHECKING:
+    from mpidist.comm.execution import Execution
 
 
 def report(
-    group: Group,
+    group: Execution,
     operation: str,
     problem: str,
     answers: Mapping[int, Sequence[Entry]],
@@ -45,9 +41,9 @@ def report(
         label = f"  rank {place}" + (f" (world rank {rank})" if place != rank else "")
         entries = answers.get(rank)
         if rank in missing:
-            lines.append(f"{label}: has come to the end of its program, and never called this")
+            lines.append(f"{label}: has exited, and never called this")
         elif entries is None and exited_ranks.among((rank,)):
-            lines.append(f"{label}: has come to the end of its program")
+            lines.append(f"{label}: has exited")
         elif entries is None:
             lines.append(
                 f"{label}: no answer within {collect_s:g} s; the process is stopped, dead, or "

@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm import profiling
+from mpidist.comm.announced_receive import AnnouncedReceive
 from mpidist.comm.memory.stream import Event
 from mpidist.comm.mpi import backoff, exited_ranks
 from mpidist.comm.mpi.mpi_errors import is_mpi_error, is_over, translate
+from mpidist.comm.mpi.nonblocking import Request
 from mpidist.comm.op_status import Journal
 from mpidist.comm.receive_poller import match_all
 from mpidist.dynamo import untraced
@@ -61,16 +64,16 @@ class Work:
     def __init__(
         self,
         operation: str,
-        tensors: Sequence[Any],
+        tensors: Sequence[torch.Tensor],
         where: str,
         events: Sequence[Event] | None = None,
-        fence: Callable[[], Any] | None = None,
+        fence: Callable[[], Event] | None = None,
     ) -> None:
         self.operation = operation
         self.tensors = tensors
         self.where = where
         # On a device the results are complete behind the events, which the executing thread adds.
-        self.future: Future[Sequence[Any]] = Future(events, fence)
+        self.future: Future[Sequence[torch.Tensor]] = Future(events, fence)
 
     def is_completed(self) -> bool:
         """Say whether the operation has ended, with or without an error."""
@@ -104,11 +107,11 @@ class Work:
         """Return the error of an ended operation, else None."""
         return self.future.exception() if self.future.done() else None
 
-    def result(self) -> Sequence[Any]:
+    def result(self) -> Sequence[torch.Tensor]:
         """Return the output tensors of an ended operation."""
         return self.future.value()
 
-    def get_future(self) -> Future[Sequence[Any]]:
+    def get_future(self) -> Future[Sequence[torch.Tensor]]:
         """Return a future of the output tensors; its callbacks run in the group's thread."""
         return self.future
 
@@ -118,7 +121,7 @@ class Work:
 
 
 # Requests whose handles were dropped before the end, and the memory that MPI works on.
-_orphans: deque[tuple[Any, Any]] = deque()
+_orphans: deque[tuple[Request, object]] = deque()
 _releasing = threading.Lock()
 
 
@@ -150,8 +153,8 @@ class RequestWork:
     def __init__(
         self,
         operation: str,
-        tensor: Any,
-        request: Any,
+        tensor: torch.Tensor | None,
+        request: Request | AnnouncedReceive,
         where: str,
         journal: Journal,
         timeout_s: float | None,
@@ -159,9 +162,9 @@ class RequestWork:
         peers: Sequence[int] = (),
     ) -> None:
         self.operation = operation
-        self.tensors = (tensor,)
+        self.tensors: Sequence[Any] = (tensor,)
         self.where = where
-        self._request = request
+        self._request: Any = request
         self._journal = journal
         self._timeout_s = timeout_s
         self._finish = finish  # stores the data, returns the sender's rank and events
@@ -171,8 +174,8 @@ class RequestWork:
         self._done = False
         self._error: BaseException | None = None
         self._source = -1
-        self._future: Future[Sequence[Any]] | None = None
-        self.kept: Any = None
+        self._future: Future[Sequence[torch.Tensor]] | None = None
+        self.kept: object = None
 
     def __del__(self) -> None:
         if not getattr(self, "_done", True):
@@ -219,12 +222,12 @@ class RequestWork:
         """Return the error of an ended message, else None."""
         return self._error
 
-    def result(self) -> Sequence[Any]:
+    def result(self) -> Sequence[torch.Tensor]:
         """Return the tensors of an ended operation."""
         self.wait()
         return self.tensors
 
-    def get_future(self) -> Future[Sequence[Any]]:
+    def get_future(self) -> Future[Sequence[torch.Tensor]]:
         """Return a future of the tensors, complete when ``wait`` returns."""
         if self._future is None:
             self._future = Future(self._events)

@@ -14,9 +14,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 Tensor = torch.Tensor
 # By place: the address of each average, and for an average with local gradients added a copy from
@@ -45,7 +46,7 @@ class AccumulatedAverages:
         self._size = size
         self._is_averaging = is_averaging
         self.marks: Marks = ({}, {})
-        self._nodes: list[tuple[Any, Any]] = []
+        self._nodes: list[tuple[Node, RemovableHandle]] = []
         self._parameters = parameters
         if before is not None:
             before.close()
@@ -141,12 +142,12 @@ class AccumulatedAverages:
         return not is_there
 
 
-def _weak_hook(averages: AccumulatedAverages) -> Callable[[int, Any], None]:
+def _weak_hook(averages: AccumulatedAverages) -> Callable[[int, object], None]:
     # Autograd's nodes keep their hooks, and Python's garbage collector does not see the hooks'
     # references.
     reference = weakref.ref(averages)
 
-    def before(place: int, gradients: Any) -> None:
+    def before(place: int, gradients: object) -> None:
         owner = reference()
         if owner is not None:
             owner.before_addition(place)

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from mpidist.ddp.layout import Layout
 from mpidist.ddp.shadowing import OwnGradients
@@ -67,7 +68,7 @@ class Reduction:
     def __init__(self, reducer: Captured) -> None:
         self.reducer = reducer
         self._own_gradients: OwnGradients | None = None
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
 
     def owns(self, leaf: Tensor) -> bool:
         """Say whether ``leaf`` is one of the module's parameters."""

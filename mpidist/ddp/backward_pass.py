@@ -5,19 +5,18 @@ Letters: W ranks of the group; N elements of a bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG
-from mpidist.comm.group_protocol import Group
-from mpidist.ddp import gradient_errors
+from mpidist.comm.group_types import Group
 from mpidist.ddp.bucket import Bucket
 from mpidist.ddp.buffer_rotation import BufferRotation
 from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks import stages
+from mpidist.ddp.hooks.stages import BucketFuture, Hook
 from mpidist.ddp.layout import Layout
 from mpidist.ddp.owned_bucket import OwnedBucket
 from mpidist.ddp.readiness import Readiness
@@ -26,7 +25,6 @@ from mpidist.ddp.usage import ParameterUsage
 from mpidist.future import completed
 
 Tensor = torch.Tensor
-Hook = Callable[[Any, GradBucket], Any]
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class PassSettings:
     """
 
     group: Group
-    hook: tuple[Hook, Any] | None
+    hook: tuple[Hook, object] | None
     scale: float
     as_views: bool
 
@@ -88,13 +86,13 @@ class BackwardPass:
         self._rotation = BufferRotation(
             [bucket.buffer for bucket in layout.buckets], self.readiness.launch_order
         )
-        # By bucket, in launch order; a hook may return a future of torch's.
-        self._futures: dict[int, Any] = {}
+        # By bucket, in launch order.
+        self._futures: dict[int, BucketFuture] = {}
         # Reduced buckets; with the result, if it has not been accepted yet.
         self._reduced: list[tuple[int, Tensor | None]] = []
         self._hook_error: ValueError | None = None
         # Streams on which gradients were computed, by device and handle.
-        self._producers: dict[tuple[int, int], Any] = {}
+        self._producers: dict[tuple[int, int], torch.cuda.Stream] = {}
         for bucket in layout.buckets:
             bucket.begin_pass()
 
@@ -149,7 +147,7 @@ class BackwardPass:
             self._retire(index)
 
     def hand_back(self, used: Sequence[bool]) -> None:
-        """Bring the reduced buckets into the gradients.
+        """Hand the reduced buckets back to the gradients.
 
         Args:
             used: For each place whether any rank has a gradient.
@@ -168,7 +166,7 @@ class BackwardPass:
             if key != _stream_here(key[0]):
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
         for name, layout in self._layout.buckets[index].collect(self._settings.as_views):
-            self.complaints.append(gradient_errors.wrong_layout(name, layout))
+            self.complaints.append(_wrong_layout(name, layout))
         self._reduce(index)
 
     def _wait_for_buffer(self, index: int) -> None:
@@ -177,6 +175,7 @@ class BackwardPass:
 
     def _reduce(self, index: int) -> None:
         bucket, group = self._layout.buckets[index], self._settings.group
+        future: BucketFuture
         if self._settings.hook is not None and isinstance(bucket, Bucket):
             hook, state = self._settings.hook
             is_last = self.readiness.is_last(index, self._layout.sparse)
@@ -185,11 +184,9 @@ class BackwardPass:
             bucket.node_tensor.average()
             future = completed(bucket.flat)
         else:
-            future = stages.launch(
-                group,
-                bucket.flat,
-                lambda async_op: group.all_reduce(bucket.flat, AVG, async_op=async_op),
-            )
+            is_async = stages.overlaps_backward(group, bucket.flat)
+            work = group.all_reduce(bucket.flat, AVG, async_op=is_async)
+            future = completed(bucket.flat) if work is None else work.get_future()
         self._futures[index] = future
         # Releases a reduced host buffer to the next bucket at once. A device's buffer stays
         # occupied until the next bucket needs it, because that bucket may be filled on another
@@ -216,6 +213,20 @@ class BackwardPass:
     def _scale(self, bucket: Bucket | SparseBucket) -> float:
         is_hooked = self._settings.hook is not None and isinstance(bucket, Bucket)
         return 1.0 if is_hooked else self._settings.scale
+
+
+def _wrong_layout(name: str, layout: torch.layout) -> str:
+    """Return the text for a gradient of an unexpected layout."""
+    if layout is torch.strided:
+        return (
+            f"the gradient of parameter {name!r} is dense, but its module announces sparse ones; a "
+            "weight that other modules share needs sparse=False"
+        )
+    return (
+        f"the gradient of parameter {name!r} has layout {layout}, but its module does not announce "
+        "it; sparse gradients are averaged for nn.Embedding and nn.EmbeddingBag that have "
+        "sparse=True when they are wrapped"
+    )
 
 
 def _stream_here(device: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 
 from mpidist.comm.algorithms.shared_memory import share
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import Group
 from mpidist.ddp.bucket import Bucket
 from mpidist.ddp.buffer_rotation import RotatingBuffers
 from mpidist.ddp.owned_bucket import OwnedBucket, Owners

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mpidist.comm.algorithms.shared_memory import SharedTensor, share
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import Group
 
 Tensor = torch.Tensor
 

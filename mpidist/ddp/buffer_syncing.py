@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
 
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import Group
 from mpidist.ddp.reducer import Reducer
+from mpidist.ddp.torch_reducer import Waitable
 from mpidist.ddp.verification import broadcast_state
 from mpidist.dynamo import untraced
 
 Tensor = torch.Tensor
+
+# Called with the registered state and the buffers by name.
+BufferHookFunction: TypeAlias = Callable[..., "Waitable | Sequence[Waitable] | None"]
 
 PRE_FORWARD, POST_FORWARD = "PRE_FORWARD", "POST_FORWARD"
 
@@ -29,8 +33,8 @@ class BufferHook:
         location: ``PRE_FORWARD`` or ``POST_FORWARD``.
     """
 
-    hook: Callable[[Any, dict[str, Tensor]], Any]
-    state: Any
+    hook: BufferHookFunction
+    state: object
     location: str
 
 
@@ -63,9 +67,9 @@ class BufferSyncing:
 
     def _register_buffer_comm_hook(
         self,
-        state: Any,
-        hook: Callable[[Any, dict[str, Tensor]], Any],
-        comm_hook_location: Any = POST_FORWARD,
+        state: object,
+        hook: BufferHookFunction,
+        comm_hook_location: object = POST_FORWARD,
     ) -> None:
         """Synchronize the buffers by ``hook(state, buffers)`` instead of the broadcast from rank 0.
 
@@ -128,7 +132,7 @@ class BufferSyncing:
             futures = self.buffer_hook.hook(self.buffer_hook.state, self.named_module_buffers)
         if futures is None:
             return
-        futures = futures if isinstance(futures, (list, tuple)) else [futures]
+        futures = futures if isinstance(futures, Sequence) else [futures]
         if not all(hasattr(future, "wait") for future in futures):
             raise TypeError(
                 f"a buffer hook must return None, a future or a list of futures; got {futures}"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from mpidist.comm.algorithms.shared_memory import SharedTensor
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import Group
 from mpidist.ddp.bucket import Bucket
 
 Tensor = torch.Tensor
@@ -37,7 +35,7 @@ class GradBucket:
         """Say whether this is the last bucket to be launched in this backward pass."""
         return self._is_last
 
-    def group(self) -> Any:
+    def group(self) -> Group | None:
         """Return the module's native group; None if the bucket was constructed without one."""
         return self._group
 

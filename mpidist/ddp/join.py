@@ -1,24 +1,24 @@
 """Uneven inputs: a rank without inputs shadows the other ranks' collectives until all have ended.
 
-Before each forward pass all ranks exchange what they are about to do (``exchange``), including the
-ranks without inputs. So these know which collectives to shadow, and all know how many ranks share
-the average.
+Before each forward pass all ranks, including those without inputs, gather each rank's next action
+(``exchange``). From the table a rank without inputs derives the collectives to shadow, and every
+rank the number of ranks that share the average.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from mpidist.comm.algorithms.reduce_op import MAX
-from mpidist.comm.group_protocol import AnyGroup, Group
-from mpidist.ddp.reducer import Reducer
+from mpidist.comm.group_types import AnyGroup, Group
+from mpidist.ddp.buffer_syncing import BufferSyncing
 from mpidist.ddp.verification import broadcast_state
 from mpidist.dynamo import untraced
 from mpidist.errors import DisagreementError
@@ -50,6 +50,18 @@ class Iteration:
     averages: bool
     syncs_buffers: bool
     optimizer: int = 0
+
+
+class JoinedOptimizer(Protocol):
+    """A sharded optimizer that joins: a rank without inputs executes its steps."""
+
+    before_step: Callable[[], object] | None
+
+    def step_joined(self) -> None:
+        """Execute a step of the ranks with inputs."""
+
+    def end_joined(self) -> None:
+        """End after the last step of the ranks with inputs."""
 
 
 @untraced
@@ -92,7 +104,7 @@ def exchange(
 
 @contextlib.contextmanager
 def joined(
-    module: UnevenInputs, group: Group, throws: bool, optimizers: Sequence[Any] = ()
+    module: UnevenInputs, group: Group, throws: bool, optimizers: Sequence[JoinedOptimizer] = ()
 ) -> Iterator[None]:
     """Run the loop over a rank's inputs, then shadow the other ranks until their loops have ended.
 
@@ -104,7 +116,7 @@ def joined(
             step), ``step_joined()`` and ``end_joined()``.
     """
     for number, optimizer in enumerate(optimizers, 1):
-        optimizer.before_step = partial(_announce, group, number, throws)
+        optimizer.before_step = partial(_announce, group, throws, False, False, number)
     parameters = list(module.module.parameters())
     for parameter in parameters:
         setattr(parameter, _IS_JOINING, True)
@@ -135,10 +147,13 @@ def joined(
     module.broadcast_from(last_joiner(group, is_last))
 
 
-def _announce(group: Group, optimizer: int, throws: bool) -> None:
-    iteration = exchange(group, True, optimizer=optimizer)
+def _announce(
+    group: Group, throws: bool, averages: bool, syncs_buffers: bool, optimizer: int = 0
+) -> Iteration:
+    iteration = exchange(group, True, averages, syncs_buffers, optimizer)
     if throws and iteration.members < group.size:
         raise RuntimeError(SOMEONE_EXHAUSTED)
+    return iteration
 
 
 def last_joiner(group: Group, is_last: bool) -> int:
@@ -148,19 +163,13 @@ def last_joiner(group: Group, is_last: bool) -> int:
     return int(root)
 
 
-class UnevenInputs(Joinable):
+class UnevenInputs(BufferSyncing, Joinable):
     """The part of a data-parallel module that shadows collectives of the ranks with inputs."""
 
     # Defined by the class that this one is mixed into.
-    module: torch.nn.Module
-    reducer: Reducer
     process_group: AnyGroup
     device: torch.device
-    forward_sync_buffers: bool
-    require_forward_param_sync: bool
-    _group: Group
-    _state: Any
-    _sync_buffers: Any
+    _state: Callable[[bool], list[tuple[str, torch.Tensor]]]
 
     _is_joining = False
     _throws_on_join = False
@@ -173,7 +182,7 @@ class UnevenInputs(Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
         *,
-        optimizers: Sequence[Any] = (),
+        optimizers: Sequence[JoinedOptimizer] = (),
     ) -> Iterator[None]:
         """Train on uneven inputs: a rank whose loop has ended shadows the others' collectives.
 
@@ -236,10 +245,7 @@ class UnevenInputs(Joinable):
             if not self._join_config.enable:
                 return None
             Join.notify_join_context(self)
-        iteration = exchange(self._group, True, averages, syncs_buffers)
-        if self._throws_on_join and iteration.members < self._group.size:
-            raise RuntimeError(SOMEONE_EXHAUSTED)
-        return iteration
+        return _announce(self._group, self._throws_on_join, averages, syncs_buffers)
 
     def _scale(self, iteration: Iteration | None) -> float:
         """Return the factor of the average over W ranks."""
@@ -249,9 +255,9 @@ class UnevenInputs(Joinable):
 
     # --- torch's Join ---
 
-    def join_hook(self, **kwargs: Any) -> TorchJoinHook:
+    def join_hook(self, **kwargs: object) -> TorchJoinHook:
         """Return the hook that torch's ``Join`` runs on a rank without inputs; see ``join``."""
-        self._divides_by_initial = kwargs.get("divide_by_initial_world_size", True)
+        self._divides_by_initial = bool(kwargs.get("divide_by_initial_world_size", True))
         return TorchJoinHook(self, self._group)
 
     @property
@@ -260,7 +266,7 @@ class UnevenInputs(Joinable):
         return self.device
 
     @property
-    def join_process_group(self) -> Any:
+    def join_process_group(self) -> AnyGroup:
         """Return the group of torch's ``Join`` for its own collectives."""
         return self.process_group
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter, ne
-from typing import Any
+from typing import TypedDict
 
 import torch
 
 from mpidist.comm.consistency import require_same
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import Group
 from mpidist.ddp import plan
 from mpidist.ddp.bucket import Bucket
 from mpidist.ddp.bucket_allocation import BucketAllocator
 from mpidist.ddp.owned_bucket import Owners
+from mpidist.ddp.settings_checks import require_int
 
 Tensor = torch.Tensor
 
@@ -35,10 +36,21 @@ class Settings:
     find_unused_parameters: bool = False
     # All passes use the same parameters as often as the first pass.
     static_graph: bool = False
-    # Buckets are launched at the pass's end, because modules communicate in the backward pass.
-    behind_all: bool = False
+    # Modules issue collectives of their own in the backward pass, as SyncBatchNorm does.
+    communicates_in_backward: bool = False
     # Parameters that no rank used in the first pass are not reduced in later ones.
     skip_unused: bool = False
+
+    def __post_init__(self) -> None:
+        if self.most_buckets is not None:
+            require_int("the number of buckets", self.most_buckets, least=1)
+
+
+class SavedPlan(TypedDict):
+    """The buckets as plain values: lists of names, and whether they are rebuilt."""
+
+    buckets: list[list[str]]
+    is_rebuilt: bool
 
 
 class Layout:
@@ -107,14 +119,14 @@ class Layout:
             self._allocate()
         self.is_rebuilt = True
 
-    def saved_plan(self) -> dict[str, Any]:
+    def saved_plan(self) -> SavedPlan:
         """Return the buckets as lists of names, and whether they are rebuilt."""
         return {
             "buckets": [[self._names[place] for place in indices] for indices in self.plan],
             "is_rebuilt": self.is_rebuilt,
         }
 
-    def load_plan(self, saved: dict[str, Any]) -> None:
+    def load_plan(self, saved: SavedPlan) -> None:
         """Lay the buckets out as ``saved_plan()`` returned them.
 
         Collective: over the group.
@@ -154,20 +166,15 @@ class Layout:
         Raises:
             RuntimeError: A parameter has another dtype or device than its bucket.
         """
-        dtypes, devices = (
-            list(map(_dtype_of, self._parameters)),
-            list(map(Tensor.get_device, self._parameters)),
-        )
+        dtypes = list(map(_dtype_of, self._parameters))
+        devices = list(map(Tensor.get_device, self._parameters))
         if dtypes != self._dtypes or devices != self._devices:
-            now, then = (
-                list(zip(dtypes, devices, strict=True)),
-                list(zip(self._dtypes, self._devices, strict=True)),
-            )
-            place = next(place for place, kind in enumerate(now) if kind != then[place])
+            kinds = zip(self._names, dtypes, devices, self._dtypes, self._devices, strict=True)
+            name, *now, dtype, device = next(kind for kind in kinds if kind[1:3] != kind[3:])
             raise RuntimeError(
-                f"parameter {self._names[place]!r} is now {now[place][0]} (device index "
-                f"{now[place][1]}), and was {then[place][0]} ({then[place][1]}) when its bucket "
-                "was made: change dtype and device before the module is wrapped, or wrap it anew"
+                f"parameter {name!r} is now {now[0]} (device index {now[1]}), and was {dtype} "
+                f"({device}) when its bucket was made: change dtype and device before the module "
+                "is wrapped, or wrap it anew"
             )
         if any(map(ne, map(Tensor.data_ptr, self._attached), self._addresses)):
             for bucket in self.buckets:
@@ -211,19 +218,17 @@ class Layout:
                     f"bucket {index} holds parameters of several dtypes or devices, or none"
                 )
             if len(places) > 1 and any(self._expects_sparse[place] for place in places):
-                raise ValueError(f"bucket {index} holds sparse gradients beside others")
+                raise ValueError(f"bucket {index} holds sparse gradients together with others")
         return buckets
 
     def _assign(self, places: Sequence[int]) -> list[tuple[int, ...]]:
         """Return a plan whose buckets are filled in this order."""
-        assigned = plan.assign(
-            self._parameters, self._settings.limits, places, self._expects_sparse
-        )
+        planned = plan.assign(self._parameters, self._settings.limits, places, self._expects_sparse)
         if self._settings.most_buckets is not None:
-            assigned = plan.merge(
-                self._parameters, assigned, self._settings.most_buckets, self._expects_sparse
+            planned = plan.merge(
+                self._parameters, planned, self._settings.most_buckets, self._expects_sparse
             )
-        return [bucket.indices for bucket in assigned]
+        return planned
 
     def _allocate(self, local: bool = False) -> None:
         self._is_local = local

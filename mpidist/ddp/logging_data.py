@@ -6,8 +6,16 @@ from typing import Any
 
 import torch
 
+# Names of dtypes in torch's C++ logs.
+_DTYPE_NAMES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+}
 
-def logging_data(ddp: Any) -> dict[str, Any]:
+
+def logging_data(ddp: Any) -> dict[str, object]:
     """Return settings and sizes of a module as torch's DDP logs them.
 
     Args:
@@ -54,10 +62,4 @@ def logging_data(ddp: Any) -> dict[str, Any]:
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in torch's C++ logs: float for float32."""
-    return {
-        "float32": "float",
-        "float64": "double",
-        "float16": "c10::Half",
-        "bfloat16": "c10::BFloat16",
-    }.get(str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch."))
+    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))

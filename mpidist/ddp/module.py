@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from mpidist.comm.group_protocol import AnyGroup
+from mpidist.comm.consistency import Row, comparing
+from mpidist.comm.group_types import AnyGroup
 from mpidist.comm.resolve_group import default_group, native_group
 from mpidist.ddp import in_backward, plan, torch_arguments
-from mpidist.ddp.backward_pass import Hook
+from mpidist.ddp.hooks.stages import Hook
 from mpidist.ddp.join import UnevenInputs
-from mpidist.ddp.layout import Settings
+from mpidist.ddp.layout import SavedPlan, Settings
 from mpidist.ddp.reducer import Reducer
 from mpidist.ddp.tensor_tree import tensors_in, to_device
+from mpidist.ddp.torch_arguments import Device
 from mpidist.ddp.torch_private import TorchNames
-from mpidist.ddp.verification import announcing_refusal, broadcast_state, require_equal
+from mpidist.ddp.verification import broadcast_state, rows_of
 from mpidist.errors import MpidistError
 from mpidist.kernels.launch import has_kernels
 
+_NAME = "DistributedDataParallel"
 _NOT_SAVED = ("process_group", "_group", "reducer", "device_mesh")
 
 
@@ -77,11 +80,14 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
         are.
     """
 
+    require_backward_grad_sync = True
+    require_forward_param_sync = True
+
     def __init__(
         self,
         module: torch.nn.Module,
-        device_ids: Sequence[Any] | None = None,
-        output_device: Any = None,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
         dim: int = 0,
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
@@ -91,10 +97,10 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
-        delay_all_reduce_named_params: Any = None,
-        param_to_hook_all_reduce: Any = None,
-        mixed_precision: Any = None,
-        device_mesh: Any = None,
+        delay_all_reduce_named_params: object = None,
+        param_to_hook_all_reduce: object = None,
+        mixed_precision: object = None,
+        device_mesh: DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
@@ -103,48 +109,32 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
         most_buckets: int | None = None,
     ) -> None:
         super().__init__()
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.process_group = torch_arguments.resolve_group(device_mesh, process_group)
-        self._group = native_group(self.process_group)
-        if device_mesh is not None:
-            self.device_mesh = device_mesh
-            torch_arguments.use_local_shards(module, device_mesh)
-        init_buffers, self.forward_sync_buffers = torch_arguments.buffer_syncing(
+        self._wrap(module, process_group, device_mesh)
+        at_start, self.forward_sync_buffers = torch_arguments.buffer_syncing(
             broadcast_buffers, forward_sync_buffers
         )
-        self.module = module
-        with announcing_refusal(self._group) if init_sync else contextlib.nullcontext():
+        with self._comparing(init_sync) as rows:
             torch_arguments.require_default(
                 mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce
             )
-            named = torch_arguments.require_supported(module, self.parameters_to_ignore)
-            self._input_device = torch_arguments.input_device(
-                module, device_ids, output_device, check_reduction
-            )
+            torch_arguments.require_supported(module, self.parameters_to_ignore)
+            self._use_device(device_ids, output_device, dim, check_reduction)
             self.settings = Settings(
                 limits=plan.limits_of(bucket_cap_mb, bucket_cap_mb_list),
-                most_buckets=plan.require_count(most_buckets),
+                most_buckets=most_buckets,
                 gradient_as_bucket_view=gradient_as_bucket_view,
                 find_unused_parameters=find_unused_parameters,
                 static_graph=static_graph,
-                behind_all=(find_unused_parameters or static_graph)
-                and torch_arguments.communicates_in_backward(module),
+                communicates_in_backward=torch_arguments.communicates_in_backward(module),
                 skip_unused=skip_all_reduce_unused_params,
             )
-        self.device_ids = list(device_ids) if device_ids else None
-        self.output_device = output_device
-        self.dim = dim
-        self.bucket_bytes_cap_list = (
-            [] if bucket_cap_mb_list is None else list(self.settings.limits)
-        )
-        self.device = named[0][1].device
-        self.require_backward_grad_sync = True
-        self.require_forward_param_sync = True
+            rows += self._compared(at_start) if init_sync else ()
+        self._has_cap_list = bucket_cap_mb_list is not None
         if init_sync:
-            self._sync_state(named, init_buffers)
+            broadcast_state(self._group, [tensor for _, tensor in self._state(at_start)])
         self._make_reducer()
 
-    def register_comm_hook(self, state: Any, hook: Hook | None) -> None:
+    def register_comm_hook(self, state: object, hook: Hook | None) -> None:
         """Reduce buckets of dense gradients by ``hook(state, bucket)``; callable between any steps.
 
         Collective: over the group, if this hook or the last one reduces to owners (``to_owners``);
@@ -167,11 +157,11 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
             raise TypeError(f"register_comm_hook needs a callable; got {type(hook).__name__}")
         self.reducer.register_hook(hook, state)
 
-    def bucket_plan(self) -> dict[str, Any]:
+    def bucket_plan(self) -> SavedPlan:
         """Return the buckets as plain values, with which a later run gets the same bits."""
         return self.reducer.layout.saved_plan()
 
-    def use_bucket_plan(self, plan: dict[str, Any]) -> None:
+    def use_bucket_plan(self, plan: SavedPlan) -> None:
         """Lay the buckets out by the ``bucket_plan()`` of a module with the same parameters.
 
         Collective: called by all ranks with the same plan, between steps.
@@ -192,7 +182,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Call the module.
 
         Under no_grad or no_sync nothing is averaged. As in torch, buffers are broadcast before the
@@ -227,15 +217,45 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
 
     # --- state ---
 
+    def _wrap(
+        self, module: torch.nn.Module, process_group: AnyGroup, device_mesh: DeviceMesh | None
+    ) -> None:
+        """Hold the module, and the group that the arguments name."""
+        self.module = module
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.process_group = torch_arguments.resolve_group(device_mesh, process_group)
+        self._group = native_group(self.process_group)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+            torch_arguments.use_local_shards(module, device_mesh)
+
+    def _use_device(
+        self,
+        device_ids: Sequence[Device] | None,
+        output_device: Device | None,
+        dim: int,
+        checks: bool,
+    ) -> None:
+        """Hold torch's arguments of devices, and the device to which inputs are copied."""
+        self._input_device = torch_arguments.input_device(
+            self.module, device_ids, output_device, checks
+        )
+        self.device_ids = list(device_ids) if device_ids else None
+        self.output_device = output_device
+        self.dim = dim
+
     def _state(self, with_buffers: bool) -> list[tuple[str, torch.Tensor]]:
         named: list[tuple[str, torch.Tensor]] = list(self.module.named_parameters())
         if with_buffers:
             named += self.module.named_buffers()
         return [(name, tensor) for name, tensor in named if name not in self.parameters_to_ignore]
 
-    def _sync_state(self, named: list[tuple[str, torch.nn.Parameter]], with_buffers: bool) -> None:
-        """Compare settings and state on all ranks, then broadcast rank 0's state."""
-        state = self._state(with_buffers)
+    def _comparing(self, compares: bool) -> contextlib.AbstractContextManager[list[Row]]:
+        return comparing(self._group, _NAME) if compares else contextlib.nullcontext([])
+
+    def _compared(self, with_buffers: bool) -> list[Row]:
+        """Return the settings and the state that must be equal on all ranks."""
+        named = torch_arguments.require_supported(self.module, self.parameters_to_ignore)
         # Hooks need the same arithmetic on all ranks.
         arithmetic = "kernels" if has_kernels(named[0][1]) else "torch"
         sparse = torch_arguments.sparse_parameters(self.module)
@@ -246,23 +266,17 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
             [name for name, parameter in named if id(parameter) in sparse],
             in_backward.names_of(named),
         )
-        require_equal(self._group, state, settings)
-        broadcast_state(self._group, [tensor for _, tensor in state])
+        return [("the settings", str(settings)), *rows_of(self._state(with_buffers))]
 
     def _make_reducer(self, local: bool = False) -> None:
         named = torch_arguments.require_supported(self.module, self.parameters_to_ignore)
         names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
+        self.device = parameters[0].device
         sparse = torch_arguments.sparse_parameters(self.module)
-        self.reducer = Reducer(
-            parameters,
-            names,
-            [id(p) in sparse for p in parameters],
-            self._group,
-            self.settings,
-            local,
-        )
+        are_sparse = [id(parameter) in sparse for parameter in parameters]
+        self.reducer = Reducer(parameters, names, are_sparse, self._group, self.settings, local)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the attributes without the group, the reducer and its hook.
 
         As in torch, only a module on the default group can be pickled or copied.
@@ -273,11 +287,11 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
         if native_group(self.process_group) is not native_group(default_group()):
             raise MpidistError(
                 "DistributedDataParallel can be pickled or copied on the default group only, "
-                "because a copy knows no other; save its state_dict() instead"
+                "because a copy has no reference to another; save its state_dict() instead"
             )
         return {name: value for name, value in self.__dict__.items() if name not in _NOT_SAVED}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self.process_group = default_group()
         self._group = native_group(self.process_group)

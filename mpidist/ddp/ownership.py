@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+
+from mpidist.ddp.settings_checks import require_int
 
 Tensor = torch.Tensor
 Bounds = tuple[tuple[int, int, int], ...]  # of one parameter: rank, start, stop
@@ -24,7 +25,7 @@ DEFAULT_BUFFERS = 2  # one is filled while another is under way
 
 @dataclass(frozen=True)
 class Ownership:
-    """Owners to which a communication hook reduces; the attribute by which a reducer knows it.
+    """Owners to which a communication hook reduces; the hook's attribute ``ownership``.
 
     Attributes:
         bounds: For each parameter its owners.
@@ -48,7 +49,7 @@ class Split:
     common: tuple[Range, ...]
 
 
-def ownership_of(hook: Any) -> Ownership | None:
+def ownership_of(hook: object) -> Ownership | None:
     """Return the owners to which a hook reduces; None if all ranks get the averages."""
     return getattr(hook, "ownership", None)
 
@@ -88,7 +89,7 @@ def bounds_by_place(
         ValueError: The bounds do not cover a parameter once, in ascending order; name a rank
             outside of the group, or a parameter of another module; or there is no buffer.
     """
-    require_buffers(ownership.buffers)
+    require_int("the number of buffers", ownership.buffers, least=1)
     if not isinstance(ownership.bounds, Mapping):
         raise TypeError(
             "bounds must be a mapping of parameters to their owners; got "
@@ -113,7 +114,7 @@ def bounds_by_place(
     return found
 
 
-def require_cover(name: str, owners: Any, numel: int, size: int) -> Bounds:
+def require_cover(name: str, owners: Bounds, numel: int, size: int) -> Bounds:
     """Return one parameter's owners.
 
     Raises:
@@ -144,20 +145,6 @@ def require_cover(name: str, owners: Any, numel: int, size: int) -> Bounds:
     if end != numel:
         raise ValueError(f"the owners of parameter {name!r} cover {end} of its {numel} elements")
     return ranges
-
-
-def require_buffers(buffers: Any) -> int:
-    """Return the number of buffers.
-
-    Raises:
-        TypeError: ``buffers`` is no int.
-        ValueError: ``buffers`` is not positive.
-    """
-    if isinstance(buffers, bool) or not isinstance(buffers, int):
-        raise TypeError(f"the number of buffers must be an int; got {buffers!r}")
-    if buffers < 1:
-        raise ValueError(f"the number of buffers must be at least 1; got {buffers}")
-    return buffers
 
 
 def _append(ranges: list[Range], start: int, stop: int) -> None:

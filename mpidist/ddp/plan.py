@@ -8,29 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TypeAlias
 
 import torch
 
+from mpidist.ddp.settings_checks import require_int
+
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early in the backward pass
 DEFAULT_BUCKET_CAP_MB = 25.0
-NO_LIMIT = 0  # of a bucket with one sparse gradient of any size
 _MIB = 1 << 20
 
-
-@dataclass(frozen=True)
-class Assignment:
-    """One bucket of a plan.
-
-    Attributes:
-        indices: Places of its tensors in the planned list, in the order of the bucket.
-        limit_bytes: The size at which the bucket closed, or would have closed.
-    """
-
-    indices: tuple[int, ...]
-    limit_bytes: int
+# One bucket of a plan: places of its tensors in the planned list, in the order of the bucket.
+Places: TypeAlias = tuple[int, ...]
+Kind: TypeAlias = tuple[torch.dtype, torch.device]
 
 
 def limits_of(
@@ -109,7 +100,7 @@ def compute_bucket_assignment_by_size(
         ``torch.distributed._compute_bucket_assignment_by_size``
         (torch/csrc/distributed/c10d/reducer.cpp).
     """
-    return [list(bucket.indices) for bucket in assign(tensors, limits, order, expects_sparse)]
+    return [list(places) for places in assign(tensors, limits, order, expects_sparse)]
 
 
 def assign(
@@ -117,88 +108,67 @@ def assign(
     limits: Sequence[int],
     order: Sequence[int] | None = None,
     expects_sparse: Sequence[bool] = (),
-) -> list[Assignment]:
-    """Assign tensors to buckets with their limits; see ``compute_bucket_assignment_by_size``."""
+) -> list[Places]:
+    """Assign tensors to buckets; see ``compute_bucket_assignment_by_size``."""
     if not tensors:
         raise ValueError("there is no tensor to put into a bucket")
     if not limits or min(limits) <= 0:
         raise ValueError(
             f"a bucket plan needs at least one limit, all of them positive; got {list(limits)}"
         )
-    closed: list[Assignment] = []
-    # Number of limits used, by dtype and device.
-    used: dict[Any, int] = {}
-    filling: dict[Any, list[int]] = {}
-    filled_bytes: dict[Any, int] = {}
+    closed: list[Places] = []
+    # Limits in use, and the open bucket with its size: by dtype and device.
+    used: dict[Kind, int] = {}
+    filling: dict[Kind, list[int]] = {}
+    filled_bytes: dict[Kind, int] = {}
     for place in range(len(tensors)) if order is None else order:
         tensor = tensors[place]
         if expects_sparse and expects_sparse[place]:
-            closed.append(Assignment((place,), NO_LIMIT))
+            closed.append((place,))
             continue
         kind = (tensor.dtype, tensor.device)
         filling.setdefault(kind, []).append(place)
-        filled_bytes[kind] = filled_bytes.get(kind, 0) + tensor.numel() * tensor.element_size()
-        limit = limits[min(used.get(kind, 0), len(limits) - 1)]
-        if filled_bytes[kind] >= limit:
-            closed.append(Assignment(tuple(filling.pop(kind)), limit))
+        filled_bytes[kind] = filled_bytes.get(kind, 0) + _size_bytes(tensor)
+        if filled_bytes[kind] >= limits[min(used.get(kind, 0), len(limits) - 1)]:
+            closed.append(tuple(filling.pop(kind)))
             used[kind] = used.get(kind, 0) + 1
             filled_bytes[kind] = 0
-    rest = [
-        Assignment(tuple(indices), limits[min(used.get(kind, 0), len(limits) - 1)])
-        for kind, indices in filling.items()
-    ]
-    buckets = closed + rest
-    return sorted(buckets, key=lambda bucket: min(bucket.indices)) if order is None else buckets
+    buckets = [*closed, *map(tuple, filling.values())]
+    return sorted(buckets, key=min) if order is None else buckets
 
 
 def merge(
     tensors: Sequence[torch.Tensor],
-    buckets: Sequence[Assignment],
+    buckets: Sequence[Places],
     most: int,
     expects_sparse: Sequence[bool] = (),
-) -> list[Assignment]:
+) -> list[Places]:
     """Merge neighboring buckets, the smallest pair first, until at most ``most`` are left.
 
     Fewer buckets suit a network whose latency outweighs its bandwidth. A bucket holds one dtype on
     one device, so that more buckets may be left. Buckets of sparse gradients stay as they are.
 
     Raises:
-        ValueError: ``most`` is not positive.
-    """
-    require_count(most)
-    merged = list(buckets)
-    while len(merged) > most:
-        pairs = [
-            (size_bytes(tensors, left) + size_bytes(tensors, right), place)
-            for place, (left, right) in enumerate(pairwise(merged))
-            if _kind(tensors, left) == _kind(tensors, right)
-            and not any(_is_sparse(b, expects_sparse) for b in (left, right))
-        ]
-        if not pairs:
-            break
-        _, place = min(pairs)
-        left, right = merged[place : place + 2]
-        merged[place : place + 2] = [
-            Assignment(left.indices + right.indices, max(left.limit_bytes, right.limit_bytes))
-        ]
-    return merged
-
-
-def require_count(most: int | None) -> int | None:
-    """Return the cap on the number of buckets.
-
-    Raises:
         TypeError: ``most`` is no int.
         ValueError: ``most`` is not positive.
     """
-    if most is not None and (isinstance(most, bool) or not isinstance(most, int)):
-        raise TypeError(f"the number of buckets must be an int; got {most!r}")
-    if most is not None and most < 1:
-        raise ValueError(f"the number of buckets must be at least 1; got {most}")
-    return most
+    require_int("the number of buckets", most, least=1)
+    merged = list(buckets)
+    while len(merged) > most:
+        pairs = [
+            (size_bytes(tensors, left + right), index)
+            for index, (left, right) in enumerate(pairwise(merged))
+            if _kind(tensors, left) == _kind(tensors, right)
+            and not (expects_sparse and (expects_sparse[left[0]] or expects_sparse[right[0]]))
+        ]
+        if not pairs:
+            break
+        _, index = min(pairs)
+        merged[index : index + 2] = [merged[index] + merged[index + 1]]
+    return merged
 
 
-def by_place(buckets: Sequence[Sequence[str]], names: Sequence[str]) -> list[tuple[int, ...]]:
+def by_place(buckets: Sequence[Sequence[str]], names: Sequence[str]) -> list[Places]:
     """Return buckets of names as buckets of places in ``names``.
 
     Raises:
@@ -215,15 +185,15 @@ def by_place(buckets: Sequence[Sequence[str]], names: Sequence[str]) -> list[tup
     return [tuple(place_of[name] for name in bucket) for bucket in buckets]
 
 
-def size_bytes(tensors: Sequence[torch.Tensor], bucket: Assignment) -> int:
+def size_bytes(tensors: Sequence[torch.Tensor], bucket: Sequence[int]) -> int:
     """Return the size of a bucket in bytes."""
-    return sum(tensors[place].numel() * tensors[place].element_size() for place in bucket.indices)
+    return sum(_size_bytes(tensors[place]) for place in bucket)
 
 
-def _kind(tensors: Sequence[torch.Tensor], bucket: Assignment) -> tuple[torch.dtype, torch.device]:
-    first = tensors[bucket.indices[0]]
+def _size_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()  # ``nbytes`` is not defined for sparse tensors
+
+
+def _kind(tensors: Sequence[torch.Tensor], bucket: Places) -> Kind:
+    first = tensors[bucket[0]]
     return first.dtype, first.device
-
-
-def _is_sparse(bucket: Assignment, expects_sparse: Sequence[bool]) -> bool:
-    return bool(expects_sparse) and expects_sparse[bucket.indices[0]]

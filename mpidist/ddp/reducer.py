@@ -10,21 +10,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.consistency import comparing
+from mpidist.comm.group_types import Group
 from mpidist.ddp import autograd_context, in_backward
 from mpidist.ddp.accumulated_averages import AccumulatedAverages
-from mpidist.ddp.backward_pass import BackwardPass, Hook, PassSettings, adds_to_gradients
+from mpidist.ddp.backward_pass import BackwardPass, PassSettings, adds_to_gradients
+from mpidist.ddp.hooks.stages import Hook
 from mpidist.ddp.layout import Layout, Settings
 from mpidist.ddp.owned_bucket import Owners
 from mpidist.ddp.ownership import Bounds, Ownership, bounds_by_place, ownership_of
 from mpidist.ddp.shadowing import OwnGradients
-from mpidist.ddp.torch_reducer import ReducerNames
+from mpidist.ddp.torch_reducer import ReducerNames, Waitable
 from mpidist.ddp.usage import ParameterUsage
-from mpidist.ddp.verification import require_all_gradients, require_equal_owners, used_somewhere
+from mpidist.ddp.verification import require_all_gradients, used_somewhere
 from mpidist.dynamo import untraced
 
 Tensor = torch.Tensor
@@ -63,7 +64,7 @@ class Reducer(ReducerNames):
     ) -> None:
         self.scale = 1.0
         self.captures = False
-        self.hook: tuple[Hook, Any] | None = None
+        self.hook: tuple[Hook, object] | None = None
         self.parameters = list(parameters)
         self.places = {parameter: place for place, parameter in enumerate(parameters)}
         self._names = list(names)
@@ -76,7 +77,7 @@ class Reducer(ReducerNames):
         self._tracks_outputs = False
         self._own_gradients: OwnGradients | None = None  # while shadowing
         self._averages: AccumulatedAverages | None = None
-        self._futures: list[Any] = []  # of a buffer hook
+        self._futures: list[Waitable] = []  # of a buffer hook
         self.layout = Layout(
             self.parameters, self._names, list(expects_sparse), group, settings, local
         )
@@ -86,7 +87,7 @@ class Reducer(ReducerNames):
             for place, parameter in enumerate(self.parameters)
         ]
 
-    def register_hook(self, hook: Hook | None, state: Any = None) -> None:
+    def register_hook(self, hook: Hook | None, state: object = None) -> None:
         """Reduce buckets by ``hook(state, bucket)`` from the next pass on; None for the average.
 
         Collective: over the group, if this hook or the last one reduces to owners; the buckets are
@@ -276,13 +277,12 @@ def _agreed_bounds(
     group: Group, ownership: Ownership | None, parameters: Sequence[Tensor], names: Sequence[str]
 ) -> dict[int, Bounds] | None:
     """Return the owners by place after a comparison between all ranks."""
-    bounds, problem = None, None
-    try:
-        if ownership is not None:
-            bounds = bounds_by_place(ownership, parameters, names, group.size)
-            in_backward.require_none(zip(names, parameters, strict=True))
-    except (TypeError, ValueError) as error:
-        problem = error
-    buffers = None if ownership is None else ownership.buffers
-    require_equal_owners(group, names, bounds, buffers, problem)
+    with comparing(group, "the communication hook") as rows:
+        rows.append(("reduces to owners:", ownership is not None))
+        if ownership is None:
+            return None
+        bounds = bounds_by_place(ownership, parameters, names, group.size)
+        in_backward.require_none(zip(names, parameters, strict=True))
+        rows.append(("number of buffers", ownership.buffers))
+        rows += [(f"owners of {name!r}", bounds.get(place)) for place, name in enumerate(names)]
     return bounds

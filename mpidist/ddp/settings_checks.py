@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+import operator
+from typing import SupportsIndex
 
 import torch
 
 
-def require_int(name: str, value: Any, least: int | None = None) -> None:
+def require_int(name: str, value: object, least: int | None = None) -> None:
     """Require an int, and one that is not below ``least``.
 
     Raises:
         TypeError: ``value`` is no int.
         ValueError: ``value`` is below ``least``.
     """
-    if (
-        isinstance(value, bool)
-        or not hasattr(value, "__index__")
-        or isinstance(value, torch.Tensor)
-    ):
+    if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} must be an int; got {value!r}")
-    if least is not None and value < least:
+    if least is not None and operator.index(value) < least:
         wanted = f"be at least {least}" if least else "not be negative"
         raise ValueError(f"{name} must {wanted}; got {value}")
 
 
-def require_real(name: str, value: Any) -> None:
+def require_real(name: str, value: object) -> None:
     """Require a finite number that is not negative.
 
     Raises:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch.utils._pytree import tree_map
 
+T = TypeVar("T")
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in ``value``."""
     if isinstance(value, torch.Tensor):
         yield value
@@ -25,7 +27,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
-def to_device(value: Any, device: torch.device) -> Any:
+def to_device(value: T, device: torch.device) -> T:
     """Return ``value`` with its tensors copied to ``device``."""
     return tree_map(
         lambda part: part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part,

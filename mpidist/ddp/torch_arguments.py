@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.torch_version import TorchVersion
 
-from mpidist.comm.group_protocol import AnyGroup
+from mpidist.comm.group_types import AnyGroup
 from mpidist.comm.resolve_group import default_group
 
+Device: TypeAlias = "int | str | torch.device"
 
-def require_default(mixed_precision: Any, delayed: Any, hook_of_delayed: Any) -> None:
+
+def require_default(mixed_precision: object, delayed: object, hook_of_delayed: object) -> None:
     """Require the default of arguments that mpidist does not support.
 
     Raises:
@@ -32,7 +35,7 @@ def require_default(mixed_precision: Any, delayed: Any, hook_of_delayed: Any) ->
         )
 
 
-def resolve_group(device_mesh: Any, process_group: AnyGroup) -> Any:
+def resolve_group(device_mesh: DeviceMesh | None, process_group: AnyGroup) -> AnyGroup:
     """Return the group that the arguments name, or the default one.
 
     Raises:
@@ -59,7 +62,7 @@ def resolve_group(device_mesh: Any, process_group: AnyGroup) -> Any:
     return device_mesh.get_group(mesh_dim=0)
 
 
-def use_local_shards(module: torch.nn.Module, device_mesh: Any) -> None:
+def use_local_shards(module: torch.nn.Module, device_mesh: DeviceMesh) -> None:
     """Replace DTensors by their local shards outside of forward passes, for a sliced mesh.
 
     Source:
@@ -98,8 +101,8 @@ def buffer_syncing(
 
 def input_device(
     module: torch.nn.Module,
-    device_ids: Sequence[Any] | None,
-    output_device: Any,
+    device_ids: Sequence[Device] | None,
+    output_device: Device | None,
     check_reduction: bool,
 ) -> torch.device | None:
     """Return the device to which inputs are copied; None to leave them where they are.
@@ -109,7 +112,7 @@ def input_device(
     """
     if check_reduction:
         warnings.warn(
-            "check_reduction is deprecated and has no effect", FutureWarning, stacklevel=3
+            "check_reduction is deprecated and has no effect", FutureWarning, stacklevel=4
         )
     if not device_ids and output_device is None:
         return None
@@ -191,5 +194,5 @@ def sparse_parameters(module: torch.nn.Module) -> set[int]:
     return {id(embedding.weight) for embedding in embeddings if embedding.sparse}
 
 
-def _as_device(kind: str, name: Any) -> torch.device:
+def _as_device(kind: str, name: Device) -> torch.device:
     return torch.device(kind, name) if isinstance(name, int) else torch.device(name)

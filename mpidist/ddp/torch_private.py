@@ -14,30 +14,33 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
-from mpidist.comm.group_protocol import AnyGroup
+from mpidist.comm.group_types import AnyGroup
 from mpidist.comm.resolve_group import native_group
-from mpidist.ddp.buffer_syncing import BufferSyncing
 from mpidist.ddp.hooks.default import allreduce_hook, fp16_compress_hook
 from mpidist.ddp.hooks.optimizer_overlap import OptimizerHookState, hook_then_optimizer
+from mpidist.ddp.hooks.stages import Hook
 from mpidist.ddp.logging_data import logging_data
 from mpidist.ddp.torch_settings import TorchSettings
 
 Tensor = torch.Tensor
 
+_IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
 
-class TorchNames(TorchSettings, BufferSyncing):
+
+class TorchNames(TorchSettings):
     """torch's private names of a data-parallel module; mixed into ``DistributedDataParallel``."""
 
     # Defined by the class that this one is mixed into.
     process_group: AnyGroup
     _make_reducer: Callable[..., None]
-    register_comm_hook: Callable[[Any, Any], None]
+    register_comm_hook: Callable[[object, Hook | None], None]
 
     @staticmethod
     def _get_data_parallel_params(
         module: torch.nn.Module, named_params: bool = False
-    ) -> Iterator[Any]:
+    ) -> Iterator[Parameter | tuple[str, Parameter]]:
         for name, parameter in module.named_parameters():
             if not hasattr(parameter, "_ddp_ignored"):
                 yield (name, parameter) if named_params else parameter
@@ -47,8 +50,7 @@ class TorchNames(TorchSettings, BufferSyncing):
         module: torch.nn.Module, params_and_buffers_to_ignore: Sequence[str]
     ) -> None:
         """Exclude parameters and buffers, by name, from DDP before the module is wrapped."""
-        ignored: Any = params_and_buffers_to_ignore
-        module._ddp_params_and_buffers_to_ignore = ignored
+        setattr(module, _IGNORED_NAMES, params_and_buffers_to_ignore)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in params_and_buffers_to_ignore:
                 tensor._ddp_ignored = True  # type: ignore[attr-defined]
@@ -80,7 +82,7 @@ class TorchNames(TorchSettings, BufferSyncing):
         if hook is not None:
             self.reducer.register_hook(*hook)
 
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+    def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
         """Register the hook that ``torch.distributed.BuiltinCommHookType`` names.
 
         Raises:
@@ -96,7 +98,11 @@ class TorchNames(TorchSettings, BufferSyncing):
         self.register_comm_hook(self.process_group, hooks[name])
 
     def _register_fused_optim(
-        self, optim: type, *args: Any, optim_params: Iterable[Tensor] | None = None, **kwargs: Any
+        self,
+        optim: type,
+        *args: object,
+        optim_params: Iterable[Tensor] | None = None,
+        **kwargs: object,
     ) -> None:
         """Step parameters by an optimizer of torch as soon as their bucket is averaged.
 
@@ -137,6 +143,6 @@ class TorchNames(TorchSettings, BufferSyncing):
         if sample_rate < 1:
             raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
 
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
+    def _get_ddp_logging_data(self) -> dict[str, object]:
         """Return settings and sizes by torch's names, without times."""
         return logging_data(self)

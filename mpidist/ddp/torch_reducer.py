@@ -7,9 +7,10 @@ Lightning's strategies use it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from mpidist.ddp.backward_pass import BackwardPass
 from mpidist.dynamo import untraced
@@ -17,15 +18,21 @@ from mpidist.dynamo import untraced
 Tensor = torch.Tensor
 
 
+class Waitable(Protocol):
+    """A future of a buffer hook."""
+
+    def wait(self) -> object:
+        """Wait for the buffers."""
+
+
 @untraced
 class ReducerNames:
     """torch's names of a reducer; mixed into ``Reducer``."""
 
-    hook: tuple[Any, Any] | None
     arm: Callable[[Sequence[Tensor]], None]
-    _handles: list[Any]
+    _handles: list[RemovableHandle]
     _pass: BackwardPass | None
-    _futures: list[Any]
+    _futures: list[Waitable]
 
     def prepare_for_forward(self) -> None:
         """Do nothing: a forward pass needs no preparation."""
@@ -53,7 +60,7 @@ class ReducerNames:
             handle.remove()
         self._handles = []
 
-    def _install_post_backward_futures(self, futures: Iterable[Any]) -> None:
+    def _install_post_backward_futures(self, futures: Iterable[Waitable]) -> None:
         """Wait for ``futures`` at the end of the next backward pass."""
         self._futures += futures
 

@@ -5,33 +5,27 @@ Source: ``torch/nn/parallel/distributed.py`` of torch 2.13.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from mpidist.comm.group_protocol import Group
+from mpidist.ddp.buffer_syncing import BufferSyncing
+from mpidist.ddp.hooks.stages import Hook
 from mpidist.ddp.layout import Settings
-from mpidist.ddp.reducer import Reducer
 
 Tensor = torch.Tensor
 
 
-def _setting(name: str) -> Any:
+def _setting(name: str) -> property:
     """Return a property for a flag of ``settings``."""
     return property(lambda self: bool(getattr(self.settings, name)))
 
 
-class TorchSettings:
+class TorchSettings(BufferSyncing):
     """Settings by torch's names, read only; mixed into ``DistributedDataParallel``."""
 
     # Defined by the class that this one is mixed into.
-    module: torch.nn.Module
     settings: Settings
-    reducer: Reducer
-    parameters_to_ignore: set[str]
     device: torch.device
-    forward_sync_buffers: bool
-    _group: Group
+    _has_cap_list: bool
 
     mixed_precision = None
     batched_grad_copy = True  # gradients that need a copy are always copied together
@@ -64,6 +58,11 @@ class TorchSettings:
     bucket_bytes_cap_default = bucket_bytes_cap
 
     @property
+    def bucket_bytes_cap_list(self) -> list[int]:
+        """Return the limits of ``bucket_cap_mb_list`` in bytes; empty if there is none."""
+        return list(self.settings.limits) if self._has_cap_list else []
+
+    @property
     def device_type(self) -> str:
         """Return the device type of the parameters."""
         return self.device.type
@@ -77,7 +76,7 @@ class TorchSettings:
         ]
 
     @property
-    def _comm_hooks(self) -> list[tuple[Any, Any]]:
+    def _comm_hooks(self) -> list[tuple[Hook, object]]:
         return [] if self.reducer.hook is None else [self.reducer.hook]
 
     @property

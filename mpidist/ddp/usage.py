@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpidist.ddp import gradient_errors
 from mpidist.ddp.layout import Settings
 
 
@@ -30,7 +29,9 @@ class ParameterUsage:
         bucket would otherwise be launched before a module's collective on one rank and after it on
         another.
         """
-        return None if self._settings.behind_all else self.additions
+        settings = self._settings
+        may_differ = settings.find_unused_parameters or settings.static_graph
+        return None if settings.communicates_in_backward and may_differ else self.additions
 
     def record_additions(self, counts: Sequence[int]) -> None:
         """Record the first pass of a static graph."""
@@ -42,7 +43,7 @@ class ParameterUsage:
         if not self._settings.skip_unused or self._unused is not None:
             return
         self._unused = frozenset(place for place, is_used in enumerate(used) if not is_used)
-        # A rank that has only shadowed passes of a static graph does not know its additions.
+        # A rank that has only shadowed passes of a static graph has not counted its additions.
         if self.additions is not None:
             for place in self._unused:
                 self.additions[place] = 0
@@ -56,8 +57,20 @@ class ParameterUsage:
         """Return the text of the error for the ``count``-th addition, which is one too many."""
         name = self._names[place]
         if self._unused is not None and place in self._unused:
-            return gradient_errors.unused_before(name)
-        if self._settings.static_graph:
-            first = self.additions[place] if self.additions is not None else 0
-            return gradient_errors.graph_changed(name, count, first)
-        return gradient_errors.added_twice(name)
+            return (
+                f"parameter {name!r} received a gradient, but no rank used it in the first "
+                "backward pass; skip_all_reduce_unused_params needs the same unused parameters in "
+                "all of them"
+            )
+        if not self._settings.static_graph:
+            return (
+                f"the gradient of parameter {name!r} arrived twice in one backward pass; a "
+                "parameter that several checkpointed segments share needs static_graph=True, or "
+                "checkpoint(..., use_reentrant=False)"
+            )
+        first = self.additions[place] if self.additions is not None else 0
+        return (
+            f"the gradient of parameter {name!r} arrived {count} times in one backward pass, and "
+            f"{first} times in the first: the graph is not static. Leave static_graph=True out; "
+            "parameters that only some passes use need find_unused_parameters=True"
+        )

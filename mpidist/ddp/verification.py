@@ -6,17 +6,14 @@ Parameters are compared before the first step, gradients at the end of each back
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from mpidist.comm.algorithms.reduce_op import SUM
-from mpidist.comm.consistency import by_rank, first_difference
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.consistency import Row, by_rank
+from mpidist.comm.group_types import Group
 from mpidist.dynamo import untraced
-from mpidist.errors import DisagreementError
 
 # Bytes of tensors in one coalesced broadcast, as in torch's DDP.
 _BATCH_BYTES = 250 << 20
@@ -26,57 +23,19 @@ _ADVICE = (
 )
 
 
-def require_equal(
-    group: Group,
-    named: Sequence[tuple[str, torch.Tensor]],
-    settings: Any = None,
-    refusal: str | None = None,
-) -> None:
-    """Compare settings, and names, shapes, dtypes and device types of parameters and buffers.
+def rows_of(named: Sequence[tuple[str, torch.Tensor]]) -> list[Row]:
+    """Return name, shape, dtype and device type of tensors, for a comparison between ranks.
 
     Strides are compared for tensors that require a gradient.
-
-    Collective: over the group.
-
-    Args:
-        settings: Compared by their text.
-        refusal: This rank's error, which the caller raises afterwards; None if it has none.
-
-    Raises:
-        DisagreementError: A tensor or the settings differ, or a rank has an error (on all ranks);
-            the text names the first tensor that differs and each rank's.
     """
-    rows = [
+    return [
         (
             name,
-            tuple(t.shape),
-            f"{t.dtype} on {t.device.type}",
-            t.stride() if t.requires_grad else None,
+            f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device.type}"
+            + (f" strides {tensor.stride()}" if tensor.requires_grad else ""),
         )
-        for name, t in named
+        for name, tensor in named
     ]
-    tables = group.all_gather_object(refusal or [str(settings), *rows])
-    if refusals := by_rank([text if isinstance(text, str) else None for text in tables]):
-        raise DisagreementError(f"DistributedDataParallel was refused. {refusals}")
-    found = first_difference(tables)
-    if found is not None:
-        subject = f"tensor {found.place - 1} differs" if found.place else "the settings differ"
-        values = by_rank([_text(row) for row in found.entries])
-        raise DisagreementError(f"DistributedDataParallel: {subject} between ranks. {values}")
-
-
-@contextmanager
-def announcing_refusal(group: Group) -> Iterator[None]:
-    """Pass an error of this rank's arguments to the other ranks, which run ``require_equal``.
-
-    Collective: over the group, if an error is raised.
-    """
-    try:
-        yield
-    except (TypeError, ValueError, RuntimeError) as error:
-        with suppress(DisagreementError):
-            require_equal(group, [], refusal=str(error))
-        raise
 
 
 @untraced
@@ -166,59 +125,8 @@ def require_all_gradients(group: Group, missing: Sequence[str], complaints: Sequ
         )
 
 
-def require_equal_owners(
-    group: Group,
-    names: Sequence[str],
-    owners: Mapping[int, Any] | None,
-    buffers: int | None,
-    problem: Exception | None,
-) -> None:
-    """Compare the owners of gradients.
-
-    Collective: over the group.
-
-    Args:
-        names: Names of all parameters.
-        owners: Owners by place; None for averages on all ranks.
-        buffers: Number of buffers in which the buckets rotate.
-        problem: This rank's error, raised here after the exchange; None if it has none.
-
-    Raises:
-        DisagreementError: Another rank has an error or other owners; the text names the first
-            parameter that differs.
-    """
-    rows = (
-        None if owners is None else (buffers, *(owners.get(place) for place in range(len(names))))
-    )
-    reports = group.all_gather_object((rows, None if problem is None else str(problem)))
-    if problem is not None:
-        raise problem
-    if refusals := by_rank([text for _, text in reports]):
-        raise DisagreementError(f"the communication hook was refused. {refusals}")
-    tables = [table for table, _ in reports if table is not None]
-    if tables and len(tables) < len(reports):
-        without = [rank for rank, (table, _) in enumerate(reports) if table is None]
-        raise DisagreementError(
-            f"gradients leave to owners on some ranks and not on ranks {without}: all register the "
-            "same hook"
-        )
-    found = first_difference(tables) if tables else None
-    if found is not None:
-        parameter = f"the owners of parameter {names[found.place - 1]!r} differ"
-        subject = parameter if found.place else "the numbers of buffers differ"
-        values = by_rank([str(entry) for entry in found.entries])
-        raise DisagreementError(f"{subject} between ranks. {values}")
-
-
 def _gathered_texts(group: Group, lines: Sequence[str]) -> str:
     return by_rank([" ".join(texts) or None for texts in group.all_gather_object(list(lines))])
-
-
-def _text(row: Any) -> str:
-    if not isinstance(row, tuple):
-        return str(row)
-    name, shape, dtype, strides = row
-    return f"{name} {shape} {dtype}" + (f" strides {strides}" if strides is not None else "")
 
 
 def _listed(names: Sequence[str], most: int = 10) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from lightning.fabric import strategies
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 
-from mpidist.ddp.backward_pass import Hook
+from mpidist.ddp.hooks.stages import Hook
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.frameworks.environment import MPIEnvironment
 from mpidist.frameworks.group import make_default_group, require_mpidist
@@ -36,7 +35,7 @@ class DDPStrategy(strategies.DDPStrategy):
     """
 
     def __init__(
-        self, *, ddp_comm_state: Any = None, ddp_comm_hook: Hook | None = None, **kwargs: Any
+        self, *, ddp_comm_state: object = None, ddp_comm_hook: Hook | None = None, **kwargs: object
     ) -> None:
         require_mpidist(kwargs, type(self))
         super().__init__(
@@ -63,12 +62,12 @@ class DDPStrategy(strategies.DDPStrategy):
             wrapped.register_comm_hook(state, hook)
         return wrapped
 
-    def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
+    def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, object]:
         """Return the state of the wrapped module."""
         return super().get_module_state_dict(_unwrapped(module))
 
     def load_module_state_dict(
-        self, module: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True
+        self, module: torch.nn.Module, state_dict: Mapping[str, object], strict: bool = True
     ) -> None:
         """Load the state of the wrapped module."""
         super().load_module_state_dict(_unwrapped(module), dict(state_dict), strict)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -25,8 +24,8 @@ def make_default_group(timeout: timedelta | None) -> None:
     native_group(dist.group.WORLD)
 
 
-def require_mpidist(arguments: Mapping[str, Any], strategy: type) -> None:
-    """Require arguments of a strategy that fit mpidist: pure.
+def require_mpidist(arguments: Mapping[str, object], strategy: type) -> None:
+    """Require arguments of a strategy that fit mpidist (pure).
 
     Raises:
         ValueError: The backend is not ``"mpidist"``, or the launcher is not MPI's.

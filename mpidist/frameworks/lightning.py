@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from lightning.pytorch import LightningModule, strategies
 from lightning.pytorch.overrides.distributed import prepare_for_backward
@@ -35,7 +33,7 @@ class DDPStrategy(strategies.DDPStrategy):
 
     model: torch.nn.Module | None
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: object) -> None:
         require_mpidist(kwargs, type(self))
         super().__init__(
             **{

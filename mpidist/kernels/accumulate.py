@@ -38,8 +38,7 @@ def accumulate(y: torch.Tensor, x: torch.Tensor, a: float = 1.0) -> torch.Tensor
     ):
         raise ValueError(
             f"accumulate needs contiguous tensors of one size and device; got {tuple(y.shape)} on "
-            f"{y.device} and "
-            f"{tuple(x.shape)} on {x.device}"
+            f"{y.device} and {tuple(x.shape)} on {x.device}"
         )
     if y.is_neg() or x.is_neg():
         raise ValueError("accumulate adds memory as it lies: resolve_neg() comes first")

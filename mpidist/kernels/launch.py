@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
 from mpidist.kernels import load
+
+# An argument of a kernel: a pointer, or a scalar of the kernel's type.
+Argument = int | np.generic
 
 THREADS = 256
 # One block's share of an element-wise kernel, of the wider type; as in cuda/common.cuh.
@@ -66,7 +68,7 @@ def launch(
     name: str,
     device: torch.device,
     blocks: int,
-    args: Sequence[Any],
+    args: Sequence[Argument],
     threads: int = THREADS,
     defines: Sequence[str] = (),
 ) -> None:
@@ -107,6 +109,6 @@ def stream_of(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
-def scalar(value: float, dtype: torch.dtype) -> Any:
+def scalar(value: float, dtype: torch.dtype) -> np.float32 | np.float64:
     """Return a factor in the type of kernels that work on ``dtype``."""
     return np.float64(value) if dtype is torch.float64 else np.float32(value)

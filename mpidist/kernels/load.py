@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,9 @@ def is_available(device: int) -> bool:
 
 
 @functools.cache
-def function(file: str, name: str, device: int, defines: tuple[str, ...] = ()) -> Any:
+def function(
+    file: str, name: str, device: int, defines: tuple[str, ...] = ()
+) -> Callable[..., None]:
     """Return a compiled kernel.
 
     CuPy caches the machine code on disk by the digest of the source and the options.

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -227,7 +226,7 @@ def _together(bucket: Bucket) -> Iterator[list[int]]:
     if not bucket.batched:
         yield from ([i] for i in range(len(bucket.matrices)))
         return
-    by_shape: dict[Any, list[int]] = {}
+    by_shape: dict[tuple[torch.Size, torch.Size], list[int]] = {}
     for i, x in enumerate(bucket.matrices):
         by_shape.setdefault((x.m.shape, x.q.shape), []).append(i)
     yield from by_shape.values()

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from mpidist.kernels import powersgd_plan
-from mpidist.kernels.launch import NAMES, chunk_numel, compute_dtype, launch, scalar, to_device
+from mpidist.kernels.launch import (
+    NAMES,
+    Argument,
+    chunk_numel,
+    compute_dtype,
+    launch,
+    scalar,
+    to_device,
+)
 
 
 class BucketKernels:
@@ -38,7 +45,7 @@ class BucketKernels:
         self._grams = torch.empty(plan.grams_numel, dtype=torch.float64, device=self._device)
         self._counters = torch.zeros(plan.counters, dtype=torch.int32, device=self._device)
 
-    def launch(self, name: str, *args: Any) -> None:
+    def launch(self, name: str, *args: Argument) -> None:
         """Launch ``project`` or ``reconstruct``."""
         self._launch(name, self._rows, *args)
 
@@ -62,7 +69,11 @@ class BucketKernels:
             self._launch("normalize", sweep, side, grams, threads=powersgd_plan.SWEEP_THREADS)
 
     def _launch(
-        self, name: str, grid: tuple[int, int], *args: Any, threads: int = powersgd_plan.THREADS
+        self,
+        name: str,
+        grid: tuple[int, int],
+        *args: Argument,
+        threads: int = powersgd_plan.THREADS,
     ) -> None:
         owners, blocks = grid
         given = (self._items.data_ptr(), owners, *args)

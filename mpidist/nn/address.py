@@ -48,8 +48,7 @@ def parse(text: str | torch.device) -> Address:
     if not worker or "/" in device or (":" in worker and number is None):
         raise ValueError(
             f"Could not parse remote_device: {text}. The valid format is '<workername>/<device>' "
-            "or 'rank:<rank>/<device>' or "
-            "'<device>'"
+            "or 'rank:<rank>/<device>' or '<device>'"
         )
     return Address(int(number[1]) if number else worker, str(torch.device(device)))
 

@@ -5,12 +5,13 @@ Letters: C channels; N values per channel in the batches of all ranks.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from mpidist.comm.algorithms.reduce_op import SUM
+from mpidist.comm.group_types import Group
 from mpidist.nn import batch_kernels, batch_statistics
 from mpidist.nn.batch_statistics import Statistics
 
@@ -19,7 +20,7 @@ Tensor = torch.Tensor
 
 @torch.no_grad()
 def gather_statistics(
-    group: Any, input: Tensor | None, channels: int, needs_gradient: bool, refusal: str | None
+    group: Group, input: Tensor | None, channels: int, needs_gradient: bool, refusal: str | None
 ) -> Statistics:
     """Return the statistics over the inputs of all ranks.
 
@@ -50,22 +51,43 @@ def gather_statistics(
     return batch_statistics.merge(rows, refusal)
 
 
+class NormalizeContext(Protocol):
+    """torch's context of one forward pass and its backward pass.
+
+    Attributes:
+        saved_tensors: Input, weight (it may be None), mean, inverse deviation.
+        needs_input_grad: For each argument of ``forward``, whether it needs a gradient.
+        count: N.
+        group: The group of the statistics.
+        bias_dtype: None without a bias.
+    """
+
+    saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor]
+    needs_input_grad: tuple[bool, ...]
+    count: int
+    group: Group
+    bias_dtype: torch.dtype | None
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep tensors for ``saved_tensors``."""
+
+
 class Normalize(torch.autograd.Function):
     """Normalisation by the statistics of all ranks' inputs."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: NormalizeContext,
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         statistics: Statistics,
         eps: float,
-        group: Any,
+        group: Group,
     ) -> Tensor:
         """Normalise this rank's batch by the statistics of all batches."""
-        kind = torch.float64 if input.dtype is torch.float64 else torch.float32
-        mean, inverse = statistics.mean.to(kind), (statistics.variance + eps).rsqrt().to(kind)
+        dtype = torch.float64 if input.dtype is torch.float64 else torch.float32
+        mean, inverse = statistics.mean.to(dtype), (statistics.variance + eps).rsqrt().to(dtype)
         ctx.save_for_backward(input, weight, mean, inverse)
         ctx.count, ctx.group = statistics.count, group
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -77,7 +99,7 @@ class Normalize(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: NormalizeContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of batch, weight and bias.
 
         Collective: over the group, if the input needs a gradient.
@@ -96,12 +118,12 @@ class Normalize(torch.autograd.Function):
         by_bias = sums[0].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         by_input: Tensor | None = None
         if ctx.needs_input_grad[0]:
-            whole = sums.to(torch.float64, copy=True)
-            ctx.group.all_reduce(whole, SUM)
+            total = sums.to(torch.float64, copy=True)
+            ctx.group.all_reduce(total, SUM)
             if is_empty:
                 by_input = torch.zeros_like(input)
             else:
-                means = (whole / ctx.count).to(mean.dtype)
+                means = (total / ctx.count).to(mean.dtype)
                 by_input = batch_kernels.input_gradient(
                     gradient, input, mean, inverse, weight, means
                 )

@@ -54,8 +54,8 @@ def sums(gradient: Tensor, batch: Tensor, mean: Tensor, inverse: Tensor) -> Tens
         reduce = torch.batch_norm_backward_reduce
         by_bias, by_centred, _, _ = reduce(gradient, batch, mean, inverse, None, True, False, False)
         return torch.stack([by_bias, by_centred * inverse])
-    of = torch.ops.aten.native_batch_norm_backward
-    _, by_weight, by_bias = of(
+    backward = torch.ops.aten.native_batch_norm_backward
+    _, by_weight, by_bias = backward(
         _wide(gradient),
         _wide(batch),
         None,

@@ -83,8 +83,8 @@ def merge(rows: Tensor, own_refusal: str | None = None) -> Statistics:
     if needing and len(needing) < len(heads):
         raise ValueError(
             f"SyncBatchNorm: the input needs a gradient on ranks {needing} and on no other: its "
-            "backward pass is a collective, "
-            "so run the forward pass with gradients (or under no_grad) on all ranks alike"
+            "backward pass is a collective, so run the forward pass with gradients (or under "
+            "no_grad) on all ranks alike"
         )
     total = int(sum(count for count, _ in heads))
     if total == 1:

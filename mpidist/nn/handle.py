@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -50,11 +51,11 @@ class Handle(nn.Module):
     is_scriptable: bool
     generated_methods: tuple[str, ...]
     module_rref: RRef[nn.Module]
-    forward_async: Any
-    _interface: Any  # set if is_scriptable
+    forward_async: Callable[..., torch.futures.Future[Any]]
+    _interface: object  # set if is_scriptable
 
     def _set_up(
-        self, on: str | int, device: str, module_rref: RRef[nn.Module], interface: Any
+        self, on: str | int, device: str, module_rref: RRef[nn.Module], interface: object
     ) -> None:
         self.on = on
         self.device = device
@@ -77,7 +78,7 @@ class Handle(nn.Module):
             return getattr(self, name)
         return super().__getattr__(name)
 
-    def contents(self) -> tuple[Any, ...]:
+    def contents(self) -> tuple[str | int, str, RRef[nn.Module], object]:
         """Return the serialised fields; warn about attributes that users have set."""
         for name in self.__dict__.keys() - _OWN:
             warnings.warn(f"attribute {name!r} of a RemoteModule is not sent with it", stacklevel=2)
@@ -88,10 +89,10 @@ class Handle(nn.Module):
             self._interface if self.is_scriptable else None,
         )
 
-    def __getstate__(self) -> Any:
+    def __getstate__(self) -> NoReturn:
         raise RuntimeError(_NO_PICKLE.format("pickle", "pickle"))
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> NoReturn:
         raise RuntimeError(_NO_PICKLE.format("unpickle", "unpickle"))
 
     def __prepare_scriptable__(self) -> nn.Module:
@@ -125,7 +126,7 @@ def place_of(remote_device: str) -> tuple[str | int, str]:
 
 
 def rebuild(
-    kind: type[T], on: str | int, device: str, module_rref: RRef[nn.Module], interface: Any
+    kind: type[T], on: str | int, device: str, module_rref: RRef[nn.Module], interface: object
 ) -> T:
     """Create a handle of an existing module."""
     created = kind.__new__(kind)
@@ -134,7 +135,12 @@ def rebuild(
 
 
 def _forward(
-    module_rref: RRef[nn.Module], device: str, can_return_cuda: bool, /, *args: Any, **kwargs: Any
+    module_rref: RRef[nn.Module],
+    device: str,
+    can_return_cuda: bool,
+    /,
+    *args: object,
+    **kwargs: object,
 ) -> Any:
     return api.rpc_sync(
         module_rref.owner(),
@@ -144,7 +150,12 @@ def _forward(
 
 
 def _forward_async(
-    module_rref: RRef[nn.Module], device: str, can_return_cuda: bool, /, *args: Any, **kwargs: Any
+    module_rref: RRef[nn.Module],
+    device: str,
+    can_return_cuda: bool,
+    /,
+    *args: object,
+    **kwargs: object,
 ) -> torch.futures.Future[Any]:
     return api.rpc_async(
         module_rref.owner(),

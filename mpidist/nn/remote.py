@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_map
 from mpidist.errors import MpidistError
 from mpidist.rpc import current
 from mpidist.rpc.rref import RRef
+
+T = TypeVar("T")
 
 CREATE, FORWARD, TRAIN, PARAMETERS, STATE, LOAD = (
     "create",
@@ -40,7 +42,7 @@ _ASSIGN = "assign_to_params_buffers"
 _created: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 
-def execute(operation: str, *arguments: Any) -> Any:
+def execute(operation: object, *arguments: object) -> object:
     """Execute an operation of a ``RemoteModule`` on the worker that owns the module.
 
     Args:
@@ -63,7 +65,13 @@ def execute(operation: str, *arguments: Any) -> Any:
     return run(*arguments)
 
 
-def _create(module_cls: Any, args: Any, kwargs: Any, device: Any, is_scripted: Any) -> nn.Module:
+def _create(
+    module_cls: Callable[..., object],
+    args: object,
+    kwargs: object,
+    device: object,
+    is_scripted: object,
+) -> nn.Module:
     allowed = current.require().allowed
     # The decoder resolves only names of functions and classes in the list, but a message may also
     # contain callable instances.
@@ -76,70 +84,71 @@ def _create(module_cls: Any, args: Any, kwargs: Any, device: Any, is_scripted: A
             f"a {type(module_cls).__qualname__} that makes a module is not in the list of what "
             "this worker allows"
         )
-    _require_arguments(args, kwargs)
+    args, kwargs = _require("args", args, tuple), _require_names("kwargs", kwargs)
     _require("is_scripted", is_scripted, bool)
-    _device(device)
+    target = _device(device)
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise ValueError(
             "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but "
             f"it returned a {type(module)}"
         )
-    module.to(device)
+    module.to(target)
     created: nn.Module = torch.jit.script(module) if is_scripted else module
     _created[id(created)] = created
     return created
 
 
-def _forward(module_rref: Any, device: Any, can_return_cuda: Any, args: Any, kwargs: Any) -> Any:
+def _forward(
+    module_rref: object, device: object, can_return_cuda: object, args: object, kwargs: object
+) -> object:
     module = _module_of(module_rref)
-    _require_arguments(args, kwargs)
+    args, kwargs = _require("args", args, tuple), _require_names("kwargs", kwargs)
     _require("can_return_cuda", can_return_cuda, bool)
-    there = _device(device)
+    target = _device(device)
     if device == "cpu":
         return module(*args, **kwargs)
-    result = module(*_to_device(args, there), **_to_device(kwargs, there))
+    result = module(*_to_device(args, target), **_to_device(kwargs, target))
     return (
         result
-        if can_return_cuda or there.type != "cuda"
+        if can_return_cuda or target.type != "cuda"
         else _to_device(result, torch.device("cpu"))
     )
 
 
-def _train(module_rref: Any, mode: Any) -> None:
-    _require("mode", mode, bool)
+def _train(module_rref: object, mode: object) -> None:
+    mode = _require("mode", mode, bool)
     _module_of(module_rref).train(mode)
 
 
 def _parameters(
-    module_rref: Any, recurse: Any, remove_duplicate: Any
+    module_rref: object, recurse: object, remove_duplicate: object
 ) -> list[tuple[str, RRef[nn.Parameter]]]:
-    _require("recurse", recurse, bool)
-    _require("remove_duplicate", remove_duplicate, bool)
+    recurse = _require("recurse", recurse, bool)
+    remove_duplicate = _require("remove_duplicate", remove_duplicate, bool)
     named = _module_of(module_rref).named_parameters(
         recurse=recurse, remove_duplicate=remove_duplicate
     )
     return [(name, RRef(parameter)) for name, parameter in named]
 
 
-def _state(module_rref: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def _state(module_rref: object) -> tuple[dict[str, object], dict[str, object]]:
     state = _module_of(module_rref).state_dict()
     values = {name: _to_device(value, torch.device("cpu")) for name, value in state.items()}
     return values, dict(getattr(state, "_metadata", {}))
 
 
 def _load(
-    module_rref: Any, values: Any, metadata: Any, assign: Any
+    module_rref: object, values: object, metadata: object, assign: object
 ) -> tuple[list[str], list[str], list[str]]:
     module = _module_of(module_rref)
-    _require("assign", assign, bool)
-    _require_names("values", values)
-    _require_names("metadata", metadata)
+    assign = _require("assign", assign, bool)
+    values = _require_names("values", values)
     state = _State(values)
     state._metadata = {}
-    for name, entry in metadata.items():
-        _require_names("metadata", entry)
-        state._metadata[name] = {key: value for key, value in entry.items() if key != _ASSIGN}
+    for name, entry in _require_names("metadata", metadata).items():
+        kept = _require_names("metadata", entry)
+        state._metadata[name] = {key: value for key, value in kept.items() if key != _ASSIGN}
     own = module.state_dict()
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and isinstance(own.get(name), torch.Tensor):
@@ -151,10 +160,10 @@ def _load(
     return list(missing), list(unexpected), []
 
 
-class _State(dict[str, Any]):
+class _State(dict[str, object]):
     """A state dict: torch reads the modules' versions from an attribute."""
 
-    _metadata: dict[str, Any]
+    _metadata: dict[str, dict[str, object]]
 
 
 def _fit(name: str, value: torch.Tensor, own: torch.Tensor, assign: bool) -> torch.Tensor:
@@ -174,11 +183,11 @@ def _fit(name: str, value: torch.Tensor, own: torch.Tensor, assign: bool) -> tor
     if not assign:
         return value
     # Values are sent as CPU tensors; the module keeps its device.
-    there = value.to(own.device)
-    return there if is_dense or there.shape != own.shape else there.contiguous()
+    moved = value.to(own.device)
+    return moved if is_dense or moved.shape != own.shape else moved.contiguous()
 
 
-def _module_of(module_rref: Any) -> nn.Module:
+def _module_of(module_rref: object) -> nn.Module:
     if type(module_rref) is not RRef:
         raise TypeError(
             "a reference to a module of this worker is expected; got a "
@@ -196,41 +205,36 @@ def _module_of(module_rref: Any) -> nn.Module:
         kind = type(module)
         raise MpidistError(
             f'"{kind.__module__}.{kind.__qualname__}", the class of a module that was not made '
-            "here for a RemoteModule, is not "
-            "in the list of what this worker allows"
+            "here for a RemoteModule, is not in the list of what this worker allows"
         )
     return module
 
 
-def _require(name: str, value: Any, kind: type) -> None:
+def _require(name: str, value: object, kind: type[T]) -> T:
     if type(value) is not kind:
         raise TypeError(
             f"{name} of an operation of a remote module is a {kind.__name__}; got a "
             f"{type(value).__qualname__}"
         )
+    return value
 
 
-def _require_names(name: str, values: Any) -> None:
-    _require(name, values, dict)
-    if not all(type(key) is str for key in values):
+def _require_names(name: str, values: object) -> dict[str, object]:
+    found = _require(name, values, dict)
+    if not all(type(key) is str for key in found):
         raise TypeError(f"{name} of an operation of a remote module are by name")
+    return found
 
 
-def _require_arguments(args: Any, kwargs: Any) -> None:
-    _require("args", args, tuple)
-    _require_names("kwargs", kwargs)
+def _device(device: object) -> torch.device:
+    return torch.device(_require("device", device, str))
 
 
-def _device(device: Any) -> torch.device:
-    _require("device", device, str)
-    return torch.device(device)
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
+def _to_device(value: T, device: torch.device) -> T:
     return tree_map(lambda part: part.to(device) if isinstance(part, torch.Tensor) else part, value)
 
 
-_OPERATIONS: dict[str, Callable[..., Any]] = {
+_OPERATIONS: dict[str, Callable[..., object]] = {
     CREATE: _create,
     FORWARD: _forward,
     TRAIN: _train,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ _REST = "remote"  # metadata key of submodules
 
 
 class RemoteModule(handle.Handle, Carried):
-    """A module that is created on a worker, stays there, and runs its ``forward`` there.
+    """Module that is created on a worker, stays there, and runs its ``forward`` there.
 
     ``forward`` waits for the result; ``forward_async`` returns a future of the result. Within
     ``mpidist.autograd.context()`` gradients are sent to the module's worker and back. The object
@@ -87,9 +87,9 @@ class RemoteModule(handle.Handle, Carried):
         self,
         remote_device: str,
         module_cls: Callable[..., nn.Module],
-        args: Any = None,
-        kwargs: Mapping[str, Any] | None = None,
-        _module_interface_cls: Any = None,
+        args: Iterable[object] | None = None,
+        kwargs: Mapping[str, object] | None = None,
+        _module_interface_cls: type | None = None,
     ) -> None:
         super().__init__()
         if _module_interface_cls is not None:
@@ -107,7 +107,7 @@ class RemoteModule(handle.Handle, Carried):
 
     @staticmethod
     def init_from_module_rref(
-        remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
+        remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: type | None = None
     ) -> RemoteModule:
         """Return a ``RemoteModule`` of an existing module; several objects may share a module.
 
@@ -138,7 +138,7 @@ class RemoteModule(handle.Handle, Carried):
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[Any]:
+    ) -> Iterator[tuple[str, Any]]:
         """Yield names and references of the module's parameters.
 
         Args:
@@ -151,8 +151,8 @@ class RemoteModule(handle.Handle, Carried):
             yield start + name, reference
 
     def named_modules(
-        self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[Any]:
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
         """Yield this object only, because its submodules are on the worker."""
         memo = set() if memo is None else memo
         if self not in memo:
@@ -182,17 +182,17 @@ class RemoteModule(handle.Handle, Carried):
             return from_wire, self.contents()
         return handle.rebuild, (type(self), *self.contents())
 
-    def _execute(self, operation: str, *arguments: Any) -> Any:
+    def _execute(self, operation: str, *arguments: object) -> Any:
         return api.rpc_sync(
             self.module_rref.owner(), remote.execute, (operation, self.module_rref, *arguments)
         )
 
-    def _apply(self, fn: Any, recurse: bool = True) -> RemoteModule:
+    def _apply(self, fn: Callable[..., object], recurse: bool = True) -> RemoteModule:
         # Called by ``to`` or ``float`` of an enclosing module; this object has no parameters.
         return self
 
     def _save_to_state_dict(
-        self, destination: MutableMapping[str, Any], prefix: str, keep_vars: bool
+        self, destination: MutableMapping[str, object], prefix: str, keep_vars: bool
     ) -> None:
         values, metadata = self._execute(remote.STATE)
         for name, value in values.items():
@@ -207,7 +207,7 @@ class RemoteModule(handle.Handle, Carried):
 
     def _load_from_state_dict(
         self,
-        state_dict: Mapping[str, Any],
+        state_dict: Mapping[str, object],
         prefix: str,
         local_metadata: Mapping[str, Any],
         strict: bool,
@@ -231,24 +231,28 @@ class RemoteModule(handle.Handle, Carried):
 
 
 def from_wire(
-    on: str | int, device: str, module_rref: RRef[nn.Module], interface: Any
+    on: str | int, device: str, module_rref: RRef[nn.Module], interface: object
 ) -> RemoteModule:
     """Create a ``RemoteModule`` from the fields of a message."""
     return handle.rebuild(RemoteModule, on, device, module_rref, interface)
 
 
-def from_data(*contents: Any) -> RemoteModule:
+def from_data(*contents: object) -> RemoteModule:
     """Create a ``RemoteModule`` from the fields of a data-only message, after checking them.
 
     Raises:
         FrameError: An unknown worker or device, or a value that is no reference or interface.
     """
     if len(contents) != 4:
-        raise FrameError(f"a RemoteModule travels as 4 values; got {len(contents)}")
+        raise FrameError(f"a RemoteModule is sent as 4 values; got {len(contents)}")
     on, device, module_rref, interface = contents
-    if type(on) not in (str, int) or type(device) is not str or type(module_rref) is not RRef:
+    if (
+        not (type(on) is str or type(on) is int)
+        or type(device) is not str
+        or type(module_rref) is not RRef
+    ):
         raise FrameError(
-            "a RemoteModule travels as a worker, a device, a reference and an interface; got "
+            "a RemoteModule is sent as a worker, a device, a reference and an interface; got "
             "something else"
         )
     try:
@@ -264,8 +268,8 @@ def from_data(*contents: Any) -> RemoteModule:
 data_values.register_carried(1, RemoteModule, from_data)
 
 
-def _refusal(name: str) -> Callable[..., Any]:
-    def refuse(self: RemoteModule, *args: Any, **kwargs: Any) -> Any:
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: RemoteModule, *args: object, **kwargs: object) -> NoReturn:
         raise ValueError(f"Method ``{name}`` not supported for RemoteModule")
 
     refuse.__name__ = name

@@ -57,25 +57,24 @@ class Typed(torch.nn.Module):
 """
 _REFUSAL = (
     "RemoteModule can only be pickled when using RPC, and a compiled one not at all. Passing a "
-    "script RemoteModule over RPC is "
-    "not supported. Send its module_rref, and call RemoteModule.init_from_module_rref where it "
-    "arrives."
+    "script RemoteModule over RPC is not supported. Send its module_rref, and call "
+    "RemoteModule.init_from_module_rref where it arrives."
 )
 
 
 class _Call:
     """The call of one handle, which compiled code refers to by number."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., torch.futures.Future[Any]]) -> None:
         self.function = function
 
 
 _calls: WeakValueDictionary[int, _Call] = WeakValueDictionary()
 _numbers = itertools.count()
-_classes: dict[str, Any] = {}  # by qualified name
+_classes: dict[str, Callable[[int, _Call], nn.Module]] = {}  # by qualified name
 
 
-def typed(interface: Any, forward_async: Callable[..., Any]) -> nn.Module:
+def typed(interface: object, forward_async: Callable[..., torch.futures.Future[Any]]) -> nn.Module:
     """Return a module with the types of an interface.
 
     Args:
@@ -90,11 +89,10 @@ def typed(interface: Any, forward_async: Callable[..., Any]) -> nn.Module:
     call = _Call(forward_async)
     number = next(_numbers)
     _calls[number] = call
-    created: nn.Module = kind(number, call)
-    return created
+    return kind(number, call)
 
 
-def require_interface(interface: Any) -> str:
+def require_interface(interface: object) -> str:
     """Return the qualified name of an interface.
 
     Raises:
@@ -109,13 +107,13 @@ def require_interface(interface: Any) -> str:
     return name
 
 
-def _generated(name: str) -> Any:
-    described: Any = torch.jit._state._python_cu.get_interface(name)
-    if "forward" not in described.getMethodNames():
+def _generated(name: str) -> Callable[[int, _Call], nn.Module]:
+    described = torch.jit._state._python_cu.get_interface(name)
+    schema = described.getMethod("forward")
+    if schema is None:
         raise ValueError(
             f"Expect forward in interface methods, while it has {described.getMethodNames()}"
         )
-    schema = described.getMethod("forward")
     arguments = schema.arguments[1:]
     text = _TEXT.format(
         parameters=", ".join(_parameter(argument) for argument in arguments),
@@ -133,6 +131,6 @@ def _generated(name: str) -> Any:
     return vars(module)["Typed"]
 
 
-def _parameter(argument: Any) -> str:
+def _parameter(argument: torch.Argument) -> str:
     default = f" = {argument.default_value!r}" if argument.has_default_value() else ""
     return f"{argument.name}: {argument.type.annotation_str}{default}"

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpidist.comm.consistency import values_that_differ
+from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.comm.resolve_group import native_group
 from mpidist.dynamo import untraced
 from mpidist.nn import batch_kernels
@@ -42,7 +43,7 @@ _HOOKS = (
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Normalise each channel by the mean and variance over the batches of all ranks of a group.
+    """Batch normalisation of each channel by mean and variance over all ranks of a group.
 
     In evaluation mode, and on a group of one rank, the layer is ``BatchNorm``. Batches may differ
     in size between ranks, and be empty on some; if all are empty, the running statistics stay.
@@ -86,9 +87,9 @@ class SyncBatchNorm(_BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_group: Any = None,
-        device: Any = None,
-        dtype: Any = None,
+        process_group: AnyGroup = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         *,
         bias: bool = True,
     ) -> None:
@@ -122,7 +123,7 @@ class SyncBatchNorm(_BatchNorm):
         return self._synchronised(input, group, refusal)
 
     @untraced
-    def _synchronised(self, input: Tensor, group: Any, refusal: str | None) -> Tensor:
+    def _synchronised(self, input: Tensor, group: Group, refusal: str | None) -> Tensor:
         own = None if refusal is not None else batch_kernels.dense(input)
         needs_gradient = torch.is_grad_enabled() and input.requires_grad
         if not self._is_compared:
@@ -136,7 +137,7 @@ class SyncBatchNorm(_BatchNorm):
         """Do nothing, because ``forward`` checks the input."""
 
     @untraced
-    def _require_same_layer(self, group: Any) -> None:
+    def _require_same_layer(self, group: Group) -> None:
         """Compare num_features between ranks, once per layer.
 
         Rows of other lengths would otherwise be read as statistics.
@@ -178,15 +179,15 @@ class SyncBatchNorm(_BatchNorm):
         ):
             running.mul_(1 - factor).add_(new.to(running), alpha=factor)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+    def __deepcopy__(self, memo: dict[int, object]) -> SyncBatchNorm:
         """Copy everything except the group, which the copy shares."""
         memo[id(self.process_group)] = self.process_group
-        twin = self.__class__.__new__(self.__class__)
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the state without the group, which cannot be stored in a file."""
         if self.process_group is not None:
             warnings.warn(
@@ -197,7 +198,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(
-        cls, module: torch.nn.Module, process_group: Any = None
+        cls, module: torch.nn.Module, process_group: AnyGroup = None
     ) -> torch.nn.Module:
         """Replace every ``BatchNorm1d`` to ``3d``, and torch's ``SyncBatchNorm``, within a module.
 
@@ -225,7 +226,7 @@ class SyncBatchNorm(_BatchNorm):
         return layers.get(id(module), module)
 
     @classmethod
-    def _from(cls, layer: Any, process_group: Any) -> SyncBatchNorm:
+    def _from(cls, layer: _BatchNorm, process_group: AnyGroup) -> SyncBatchNorm:
         converted = cls(
             layer.num_features,
             layer.eps,
@@ -245,7 +246,7 @@ class SyncBatchNorm(_BatchNorm):
         return converted
 
 
-def _is_batch_norm(module: torch.nn.Module) -> bool:
+def _is_batch_norm(module: torch.nn.Module) -> TypeGuard[_BatchNorm]:
     """Return whether ``SyncBatchNorm`` replaces a layer: torch's batch norms, no instance norms."""
     is_of_torch = isinstance(module, (_BatchNorm, torch.nn.SyncBatchNorm)) and not isinstance(
         module, SyncBatchNorm

@@ -1,7 +1,8 @@
 """Optimizers over remote parameters; the sharded optimizer by its public names (``mpidist.zero``).
 
-A step: ``distributed_optimizer`` → ``owner_calls`` ⇝ ``local`` on the owners → ``gradients`` of the
-context → ``functional``, or ``grad_attribute`` for classes without a functional form.
+A step: ``distributed_optimizer`` → ``remote_optimizers`` → ``owner_calls`` ⇝ ``local`` on the
+owners → ``gradients`` of the context → ``functional``, or ``grad_attribute`` for classes without a
+functional form.
 """
 
 from __future__ import annotations

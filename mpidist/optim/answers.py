@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 from mpidist.errors import FrameError
+from mpidist.optim.local_optimizer import LocalOptimizer
 from mpidist.optim.param_groups import settings_of
 from mpidist.rpc.rref import RRef
 from mpidist.rpc.worker import WorkerInfo
 
 _MAX_PARAMETERS = 1 << 24  # of one reference; the caller numbers them all
 
-Construction = tuple[RRef[Any], list[list[int]], list[dict[str, Any]], dict[str, Any]]
+
+class Construction(NamedTuple):
+    """An owner's answer to ``local.make``.
+
+    Attributes:
+        reference: Its local optimizer.
+        counts: For each group, the number of parameters of each reference.
+        settings: The settings of each group.
+        defaults: The class's defaults.
+    """
+
+    reference: RRef[LocalOptimizer]
+    counts: list[list[int]]
+    settings: list[dict[str, object]]
+    defaults: dict[str, object]
 
 
-def construction(worker: WorkerInfo, answer: Any, sizes: Sequence[int]) -> Construction:
+def construction(worker: WorkerInfo, answer: object, sizes: Sequence[int]) -> Construction:
     """Return an owner's answer to ``local.make``.
 
     Args:
         worker: The owner.
-        answer: A reference to its optimizer, counts of parameters, settings of groups, defaults.
+        answer: The received value.
         sizes: For each group, the number of references sent.
 
     Raises:
         FrameError: The answer has another form.
     """
     if (
-        type(answer) not in (tuple, list)
+        not _is_list(answer)
         or len(answer) != 4
         or type(answer[0]) is not RRef
         or answer[0].owner() != worker
@@ -43,10 +58,10 @@ def construction(worker: WorkerInfo, answer: Any, sizes: Sequence[int]) -> Const
     _require_names(worker, defaults)
     for own, values, size in zip(counts, settings, sizes, strict=True):
         group(worker, (own, values), size)
-    return reference, counts, settings, defaults
+    return Construction(reference, counts, settings, defaults)
 
 
-def group(worker: WorkerInfo, answer: Any, size: int) -> tuple[list[int], dict[str, Any]]:
+def group(worker: WorkerInfo, answer: object, size: int) -> tuple[list[int], dict[str, object]]:
     """Return an owner's answer to ``local.add_group``: counts of parameters, settings of the group.
 
     Args:
@@ -57,7 +72,7 @@ def group(worker: WorkerInfo, answer: Any, size: int) -> tuple[list[int], dict[s
     Raises:
         FrameError: The answer has another form.
     """
-    if type(answer) not in (tuple, list) or len(answer) != 2:
+    if not _is_list(answer) or len(answer) != 2:
         raise _refusal(worker, "a group")
     counts, settings = answer
     if type(counts) is not list or len(counts) != size:
@@ -70,7 +85,7 @@ def group(worker: WorkerInfo, answer: Any, size: int) -> tuple[list[int], dict[s
     return counts, settings
 
 
-def state(worker: WorkerInfo, answer: Any, count: int) -> dict[int, Any]:
+def state(worker: WorkerInfo, answer: object, count: int) -> dict[int, object]:
     """Return an owner's answer to ``local.state``: the state of its parameters, by its own numbers.
 
     Args:
@@ -88,9 +103,14 @@ def state(worker: WorkerInfo, answer: Any, count: int) -> dict[int, Any]:
     return answer
 
 
-def _require_names(worker: WorkerInfo, values: Any) -> None:
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return type(value) is list or type(value) is tuple
+
+
+def _require_names(worker: WorkerInfo, values: object) -> dict[str, object]:
     if type(values) is not dict or not all(type(key) is str for key in values):
         raise _refusal(worker, "settings by name")
+    return values
 
 
 def _refusal(worker: WorkerInfo, what: str) -> FrameError:

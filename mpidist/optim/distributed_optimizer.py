@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from mpidist.dynamo import untraced
-from mpidist.optim import answers, gradients, local
-from mpidist.optim.layout import Layout
-from mpidist.optim.local_optimizer import Group
-from mpidist.optim.owner_calls import call_all, raise_for, start_all
+from mpidist.optim import gradients
+from mpidist.optim.local_optimizer import LocalOptimizer
 from mpidist.optim.param_groups import groups_of, same, settings_of, snapshot
 from mpidist.optim.registry import functional_optim_map, name_or_class
-from mpidist.rpc.worker import WorkerInfo
+from mpidist.optim.remote_optimizers import RemoteOptimizers
+from mpidist.rpc.rref import RRef
 
 
 @untraced
@@ -59,36 +58,38 @@ class DistributedOptimizer(Optimizer):
     """
 
     def __init__(
-        self, optimizer_class: Any, params_rref: Iterable[Any], *args: Any, **kwargs: Any
+        self,
+        optimizer_class: object,
+        params_rref: Iterable[object],
+        *args: object,
+        **kwargs: object,
     ) -> None:
         functional = functional_optim_map.get(optimizer_class)
-        if functional is None and not (
-            isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)
-        ):
-            raise TypeError(
-                "optimizer_class is a subclass of torch.optim.Optimizer, or registered; got "
-                f"{optimizer_class!r}"
-            )
-        if functional is None and _needs_closure(optimizer_class):
-            name = optimizer_class.__name__
-            raise TypeError(
-                f"{name} evaluates the model within its steps (closure), which no owner of "
-                "parameters can do"
-            )
         self.is_functional_optim = functional is not None
-        named = optimizer_class if functional is None else name_or_class(functional)
-        self._recipe = (named, self.is_functional_optim, args, kwargs)
-        self._layout: Layout[WorkerInfo] = Layout()
-        self._optimizers: dict[WorkerInfo, Any] = {}
-        self._sent: list[dict[str, Any]] = []
+        self._remote = RemoteOptimizers(
+            _require_class(optimizer_class) if functional is None else name_or_class(functional),
+            self.is_functional_optim,
+            args,
+            kwargs,
+        )
+        # Each group's settings as its owners have them.
+        self._sent: list[dict[str, object]] = []
         # torch's constructor needs tensors; __setstate__ accepts groups of references.
         super().__setstate__({"defaults": {}, "state": {}, "param_groups": []})
-        self._make_all(groups_of(params_rref))
+        groups = groups_of(params_rref)
+        settings, defaults = self._remote.make(groups)
+        self.defaults.update(defaults)
+        for (rrefs, given), found in zip(groups, settings, strict=True):
+            self._append_group(rrefs, {**given, **found})
+        if not any(self._remote.layout.size(number) for number in range(len(groups))):
+            raise ValueError(
+                "optimizer got an empty parameter list: the modules have no parameters"
+            )
 
     @property
-    def remote_optimizers(self) -> list[Any]:
+    def remote_optimizers(self) -> list[RRef[LocalOptimizer]]:
         """References to the local optimizers, one for each owner."""
-        return list(self._optimizers.values())
+        return list(self._remote.references.values())
 
     def step(self, context_id: int) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient in a context.
@@ -102,11 +103,7 @@ class DistributedOptimizer(Optimizer):
         """
         gradients.require_context(context_id)
         changes = self._changes()
-        calls = {
-            worker: (optimizer, context_id, self._own(worker, changes))
-            for worker, optimizer in self._optimizers.items()
-        }
-        call_all("DistributedOptimizer.step", local.step, calls)
+        self._remote.step(context_id, changes)
         for number, settings in changes.items():
             self._sent[number].update(snapshot(settings))
 
@@ -138,26 +135,17 @@ class DistributedOptimizer(Optimizer):
         """
         gradients.require_context(context_id)
         max_norm, norm_type = float(max_norm), float(norm_type)
-        calls = {
-            worker: (optimizer, context_id, norm_type)
-            for worker, optimizer in self._optimizers.items()
-        }
-        norms = call_all("DistributedOptimizer.clip_grad_norm_", local.gradient_norms, calls)
-        total = gradients.total_norm([norms[worker] for worker in calls], norm_type)
+        norms = self._remote.gradient_norms(context_id, norm_type)
+        total = gradients.total_norm(norms, norm_type)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients from the context is "
-                "non-finite, so it cannot be clipped. "
-                "To disable this error and scale the gradients by the non-finite norm anyway, set "
-                "`error_if_nonfinite=False`"
+                "non-finite, so it cannot be clipped. To disable this error and scale the "
+                "gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
             )
         factor = max_norm / (float(total) + 1e-6)
         if not factor >= 1.0:
-            calls = {
-                worker: (optimizer, context_id, factor)
-                for worker, optimizer in self._optimizers.items()
-            }
-            call_all("DistributedOptimizer.clip_grad_norm_", local.scale_gradients, calls)
+            self._remote.scale_gradients(context_id, factor)
         return total
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -176,39 +164,8 @@ class DistributedOptimizer(Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         (group,) = groups_of([param_group])
-        owners = [rref.owner() for rref in group["params"]]
-        settings = settings_of(group)
-        own = {
-            worker: [rref for rref in group["params"] if rref.owner() == worker]
-            for worker in owners
-        }
-        present = {
-            worker: (self._optimizers[worker], rrefs, settings)
-            for worker, rrefs in own.items()
-            if worker in self._optimizers
-        }
-        absent = {
-            worker: self._make_arguments([(rrefs, settings)])
-            for worker, rrefs in own.items()
-            if worker not in self._optimizers
-        }
-        added, errors = start_all(local.add_group, present)
-        made, more = start_all(local.make, absent)
-        if errors or more:
-            start_all(local.remove_group, {worker: (self._optimizers[worker],) for worker in added})
-        raise_for("DistributedOptimizer.add_param_group", {**errors, **more}, len(own))
-        added = {
-            worker: answers.group(worker, answer, len(own[worker]))
-            for worker, answer in added.items()
-        }
-        for worker, answer in made.items():
-            self._optimizers[worker], (counts,), (found,), _ = answers.construction(
-                worker, answer, [len(own[worker])]
-            )
-            added[worker] = counts, found
-        self._append_group(
-            group, {worker: counts for worker, (counts, _) in added.items()}, added[owners[0]][1]
-        )
+        rrefs, given = group
+        self._append_group(rrefs, {**given, **self._remote.add(group)})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters, gathered from their owners, on the CPU.
@@ -220,18 +177,12 @@ class DistributedOptimizer(Optimizer):
         Raises:
             WorkerErrors: Owners' errors.
         """
-        states = call_all(
-            "DistributedOptimizer.state_dict",
-            local.state,
-            {worker: (optimizer,) for worker, optimizer in self._optimizers.items()},
-        )
-        for worker, found in states.items():
-            answers.state(worker, found, sum(map(len, self._layout.numbers_of(worker))))
+        state = self._remote.state()
         groups = [
             {**snapshot(settings_of(group)), "params": numbers}
-            for group, numbers in zip(self.param_groups, self._layout.numbers(), strict=True)
+            for group, numbers in zip(self.param_groups, self._remote.layout.numbers(), strict=True)
         ]
-        return {"state": self._layout.gather(states), "param_groups": groups}
+        return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state and send each owner its part.
@@ -250,12 +201,12 @@ class DistributedOptimizer(Optimizer):
                 f"{len(self.param_groups)}"
             )
         for number, group in enumerate(groups):
-            if len(group["params"]) != self._layout.size(number):
+            size = self._remote.layout.size(number)
+            if len(group["params"]) != size:
                 raise ValueError(
                     "loaded state dict contains a parameter group that doesn't match the size of "
-                    "optimizer's group: "
-                    f"group {number} has {len(group['params'])} parameters, not "
-                    f"{self._layout.size(number)}"
+                    f"optimizer's group: group {number} has {len(group['params'])} parameters, "
+                    f"not {size}"
                 )
         order = [number for group in groups for number in group["params"]]
         state = {
@@ -264,64 +215,16 @@ class DistributedOptimizer(Optimizer):
             if number in state_dict["state"]
         }
         settings = [snapshot(settings_of(group)) for group in groups]
-        parts = self._layout.scatter(state, self._optimizers)
-        calls = {
-            worker: (
-                optimizer,
-                parts[worker],
-                [settings[number] for number in self._layout.groups_of(worker)],
-            )
-            for worker, optimizer in self._optimizers.items()
-        }
-        call_all("DistributedOptimizer.load_state_dict", local.load_state, calls)
+        self._remote.load_state(state, settings)
         for group, loaded in zip(self.param_groups, settings, strict=True):
             group.update(snapshot(loaded))
         self._sent = settings
 
-    def _make_all(self, groups: list[dict[str, Any]]) -> None:
-        own: dict[WorkerInfo, list[Group]] = {}
-        for group in groups:
-            for worker in dict.fromkeys(rref.owner() for rref in group["params"]):
-                rrefs = [rref for rref in group["params"] if rref.owner() == worker]
-                own.setdefault(worker, []).append((rrefs, settings_of(group)))
-        calls = {worker: self._make_arguments(parts) for worker, parts in own.items()}
-        made = call_all(f"DistributedOptimizer({self._recipe[0]!r})", local.make, calls)
-        made = {
-            worker: answers.construction(worker, answer, [len(rrefs) for rrefs, _ in own[worker]])
-            for worker, answer in made.items()
-        }
-        self._optimizers = {worker: answer[0] for worker, answer in made.items()}
-        self.defaults.update(next(iter(made.values()))[3])
-        counts = {worker: iter(answer[1]) for worker, answer in made.items()}
-        settings = {worker: iter(answer[2]) for worker, answer in made.items()}
-        for group in groups:
-            owners = dict.fromkeys(rref.owner() for rref in group["params"])
-            found = {worker: next(settings[worker]) for worker in owners}
-            self._append_group(
-                group,
-                {worker: next(counts[worker]) for worker in owners},
-                next(iter(found.values()), {}),
-            )
-        if not any(self._layout.size(number) for number in range(len(groups))):
-            raise ValueError(
-                "optimizer got an empty parameter list: the modules have no parameters"
-            )
+    def _append_group(self, rrefs: list[RRef[object]], settings: dict[str, object]) -> None:
+        self.param_groups.append({"params": rrefs, **settings})
+        self._sent.append(snapshot(settings))
 
-    def _make_arguments(self, parts: list[Group]) -> tuple[Any, ...]:
-        named, is_functional, args, kwargs = self._recipe
-        return named, is_functional, parts, args, kwargs
-
-    def _append_group(
-        self,
-        group: dict[str, Any],
-        counts: Mapping[WorkerInfo, list[int]],
-        settings: dict[str, Any],
-    ) -> None:
-        self._layout.add([rref.owner() for rref in group["params"]], counts)
-        self.param_groups.append({**group, **settings})
-        self._sent.append(snapshot(settings_of(self.param_groups[-1])))
-
-    def _changes(self) -> dict[int, dict[str, Any]]:
+    def _changes(self) -> dict[int, dict[str, object]]:
         """Return each group's settings that changed since they were sent to its owners."""
         found = {}
         for number, (group, sent) in enumerate(zip(self.param_groups, self._sent, strict=True)):
@@ -334,18 +237,17 @@ class DistributedOptimizer(Optimizer):
                 found[number] = new
         return found
 
-    def _own(
-        self, worker: WorkerInfo, changes: Mapping[int, dict[str, Any]]
-    ) -> dict[int, dict[str, Any]]:
-        if not changes:
-            return {}
-        return {
-            here: changes[number]
-            for here, number in enumerate(self._layout.groups_of(worker))
-            if number in changes
-        }
 
-
-def _needs_closure(optimizer_class: type[Optimizer]) -> bool:
+def _require_class(optimizer_class: object) -> type[Optimizer]:
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise TypeError(
+            "optimizer_class is a subclass of torch.optim.Optimizer, or registered; got "
+            f"{optimizer_class!r}"
+        )
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{optimizer_class.__name__} evaluates the model within its steps (closure), which no "
+            "owner of parameters can do"
+        )
+    return optimizer_class

@@ -7,8 +7,7 @@ caller must.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
@@ -22,13 +21,13 @@ def is_dense(parameter: Tensor) -> bool:
     )
 
 
-def require_dense(group: Mapping[str, Any]) -> None:
-    """Check the parameters of a group with a fused kernel.
+def require_dense(parameters: Iterable[Tensor]) -> None:
+    """Check the parameters of a fused kernel.
 
     Raises:
         ValueError: A parameter is not non-overlapping and dense.
     """
-    if not all(map(is_dense, group["params"])):
+    if not all(map(is_dense, parameters)):
         raise ValueError(
             "fused=True needs parameters whose elements fill their memory, each in a place of its "
             "own"
@@ -46,7 +45,7 @@ def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
-def require_state(name: str, value: Tensor, parameter: Tensor, *, present: Any = None) -> None:
+def require_state(name: str, value: Tensor, parameter: Tensor, *, present: object = None) -> None:
     """Check a tensor of a state that a fused kernel may take.
 
     Args:

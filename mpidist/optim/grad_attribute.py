@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from mpidist.optim import fused
 from mpidist.optim.parameter_locks import ParameterLocks
@@ -25,11 +26,15 @@ class GradAttributeOptimizer:
 
     Args:
         optimizer_class: A subclass of ``torch.optim.Optimizer``.
-        params: For ``optimizer_class``, like the further arguments.
+        params: Parameters or groups; passed to ``optimizer_class``, like the further arguments.
     """
 
     def __init__(
-        self, optimizer_class: type[torch.optim.Optimizer], params: Any, *args: Any, **kwargs: Any
+        self,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        params: ParamsT,
+        *args: object,
+        **kwargs: object,
     ) -> None:
         self._optimizer = optimizer_class(params, *args, **kwargs)
         self.locks = ParameterLocks()
@@ -46,7 +51,7 @@ class GradAttributeOptimizer:
         return self._optimizer.param_groups
 
     @property
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> dict[str, object]:
         """The optimizer's own."""
         return self._optimizer.defaults
 
@@ -74,7 +79,7 @@ class GradAttributeOptimizer:
                 for parameter, gradient in zip(parameters, kept, strict=True):
                     parameter.grad = gradient
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         """Add parameters with their own settings."""
         self._optimizer.add_param_group(param_group)
         self.locks.add(self.parameters)
@@ -85,11 +90,11 @@ class GradAttributeOptimizer:
             for parameter in self.param_groups.pop()["params"]:
                 self._optimizer.state.pop(parameter, None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the optimizer's state."""
         return self._optimizer.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Load a state of the same optimizer."""
         with self.locks:
             self._optimizer.load_state_dict(state_dict)
@@ -99,7 +104,7 @@ class GradAttributeOptimizer:
         for group in self.param_groups:
             if not group.get("fused"):
                 continue
-            fused.require_dense(group)
+            fused.require_dense(group["params"])
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue

@@ -34,7 +34,7 @@ def of_context(context_id: int) -> dict[Tensor, Tensor]:
     return autograd.get_gradients(context_id)
 
 
-def of_parameters(context_id: int, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+def of_parameters(context_id: object, parameters: Sequence[Tensor]) -> list[Tensor | None]:
     """Return a context's gradient of each parameter; None if it has none.
 
     Raises:
@@ -56,11 +56,11 @@ def norms(gradients: Sequence[Tensor | None], norm_type: float) -> Tensor:
     present = [_values(gradient) for gradient in gradients if gradient is not None]
     if not present:
         return torch.zeros(0)
-    kind = present[0].dtype
+    dtype = present[0].dtype
     for gradient in present:
-        kind = torch.promote_types(kind, gradient.dtype)
+        dtype = torch.promote_types(dtype, gradient.dtype)
     return torch.stack(
-        [norm.to("cpu", kind.to_real()) for norm in torch._foreach_norm(present, norm_type)]
+        [norm.to("cpu", dtype.to_real()) for norm in torch._foreach_norm(present, norm_type)]
     )
 
 

@@ -8,8 +8,9 @@ numbers the parameters that it owns in the same order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
+State = TypeVar("State")
 Worker = TypeVar("Worker")
 
 
@@ -30,8 +31,8 @@ class Layout(Generic[Worker]):
             owners: The owner of each reference.
             counts: For each owner, the number of parameters of each of its references.
         """
-        left = {owner: iter(found) for owner, found in counts.items()}
-        self.groups.append([(owner, next(left[owner])) for owner in owners])
+        following = {owner: iter(found) for owner, found in counts.items()}
+        self.groups.append([(owner, next(following[owner])) for owner in owners])
 
     def size(self, group: int) -> int:
         """Return the number of parameters in a group."""
@@ -57,25 +58,25 @@ class Layout(Generic[Worker]):
         """Return the numbers of a worker's parameters, for each group of its own optimizer."""
         found = []
         for group in self.groups_of(worker):
-            left = iter(self.numbers()[group])
+            numbers = iter(self.numbers()[group])
             own: list[int] = []
             for owner, count in self.groups[group]:
-                taken = [next(left) for _ in range(count)]
+                taken = [next(numbers) for _ in range(count)]
                 own += taken if owner == worker else []
             found.append(own)
         return found
 
-    def gather(self, states: Mapping[Worker, Mapping[int, Any]]) -> dict[int, Any]:
+    def gather(self, states: Mapping[Worker, Mapping[int, State]]) -> dict[int, State]:
         """Return the state of all parameters by number, from each worker's by its own numbers."""
-        state: dict[int, Any] = {}
+        state: dict[int, State] = {}
         for worker, own in states.items():
             numbers = [number for group in self.numbers_of(worker) for number in group]
             state.update((numbers[here], value) for here, value in own.items())
         return dict(sorted(state.items()))
 
     def scatter(
-        self, state: Mapping[int, Any], workers: Iterable[Worker]
-    ) -> dict[Worker, dict[int, Any]]:
+        self, state: Mapping[int, State], workers: Iterable[Worker]
+    ) -> dict[Worker, dict[int, State]]:
         """Return each worker's part of the state; inverse of ``gather``."""
         found = {}
         for worker in workers:

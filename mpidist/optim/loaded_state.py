@@ -13,12 +13,12 @@ from mpidist.optim import fused
 # changes are not checked by torch.
 SWITCHES = ("fused", "foreach", "capturable", "differentiable")
 
-# Most bytes of a state beyond its message, in units of the parameters' bytes. No optimizer of torch
-# has as many tensors for one parameter.
-_MOST_COPIES = 16
+# Limit on a state's bytes beyond those of its message, in units of the parameters' bytes. No
+# optimizer of torch has as many tensors for one parameter.
+_MAX_COPIES = 16
 
 
-def require_switches(settings: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+def require_switches(settings: Mapping[str, object], present: Mapping[str, object]) -> None:
     """Refuse settings that enable kernels which the owner's group does not use.
 
     Args:
@@ -29,22 +29,22 @@ def require_switches(settings: Mapping[str, Any], present: Mapping[str, Any]) ->
         ValueError: A setting enables other kernels.
     """
     for name in SWITCHES:
-        value, own = settings.get(name), present.get(name)
+        value, enabled = settings.get(name), present.get(name)
         if value is None or value is False:
             continue
-        if type(value) not in (bool, int) or type(value) is not type(own) or value != own:
+        if type(value) not in (bool, int) or type(value) is not type(enabled) or value != enabled:
             raise ValueError(
                 f"{name!r} is switched on where the optimizer is made, and by no message; it is "
-                f"{own!r} here"
+                f"{enabled!r} here"
             )
 
 
 def checked(
-    state: Mapping[int, Mapping[str, Any]],
+    state: Mapping[int, Mapping[str, object]],
     parameters: Sequence[torch.Tensor],
     is_fused: Sequence[bool],
-    present: Mapping[int, Mapping[str, Any]],
-) -> dict[int, dict[str, Any]]:
+    present: Mapping[int, Mapping[str, object]],
+) -> dict[int, dict[str, object]]:
     """Return a copy of a state with memory of its own.
 
     Copies of a parameter's shape also have its strides. Only fused kernels need a check of shapes:
@@ -74,16 +74,16 @@ def checked(
 
 
 def _require_bounded(
-    state: Mapping[int, Mapping[str, Any]], parameters: Sequence[torch.Tensor]
+    state: Mapping[int, Mapping[str, object]], parameters: Sequence[torch.Tensor]
 ) -> None:
     """Refuse tensors with more elements than memory (strides of 0), which a copy would expand."""
-    needed, allowance = 0, sum(_MOST_COPIES * _bytes(parameters[number]) for number in state)
+    needed, allowance = 0, sum(_MAX_COPIES * _bytes(parameters[number]) for number in state)
     storages = {}
     for value in _tensors(state):
         if value.layout is torch.strided:
             needed += _bytes(value)
             storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-    if needed > allowance + sum(storages.values()) + _MOST_COPIES * len(parameters):
+    if needed > allowance + sum(storages.values()) + _MAX_COPIES * len(parameters):
         raise ValueError(
             f"the state's tensors share their memory: {needed} bytes would be needed for a copy"
         )
@@ -93,7 +93,7 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):

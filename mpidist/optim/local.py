@@ -12,6 +12,7 @@ references to. No name in a message is used as an attribute.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from mpidist.optim.local_optimizer import LocalOptimizer
 from mpidist.rpc.rref import RRef
 
 
-def make(named: Any, is_functional: bool, groups: Any, args: Any, kwargs: Any) -> Any:
+def make(
+    named: object, is_functional: object, groups: object, args: object, kwargs: object
+) -> tuple[RRef[LocalOptimizer], list[list[int]], list[dict[str, object]], dict[str, object]]:
     """Make this worker's optimizer.
 
     Args:
@@ -49,19 +52,21 @@ def make(named: Any, is_functional: bool, groups: Any, args: Any, kwargs: Any) -
     )
 
 
-def add_group(optimizer: Any, references: Any, settings: Any) -> Any:
+def add_group(
+    optimizer: object, references: object, settings: object
+) -> tuple[list[int], dict[str, object]]:
     """Add a group; return the number of parameters of each reference, and the group's settings."""
     local = local_optimizer.of(optimizer)
     local.add(references, settings)
     return local.counts[-1], local.settings()[-1]
 
 
-def remove_group(optimizer: Any) -> None:
+def remove_group(optimizer: object) -> None:
     """Remove the last added group, after another worker could not add its part."""
     local_optimizer.of(optimizer).remove_last()
 
 
-def step(optimizer: Any, context_id: int, changes: Any) -> None:
+def step(optimizer: object, context_id: object, changes: object) -> None:
     """Update the parameters with a context's gradients.
 
     Blocks: while another optimizer updates one of these parameters.
@@ -77,34 +82,32 @@ def step(optimizer: Any, context_id: int, changes: Any) -> None:
     local.optimizer.step(found)
 
 
-def state(optimizer: Any) -> dict[int, Any]:
+def state(optimizer: object) -> dict[int, object]:
     """Return a copy of each parameter's state on the CPU, by this worker's numbers."""
     local = local_optimizer.of(optimizer)
     locks = getattr(local.optimizer, "locks", None)
-    if locks is None:
-        return _copied(local.own("state_dict")()["state"])
-    with locks:
-        return _copied(local.optimizer.state_dict()["state"])
+    with nullcontext() if locks is None else locks:
+        return _copied(local.attribute("state_dict")()["state"])
 
 
-def load_state(optimizer: Any, state: Any, settings: Any) -> None:
+def load_state(optimizer: object, state: object, settings: object) -> None:
     """Load each parameter's state, by this worker's numbers, and each group's settings."""
     local_optimizer.of(optimizer).load(state, settings)
 
 
-def gradient_norms(optimizer: Any, context_id: int, norm_type: float) -> torch.Tensor:
+def gradient_norms(optimizer: object, context_id: object, norm_type: object) -> torch.Tensor:
     """Return the norms of the parameters' gradients in a context."""
     found = gradients.of_parameters(context_id, local_optimizer.of(optimizer).parameters)
     return gradients.norms(found, _number(norm_type))
 
 
-def scale_gradients(optimizer: Any, context_id: int, factor: float) -> None:
+def scale_gradients(optimizer: object, context_id: object, factor: object) -> None:
     """Multiply a context's gradients of the parameters, in place."""
     found = gradients.of_parameters(context_id, local_optimizer.of(optimizer).parameters)
     gradients.scale(found, _number(factor))
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if type(value) is not float and type(value) is not int:
         raise TypeError(f"a norm's type and a factor are numbers; got a {type(value).__qualname__}")
     return float(value)

@@ -6,21 +6,19 @@ Values from messages are checked before use, with or without an allowlist.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from mpidist.errors import MpidistError
 from mpidist.optim import loaded_state, registry
 from mpidist.optim.grad_attribute import GradAttributeOptimizer
+from mpidist.optim.param_groups import PARAMETER_KEYS, settings_of
+from mpidist.optim.registry import FunctionalClass
 from mpidist.rpc import current
 from mpidist.rpc.rref import RRef
-
-# References and their settings.
-Group = tuple[Sequence[Any], dict[str, Any]]
-
-_NO_SETTINGS = ("params", "param_names")  # keys of a group
 
 
 class LocalOptimizer:
@@ -37,41 +35,35 @@ class LocalOptimizer:
         Exception: An error of the class.
     """
 
-    def __init__(self, named: Any, is_functional: Any, groups: Any, args: Any, kwargs: Any) -> None:
-        if (
-            type(is_functional) is not bool
-            or type(groups) not in (list, tuple)
-            or type(args) not in (list, tuple)
-        ):
+    def __init__(
+        self, named: object, is_functional: object, groups: object, args: object, kwargs: object
+    ) -> None:
+        if type(is_functional) is not bool or not _is_list(groups) or not _is_list(args):
             raise TypeError(
                 "an optimizer is made of a class, whether it is functional, a list of groups and "
                 "its arguments"
             )
         make = _optimizer_class(named, is_functional)
-        _require_names(kwargs)
+        options = _require_names(kwargs)
         self.counts: list[list[int]] = []
         self.parameters: list[torch.Tensor] = []
-        taken = [self._take(*_parts(group)) for group in groups]
+        parts = [_parts(group) for group in groups]
+        taken = [self._take(*part) for part in parts]
         # A user's functional optimizer may not accept groups; torch's do not accept an empty list.
-        is_plain = len(taken) == 1 and not groups[0][1] and self.parameters
-        params: Any = taken[0]["params"] if is_plain else taken
-        self.optimizer = (
-            make(params, *args, **kwargs)
-            if is_functional
-            else GradAttributeOptimizer(make, params, *args, **kwargs)
-        )
+        is_plain = len(taken) == 1 and not parts[0][1] and self.parameters
+        self.optimizer = make(self.parameters[:] if is_plain else taken, *args, **options)
 
-    def add(self, references: Any, settings: Any) -> None:
+    def add(self, references: object, settings: object) -> None:
         """Add a group.
 
         Raises:
             ValueError: Settings that enable kernels which the optimizer does not use.
         """
-        _, given = _parts((references, settings))
+        rrefs, given = _parts((references, settings))
         loaded_state.require_switches(given, getattr(self.optimizer, "defaults", {}))
-        group = self._take(*_parts((references, settings)))
+        group = self._take(rrefs, given)
         try:
-            self.own("add_param_group")(group)
+            self.attribute("add_param_group")(group)
         except BaseException:
             self._forget_last()
             raise
@@ -84,20 +76,17 @@ class LocalOptimizer:
         """
         if len(self.counts) < 2:
             raise ValueError("an optimizer keeps its first group of parameters")
-        self.own("remove_last_group")()
+        self.attribute("remove_last_group")()
         self._forget_last()
 
-    def settings(self) -> list[dict[str, Any]]:
+    def settings(self) -> list[dict[str, object]]:
         """Return the settings of each group."""
         groups = getattr(self.optimizer, "param_groups", None)
         if groups is None:
             return [{} for _ in self.counts]
-        return [
-            {key: value for key, value in group.items() if key not in _NO_SETTINGS}
-            for group in groups
-        ]
+        return [settings_of(group) for group in groups]
 
-    def change(self, changes: Any) -> None:
+    def change(self, changes: object) -> None:
         """Change settings of groups, by number: all or none. Schedulers may add settings.
 
         Raises:
@@ -108,7 +97,7 @@ class LocalOptimizer:
             raise TypeError(f"settings are changed by a dict; got a {type(changes).__name__}")
         if not changes:
             return
-        groups = self.own("param_groups")
+        groups = self.attribute("param_groups")
         for number, settings in changes.items():
             if type(number) is not int or not 0 <= number < len(groups):
                 raise ValueError(
@@ -119,7 +108,7 @@ class LocalOptimizer:
         for number, settings in changes.items():
             groups[number].update(settings)
 
-    def load(self, state: Any, settings: Any) -> None:
+    def load(self, state: object, settings: object) -> None:
         """Load each parameter's state, by this worker's numbers, and each group's settings.
 
         Raises:
@@ -127,10 +116,9 @@ class LocalOptimizer:
             ValueError: Another number of groups, no such parameter, a state that the fused kernel
                 does not take, or settings that enable kernels which the group does not use.
         """
-        if type(state) is not dict or type(settings) not in (list, tuple):
+        if type(state) is not dict or not _is_list(settings):
             raise TypeError("a state is a dict, and settings of groups are a list")
-        for own in settings:
-            _require_settings(own)
+        given = [_require_settings(each) for each in settings]
         for number, values in state.items():
             if type(number) is not int or not 0 <= number < len(self.parameters):
                 raise ValueError(
@@ -139,20 +127,20 @@ class LocalOptimizer:
             _require_names(values)
         numbers = iter(range(len(self.parameters)))
         groups = [
-            {**own, "params": [next(numbers) for _ in range(sum(counts))]}
-            for own, counts in zip(settings, self.counts, strict=True)
+            {**new, "params": [next(numbers) for _ in range(sum(counts))]}
+            for new, counts in zip(given, self.counts, strict=True)
         ]
         present = getattr(self.optimizer, "param_groups", None) or [{} for _ in groups]
         is_fused = []
-        for own, there in zip(groups, present, strict=True):
-            loaded_state.require_switches(own, there)
-            is_fused += [bool(there.get("fused"))] * len(own["params"])
-        load = self.own("load_state_dict")
-        before = self.own("state_dict")()["state"] if any(is_fused) else {}
+        for new, old, counts in zip(given, present, self.counts, strict=True):
+            loaded_state.require_switches(new, old)
+            is_fused += [bool(old.get("fused"))] * sum(counts)
+        load = self.attribute("load_state_dict")
+        before = self.attribute("state_dict")()["state"] if any(is_fused) else {}
         values = loaded_state.checked(state, self.parameters, is_fused, before)
         load({"state": values, "param_groups": groups})
 
-    def own(self, name: str) -> Any:
+    def attribute(self, name: str) -> Any:
         """Return an attribute that a functional optimizer may lack. No message gives the name.
 
         Raises:
@@ -165,7 +153,9 @@ class LocalOptimizer:
             )
         return getattr(self.optimizer, name)
 
-    def _take(self, references: Sequence[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    def _take(
+        self, references: Sequence[object], settings: Mapping[str, object]
+    ) -> dict[str, object]:
         found = [_parameters_of(reference) for reference in references]
         own = [parameter for parameters in found for parameter in parameters]
         self.counts.append([len(parameters) for parameters in found])
@@ -176,7 +166,7 @@ class LocalOptimizer:
         del self.parameters[len(self.parameters) - sum(self.counts.pop()) :]
 
 
-def of(reference: Any) -> LocalOptimizer:
+def of(reference: object) -> LocalOptimizer:
     """Return the optimizer of a reference.
 
     Raises:
@@ -191,7 +181,7 @@ def of(reference: Any) -> LocalOptimizer:
     return value
 
 
-def _owned(reference: Any) -> Any:
+def _owned(reference: object) -> object:
     if type(reference) is not RRef or not reference.is_owner():
         raise TypeError(
             "an optimizer takes references to values of its own worker; got a "
@@ -200,7 +190,7 @@ def _owned(reference: Any) -> Any:
     return reference.local_value()
 
 
-def _parameters_of(reference: Any) -> list[torch.Tensor]:
+def _parameters_of(reference: object) -> list[torch.Tensor]:
     value = _owned(reference)
     if isinstance(value, torch.nn.Module):
         return list(value.parameters())
@@ -212,49 +202,54 @@ def _parameters_of(reference: Any) -> list[torch.Tensor]:
     )
 
 
-def _optimizer_class(named: Any, is_functional: bool) -> Any:
+def _optimizer_class(named: object, is_functional: bool) -> FunctionalClass:
     """Return the class or function that makes the optimizer: by name, or from the allowlist."""
-    if type(named) is str and is_functional:
+    if is_functional and type(named) is str:
         return registry.resolve(named)
-    is_class = isinstance(named, type)
-    if is_functional:
-        is_right = (
-            is_class
-            or isinstance(named, (FunctionType, BuiltinFunctionType))
-            or current.require().allowed is None
-        )
+    allowed = current.require().allowed
+    make: FunctionalClass
+    if (
+        is_functional
+        and callable(named)
+        and (isinstance(named, (type, FunctionType, BuiltinFunctionType)) or allowed is None)
+    ):
+        make = named
+    elif not is_functional and isinstance(named, type) and issubclass(named, torch.optim.Optimizer):
+        make = partial(GradAttributeOptimizer, named)
     else:
-        is_right = is_class and issubclass(named, torch.optim.Optimizer)
-    if not is_right or not callable(named):
         raise TypeError(
             "an optimizer is a class, or a name of mpidist.optim.functional; got a "
             f"{type(named).__qualname__}"
         )
-    allowed = current.require().allowed
-    if is_class and allowed is not None and not allowed.has_class(named):
+    if isinstance(named, type) and allowed is not None and not allowed.has_class(named):
         raise MpidistError(
             f'"{named.__module__}.{named.__qualname__}" is not in the list of what this worker '
             "allows"
         )
-    return named
+    return make
 
 
-def _parts(group: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    if type(group) not in (list, tuple) or len(group) != 2 or type(group[0]) not in (list, tuple):
+def _is_list(value: object) -> TypeGuard[Sequence[object]]:
+    return type(value) is list or type(value) is tuple
+
+
+def _parts(group: object) -> tuple[Sequence[object], dict[str, object]]:
+    if not _is_list(group) or len(group) != 2 or not _is_list(references := group[0]):
         raise TypeError("a group is a list of references, and settings")
-    _require_settings(group[1])
-    return group[0], group[1]
+    return references, _require_settings(group[1])
 
 
-def _require_settings(settings: Any) -> None:
-    _require_names(settings)
-    for key in _NO_SETTINGS:
-        if key in settings:
+def _require_settings(settings: object) -> dict[str, object]:
+    found = _require_names(settings)
+    for key in PARAMETER_KEYS:
+        if key in found:
             raise TypeError(f"{key!r} is no setting of a group of parameters")
+    return found
 
 
-def _require_names(values: Any) -> None:
+def _require_names(values: object) -> dict[str, object]:
     if type(values) is not dict or not all(type(key) is str for key in values):
         raise TypeError(
             "settings, keyword arguments and a parameter's state are dicts with names as keys"
         )
+    return values

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypeVar
 
 from mpidist.errors import WorkerErrors
 from mpidist.rpc import api
+from mpidist.rpc.call import RpcFuture
 from mpidist.rpc.worker import WorkerInfo
 
-Calls = Mapping[WorkerInfo, tuple[Any, ...]]
+Calls = Mapping[WorkerInfo, tuple[object, ...]]
+Result = TypeVar("Result")
 
 
 def start_all(
-    function: Callable[..., Any], calls: Calls
-) -> tuple[dict[WorkerInfo, Any], dict[WorkerInfo, BaseException]]:
+    function: Callable[..., Result], calls: Calls
+) -> tuple[dict[WorkerInfo, Result], dict[WorkerInfo, BaseException]]:
     """Call a function on workers at the same time.
 
     Blocks: until the last worker has answered or failed.
@@ -26,9 +28,9 @@ def start_all(
     Returns:
         Results and errors, by worker.
     """
-    results: dict[WorkerInfo, Any] = {}
+    results: dict[WorkerInfo, Result] = {}
     errors: dict[WorkerInfo, BaseException] = {}
-    futures: dict[WorkerInfo, Any] = {}
+    futures: dict[WorkerInfo, RpcFuture] = {}
     for worker, arguments in calls.items():
         try:
             futures[worker] = api.rpc_async(worker, function, args=arguments)
@@ -42,7 +44,9 @@ def start_all(
     return results, errors
 
 
-def call_all(operation: str, function: Callable[..., Any], calls: Calls) -> dict[WorkerInfo, Any]:
+def call_all(
+    operation: str, function: Callable[..., Result], calls: Calls
+) -> dict[WorkerInfo, Result]:
     """Call a function on workers at the same time; return the results.
 
     Blocks: until the last worker has answered or failed.
@@ -55,15 +59,21 @@ def call_all(operation: str, function: Callable[..., Any], calls: Calls) -> dict
     return results
 
 
-def raise_for(operation: str, errors: Mapping[WorkerInfo, BaseException], of: int) -> None:
-    """Raise one exception for the errors of workers, if any."""
+def raise_for(operation: str, errors: Mapping[WorkerInfo, BaseException], called: int) -> None:
+    """Raise one exception for the errors of workers, if any.
+
+    Args:
+        operation: The name in the message.
+        errors: By worker.
+        called: The number of all workers called.
+    """
     if not errors:
         return
     texts = (
         f"{worker.name} (rank {worker.id}): {type(error).__name__}: {error}"
         for worker, error in errors.items()
     )
-    text = f"{operation} failed on {len(errors)} of {of} worker(s): {'; '.join(texts)}"
+    text = f"{operation} failed on {len(errors)} of {called} worker(s): {'; '.join(texts)}"
     raise WorkerErrors(text, {worker.name: error for worker, error in errors.items()}) from next(
         iter(errors.values())
     )

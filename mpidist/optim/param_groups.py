@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from mpidist.rpc.rref import RRef
+from mpidist.rpc.worker import WorkerInfo
+
+# Keys of a group that are no settings.
+PARAMETER_KEYS = ("params", "param_names")
+
+# References, and settings without them.
+Group = tuple[list[RRef[object]], dict[str, object]]
 
 
-def groups_of(params: Any) -> list[dict[str, Any]]:
-    """Return a constructor's groups, with lists of references.
+def groups_of(params: Iterable[object]) -> list[Group]:
+    """Return a constructor's groups.
 
     Args:
         params: References, or dicts with references as ``"params"``; the dicts are not changed.
@@ -25,7 +32,7 @@ def groups_of(params: Any) -> list[dict[str, Any]]:
             "params_rref is an iterable of references or of dicts; got a single "
             f"{type(params).__name__}"
         )
-    entries = list(params)
+    entries: list[Any] = list(params)
     if not entries:
         raise ValueError("optimizer got an empty parameter list")
     groups = (
@@ -33,26 +40,23 @@ def groups_of(params: Any) -> list[dict[str, Any]]:
         if isinstance(entries[0], dict)
         else [{"params": entries}]
     )
-    for group in groups:
-        rrefs = group["params"]
-        group["params"] = rrefs = [rrefs] if isinstance(rrefs, RRef) else list(rrefs)
-        if not rrefs:
-            raise ValueError("optimizer got a parameter group without references")
-        for rref in rrefs:
-            if not isinstance(rref, RRef):
-                raise TypeError(
-                    "params_rref takes references (RRef) to parameters or modules; got "
-                    f"{torch.typename(rref)}"
-                )
-    return groups
+    return [(_references(group["params"]), settings_of(group)) for group in groups]
 
 
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def by_owner(rrefs: Iterable[RRef[object]]) -> dict[WorkerInfo, list[RRef[object]]]:
+    """Return each owner's references, in their order."""
+    found: dict[WorkerInfo, list[RRef[object]]] = {}
+    for rref in rrefs:
+        found.setdefault(rref.owner(), []).append(rref)
+    return found
+
+
+def settings_of(group: Mapping[str, object]) -> dict[str, object]:
     """Return a group without its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value for key, value in group.items() if key not in PARAMETER_KEYS}
 
 
-def snapshot(settings: Mapping[str, Any]) -> dict[str, Any]:
+def snapshot(settings: Mapping[str, object]) -> dict[str, object]:
     """Return a copy of settings."""
     # A scheduler changes a learning rate that is a tensor in place, so tensors are cloned.
     return {
@@ -61,7 +65,7 @@ def snapshot(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def same(value: Any, sent: Any) -> bool:
+def same(value: object, sent: object) -> bool:
     """Return whether two settings are equal."""
     if isinstance(value, torch.Tensor) or isinstance(sent, torch.Tensor):
         return (
@@ -70,3 +74,16 @@ def same(value: Any, sent: Any) -> bool:
             and torch.equal(value, sent)
         )
     return bool(value == sent)
+
+
+def _references(params: Any) -> list[RRef[object]]:
+    rrefs = [params] if isinstance(params, RRef) else list(params)
+    if not rrefs:
+        raise ValueError("optimizer got a parameter group without references")
+    for rref in rrefs:
+        if not isinstance(rref, RRef):
+            raise TypeError(
+                "params_rref takes references (RRef) to parameters or modules; got "
+                f"{torch.typename(rref)}"
+            )
+    return rrefs

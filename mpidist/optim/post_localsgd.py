@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
+
+
+class ModelAverager(Protocol):
+    """Model averager, of ``mpidist.ddp.model_averaging`` or torch's.
+
+    Attributes:
+        step: The number of calls of ``average_parameters``.
+    """
+
+    step: int
+
+    def average_parameters(self, params: Iterable[dict[str, Any]], /) -> None:
+        """Average the parameters of groups, in the steps in which an average is due."""
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
@@ -17,7 +30,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
     Args:
         optim: The local optimizer.
-        averager: A model averager, of ``mpidist.ddp.model_averaging`` or torch's.
+        averager: Called with the parameter groups after each step.
 
     Raises:
         TypeError: ``optim`` is no optimizer, or ``averager`` has no ``average_parameters``.
@@ -27,7 +40,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         Addition: ``step`` takes a closure.
     """
 
-    def __init__(self, optim: torch.optim.Optimizer, averager: Any) -> None:
+    def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
         if not isinstance(optim, torch.optim.Optimizer):
             raise TypeError(f"optim must be a torch.optim.Optimizer; got {type(optim).__name__}")
         if not callable(getattr(averager, "average_parameters", None)):

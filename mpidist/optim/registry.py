@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch.optim
 
 from mpidist.optim.functional import optimizers
+from mpidist.optim.functional.optimizer import FunctionalOptimizer
 
-functional_optim_map: dict[Any, Any] = {
+
+class GradientsOptimizer(Protocol):
+    """Optimizer whose ``step`` takes gradients; other attributes of torch's may be absent."""
+
+    def step(self, gradients: Sequence[torch.Tensor | None], /) -> object:
+        """Update the parameters; for None a parameter does not change."""
+
+
+# A class, or a function that makes an optimizer.
+FunctionalClass = Callable[..., GradientsOptimizer]
+
+_OURS: dict[object, type[FunctionalOptimizer]] = {
     torch.optim.SGD: optimizers.SGD,
     torch.optim.Adam: optimizers.Adam,
     torch.optim.AdamW: optimizers.AdamW,
@@ -18,10 +31,11 @@ functional_optim_map: dict[Any, Any] = {
     torch.optim.RMSprop: optimizers.RMSprop,
     torch.optim.Rprop: optimizers.Rprop,
 }
-_NAMES = {functional.__name__: functional for functional in functional_optim_map.values()}
+_NAMES = {functional.__name__: functional for functional in _OURS.values()}
+functional_optim_map: dict[object, FunctionalClass] = {**_OURS}
 
 
-def register_functional_optim(key: Any, optim: Any) -> None:
+def register_functional_optim(key: object, optim: FunctionalClass) -> None:
     """Register a functional optimizer; a registered key does not change.
 
     Only callers of ``DistributedOptimizer`` need to register: messages carry the class to the
@@ -37,13 +51,13 @@ def register_functional_optim(key: Any, optim: Any) -> None:
     functional_optim_map.setdefault(key, optim)
 
 
-def name_or_class(functional: Any) -> Any:
+def name_or_class(functional: FunctionalClass) -> str | FunctionalClass:
     """Return an optimizer's name in messages: a string for this library's, else the class."""
     name = getattr(functional, "__name__", "")
     return name if _NAMES.get(name) is functional else functional
 
 
-def resolve(named: Any) -> Any:
+def resolve(named: str | FunctionalClass) -> FunctionalClass:
     """Return the optimizer of a name in a message.
 
     Raises:

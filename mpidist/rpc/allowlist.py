@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mpidist import errors
+from mpidist.comm.mpi import trust
 from mpidist.errors import MpidistError
 from mpidist.rpc import callee, class_dicts, listed_class, listed_names, records
 
@@ -46,11 +47,11 @@ class Allowed:
     Args:
         names: Functions, classes, modules, operators of torch and script functions, or names of
             these: ``"package.module.function"``, ``"package.module.Class"``,
-                ``"package.module.Class.method"``; ``"package.module"`` or
-            ``"package.module.*"`` for the public functions that this module itself defines (not
-            what it imports, not classes); ``"torch.add"``, ``"aten::mul"``, ``"aten::mul.Tensor"``;
-            ``"torch"`` or ``"torch.*"`` for torch's builtin functions of tensors, ``"aten"`` or
-            ``"aten::*"`` for the public operators of a namespace. Both leave out ``from_file``.
+            ``"package.module.Class.method"``; ``"package.module"`` or ``"package.module.*"`` for
+            the public functions that this module itself defines (not what it imports, not
+            classes); ``"torch.add"``, ``"aten::mul"``, ``"aten::mul.Tensor"``; ``"torch"`` or
+            ``"torch.*"`` for torch's builtin functions of tensors, ``"aten"`` or ``"aten::*"`` for
+            the public operators of a namespace. Both leave out ``from_file``.
 
     Raises:
         TypeError: Not a list, or an item of another kind.
@@ -73,12 +74,12 @@ class Allowed:
     _classes: MappingProxyType[int, type]
     _entries: tuple[str, ...]
     _functions: MappingProxyType[bytes, tuple[int, Any]]
-    _methods: MappingProxyType[int, MappingProxyType[str, Any]]
+    _methods: MappingProxyType[int, MappingProxyType[str, object]]
     _named_classes: MappingProxyType[str, type]
     _owners: MappingProxyType[int, type]  # classes of single methods, by id
     _single: frozenset[tuple[int, str]]  # single methods: class id, name
 
-    def __init__(self, names: Sequence[Any]) -> None:
+    def __init__(self, names: Sequence[object]) -> None:
         if isinstance(names, str) or not isinstance(names, (list, tuple, set, frozenset)):
             raise TypeError(
                 f"allowed is a list of names, functions, classes or modules; got {names!r}"
@@ -106,7 +107,7 @@ class Allowed:
         }
         self._set(_methods=MappingProxyType(tables))
 
-    def function(self, kind: int, name: bytes) -> Any:
+    def function(self, kind: int, name: bytes) -> callee.Function:
         """Return a listed function, class or operator.
 
         Args:
@@ -123,7 +124,7 @@ class Allowed:
         # A listed namespace has thousands of operators: each is resolved at its first use.
         return found[1] if found[1] is not None else callee.builtin(name.decode())
 
-    def value(self, name: str) -> Any:
+    def value(self, name: str) -> object:
         """Return a listed function, class or operator that is named in a message's data.
 
         Args:
@@ -137,7 +138,7 @@ class Allowed:
             raise Refused(f'"{printable_name(name)}" may not be named: {_NOT_LISTED}')
         return found[1] if found[1] is not None else callee.builtin(name)
 
-    def method(self, value: object, name: str) -> Any:
+    def method(self, value: object, name: str) -> callee.Function:
         """Return a method of a value, bound to it.
 
         The value's own class and the class that defines the method must be listed. No code of the
@@ -223,12 +224,26 @@ class Allowed:
             f"the list of what a worker allows does not change: {name!r} cannot be deleted"
         )
 
-    def _set(self, **values: Any) -> None:
+    def _set(self, **values: object) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def _lists_method(self, cls: type, name: str) -> bool:
         return id(cls) in self._classes or (id(cls), name) in self._single
+
+
+def make_allowlist(allowed: Sequence[object] | None) -> Allowed | None:
+    """Make the list of ``init_rpc``; None for anything.
+
+    Raises:
+        MpidistError: None with ``MPIDIST_TRUST=data``.
+    """
+    if allowed is None and trust.is_data_only():
+        raise MpidistError(
+            f"{trust.ENV_TRUST}=data: init_rpc needs a list, allowed=[...]; without one others may "
+            "call anything"
+        )
+    return Allowed(allowed) if allowed is not None else None
 
 
 def printable_name(name: object) -> str:

@@ -11,12 +11,12 @@ from typing import Any
 from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm.group import ProcessGroup
-from mpidist.comm.mpi import trust
+from mpidist.comm.transport.transport import Transport
 from mpidist.dynamo import untraced
 from mpidist.errors import MpidistError
 from mpidist.rpc import current, membership, profiling, rref, worker_gather
 from mpidist.rpc.agent import FORKED, Agent
-from mpidist.rpc.allowlist import Allowed
+from mpidist.rpc.allowlist import make_allowlist
 from mpidist.rpc.call import RpcFuture, wait_for_all
 from mpidist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from mpidist.rpc.options import BackendType, RpcBackendOptions, seconds, select_options
@@ -26,6 +26,7 @@ from mpidist.rpc.worker import Destination, WorkerInfo, check_name
 # torch's switch: with False, ``shutdown`` raises for references that were not deleted.
 _ignore_rref_leak = True
 _thread_local_var = threading.local()
+_create = rref.RRef.create
 
 
 def init_rpc(
@@ -36,7 +37,7 @@ def init_rpc(
     rpc_backend_options: RpcBackendOptions | None = None,
     *,
     group: ProcessGroup | None = None,
-    allowed: Sequence[Any] | None = None,
+    allowed: Sequence[object] | None = None,
 ) -> None:
     """Make this process a worker that can call others and be called.
 
@@ -70,10 +71,19 @@ def init_rpc(
     if current.agent is not None:
         raise MpidistError("RPC is already initialized: call mpidist.rpc.shutdown() first")
     transport = membership.transport_of(rank, world_size, group)
+    # Before the start: the first request may arrive immediately.
+    current.agent = agent = _make_agent(transport, name, options, allowed)
+    agent.start()
+
+
+def _make_agent(
+    transport: Transport, name: str, options: RpcBackendOptions, allowed: Sequence[object] | None
+) -> Agent:
+    """Exchange descriptions with the other workers; return the agent, not started."""
     allowlist, problem = None, None
     try:
         check_name(name)
-        allowlist = _make_allowlist(allowed)
+        allowlist = make_allowlist(allowed)
     except Exception as error:
         # Raised after the exchange, because the other workers wait for this one.
         problem = error
@@ -82,19 +92,7 @@ def init_rpc(
     workers, device_maps = membership.gather_workers(
         transport, name, options, allowlist is not None, problem
     )
-    agent = Agent(transport, workers, device_maps, options, allowlist, rref.from_wire)
-    # Before the start: the first request may arrive immediately.
-    current.agent = agent
-    agent.start()
-
-
-def _make_allowlist(allowed: Sequence[Any] | None) -> Allowed | None:
-    if allowed is None and trust.is_data_only():
-        raise MpidistError(
-            f"{trust.ENV_TRUST}=data: init_rpc needs a list, allowed=[...]; without one others may "
-            "call anything"
-        )
-    return Allowed(allowed) if allowed is not None else None
+    return Agent(transport, workers, device_maps, options, allowlist, rref.from_wire)
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
@@ -133,9 +131,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 @untraced
 def rpc_sync(
     to: Destination,
-    func: Callable[..., Any],
-    args: Iterable[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
+    func: Callable[..., object],
+    args: Iterable[object] | None = None,
+    kwargs: Mapping[str, object] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
     """Call ``func(*args, **kwargs)`` on worker ``to`` and return its result.
@@ -168,9 +166,9 @@ def rpc_sync(
 @untraced
 def rpc_async(
     to: Destination,
-    func: Callable[..., Any],
-    args: Iterable[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
+    func: Callable[..., object],
+    args: Iterable[object] | None = None,
+    kwargs: Mapping[str, object] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RpcFuture:
     """Call ``func(*args, **kwargs)`` on worker ``to``; return a future of its result.
@@ -192,9 +190,9 @@ def rpc_async(
 @untraced
 def remote(
     to: Destination,
-    func: Callable[..., Any],
-    args: Iterable[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
+    func: Callable[..., object],
+    args: Iterable[object] | None = None,
+    kwargs: Mapping[str, object] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> rref.RRef[Any]:
     """Call ``func(*args, **kwargs)`` on worker ``to``, and return a reference to the result.
@@ -203,7 +201,7 @@ def remote(
     use of the reference.
     """
     agent = current.require()
-    rank, create = agent.workers.rank_of(to), rref.create
+    rank, create = agent.workers.rank_of(to), _create
     if torch_profiler._is_profiler_enabled:
         create = profiling.record_calls(create, "remote", func, agent.workers, rank)
     return create(agent, rank, func, args, kwargs, timeout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -15,10 +15,11 @@ from mpidist.rpc import interceptor
 from mpidist.rpc.pool import CALLBACKS, Action
 
 # In messages to users: a text, or a function's wire name, the function, and a prefix.
-Subject = str | tuple[bytes, Any] | tuple[bytes, Any, str]
+Subject: TypeAlias = str | tuple[bytes, object] | tuple[bytes, object, str]
 
-_RawFuture: Any = torch._C.Future
+_RawFuture = torch._C.Future
 _parking = threading.Lock()
+T = TypeVar("T")
 
 
 class Call:
@@ -115,8 +116,8 @@ class Call:
         """Return the error for a call without an answer in time; ``text`` names the call."""
         return CommTimeout(
             f"RPC ran for more than set timeout ({self.timeout_s * 1e3:.0f} ms) and will now be "
-            "marked with an error: "
-            f"{text}; pass timeout= (0 for none), or set rpc_timeout of the options"
+            f"marked with an error: {text}; pass timeout= (0 for none), or set rpc_timeout of the "
+            "options"
         )
 
 
@@ -126,7 +127,7 @@ class AsyncCall(Call):
     __slots__ = ("_result_of", "future")
 
     def __init__(
-        self, to: int, what: Subject, timeout_s: float, result_of: Callable[[Call], Any]
+        self, to: int, what: Subject, timeout_s: float, result_of: Callable[[Call], object]
     ) -> None:
         super().__init__(to, what, timeout_s)
         self.future: RpcFuture | None = None
@@ -201,11 +202,11 @@ class RpcFuture(torch.futures.Future):
             self._wait_for(call)
         return super().wait()
 
-    def observe(self, callback: Callable[[Any], None]) -> None:
+    def observe(self, callback: Callable[[torch.futures.Future], None]) -> None:
         """Add a callback of this library: not users' code, it runs where the future completes."""
         super().add_done_callback(callback)
 
-    def then(self, callback: Callable[[Any], Any]) -> Any:
+    def then(self, callback: Callable[[torch.futures.Future], T]) -> torch.futures.Future[T]:
         """See ``torch.futures.Future.then``. The callback may block.
 
         It runs in the autograd context of the thread that has called ``then``.
@@ -213,7 +214,7 @@ class RpcFuture(torch.futures.Future):
         self.has_callbacks = True
         return super().then(interceptor.in_current_context(callback))
 
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+    def add_done_callback(self, callback: Callable[[torch.futures.Future], None]) -> None:
         """See ``torch.futures.Future.add_done_callback``; the callback runs as for ``then``."""
         self.has_callbacks = True
         super().add_done_callback(interceptor.in_current_context(callback))
@@ -226,11 +227,11 @@ def wait_for_all(futures: Sequence[RpcFuture], wait: Callable[[Call], None]) -> 
         futures: Of the calls.
         wait: Waits for one call, as ``Polling.wait``.
     """
-    failed: list[RpcFuture] = []
+    failed: list[torch.futures.Future] = []
     waiting = set(map(id, futures))
     latch = Call(-1, "all calls", 0.0)
 
-    def record_outcome(future: Any) -> None:
+    def record_outcome(future: torch.futures.Future) -> None:
         try:
             future.value()
         except Exception:
@@ -243,5 +244,5 @@ def wait_for_all(futures: Sequence[RpcFuture], wait: Callable[[Call], None]) -> 
         future.observe(record_outcome)
     if futures:
         wait(latch)
-    for future in failed:
-        future.wait()
+    for first in failed:
+        first.wait()

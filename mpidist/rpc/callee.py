@@ -11,8 +11,9 @@ import functools
 import importlib
 import re
 import sys
+from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -27,10 +28,13 @@ CACHED_TYPE = type(functools.lru_cache(len))  # of a function with ``functools.l
 NAMED_TYPES = (FunctionType, BuiltinFunctionType, CACHED_TYPE)
 
 
+Function: TypeAlias = Callable[..., object]
+
+
 class Restriction(Protocol):
     """Allowlist of a worker."""
 
-    def function(self, kind: int, name: bytes) -> Any:
+    def function(self, kind: int, name: bytes) -> Function:
         """Return a listed function; raise for others."""
 
 
@@ -39,9 +43,9 @@ _OPERATOR = re.compile(r"torch\.(\w+)|(\w+)::(\w+)(?:\.(\w+))?", re.ASCII)
 
 # Caches. By function: (kind, wire name, module, attribute). By name: (module, attribute, whether
 # the attribute is a dotted path).
-_wire_names: dict[Any, tuple[int, bytes, str, str]] = {}
+_wire_names: dict[object, tuple[int, bytes, str, str]] = {}
 _attribute_paths: dict[bytes, tuple[str, str, bool]] = {}
-_operators: dict[bytes, Any] = {}
+_operators: dict[bytes, Function] = {}
 _methods: dict[str, Method] = {}
 UNNAMED = COUNT.pack(0)
 _PYTHON, _SERVICE = int(Kind.CALL_PYTHON), int(Kind.CALL_SERVICE)
@@ -160,7 +164,7 @@ def _attribute(found: object, path: str) -> Any:
     return found
 
 
-def resolve(kind: int, name: bytes, allowed: Restriction | None) -> Any:
+def resolve(kind: int, name: bytes, allowed: Restriction | None) -> Function:
     """Return the function of a name in a message.
 
     Raises:
@@ -178,13 +182,13 @@ def resolve(kind: int, name: bytes, allowed: Restriction | None) -> Any:
     except KeyError:
         return _resolve_first(name)
     try:
-        function: Any = sys.modules[module]
-        return _attribute(function, attribute) if is_path else getattr(function, attribute)
+        found = sys.modules[module]
+        return _attribute(found, attribute) if is_path else getattr(found, attribute)
     except (KeyError, AttributeError):
         return _import_function(module, attribute)
 
 
-def _resolve_first(name: bytes) -> Any:
+def _resolve_first(name: bytes) -> Function:
     module, _, attribute = _decode_name(name).partition(":")
     try:
         function = _attribute(sys.modules[module], attribute)
@@ -197,7 +201,7 @@ def _resolve_first(name: bytes) -> Any:
     return function
 
 
-def _import_function(module: str, attribute: str) -> Any:
+def _import_function(module: str, attribute: str) -> Function:
     try:
         return _attribute(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
@@ -207,7 +211,7 @@ def _import_function(module: str, attribute: str) -> Any:
         ) from error
 
 
-def _resolve_operator(kind: int, encoded: bytes) -> Any:
+def _resolve_operator(kind: int, encoded: bytes) -> Function:
     name = _decode_name(encoded)
     if kind == Kind.CALL_BUILTIN:
         function = builtin(name)
@@ -230,7 +234,7 @@ def _decode_name(name: bytes) -> str:
         raise FrameError(f"a function's name is no UTF-8: {error}") from error
 
 
-def builtin(operator_name: str) -> Any:
+def builtin(operator_name: str) -> Function:
     """Return the operator of a name: ``torch.add``, ``aten::add`` or ``aten::add.Tensor``.
 
     Other attributes of torch's modules and operators are rejected by their type.

@@ -13,7 +13,7 @@ from mpidist.errors import FrameError, MpidistError, RankFailureError
 from mpidist.rpc import callee, interceptor, remote_error
 from mpidist.rpc.allowlist import Allowed
 from mpidist.rpc.call import AsyncCall, Call, RpcFuture
-from mpidist.rpc.codec import EMPTY, Content
+from mpidist.rpc.codec import EMPTY, Args, Content, Kwargs
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
 from mpidist.rpc.message import Kind
 from mpidist.rpc.options import seconds
@@ -69,9 +69,7 @@ class Calls(PendingCalls):
 
     # Calls of functions.
 
-    def invoke(
-        self, to: int, function: object, args: object, kwargs: object, timeout: float
-    ) -> Any:
+    def invoke(self, to: int, function: object, args: Args, kwargs: Kwargs, timeout: float) -> Any:
         """Call a function on a worker and return its result.
 
         Blocks: until the answer is there, at most the timeout.
@@ -85,10 +83,12 @@ class Calls(PendingCalls):
         )
         self.start(call, kind, name, content)
         self._polling.wait(call)
-        return self.result(call)
+        if not call.done:
+            self.wait(call)
+        return self._result_of(call)
 
     def invoke_async(
-        self, to: int, function: object, args: object, kwargs: object, timeout: float
+        self, to: int, function: object, args: Args, kwargs: Kwargs, timeout: float
     ) -> RpcFuture:
         """Call a function on a worker and return the future of its result."""
         kind, name = callee.wire_name(function)

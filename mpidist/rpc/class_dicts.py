@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 _DICT = type.__dict__["__dict__"]
 _MRO = type.__dict__["__mro__"]
@@ -16,9 +15,9 @@ _MODULE = type.__dict__["__module__"]
 _QUALNAME = type.__dict__["__qualname__"]
 
 
-def own(cls: type) -> Mapping[str, Any]:
+def own(cls: type) -> Mapping[str, object]:
     """Return the attributes that a class defines itself."""
-    found: MappingProxyType[str, Any] = _DICT.__get__(cls)
+    found: MappingProxyType[str, object] = _DICT.__get__(cls)
     return found
 
 
@@ -33,9 +32,9 @@ def is_below(cls: type, base: type) -> bool:
     return any(found is base for found in mro(cls))
 
 
-def attributes(cls: type) -> dict[str, Any]:
+def attributes(cls: type) -> dict[str, object]:
     """Return the attributes of a class and its bases, in method resolution order."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for base in reversed(mro(cls)):
         found.update(own(base))
     return found

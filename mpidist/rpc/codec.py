@@ -15,14 +15,15 @@ import operator
 import pickle
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from mpidist.comm.serialization import inline_rows, tensor_table
-from mpidist.comm.transport.incoming import Part
+from mpidist.comm.serialization.inline_rows import COUNTS_OF_ONE
+from mpidist.comm.serialization.tensor_format import Buffer, Part, Tabled
 from mpidist.rpc import pickles, remote_error
 from mpidist.rpc.pickles import Reference
 from mpidist.rpc.plain_data import MARK, SCALARS, NotPlain, Walk
@@ -41,17 +42,20 @@ LONE_ARGUMENT = marshal.dumps((MARK,), 4)
 _MARSHAL_VERSION = 4
 COUNT = struct.Struct("<I")
 
+Args: TypeAlias = Iterable[Any] | None
+Kwargs: TypeAlias = Mapping[str, Any] | None
+
 
 class Encoder(Protocol):
     """Encoder of the messages to one worker: the module ``codec``, or a ``DataEncoder``."""
 
-    def encode(self, obj: Any) -> Content:
+    def encode(self, obj: object) -> Content:
         """Encode a result."""
 
-    def encode_function(self, function: Any, name: bytes, args: Any, kwargs: Any) -> Content:
+    def encode_function(self, function: object, name: bytes, args: Args, kwargs: Kwargs) -> Content:
         """Encode a call's arguments."""
 
-    def describe_error(self, error: BaseException) -> Any:
+    def describe_error(self, error: BaseException) -> object:
         """Return an exception as plain data."""
 
 
@@ -86,8 +90,8 @@ class Content:
         self,
         flags: int,
         skeleton: bytes,
-        table: Sequence[Any] | None = (),
-        objects: Sequence[Any] = (),
+        table: Sequence[Buffer] | None = (),
+        objects: Sequence[Tabled] = (),
     ) -> None:
         self.flags = flags
         self.skeleton = skeleton
@@ -128,7 +132,7 @@ class Content:
 EMPTY = Content(0, b"")  # no arguments; None as a result
 
 
-def encode_call(args: Any, kwargs: Any) -> Content:
+def encode_call(args: Args, kwargs: Kwargs) -> Content:
     """Encode a call's arguments.
 
     Raises:
@@ -143,9 +147,9 @@ def encode_call(args: Any, kwargs: Any) -> Content:
     elif args:
         items, head, flags = args, (), 0
         if len(items) == 1 and type(items[0]) is Tensor:
-            table = inline_rows.lone_table(items[0])
-            if table is not None:
-                return Content(0, LONE_ARGUMENT, table, items)
+            row = inline_rows.inline_row(items[0])
+            if row is not None:
+                return Content(0, LONE_ARGUMENT, (COUNTS_OF_ONE, *row), items)
     else:
         return EMPTY
     try:
@@ -158,7 +162,7 @@ def encode_call(args: Any, kwargs: Any) -> Content:
         return encode_pickled((args, kwargs or {}))
 
 
-def encode_function(function: Any, name: bytes, args: Any, kwargs: Any) -> Content:
+def encode_function(function: object, name: bytes, args: Args, kwargs: Kwargs) -> Content:
     """Encode a call's arguments, and the function if it has no ``name`` (``callee.wire_name``).
 
     Raises:
@@ -186,16 +190,18 @@ def encode(obj: Any) -> Content:
         except ValueError:
             return encode_pickled(obj)  # 2 GiB or more
     if kind is Tensor:
-        table = inline_rows.lone_table(obj)
-        if table is not None or tensor_table.is_describable(obj):
-            return Content(0, LONE_MARK, table, (obj,))
+        row = inline_rows.inline_row(obj)
+        if row is not None:
+            return Content(0, LONE_MARK, (COUNTS_OF_ONE, *row), (obj,))
+        if tensor_table.is_describable(obj):
+            return Content(0, LONE_MARK, None, (obj,))
     try:
         return _encode_walked(0, None, (obj,))
     except (NotPlain, RecursionError):
         return encode_pickled(obj)
 
 
-def describe_error(error: BaseException) -> Any:
+def describe_error(error: BaseException) -> object:
     """Return an exception as plain data, for ``remote_error.rebuild``."""
     return remote_error.describe(error)
 
@@ -212,7 +218,7 @@ def encode_pickled(obj: object) -> Content:
     return content
 
 
-def _encode_walked(flags: int, head: tuple[Any, ...] | None, items: Sequence[Any]) -> Content:
+def _encode_walked(flags: int, head: tuple[Any, ...] | None, items: Sequence[object]) -> Content:
     """Encode a call's arguments behind ``head``; a single object if ``head`` is None."""
     skeleton: list[Any] = []
     met: list[Any] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -44,9 +43,9 @@ class Creation(Call):
         super().__init__(to, what, timeout_s)
         self._error_of = error_of
         self._on_end = on_end
-        self._future: torch.futures.Future[Any] | None = None
+        self._future: torch.futures.Future | None = None
         # The same future until a thread completes it, then None.
-        self._open_future: torch.futures.Future[Any] | None = None
+        self._open_future: torch.futures.Future | None = None
 
     may_block = True
     is_creation = True
@@ -86,7 +85,7 @@ class Creation(Call):
                 self.incoming = None
             return self.error
 
-    def future(self) -> torch.futures.Future[Any]:
+    def future(self) -> torch.futures.Future:
         """Return a future that completes when the owner has answered, with None or its error."""
         with _completing:
             if self._future is None:

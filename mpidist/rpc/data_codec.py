@@ -14,14 +14,24 @@ from typing import Any
 from mpidist.comm.serialization import data_reader, data_writer, inline_rows, tensor_rebuild
 from mpidist.comm.serialization.data_format import NATIVE, NUMBER, OBJECT
 from mpidist.comm.serialization.data_writer import Ext, encode
-from mpidist.comm.transport.incoming import Part
+from mpidist.comm.serialization.inline_rows import COUNTS_OF_ONE
+from mpidist.comm.serialization.tensor_format import Buffer, Part, Tabled
 from mpidist.errors import FrameError, NotPlainData
 from mpidist.rpc import callee, decoder, remote_error
 from mpidist.rpc.allowlist import Allowed, Refused
-from mpidist.rpc.codec import EMPTY, KEYWORDS, PICKLED, SLOTS, TABLE, Content, Tensor
+from mpidist.rpc.codec import (
+    EMPTY,
+    KEYWORDS,
+    PICKLED,
+    SLOTS,
+    TABLE,
+    Args,
+    Content,
+    Kwargs,
+    Tensor,
+)
 from mpidist.rpc.data_values import REFERENCE, Reading, Writing
 from mpidist.rpc.decoder import Attach
-from mpidist.rpc.message import Buffer
 from mpidist.rpc.pickles import Reference
 
 _MARKS = [Ext(OBJECT, NUMBER.pack(number)) for number in range(8)]
@@ -43,7 +53,7 @@ class DataEncoder:
     def __init__(self, worker: str) -> None:
         self._reads = f"and {worker} reads data only (it has a list: init_rpc(..., allowed=[...]))"
 
-    def encode_function(self, function: Any, name: bytes, args: Any, kwargs: Any) -> Content:
+    def encode_function(self, function: object, name: bytes, args: Args, kwargs: Kwargs) -> Content:
         """Encode a call's arguments.
 
         Args:
@@ -66,9 +76,9 @@ class DataEncoder:
             if (
                 len(args) == 1
                 and type(args[0]) is Tensor
-                and (table := inline_rows.lone_table(args[0])) is not None
+                and (row := inline_rows.inline_row(args[0])) is not None
             ):
-                return Content(0, LONE_ARGUMENT, table, args)
+                return Content(0, LONE_ARGUMENT, (COUNTS_OF_ONE, *row), args)
             if NATIVE.issuperset(map(type, args)):
                 try:
                     return Content(0, encode(args))
@@ -91,8 +101,8 @@ class DataEncoder:
         """
         if obj is None:
             return EMPTY
-        if type(obj) is Tensor and (table := inline_rows.lone_table(obj)) is not None:
-            return Content(0, LONE_MARK, table, (obj,))
+        if type(obj) is Tensor and (row := inline_rows.inline_row(obj)) is not None:
+            return Content(0, LONE_MARK, (COUNTS_OF_ONE, *row), (obj,))
         try:
             return _encode_walked(0, obj)
         except NotPlainData as error:
@@ -100,7 +110,7 @@ class DataEncoder:
                 f"{error.reason}, {self._reads}", f"the result or value{error.place}"
             ) from None
 
-    def describe_error(self, error: BaseException) -> Any:
+    def describe_error(self, error: BaseException) -> object:
         """Return an exception as data, for ``remote_error.rebuild``."""
         return remote_error.describe(error, as_data=True)
 
@@ -110,7 +120,7 @@ def _encode_flat(flags: int, items: list[Any]) -> Content | None:
 
     A shortcut of ``_encode_walked`` for most calls with references.
     """
-    skeleton: list[Any] = []
+    skeleton: list[object] = []
     objects: list[Any] = []
     references: list[Reference] = []
     for item in items:
@@ -127,7 +137,7 @@ def _encode_flat(flags: int, items: list[Any]) -> Content | None:
             return None
     if len({*map(id, objects), *map(id, references)}) != len(objects) + len(references):
         return None
-    table: Any = inline_rows.inline_table(objects) if objects else ()
+    table = inline_rows.inline_table(objects) if objects else ()
     if table is None:
         return None
     try:
@@ -139,7 +149,7 @@ def _encode_flat(flags: int, items: list[Any]) -> Content | None:
 
 
 def _encode_walked(flags: int, obj: object) -> Content:
-    objects: list[Any] = []
+    objects: list[Tabled] = []
     writing = Writing()
     content = Content(flags, data_writer.dumps(obj, objects, writing.extend))
     content.references = writing.references
@@ -197,7 +207,7 @@ class DataDecoder:
             raise Refused(
                 "a pickle came to a worker that reads data only (init_rpc(..., allowed=[...]))"
             )
-        objects: list[Any] = []
+        objects: list[Tabled] = []
         used = 0
         if flags & TABLE:
             if (lone := tensor_rebuild.read_lone(body, place)) is not None:
@@ -221,7 +231,7 @@ class DataDecoder:
         )
         return data_reader.loads(memoryview(body)[place:], objects, extend)
 
-    def arguments(self, flags: int, data: object) -> tuple[Any, Any]:
+    def arguments(self, flags: int, data: object) -> tuple[Sequence[object], dict[str, object]]:
         """Return the args and kwargs of a decoded call.
 
         Raises:

@@ -24,6 +24,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from mpidist.comm.serialization import data_writer
+from mpidist.comm.serialization.tensor_format import Tabled
 from mpidist.errors import FrameError, NotPlainData
 from mpidist.rpc import callee, records
 from mpidist.rpc.allowlist import Allowed, Refused, printable_name
@@ -37,10 +38,10 @@ _OWN = "mpidist."
 _UNICODE_ERRORS = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
 
 # By number: a registered class, and the function that makes an instance from its contents.
-_carried: dict[int, tuple[type, Callable[..., Any]]] = {}
+_carried: dict[int, tuple[type, Callable[..., object]]] = {}
 
 
-def register_carried(number: int, kind: type[Carried], make: Callable[..., Any]) -> None:
+def register_carried(number: int, kind: type[Carried], make: Callable[..., object]) -> None:
     """Register a class of ``Carried`` objects under a number.
 
     Args:
@@ -64,7 +65,7 @@ class Writing:
         self.references: list[Reference] = []
         self._numbers: dict[int, int] = {}
 
-    def extend(self, obj: Any) -> tuple[int, list[Any]] | None:
+    def extend(self, obj: Any) -> tuple[int, list[object]] | None:
         """Return the extension code and values of an object; None if it has no extension type."""
         if isinstance(obj, Reference):
             number = self._numbers.setdefault(id(obj), len(self.references))
@@ -93,7 +94,7 @@ class Writing:
         return None
 
 
-def _encode_name(obj: object) -> tuple[int, list[Any]]:
+def _encode_name(obj: object) -> tuple[int, list[object]]:
     text = callee.wire_name(obj)[1][COUNT.size :].decode()
     if not text:
         raise NotPlainData(
@@ -102,11 +103,11 @@ def _encode_name(obj: object) -> tuple[int, list[Any]]:
     return NAMED, [text]
 
 
-def error_values(error: BaseException) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
+def error_values(error: BaseException) -> tuple[str, str, tuple[object, ...], dict[str, object]]:
     """Return an exception's name, text, and those arguments and attributes that are plain data."""
     kind = type(error)
     arguments = error.args if all(map(_is_data, error.args)) else (_error_text(error),)
-    attributes: dict[str, Any] = {}
+    attributes: dict[str, object] = {}
     if kind.__module__.startswith(_OWN):
         attributes = {
             name: value
@@ -124,7 +125,7 @@ def error_values(error: BaseException) -> tuple[str, str, tuple[Any, ...], dict[
 
 
 def _is_data(obj: object) -> bool:
-    objects: list[Any] = []
+    objects: list[Tabled] = []
     try:
         data_writer.dumps(obj, objects)
     except Exception:
@@ -153,7 +154,7 @@ class Reading:
         self._references = references
         self._allowed = allowed
 
-    def extend(self, code: int, values: list[Any]) -> Any:
+    def extend(self, code: int, values: list[object]) -> object:
         """Make an object from its code and values.
 
         Raises:
@@ -185,7 +186,7 @@ class Reading:
         raise FrameError(f"an extension type of unknown code {code}")
 
 
-def make_error(values: Sequence[Any], allowed: Allowed) -> Exception:
+def make_error(values: Sequence[object], allowed: Allowed) -> Exception:
     """Make an exception from ``error_values``.
 
     No constructor of a user's class runs.
@@ -249,7 +250,7 @@ def _safe_arguments(kind: type, text: str, arguments: tuple[Any, ...]) -> tuple[
     return arguments
 
 
-def _number(values: list[Any], count: int) -> int:
+def _number(values: list[object], count: int) -> int:
     (number,) = values
     if type(number) is not int or not 0 <= number < count:
         raise FrameError(f"a mark of a reference beyond the {count} that came with it")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpidist.comm.serialization import tensor_rebuild
-from mpidist.comm.transport.incoming import Part
+from mpidist.comm.serialization.tensor_format import Buffer, Part, Tabled
 from mpidist.errors import FrameError
 from mpidist.rpc import pickles
 from mpidist.rpc.codec import (
@@ -22,7 +22,6 @@ from mpidist.rpc.codec import (
     TABLE,
     Tensor,
 )
-from mpidist.rpc.message import Buffer
 from mpidist.rpc.pickles import Reference
 from mpidist.rpc.plain_data import MARK, Filling
 
@@ -56,7 +55,7 @@ def decode(
         FrameError: The tables do not match the received data.
         Exception: Unpickling has failed.
     """
-    objects: list[Any] = []
+    objects: list[Tabled] = []
     used = 0
     if flags & TABLE:
         if (lone := tensor_rebuild.read_lone(body, place)) is not None:
@@ -72,18 +71,16 @@ def decode(
             objects, used, place = tensor_rebuild.read(body, place, parts)
         if attach is not None:
             objects = attach_tensors(objects, attach)
-    numbers: array[int] | None = None
-    if flags & SLOTS:
-        numbers, place = _read_slots(body, place)
     if flags & PICKLED:
         return pickles.loads(body[place:], objects, references, parts[used:])
-    met = [*references, *objects] if references else objects
-    if numbers is not None:
+    met: Sequence[object] = [*references, *objects] if references else objects
+    if flags & SLOTS:
+        numbers, place = _read_slots(body, place)
         met = _select(met, numbers)
     return _merge(body[place:], met)
 
 
-def _merge(skeleton: Buffer, met: Sequence[Any]) -> Any:
+def _merge(skeleton: Buffer, met: Sequence[object]) -> object:
     """Return the data of a skeleton, its marks replaced by objects."""
     try:
         data = marshal.loads(skeleton)
@@ -97,14 +94,14 @@ def _merge(skeleton: Buffer, met: Sequence[Any]) -> Any:
     return _fill(data, met)
 
 
-def _select(met: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
+def _select(met: Sequence[object], numbers: Sequence[int]) -> list[object]:
     try:
         return [met[number] for number in numbers]
     except IndexError as error:
         raise FrameError(f"slots beyond the {len(met)} objects that came with them") from error
 
 
-def _fill(data: object, met: Sequence[Any]) -> Any:
+def _fill(data: object, met: Sequence[object]) -> object:
     following = iter(met)
     try:
         filled = next(following) if data is MARK else Filling(following).fill(data)
@@ -115,7 +112,7 @@ def _fill(data: object, met: Sequence[Any]) -> Any:
     return filled
 
 
-def attach_tensors(objects: list[Any], attach: Attach) -> list[Any]:
+def attach_tensors(objects: list[Tabled], attach: Attach) -> list[Tabled]:
     """Return the objects of a table, with the tensors replaced by those from ``attach``."""
     tensors = [obj for obj in objects if isinstance(obj, Tensor)]
     if not tensors:
@@ -137,7 +134,7 @@ def _read_slots(body: Buffer, place: int) -> tuple[array[int], int]:
     return numbers, end
 
 
-def arguments(flags: int, data: Any) -> tuple[Any, Any]:
+def arguments(flags: int, data: Any) -> tuple[Sequence[object], dict[str, object]]:
     """Return the args and kwargs of a decoded call."""
     if flags & PICKLED:
         args, kwargs = data

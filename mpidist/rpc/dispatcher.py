@@ -17,7 +17,15 @@ from mpidist.errors import FrameError, RankFailureError
 from mpidist.rpc import engine_messages, interceptor, message
 from mpidist.rpc.calls import Calls
 from mpidist.rpc.engine_messages import EngineMessages
-from mpidist.rpc.message import AUTOGRAD, FIRST_ONE_WAY, FIRST_RESPONSE, REFERENCES, Kind
+from mpidist.rpc.message import (
+    AUTOGRAD,
+    FIRST_ONE_WAY,
+    FIRST_REMOTE,
+    FIRST_RESPONSE,
+    LAST_REMOTE,
+    REFERENCES,
+    Kind,
+)
 from mpidist.rpc.pool import HANDLED, Action
 from mpidist.rpc.quiescence import Quiescence
 from mpidist.rpc.references import References
@@ -26,7 +34,6 @@ from mpidist.rpc.requests import EngineRequest, FetchRequest, RemoteRequest, Req
 logger = logging.getLogger("mpidist.rpc")
 
 _COUNTED = frozenset({Kind.RREF_FORK, Kind.RREF_USER_DELETE}) | engine_messages.KINDS
-_FIRST_REMOTE, _LAST_REMOTE = int(Kind.REMOTE_PYTHON), int(Kind.REMOTE_METHOD)
 
 
 class Dispatched(Server, Protocol):
@@ -95,7 +102,7 @@ class Dispatcher:
                         interceptor.load().request_arrived(incoming.context, incoming.source)
                 if incoming.flags & (AUTOGRAD | REFERENCES):
                     self._unpack_preamble(incoming)
-                if _FIRST_REMOTE <= kind <= _LAST_REMOTE:
+                if FIRST_REMOTE <= kind <= LAST_REMOTE:
                     incoming.action = RemoteRequest(self._agent, incoming)
             if incoming.receives:
                 return HANDLED
@@ -124,7 +131,7 @@ class Dispatcher:
             rows = agent.reader.unpack_preamble(incoming)
             agent.references.count_forks(incoming.source, rows)
         except FrameError:
-            incoming.noted = None  # no fork was counted, so none is deleted
+            incoming.preamble = 0, ()  # no fork was counted, so none is deleted
             raise
 
     def _reject(self, incoming: Incoming | None, error: FrameError) -> None:

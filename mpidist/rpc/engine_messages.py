@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from mpidist.comm.transport.incoming import Incoming
 from mpidist.errors import RankFailureError
@@ -86,7 +85,7 @@ class EngineMessages:
             return None
         return Task(partial(self._run, incoming.source, action.run), action.may_block)
 
-    def _decode(self, incoming: Incoming) -> Any:
+    def _decode(self, incoming: Incoming) -> object:
         if incoming.kind == Kind.AUTOGRAD_NOTICE:
             return self._reader.decode(incoming, incoming.start, False)
         numbers = message.unpack_gradients(incoming.data, incoming.start, incoming.end)
@@ -95,7 +94,7 @@ class EngineMessages:
             self._reader.decode(incoming, incoming.start + message.GRADIENTS.size, False),
         )
 
-    def _run(self, source: int, run: Callable[[], None]) -> None:
+    def _run(self, source: int, run: Callable[[], object]) -> None:
         try:
             run()
         except Exception:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from mpidist.errors import MpidistError
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 # torch's attribute: functions with torch's decorator work as well.
 MARK = "_wrapped_async_rpc_function"
 
 
-def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
+def async_execution(fn: Callable[P, T]) -> Callable[P, T]:
     """Mark a function that returns a ``torch.futures.Future``; the caller gets the future's value.
 
     The thread that runs the function is free as soon as the function returns; the answer is sent
@@ -23,7 +26,7 @@ def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         return fn(*args, **kwargs)
 
     setattr(wrapper, MARK, fn)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -40,7 +40,7 @@ class Holder(Reference):
         self._fork = fork
         self._entry = entry
         self._creation = creation
-        self._type: torch.futures.Future[Any] | None = None
+        self._type: torch.futures.Future | None = None
         self._deleted = False
         if fork is not None:
             agent.references.register_user(fork, self)
@@ -76,7 +76,7 @@ class Holder(Reference):
         if getattr(self, "_fork", None) is not None:
             self.delete()
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         if self._deleted:
             raise RRefError(f"{self!r} was deleted. Cannot call fork an UserRRef after deletion.")
         raise RRefError(

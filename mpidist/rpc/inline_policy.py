@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 QUICK_S = 5e-4  # the time for which an inline request may delay other messages
 _DECAY = 0.75
 _MAX_KEYS = 4096  # a full table is cleared
@@ -13,7 +11,7 @@ class InlinePolicy:
     """Running times in seconds, by function. Not locked: a race loses one measurement."""
 
     def __init__(self) -> None:
-        self._seconds: dict[Any, float] = {}
+        self._seconds: dict[object, float] = {}
 
     def is_quick(self, key: object) -> bool:
         """Return whether a function has run, and recently took less than ``QUICK_S``."""

@@ -12,13 +12,15 @@ import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from mpidist.rpc.pool import Action
 
 Tensor = torch.Tensor
+A = TypeVar("A")
+R = TypeVar("R")
 
 
 class Interceptor(Protocol):
@@ -49,13 +51,13 @@ class Interceptor(Protocol):
     ) -> list[Tensor]:
         """Return replacements for the tensors of a received message that has a number."""
 
-    def entering(self, context: int, source: int, is_answer: bool) -> AbstractContextManager[Any]:
+    def entering(self, context: int, source: int, is_answer: bool) -> AbstractContextManager[None]:
         """Return the context manager for the function of a rank's request, or for a callback."""
 
-    def handle(self, source: int, kind: int, context: int, obj: Any) -> Any:
+    def handle(self, source: int, kind: int, context: int, obj: object) -> object:
         """Handle a request of autograd's own kinds; its return value or exception is the answer."""
 
-    def handle_one_way(self, source: int, kind: int, context: int, obj: Any) -> Action | None:
+    def handle_one_way(self, source: int, kind: int, context: int, obj: object) -> Action | None:
         """Handle a one-way message on the polling thread; must not block.
 
         Args:
@@ -109,13 +111,13 @@ def current_context() -> int:
     return engine.current_context() if engine is not None else 0
 
 
-def in_current_context(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def in_current_context(callback: Callable[[A], R]) -> Callable[[A], R]:
     """Wrap a callback so that it runs in the calling thread's context, on any thread."""
     context = current_context()
     return partial(_run_in, context, callback) if context else callback
 
 
-def _run_in(context: int, callback: Callable[[Any], Any], argument: object) -> Any:
+def _run_in(context: int, callback: Callable[[A], R], argument: A) -> R:
     if engine is None:
         return callback(argument)
     with engine.entering(context, -1, True):

@@ -51,7 +51,7 @@ def is_public(name: str) -> bool:
     return not name.startswith("_") or name == "__call__"
 
 
-def methods_of(cls: type, lists: Lists) -> dict[str, Any]:
+def methods_of(cls: type, lists: Lists) -> dict[str, object]:
     """Return the methods of a class that others may call, by name, not bound.
 
     Args:
@@ -88,12 +88,12 @@ def complaint(cls: type, name: str, lists: Lists) -> str:
     return ""
 
 
-def bound(attribute: Any, value: Any, cls: type) -> Any:
+def bound(attribute: Any, value: object, cls: type) -> Any:
     """Bind a method to an instance, as Python does after attribute look-up."""
     return type(attribute).__get__(attribute, value, cls)
 
 
-def class_methods(cls: type) -> Iterator[tuple[str, Any]]:
+def class_methods(cls: type) -> Iterator[tuple[str, object]]:
     """Yield the static and class methods that a class defines, by name, bound to the class."""
     for name, attribute in class_dicts.own(cls).items():
         if is_bound_to_classes(attribute) and is_public(name) and not _is_foreign(attribute, cls):
@@ -115,7 +115,7 @@ def _is_one_of(attribute: object, kinds: tuple[type, ...]) -> bool:
     return any(type(attribute) is kind for kind in kinds)
 
 
-def _attribute(cls: type, name: str) -> Any:
+def _attribute(cls: type, name: str) -> object:
     base = class_dicts.definer(cls, name)
     assert base is not None
     return class_dicts.own(base)[name]

@@ -44,7 +44,7 @@ class Entry:
 
     kind: int
     name: str
-    target: Any
+    target: object
     owner: type | None = None
 
 

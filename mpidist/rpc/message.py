@@ -18,6 +18,7 @@ import enum
 import struct
 from collections.abc import Iterable, Sequence
 
+from mpidist.comm.serialization.tensor_format import Buffer
 from mpidist.comm.transport.eager_message import EAGER_BYTES
 from mpidist.errors import FrameError
 
@@ -29,7 +30,6 @@ REFERENCES = 64  # the header has references, which the owner counts on arrival
 ANNOUNCED = 128
 MAX_REFERENCES = 512  # in a header
 
-Buffer = bytes | bytearray | memoryview
 ReferenceRow = tuple[int, int, int]  # reference, fork, owner's rank
 
 WORD = struct.Struct("<Q")
@@ -72,6 +72,7 @@ class Kind(enum.IntEnum):
 
 # Difference between a kind of ``remote`` and the same kind of call.
 TO_REMOTE = int(Kind.REMOTE_PYTHON - Kind.CALL_PYTHON)
+FIRST_REMOTE, LAST_REMOTE = int(Kind.REMOTE_PYTHON), int(Kind.REMOTE_METHOD)
 FIRST_RESPONSE, FIRST_ONE_WAY = 32, 48
 
 

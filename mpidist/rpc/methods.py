@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from mpidist.rpc import functions, services
+from mpidist.rpc.allowlist import Allowed
 from mpidist.rpc.pickles import Reference
 
 
-def call_method(name: str, rref: object, /, *args: Any, **kwargs: Any) -> Any:
+def call_method(name: str, rref: object, /, *args: object, **kwargs: object) -> object:
     """Call a method of an owned value.
 
     Raises:
@@ -39,7 +40,7 @@ def has_method(source: int, /, rref: object, name: str) -> bool:
     return hasattr(value, name) if allowed is None else allowed.method(value, name) is not None
 
 
-def _owned(rref: object) -> tuple[Any, Any]:
+def _owned(rref: object) -> tuple[object, Allowed | None]:
     """Return an owned value, and the list of this worker."""
     if not isinstance(rref, Reference):
         raise TypeError(

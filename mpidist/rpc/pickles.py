@@ -9,14 +9,14 @@ import importlib
 import io
 import pickle
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from mpidist.comm.serialization import tensor_pickle
+from mpidist.comm.serialization.tensor_format import Buffer, Tabled
 from mpidist.errors import MpidistError
-from mpidist.rpc.message import Buffer
 
 
 class Reference:
@@ -41,11 +41,11 @@ class Carried:
 
     __slots__ = ()
 
-    def reduced(self) -> Any:
+    def reduced(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         """Return a function that rebuilds the object, and its arguments (as ``__reduce__``)."""
         raise NotImplementedError
 
-    def contents(self) -> tuple[Any, ...]:
+    def contents(self) -> tuple[object, ...]:
         """Return the contents for data-only messages (``data_values.register_carried``)."""
         raise NotImplementedError
 
@@ -65,7 +65,10 @@ def dumps(obj: object) -> tuple[bytes, Sink]:
 
 
 def loads(
-    pickled: Buffer, objects: Sequence[Any], references: Sequence[Reference], buffers: Sequence[Any]
+    pickled: Buffer,
+    objects: Sequence[Tabled],
+    references: Sequence[Reference],
+    buffers: Sequence[Any],
 ) -> Any:
     """Unpickle an object, with its tables and out-of-band buffers."""
     before, _here.references = _here.references, references
@@ -84,7 +87,7 @@ class Sink(tensor_pickle.Sink):
         super().__init__()
         self.references: list[Reference] = []
 
-    def reduced(self, obj: object) -> Any:
+    def reduced(self, obj: object) -> object:
         """See ``tensor_pickle.Sink``."""
         if isinstance(obj, Reference):
             self.references.append(obj)
@@ -110,7 +113,7 @@ def _dumps_by_value(obj: object, sink: Sink, error: Exception) -> bytes:
         raise error from None
 
     class ValuePickler(cloudpickle.Pickler):
-        def reducer_override(self, obj: object) -> Any:
+        def reducer_override(self, obj: object) -> object:
             reduced = sink.reduced(obj)
             return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
@@ -128,9 +131,9 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def _reference(number: int) -> Any:
+def _reference(number: int) -> Reference:
     return _here.references[number]
 
 
-def _script_module(data: bytes) -> Any:
+def _script_module(data: bytes) -> torch.jit.ScriptModule:
     return torch.jit.load(io.BytesIO(data))

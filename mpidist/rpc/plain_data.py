@@ -10,7 +10,7 @@ has a set within a set (also in a tuple) is not plain.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -37,14 +37,14 @@ class Walk:
 
     __slots__ = ("_depth", "_is_in_set", "_marked", "_met", "_seen")
 
-    def __init__(self, marked: type, met: list[Any]) -> None:
+    def __init__(self, marked: type, met: list[object]) -> None:
         self._marked = marked
         self._met = met
-        self._seen: dict[int, Any] = {}
+        self._seen: dict[int, object] = {}
         self._depth = 0
         self._is_in_set = False
 
-    def replace(self, obj: Any) -> Any:
+    def replace(self, obj: Any) -> object:
         """Return the object with tensors, arrays and references replaced by marks.
 
         Raises:
@@ -72,7 +72,7 @@ class Walk:
             raise NotPlain
         return self._container(obj, kind)
 
-    def _container(self, obj: Any, kind: type) -> Any:
+    def _container(self, obj: Any, kind: type) -> object:
         seen = self._seen.get(id(obj), MARK)
         if seen is not MARK:
             if seen is None:
@@ -102,7 +102,7 @@ class Walk:
         self._seen[id(obj)] = replaced
         return replaced
 
-    def _require_no_sets(self, members: object) -> None:
+    def _require_no_sets(self, members: Iterable[object]) -> None:
         # A tuple outside of sets may contain a set, so results from there are not valid here.
         seen, self._seen = self._seen, {}
         self._is_in_set = True
@@ -110,7 +110,7 @@ class Walk:
         self._is_in_set = False
         self._seen = seen
 
-    def _require_plain(self, items: Any) -> None:
+    def _require_plain(self, items: Iterable[object]) -> None:
         # Keys and members of sets have no defined order, so they must not contain marks.
         before = len(self._met)
         for item in items:
@@ -125,11 +125,11 @@ class Filling:
 
     __slots__ = ("_following", "_seen")
 
-    def __init__(self, following: Iterator[Any]) -> None:
+    def __init__(self, following: Iterator[object]) -> None:
         self._following = following
         self._seen: dict[int, Any] = {}
 
-    def fill(self, data: Any) -> Any:
+    def fill(self, data: Any) -> object:
         """Return a container with its marks replaced; lists and dicts are changed in place."""
         kind = type(data)
         if kind is tuple:
@@ -152,5 +152,5 @@ class Filling:
                     data[key] = self._value(value)
         return data
 
-    def _value(self, item: object) -> Any:
+    def _value(self, item: object) -> object:
         return next(self._following) if item is MARK else self.fill(item)

@@ -38,8 +38,8 @@ from mpidist.rpc.pool import HANDLED, Action, Pool, PoolThread, here
 # sleep makes an idle worker use about 1.5 % of a core.
 _SPIN_S = 5e-5
 _YIELD_S = 5e-4
-_NAP_S = 3e-3
-_LONG_IDLE_S, _LONG_NAP_S = 1.0, 5e-3
+_SLEEP_S = 3e-3
+_LONG_IDLE_S, _LONG_SLEEP_S = 1.0, 5e-3
 
 # A caller that leads: empty polls before it yields its core, and seconds before it sleeps.
 _CALLER_SPINS = 4
@@ -247,7 +247,7 @@ class Polling:
             else:
                 leadership.is_idle = True
                 tests = 1
-                time.sleep(min(idle / 8, _NAP_S) if idle < _LONG_IDLE_S else _LONG_NAP_S)
+                time.sleep(min(idle / 8, _SLEEP_S) if idle < _LONG_IDLE_S else _LONG_SLEEP_S)
         leadership.is_idle = False
 
     def _run_inline(self, me: PoolThread, action: Action) -> None:

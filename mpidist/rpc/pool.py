@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from mpidist.comm.mpi import runtime
 
@@ -30,7 +30,7 @@ class Action(Protocol):
     def may_block(self) -> bool:
         """Return whether the action runs users' code."""
 
-    def run(self) -> None:
+    def run(self) -> object:
         """Run the action."""
 
 
@@ -41,7 +41,7 @@ class Task:
 
     lane = HANDLERS
 
-    def __init__(self, run: Callable[[], Any], may_block: bool = True) -> None:
+    def __init__(self, run: Callable[[], object], may_block: bool = True) -> None:
         self.run = run
         self.may_block = may_block
 

@@ -10,16 +10,19 @@ Source: names in torch/distributed/rpc/internal.py, _build_rpc_profiling_key.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from mpidist.rpc.worker import Workers
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def record_calls(call: F, kind: str, function: object, workers: Workers, to: int) -> F:
+def record_calls(
+    call: Callable[P, T], kind: str, function: object, workers: Workers, to: int
+) -> Callable[P, T]:
     """Wrap a function that makes calls, so that each call is an event of the calling thread.
 
     Args:
@@ -31,11 +34,11 @@ def record_calls(call: F, kind: str, function: object, workers: Workers, to: int
     """
     event = f"rpc_{kind}#{_name(function)}({workers.me.name} -> {workers.infos[to].name})"
 
-    def call_recorded(*args: Any) -> Any:
+    def call_recorded(*args: P.args, **kwargs: P.kwargs) -> T:
         with torch._C._profiler._RecordFunctionFast(event):
-            return call(*args)
+            return call(*args, **kwargs)
 
-    return cast(F, call_recorded)
+    return call_recorded
 
 
 def _name(function: object) -> str:

@@ -28,10 +28,10 @@ class Proxy:
         self._mode = mode
         self._timeout = timeout
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> partial[Any]:
         return partial(_call, self._rref, self._mode, name, self._timeout)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the value itself."""
         return _call(self._rref, self._mode, "__call__", self._timeout, *args, **kwargs)
 
@@ -53,7 +53,9 @@ class Proxied:
         return Proxy(self, REMOTE, timeout)
 
 
-def _call(rref: Any, mode: str, name: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
+def _call(
+    rref: Any, mode: str, name: str, timeout: float, /, *args: object, **kwargs: object
+) -> Any:
     agent = rref._agent
     current.require()
     to, arguments, method = rref.owner().id, (rref, *args), callee.method(name)

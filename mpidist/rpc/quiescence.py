@@ -3,10 +3,9 @@
 Each worker waits until it has no pending call and no unanswered request, and reports its counts to
 rank 0. Once all have reported, rank 0 compares: if two successive rounds have the same sums, and as
 many one-way messages were received as sent, nothing has moved between the rounds and nothing can
-move again (Mattern,
-"Algorithms for distributed termination detection", Distributed Computing 2 (1987), § 4: the
-four-counter method). Point-to-point messages carry the reports, so a worker that gives up leaves no
-collective of MPI incomplete.
+move again (Mattern, "Algorithms for distributed termination detection",
+Distributed Computing 2 (1987), § 4: the four-counter method). Point-to-point messages carry the
+reports, so a worker that gives up leaves no collective of MPI incomplete.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from mpidist.errors import FrameError
 
-_NAP_S = 2e-4
+_SLEEP_S = 2e-4  # between two readings of the counts
 _CHECK_S = 0.1  # between two checks for workers that have left
 COORDINATOR = 0
 _PROCEED, _AGAIN = 1, 0
@@ -130,7 +129,7 @@ class Quiescence:
         while True:
             while self._activity()[0]:
                 self._check(deadline, lambda: "calls are under way on this worker")
-                time.sleep(_NAP_S)
+                time.sleep(_SLEEP_S)
             number = self._round
             self._round += 1
             self._verdict_arrived.clear()
@@ -141,9 +140,9 @@ class Quiescence:
                 self._verdict_arrived.clear()
             if self._verdicts.pop(number) == _PROCEED:
                 return
-            time.sleep(_NAP_S)
+            time.sleep(_SLEEP_S)
 
     def _reason(self) -> str:
         if self._rank != COORDINATOR:
-            return f"no word from rank {COORDINATOR}, which collects"
+            return f"no verdict from rank {COORDINATOR}"
         return f"waiting for rank {', '.join(map(str, self.missing()))}"

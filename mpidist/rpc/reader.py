@@ -9,12 +9,13 @@ from typing import Any, Protocol
 
 import torch
 
-from mpidist.comm.transport.incoming import Incoming, Part
+from mpidist.comm.serialization.tensor_format import Buffer, Part
+from mpidist.comm.transport.incoming import Incoming
 from mpidist.errors import FrameError
 from mpidist.rpc import data_codec, decoder, interceptor, message
 from mpidist.rpc.allowlist import Allowed
 from mpidist.rpc.decoder import Attach
-from mpidist.rpc.message import ANNOUNCED, AUTOGRAD, FAR, REFERENCES, WORD, Buffer, ReferenceRow
+from mpidist.rpc.message import ANNOUNCED, AUTOGRAD, FAR, REFERENCES, WORD, ReferenceRow
 from mpidist.rpc.pickles import Reference
 from mpidist.rpc.rref_store import require_own
 
@@ -33,7 +34,7 @@ class Decoder(Protocol):
     ) -> Any:
         """Decode a content."""
 
-    def arguments(self, flags: int, data: Any) -> tuple[Any, Any]:
+    def arguments(self, flags: int, data: Any) -> tuple[Sequence[object], dict[str, object]]:
         """Return the args and kwargs of a decoded call."""
 
 
@@ -67,17 +68,17 @@ class Reader:
             incoming.start += WORD.size
         if incoming.flags & REFERENCES:
             rows, incoming.start = message.unpack_references(incoming.data, incoming.start)
-        incoming.noted = number, rows
+        incoming.preamble = number, rows
         return rows
 
-    def references_in(self, incoming: Incoming) -> list[ReferenceRow]:
+    def references_in(self, incoming: Incoming) -> Sequence[ReferenceRow]:
         """Return the references of a message; announced ones only once the message is complete.
 
         Returns:
-            An empty list also if they cannot be read.
+            An empty sequence also if they cannot be read.
         """
         if incoming.flags & REFERENCES:
-            return incoming.noted[1] if incoming.noted is not None else []
+            return incoming.preamble[1]
         if incoming.flags & ANNOUNCED and incoming.is_complete and incoming.parts:
             with contextlib.suppress(FrameError):
                 return _unpack_announced(incoming, incoming.parts[0], 0)[0]
@@ -108,16 +109,18 @@ class Reader:
             return None
         references: Sequence[Reference] = ()
         if flags & REFERENCES:
-            references = [self.make_reference(*row) for row in incoming.noted[1]]
+            references = [self.make_reference(*row) for row in incoming.preamble[1]]
         elif flags & ANNOUNCED:
             rows, place = _unpack_announced(incoming, body, place)
             references = [self.make_reference(*row) for row in rows]
         attach = None
         if flags & AUTOGRAD and (engine := interceptor.engine) is not None:
-            attach = partial(_attach_autograd, engine, incoming, incoming.noted[0], is_answer)
+            attach = partial(_attach_autograd, engine, incoming, incoming.preamble[0], is_answer)
         return self._decoder.decode(flags, body, place, parts, references, attach)
 
-    def decode_call(self, incoming: Incoming, place: int) -> tuple[Any, Any]:
+    def decode_call(
+        self, incoming: Incoming, place: int
+    ) -> tuple[Sequence[object], dict[str, object]]:
         """Decode the args and kwargs of a complete request.
 
         Args:
@@ -152,7 +155,7 @@ def _unpack_announced(incoming: Incoming, body: Any, place: int) -> tuple[list[R
     return rows, place
 
 
-def _no_references(*args: Any) -> Any:
+def _no_references(*args: int) -> Reference:
     raise FrameError("references in a message of a worker that has none")
 
 

@@ -52,7 +52,7 @@ _MAX_LAYOUTS = 1024  # a full cache is cleared
 _layouts: dict[int, tuple[type, _Layout | None]] = {}
 
 
-def fields_of(obj: Any) -> tuple[str, list[Any]] | None:
+def fields_of(obj: Any) -> tuple[str, list[object]] | None:
     """Return the class name and the field values of a record.
 
     Args:
@@ -106,7 +106,7 @@ def is_record(cls: type) -> bool:
     return _layout_of(cls) is not None
 
 
-def make_record(cls: type, values: Sequence[Any]) -> Any:
+def make_record(cls: type, values: Sequence[object]) -> object:
     """Make a record.
 
     Args:

@@ -6,13 +6,13 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from mpidist.comm.transport.incoming import Incoming
 from mpidist.errors import FrameError
 from mpidist.rpc import callee, message
 from mpidist.rpc.call import Call
 from mpidist.rpc.calls import Calls
+from mpidist.rpc.codec import Args, Kwargs
 from mpidist.rpc.creation import Creation
 from mpidist.rpc.message import PAIR, TO_REMOTE, Kind
 from mpidist.rpc.pickles import Reference
@@ -65,7 +65,7 @@ class References:
         reader.make_reference = self._make_checked
         wire.announce = self.announce
 
-    def _make_checked(self, reference: int, fork: int, owner: int) -> Any:
+    def _make_checked(self, reference: int, fork: int, owner: int) -> Reference:
         self._require_worker(owner)
         return self._make(reference, fork, owner)
 
@@ -77,7 +77,7 @@ class References:
 
     # References held here to values of other workers.
 
-    def register_user(self, fork: int, holder: Any) -> None:
+    def register_user(self, fork: int, holder: Reference) -> None:
         """Register a held reference to another worker's value."""
         self._user_rrefs[fork] = weakref.ref(holder)
 
@@ -180,7 +180,7 @@ class References:
             raise call.timed_out(what)
 
     def create(
-        self, to: int, function: object, args: object, kwargs: object, timeout_s: float
+        self, to: int, function: object, args: Args, kwargs: Kwargs, timeout_s: float
     ) -> tuple[int, int, Entry | None, Creation]:
         """Call a function on a worker, which keeps the result.
 

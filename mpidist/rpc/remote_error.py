@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from typing import Any
 
 from mpidist.errors import FrameError, RemoteError
 from mpidist.rpc.allowlist import Allowed
@@ -29,7 +28,7 @@ class RemoteTraceback(Exception):
         return f'\n"""\non worker "{self.worker}" (rank {self.rank}):\n{self.args[0]}"""'
 
 
-def describe(error: BaseException, as_data: bool = False) -> tuple[str, str, str, Any]:
+def describe(error: BaseException, as_data: bool = False) -> tuple[str, str, str, object]:
     """Return an exception as plain data.
 
     Args:
@@ -47,7 +46,7 @@ def describe(error: BaseException, as_data: bool = False) -> tuple[str, str, str
         text = f"{type(error).__qualname__} (its traceback raised {type(failure).__name__})"
     try:
         is_data = as_data and isinstance(error, Exception)
-        content: Any = (
+        content: object = (
             error_values(error) if is_data else None if as_data else pickle.dumps(error, 5)
         )
     except BaseException:
@@ -77,7 +76,7 @@ def rebuild(
         or len(description) != 4
         or not all(type(part) is str for part in description[:3])
     ):
-        raise FrameError(f"{worker} has sent an exception that is none")
+        raise FrameError(f"{worker} has sent an invalid description of an exception")
     type_name, representation, text, content = description
     error: BaseException | None = None
     reason = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from mpidist.rpc import callee, functions, interceptor, message, methods, remote
 from mpidist.rpc.allowlist import Allowed, Refused
 from mpidist.rpc.codec import EMPTY, Content
 from mpidist.rpc.inline_policy import InlinePolicy
-from mpidist.rpc.message import PAIR, Kind
+from mpidist.rpc.message import FIRST_REMOTE, LAST_REMOTE, PAIR, Kind
 from mpidist.rpc.polling import Polling
 from mpidist.rpc.pool import HANDLERS, Task
 from mpidist.rpc.reader import Reader
@@ -27,7 +28,6 @@ from mpidist.rpc.worker import Workers
 logger = logging.getLogger("mpidist.rpc")
 
 # Plain integers, because access to a member of an enumeration costs as much as a comparison.
-_FIRST_REMOTE, _LAST_REMOTE = int(Kind.REMOTE_PYTHON), int(Kind.REMOTE_METHOD)
 _METHOD, _SERVICE, _RESULT = int(Kind.CALL_METHOD), int(Kind.CALL_SERVICE), int(Kind.RESULT)
 
 
@@ -59,18 +59,18 @@ class Request:
     def run(self) -> None:
         """Decode the call and run it: inline, or on another thread if it may take long."""
         agent, incoming = self._agent, self._incoming
-        args: Any = ()
-        kwargs: Any = {}
+        args: Sequence[object] = ()
+        kwargs: dict[str, object] = {}
         try:
             flags, kind = incoming.flags, incoming.kind
             place = incoming.start
-            if _FIRST_REMOTE <= kind <= _LAST_REMOTE:
+            if FIRST_REMOTE <= kind <= LAST_REMOTE:
                 place += PAIR.size
                 kind -= message.TO_REMOTE
             key, place = message.unpack_name(incoming.data, place, incoming.end)
             try:
                 if kind == _METHOD:
-                    function: Any = partial(methods.call_method, key.decode())
+                    function: callee.Function | None = partial(methods.call_method, key.decode())
                 elif kind == _SERVICE and key:
                     function = partial(callee.resolve(kind, key, agent.allowed), incoming.source)
                 else:
@@ -105,7 +105,13 @@ class Request:
         name = getattr(function, "__qualname__", None)
         return function, args, kwargs, name if type(name) is str else type(function)
 
-    def _call(self, function: Any, args: Any, kwargs: Any, key: Any) -> None:
+    def _call(
+        self,
+        function: callee.Function,
+        args: Sequence[object],
+        kwargs: dict[str, object],
+        key: object,
+    ) -> None:
         agent, incoming = self._agent, self._incoming
         if agent.gil_waits is not None:
             _measure_lock(agent.gil_waits)
@@ -130,7 +136,7 @@ class Request:
         else:
             self.succeed(result)
 
-    def _finish(self, future: Any) -> None:
+    def _finish(self, future: torch._C.Future) -> None:
         try:
             value = future.value()
         except BaseException as error:

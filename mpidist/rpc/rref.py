@@ -19,6 +19,7 @@ from mpidist.rpc.worker import WorkerInfo
 
 if TYPE_CHECKING:
     from mpidist.rpc.agent import Agent
+    from mpidist.rpc.codec import Args, Kwargs
 
 T = TypeVar("T")
 
@@ -90,9 +91,8 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
         if self._entry is None:
             raise RRefError(
                 f"For UserRRef(rref_id={unique(self._reference)}, "
-                f"fork_id={unique(self._fork or 0)}), can't call localValue() "
-                f"on user {self._agent.workers.me}. Call it on owner {self._owner}, or to_here() "
-                "for a copy"
+                f"fork_id={unique(self._fork or 0)}), can't call localValue() on user "
+                f"{self._agent.workers.me}. Call it on owner {self._owner}, or to_here() for a copy"
             )
         return self._own_value(0.0)
 
@@ -120,10 +120,17 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
 
     @staticmethod
     def create(
-        agent: Agent, to: int, function: object, args: object, kwargs: object, timeout: float
+        agent: Agent, to: int, function: object, args: Args, kwargs: Kwargs, timeout: float
     ) -> RRef[Any]:
-        """See ``create``; used by the proxies."""
-        return create(agent, to, function, args, kwargs, timeout)
+        """Call a function on a worker and return a reference to its result, which stays on it."""
+        calls = agent.calls
+        timeout_s = calls.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout)
+        reference, fork, entry, creation = agent.references.create(
+            to, function, args, kwargs, timeout_s
+        )
+        if entry is not None:
+            return owner_rref(agent, entry, creation)
+        return user_rref(agent, agent.workers.infos[to], reference, fork, creation)
 
     def backward(
         self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False, mode: str = "fast"
@@ -145,7 +152,7 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
                 self._owner.id, kind, b"", content, UNSET_RPC_TIMEOUT, _BACKWARD
             )
             return
-        _run_backward(self, dist_autograd_ctx_id, retain_graph, mode)
+        _run_backward(self.local_value(), dist_autograd_ctx_id, retain_graph, mode)
 
     def _own_value(self, timeout_s: float) -> T:
         entry = self._entry
@@ -160,12 +167,12 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
         value: T = entry.value
         return value
 
-    def _get_future(self) -> torch.futures.Future[Any]:
+    def _get_future(self) -> torch.futures.Future:
         """Return a future that completes when the value's creation has ended (torch's name)."""
         creation = self._creation
         if creation is not None:
             return creation.future()
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        future: torch.futures.Future = torch.futures.Future()
         future.set_result(None)
         return future
 
@@ -192,20 +199,6 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
 PyRRef = RRef
 
 
-def create(
-    agent: Agent, to: int, function: object, args: object, kwargs: object, timeout: float
-) -> RRef[Any]:
-    """Call a function on a worker and return a reference to its result, which stays on it."""
-    calls = agent.calls
-    timeout_s = calls.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout)
-    reference, fork, entry, creation = agent.references.create(
-        to, function, args, kwargs, timeout_s
-    )
-    if entry is not None:
-        return owner_rref(agent, entry, creation)
-    return user_rref(agent, agent.workers.infos[to], reference, fork, creation)
-
-
 def user_rref(
     agent: Agent, owner: WorkerInfo, reference: int, fork: int, creation: Creation | None
 ) -> RRef[Any]:
@@ -230,9 +223,9 @@ def from_wire(agent: Agent, reference: int, fork: int, owner: int) -> RRef[Any]:
     return owner_rref(agent, agent.references.store.redeem(reference, fork))
 
 
-def _future_of_type(entry: Entry) -> torch.futures.Future[Any]:
+def _future_of_type(entry: Entry) -> torch.futures.Future:
     """Return a future of the type of an owned value, which may not be set yet."""
-    future: torch.futures.Future[Any] = torch.futures.Future()
+    future: torch.futures.Future = torch.futures.Future()
 
     def complete(entry: Entry) -> None:
         if entry.error is not None:
@@ -244,9 +237,8 @@ def _future_of_type(entry: Entry) -> torch.futures.Future[Any]:
     return future
 
 
-def _run_backward(rref: RRef[Any], context_id: int, retain_graph: bool, mode: str) -> None:
+def _run_backward(value: object, context_id: int, retain_graph: bool, mode: str) -> None:
     """Run a backward pass from an owned value."""
-    value = rref.local_value()
     if not isinstance(value, torch.Tensor):
         raise MpidistError("RRef should contain a tensor for .backward()")
     if context_id == -1:

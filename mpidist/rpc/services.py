@@ -8,14 +8,14 @@ other function of this package.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mpidist.errors import MpidistError
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
-names: dict[Callable[..., Any], str] = {}
-_functions: dict[str, Callable[..., Any]] = {}
+names: dict[Callable[..., object], str] = {}
+_functions: dict[str, Callable[..., object]] = {}
 
 
 def service(function: F) -> F:
@@ -25,7 +25,7 @@ def service(function: F) -> F:
     return function
 
 
-def resolve(name: str) -> Callable[..., Any]:
+def resolve(name: str) -> Callable[..., object]:
     """Return the service of a name.
 
     Raises:

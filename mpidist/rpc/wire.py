@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from mpidist.comm.transport.eager_message import HEADER_BYTES
 from mpidist.comm.transport.transport import Transport
-from mpidist.errors import FrameError
 from mpidist.rpc import codec, data_codec, interceptor, message
 from mpidist.rpc.codec import EMPTY, TABLE, Content, Encoder
 from mpidist.rpc.message import (
@@ -22,6 +20,7 @@ from mpidist.rpc.message import (
     ROOM_BYTES,
     WORD,
 )
+from mpidist.rpc.pickles import Reference
 
 DeviceMap = Mapping[int, int]
 _REQUEST_GRADIENTS = int(message.Kind.REQUEST_GRADIENTS)
@@ -42,7 +41,8 @@ class Wire:
         answered: The number of requests that this worker has answered.
         one_way_sent: The number of one-way messages that this worker has sent.
         is_stopped: RPC has ended: answers and one-way messages are discarded.
-        announce: Sends the (reference, fork) pairs of a message to their owner ahead of it.
+        announce: Sends the (reference, fork) pairs of a message to their owner ahead of the
+            message; set by ``References``.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Wire:
         self.answered = self.one_way_sent = 0
         self.is_stopped = False
         self._count_lock = threading.Lock()
-        self.announce: Callable[[int, Sequence[tuple[int, int]]], None] = _no_references
+        self.announce: Callable[[int, Sequence[tuple[int, int]]], None]
         self._request_maps = request_maps
         self._answer_maps = answer_maps
         self._send = transport.send
@@ -182,7 +182,7 @@ class Wire:
         flags: int,
         prefix: bytes,
         body: bytes,
-        references: Sequence[Any],
+        references: Sequence[Reference],
         number: int,
     ) -> tuple[int, bytes, bytes]:
         rows = [reference.fork(to) for reference in references]
@@ -201,7 +201,3 @@ def _record_send(to: int, kind: int, context: int, content: Content) -> int:
         return 0
     tensors = [obj for obj in content.objects if isinstance(obj, codec.Tensor)]
     return engine.leaving(context, to, tensors, FIRST_RESPONSE <= kind < FIRST_ONE_WAY)
-
-
-def _no_references(*args: Any) -> Any:
-    raise FrameError("references in a message of a worker that has none")

@@ -35,7 +35,7 @@ class _State:
     """
 
     def __init__(self) -> None:
-        self.gathered: dict[str, Any] = {}
+        self.gathered: dict[str, object] = {}
         self.proceed = threading.Event()
         self.is_called = False
 
@@ -109,7 +109,7 @@ def gather_to_leader(
 
 
 @services.service
-def broadcast_to_follower(source: int, /, sequence_id: str, gathered: dict[str, Any]) -> None:
+def broadcast_to_follower(source: int, /, sequence_id: str, gathered: dict[str, object]) -> None:
     """Store all objects; runs on each worker except the leader.
 
     Raises:

@@ -8,16 +8,21 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import Group
 from mpidist.comm.work import Work
 from mpidist.errors import MpidistError
-from mpidist.zero.consolidation import StateByNumber, gathered
+from mpidist.folder_sync import sync_folder
+from mpidist.zero.consolidation import gathered
 from mpidist.zero.result_memory import KeptMemory
 from mpidist.zero.shard_image import ShardImage
+from mpidist.zero.state_dict import StateByNumber
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
 _NICE = 19  # the lowest priority
 # Groups that were not closed. They end with the job: closing is collective, so no finalizer can.
@@ -27,7 +32,7 @@ _open: list[Group] = []
 class Consolidating:
     """Handle of a consolidation in progress; see ``OSS.consolidate_async``."""
 
-    def __init__(self, work: Work, found: list[dict[str, Any]]) -> None:
+    def __init__(self, work: Work, found: list[StateDict]) -> None:
         self._work = work
         self._found = found
 
@@ -48,7 +53,7 @@ class Consolidating:
         """
         self._work.wait(timeout)
 
-    def result(self, timeout: float | None = None) -> dict[str, Any] | None:
+    def result(self, timeout: float | None = None) -> StateDict | None:
         """Wait; return the state dict in torch's format, None on ranks other than recipients."""
         self.wait(timeout)
         return self._found[0] if self._found else None
@@ -74,7 +79,7 @@ class Background:
         recipient: int,
         chunk_bytes: int,
         path: str | os.PathLike[str] | None,
-        packed: Callable[[StateByNumber], dict[str, Any]],
+        packed: Callable[[StateByNumber], StateDict],
     ) -> Consolidating:
         """Copy the image and start its transfer. Collective: over the group.
 
@@ -92,10 +97,10 @@ class Background:
         self._finish()
         group, results = self._group, self._results
         snapshot = [image.copied(self._snapshots)]
-        found: list[dict[str, Any]] = []
+        found: list[StateDict] = []
 
         def transfer() -> None:
-            _give_way()
+            _lower_priority()
             # Popped, so that the next snapshot can reuse the memory after this transfer.
             state = gathered(group, snapshot.pop(), recipient, chunk_bytes, results)
             if state is not None:
@@ -121,7 +126,7 @@ class Background:
             work.future.wait_quietly()  # the handle raises its error
 
 
-def write(state_dict: dict[str, Any], path: Path) -> None:
+def write(state_dict: StateDict, path: Path) -> None:
     """Write a file atomically: to ``<name>.part``, synced to the disk, then renamed."""
     part = path.with_name(f"{path.name}.part")
     try:
@@ -134,14 +139,10 @@ def write(state_dict: dict[str, Any], path: Path) -> None:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)  # the new name
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Lower this thread's priority, so that it runs on idle cores. Linux only."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
@@ -151,9 +152,7 @@ def _give_way() -> None:
             )
 
 
-def _write_on_recipient(
-    group: Group, found: list[dict[str, Any]], recipient: int, path: Path
-) -> None:
+def _write_on_recipient(group: Group, found: list[StateDict], recipient: int, path: Path) -> None:
     if group.rank != recipient:
         # A receive, not a collective: the wait sleeps while the recipient writes.
         failure, _ = group.recv_object(recipient)

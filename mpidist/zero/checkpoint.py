@@ -8,9 +8,8 @@ elements.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -21,12 +20,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from mpidist.zero.boxes import boxes, view_of
+from mpidist.zero.groups import Groups
 from mpidist.zero.pieces import Piece
 from mpidist.zero.shard_image import InFlat, Loose, ShardImage
-from mpidist.zero.state_dict import for_base
+from mpidist.zero.state_dict import ParamState, for_base, packed_groups
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
 Tensor = torch.Tensor
-Groups = Sequence[dict[str, Any]]
 
 
 class PartOfTensor(torch.Tensor):
@@ -67,8 +69,8 @@ class PartOfTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, function: object, types: object, args: Sequence[Any] = (), kwargs: object = None
+    ) -> Tensor:
         # torch's stager makes a copy this way, and then sets the attributes.
         if function is torch.ops.aten.new_empty.default:
             whole = torch.empty(args[1], dtype=args[0].dtype, device="meta")
@@ -77,13 +79,13 @@ class PartOfTensor(torch.Tensor):
             return args[0]
         raise NotImplementedError(f"{function} of a part of a tensor: take its elements")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return (
             f"PartOfTensor({self.elements.numel()} elements of shape {tuple(self.shape)}, "
             f"{self.dtype})"
         )
 
-    def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, obj: object) -> list[WriteItem]:
         if not self.is_known:
             return []  # requested for a load; no value to write
         properties = TensorProperties(dtype=self.dtype)
@@ -114,8 +116,8 @@ def sharded(
     image: ShardImage,
     pieces: Sequence[Piece],
     groups: Groups,
-    first_state: Callable[[Piece], Mapping[str, Any]],
-) -> dict[str, Any]:
+    first_state: Callable[[Piece], ParamState],
+) -> StateDict:
     """Return the state dict; its tensors are the image's.
 
     Args:
@@ -125,7 +127,7 @@ def sharded(
             which the checkpoint is to overwrite.
     """
     names = names_of(groups)
-    state: dict[str, dict[str, Any]] = {}
+    state: dict[str, ParamState] = {}
     own = {piece.number: piece for piece in pieces}
     for number, held in image.entries.items():
         state[names[number]] = {
@@ -135,20 +137,14 @@ def sharded(
         if piece.number not in image.entries and piece.parameter.requires_grad:
             form = image.forms[piece.number]
             first = first_state(piece).items()
-            made = {
+            made: ParamState = {
                 name: _wanted(piece, form, value)
                 for name, value in first
                 if isinstance(value, torch.Tensor)
             }
             if made:
                 state[names[piece.number]] = made
-    number, packed = 0, []
-    for group in groups:
-        count = len(group["params"])
-        settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        packed.append({**settings, "params": names[number : number + count]})
-        number += count
-    return {"state": state, "param_groups": packed}
+    return {"state": state, "param_groups": packed_groups(groups, names)}
 
 
 def names_of(groups: Groups) -> list[str]:
@@ -160,12 +156,12 @@ def names_of(groups: Groups) -> list[str]:
 
 
 def restored(
-    given: Mapping[str, Any], pieces: Sequence[Piece], groups: Groups, base_groups: Groups
-) -> dict[str, Any]:
+    given: StateDict, pieces: Sequence[Piece], groups: Groups, base_groups: Groups
+) -> StateDict:
     """Return a state dict for this rank's base optimizer, without state that was not loaded."""
     names = names_of(groups)
 
-    def held_by(piece: Piece) -> dict[str, Any] | None:
+    def held_by(piece: Piece) -> ParamState | None:
         held = given["state"].get(names[piece.number])
         if not held or not all(
             value.is_known for value in held.values() if isinstance(value, PartOfTensor)
@@ -176,7 +172,7 @@ def restored(
     return for_base(given["param_groups"], base_groups, pieces, held_by)
 
 
-def as_torch(given: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
+def as_torch(given: StateDict, groups: Groups) -> StateDict:
     """Return the groups in a plain state dict without state, for the checks of plain state dicts.
 
     Raises:
@@ -188,11 +184,7 @@ def as_torch(given: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
             "torch.distributed.checkpoint.load"
         )
     names = [name for group in given["param_groups"] for name in group["params"]]
-    sizes, own_sizes = (
-        [len(group["params"]) for group in given["param_groups"]],
-        [len(group["params"]) for group in groups],
-    )
-    if names != names_of(groups) or sizes != own_sizes:
+    if names != names_of(groups):
         raise ValueError(
             f"the sharded state dict is of another model: it names {names[:4]}, this optimizer "
             f"{names_of(groups)[:4]}"
@@ -200,7 +192,7 @@ def as_torch(given: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
     return {"state": {}, "param_groups": list(given["param_groups"])}
 
 
-def _held(image: ShardImage, piece: Piece | None, value: Any) -> Any:
+def _held(image: ShardImage, piece: Piece | None, value: object) -> object:
     if isinstance(value, InFlat):
         assert piece is not None and piece.home is not None
         _, at = piece.home
@@ -219,7 +211,7 @@ def _wanted(piece: Piece, form: Tensor, value: Tensor) -> PartOfTensor:
     return PartOfTensor(torch.empty_like(value, device="meta"), elements, 0, is_known=False)
 
 
-def _value(value: Any, piece: Piece) -> Any:
+def _value(value: object, piece: Piece) -> object:
     if isinstance(value, PartOfTensor):
         if value.dim() and value.shape == piece.parameter.shape:
             return value.elements.as_strided(

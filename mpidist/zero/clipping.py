@@ -6,14 +6,16 @@ Source: ``torch.nn.utils.clip_grad_norm_``, with the same result; each rank sums
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from mpidist.comm.algorithms.reduce_op import MAX, SUM
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import Group
+from mpidist.zero.pieces import Piece
 
 Tensor = torch.Tensor
+Filter = Callable[[list[Tensor]], Iterable[Tensor]]  # returns some of the given parameters
 _TINY = 1e-6  # torch's guard against division by zero
 
 
@@ -31,9 +33,22 @@ def limits(max_norm: float, norm_type: float) -> tuple[float, float]:
     return float(max_norm), float(norm_type)
 
 
+def own_gradients(pieces: Sequence[Piece], chosen: Filter | None) -> list[tuple[Piece, Tensor]]:
+    """Return the pieces that have a gradient, and the gradients.
+
+    Args:
+        chosen: Called with the pieces' parameters; the others' gradients do not count.
+    """
+    own = [piece for piece in pieces if piece.parameter.grad is not None]
+    if chosen is not None:
+        kept = set(map(id, chosen([piece.parameter for piece in own])))
+        own = [piece for piece in own if id(piece.parameter) in kept]
+    return [(piece, gradient) for piece in own if (gradient := piece.gradient()) is not None]
+
+
 def clip(
     group: Group,
-    gradients: Sequence[Tensor],
+    own: Sequence[tuple[Piece, Tensor]],
     max_norm: float,
     norm_type: float,
     device: torch.device,
@@ -43,7 +58,7 @@ def clip(
     Collective: over the group.
 
     Args:
-        gradients: This rank's; any dtypes and devices.
+        own: This rank's pieces and their gradients, of any dtypes and devices.
         norm_type: p > 0, or infinity.
         device: Of the result.
 
@@ -51,7 +66,7 @@ def clip(
         The norm before scaling, a 0-dim tensor of fp64.
     """
     dense = [
-        gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients
+        gradient.coalesce().values() if gradient.is_sparse else gradient for _, gradient in own
     ]
     norms = [_norm(each, norm_type).to(device) for each in dense if each.numel()]
     if math.isinf(norm_type):
@@ -72,8 +87,9 @@ def clip(
     scale = (max_norm / (total + _TINY)).clamp(max=1.0)
     # The host does not read the norm, so a CUDA stream is not synchronized. As in torch, a NaN norm
     # makes all gradients NaN.
-    for gradient in gradients:
+    for piece, gradient in own:
         gradient.mul_(scale.to(gradient.device, _real(gradient.dtype)))
+        piece.put_back(gradient)
     return total
 
 

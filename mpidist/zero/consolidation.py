@@ -10,26 +10,28 @@ Letters: W ranks; N elements of a buffer.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TypeAlias
 
 import torch
 
 from mpidist.comm.consistency import raising_on_all
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import Group
 from mpidist.kernels.view import laid_out
-from mpidist.zero.local_state import FLAT, LOOSE, described
+from mpidist.zero.local_state import FLAT, LOOSE, Entry, described
 from mpidist.zero.result_memory import KeptMemory
 from mpidist.zero.shard_image import KindKey, ShardImage
+from mpidist.zero.state_dict import StateByNumber
 
 Tensor = torch.Tensor
-StateByNumber = dict[int, dict[str, Any]]
 CHUNK_BYTES = 16 << 20
 
 # A rank's state as plain data: the kinds, the rows of each parameter (``local_state.described``),
 # and the shapes and dtypes of the loose tensors.
-_Contents = tuple[
-    tuple[KindKey, ...], dict[int, list[tuple[str, str, Any]]], list[tuple[torch.Size, torch.dtype]]
+_Contents: TypeAlias = tuple[
+    tuple[KindKey, ...], dict[int, list[Entry]], list[tuple[torch.Size, torch.dtype]]
 ]
+# A flat tensor's kind, or a rank and the place of one of its loose tensors.
+_Part: TypeAlias = KindKey | tuple[int, int]
 
 
 class Consolidation:
@@ -51,12 +53,12 @@ class Consolidation:
             last = (
                 "it was not called yet"
                 if self._recipient is None
-                else f"the last call brought it to rank {self._recipient}"
+                else f"the last call sent it to rank {self._recipient}"
             )
             raise RuntimeError(
                 f"the optimizer's state is not consolidated on rank {rank} ({last}): call "
-                "consolidate_state_dict(recipient_rank="
-                f"{rank}) on all ranks before state_dict() on this one"
+                f"consolidate_state_dict(recipient_rank={rank}) on all ranks before state_dict() "
+                "on this one"
             )
         return self._state
 
@@ -124,9 +126,9 @@ def _contents(image: ShardImage) -> _Contents:
 
 def _allocated(
     everyone: list[_Contents], image: ShardImage, memory: KeptMemory
-) -> tuple[dict[KindKey, Tensor], list[list[Tensor]]]:
+) -> tuple[dict[_Part, Tensor], list[list[Tensor]]]:
     """Return a tensor of N elements for each kind, and each rank's loose tensors as vectors."""
-    wanted: dict[Any, tuple[int, torch.dtype]] = {}
+    wanted: dict[_Part, tuple[int, torch.dtype]] = {}
     for rank, (kinds, _, shapes) in enumerate(everyone):
         for kind in kinds:
             wanted[kind] = (image.plans[kind[0]].numel, kind[2])
@@ -142,7 +144,7 @@ def _allocated(
 
 def _assembled(
     everyone: list[_Contents],
-    whole: dict[KindKey, Tensor],
+    whole: dict[_Part, Tensor],
     loose: list[list[Tensor]],
     image: ShardImage,
 ) -> StateByNumber:

@@ -6,16 +6,17 @@ from typing import Any
 
 import torch
 
-from mpidist.zero.groups import settings
+from mpidist.zero.groups import ParamGroup, settings
 from mpidist.zero.pieces import Piece
+from mpidist.zero.state_dict import ParamState
 
 
 def first_state(
     optim: type[torch.optim.Optimizer],
-    group: dict[str, Any],
+    group: ParamGroup,
     defaults: dict[str, Any],
     piece: Piece,
-) -> dict[str, Any]:
+) -> ParamState:
     """Return the state of one piece after a step with a gradient of zeros, for names and shapes.
 
     Args:

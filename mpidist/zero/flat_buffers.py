@@ -6,14 +6,13 @@ Letters: W ranks; N elements of a buffer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from mpidist.comm import shard_memory
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import Group
 from mpidist.comm.shard_memory import ShardMemory
 from mpidist.comm.work import Work
 from mpidist.kernels.view import is_dense, laid_out
@@ -94,7 +93,7 @@ class FlatBuffers:
         """
         self.place(self._views)
 
-    def place(self, numbers: Sequence[int] | Mapping[int, Any]) -> None:
+    def place(self, numbers: Collection[int]) -> None:
         """Move some parameters to their places, with their values. Collective: over the group."""
         if not self.is_one_copy or self._memories[0][0].leads:
             for number in numbers:
@@ -146,8 +145,8 @@ class FlatBuffers:
             if self._parameters[number].shape != view.shape:
                 raise ValueError(
                     f"parameter {number} had shape {tuple(view.shape)} and now has "
-                    f"{tuple(self._parameters[number].shape)}: its "
-                    "state does not fit it any more; build another optimizer"
+                    f"{tuple(self._parameters[number].shape)}: its state does not fit it any more; "
+                    "build another optimizer"
                 )
 
     def gather(self) -> None:

@@ -7,15 +7,16 @@ base optimizer works on views.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias, TypeGuard
 
 import torch
 
 from mpidist.zero.pieces import Piece
 from mpidist.zero.result_memory import zeros
+from mpidist.zero.state_dict import ParamState
 
 Tensor = torch.Tensor
-State = Mapping[Tensor, dict[str, Any]]
+State: TypeAlias = Mapping[Tensor, ParamState]  # by the base optimizer's tensors
 
 
 class Kind(NamedTuple):
@@ -54,7 +55,7 @@ class FlatState:
             if not held or piece.home is None:
                 continue
             for name, value in held.items():
-                if self.belongs(piece, value):
+                if self.belongs(value, piece):
                     self._flatten_one(piece, held, name, value, sizes[piece.home[0]])
         self._spare.clear()
         self._flattened = len(state)
@@ -64,7 +65,7 @@ class FlatState:
         return len(state) == self._flattened
 
     @staticmethod
-    def belongs(piece: Piece, value: Any) -> bool:
+    def belongs(value: object, piece: Piece) -> TypeGuard[Tensor]:
         """Return whether a value has one element for each element of the piece."""
         return (
             piece.home is not None
@@ -75,7 +76,7 @@ class FlatState:
         )
 
     def _flatten_one(
-        self, piece: Piece, held: dict[str, Any], name: str, value: Tensor, size: int
+        self, piece: Piece, held: ParamState, name: str, value: Tensor, size: int
     ) -> None:
         assert piece.home is not None
         kind = Kind(piece.home[0], name, value.dtype, value.device)
@@ -94,7 +95,3 @@ class FlatState:
         if value.data_ptr() != view.data_ptr():
             view.copy_(value)
             held[name] = view
-
-    def nbytes(self) -> int:
-        """Return the bytes of all flat tensors."""
-        return sum(flat.nbytes for flat in self.kinds.values())

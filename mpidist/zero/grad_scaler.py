@@ -7,12 +7,11 @@ Source: ``ShardedGradScaler`` of FairScale and of ``torch.distributed.fsdp``.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from mpidist.comm.algorithms.reduce_op import MAX
 from mpidist.comm.consistency import require_same
+from mpidist.comm.group_types import AnyGroup
 from mpidist.comm.resolve_group import native_group
 
 Tensor = torch.Tensor
@@ -45,7 +44,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        process_group: Any = None,
+        process_group: AnyGroup = None,
     ) -> None:
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
@@ -81,6 +80,6 @@ class ShardedGradScaler(torch.amp.GradScaler):
             )
         return found
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave out the group: a copy's is the default one."""
         return {**super().__getstate__(), "process_group": None}

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from mpidist.comm.consistency import Row
 from mpidist.zero.pieces import Piece
+from mpidist.zero.wire import Wire
 
 Tensor = torch.Tensor
-Group = dict[str, Any]
+# torch's parameter group: the parameters under "params", their names under "param_names" if they
+# have any, and settings by their names.
+ParamGroup: TypeAlias = dict[str, Any]
+Groups: TypeAlias = Sequence[ParamGroup]
+Settings: TypeAlias = dict[str, object]
 
-_OF_RANKS = ("params", "param_names")
+# Differ between the ranks' base optimizers; all other keys are settings.
+_PARAMETERS = ("params", "param_names")
 
 
-def settings(group: Group) -> Group:
+def settings(group: ParamGroup) -> Settings:
     """Return a group without its parameters and their names."""
-    return {key: value for key, value in group.items() if key not in _OF_RANKS}
+    return {key: value for key, value in group.items() if key not in _PARAMETERS}
 
 
-def sync(source: Sequence[Group], target: Sequence[Group]) -> None:
+def sync(source: Sequence[Settings], target: Sequence[Settings]) -> None:
     """Copy each group's settings to its counterpart, e.g. learning rates set by a scheduler."""
     for one, other in zip(source, target, strict=True):
         for key, value in one.items():
-            if key not in _OF_RANKS:
+            if key not in _PARAMETERS:
                 other[key] = value
 
 
-def by_group(groups: Sequence[Group], pieces: Iterable[Piece]) -> list[list[Tensor]]:
+def by_group(groups: Groups, pieces: Iterable[Piece]) -> list[list[Tensor]]:
     """Return for each group the tensors of its pieces, in the order of the parameters."""
     place_of = [place for place, group in enumerate(groups) for _ in group["params"]]
     found: list[list[Tensor]] = [[] for _ in groups]
@@ -38,7 +44,7 @@ def by_group(groups: Sequence[Group], pieces: Iterable[Piece]) -> list[list[Tens
     return found
 
 
-def rows(groups: Sequence[Group]) -> list[Row]:
+def rows(groups: Groups) -> list[Row]:
     """Return rows that must be equal on all ranks: settings, and the form of each parameter.
 
     A parameter's row is its shape, dtype, device type, ``requires_grad`` and strides.
@@ -52,12 +58,12 @@ def rows(groups: Sequence[Group]) -> list[Row]:
     return found
 
 
-def text(group: Group) -> str:
+def text(group: ParamGroup) -> str:
     """Return a group's settings as text; equal settings have equal texts on all ranks."""
     return str(sorted(((key, _text(value)) for key, value in settings(group).items()), key=str))
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, Tensor):
         return _text(value.tolist())
     if isinstance(value, float):
@@ -70,8 +76,8 @@ def _text(value: Any) -> str:
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
-def require_apart(groups: Sequence[Group]) -> None:
-    """Refuse parameters given twice or with the same address: each would get a separate place.
+def require_distinct(groups: Groups) -> None:
+    """Refuse parameters given twice or at one address, which would get separate places.
 
     Raises:
         ValueError: Two parameters share their memory.
@@ -91,13 +97,12 @@ def require_apart(groups: Sequence[Group]) -> None:
                 )
             raise ValueError(
                 f"two parameters, of shapes {tuple(parameters[other].shape)} and "
-                f"{tuple(parameter.shape)}, lie in the same "
-                "memory: in flat buffers they would be two; tie modules by one Parameter that both "
-                "hold"
+                f"{tuple(parameter.shape)}, lie in the same memory, which flat buffers would "
+                "separate: tie modules by one Parameter that both hold"
             )
 
 
-def require_carried(groups: Sequence[Group], wire: Any) -> None:
+def require_carried(groups: Groups, wire: Wire | None) -> None:
     """Refuse trainable parameters that a wire cannot carry.
 
     Raises:
@@ -110,7 +115,7 @@ def require_carried(groups: Sequence[Group], wire: Any) -> None:
             wire.master_dtype(dtype)
 
 
-def require_host_memory(groups: Sequence[Group]) -> None:
+def require_host_memory(groups: Groups) -> None:
     """Refuse parameters on devices.
 
     Raises:

@@ -11,7 +11,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.distributed import GradBucket
@@ -22,10 +22,21 @@ from mpidist.dynamo import untraced
 from mpidist.kernels.view import laid_out
 from mpidist.zero import groups
 from mpidist.zero.join import is_shadowing
+from mpidist.zero.parameter_gather import ParameterGather
 from mpidist.zero.pieces import Piece
+from mpidist.zero.shards import Shards
 
 Tensor = torch.Tensor
-Hook = Callable[[Any, Any], Any]
+Hook: TypeAlias = Callable[[Any, Any], Any]  # (state, bucket) -> future, torch's or ours
+
+
+class Sharded(Protocol):
+    """Parts of ``OSS`` that ``BackwardSteps`` reads."""
+
+    optim: torch.optim.Optimizer
+    param_groups: list[groups.ParamGroup]
+    _shards: Shards
+    _gather: ParameterGather
 
 
 class BackwardSteps:
@@ -35,7 +46,7 @@ class BackwardSteps:
         optimizer: The ``OSS``.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Sharded) -> None:
         self._optimizer = optimizer
         self._reduced: set[int] = set()  # ids of parameters in reduced buckets
         self._stepped: set[Piece] = set()
@@ -60,9 +71,8 @@ class BackwardSteps:
         if not self._reduced.isdisjoint(new):
             raise RuntimeError(
                 "gradients were averaged again before the optimizer's step(): the first averages "
-                "are in the parameters already. "
-                "Call step() after each backward pass that averages, and run those that only "
-                "accumulate under no_sync()"
+                "are in the parameters already. Call step() after each backward pass that "
+                "averages, and run those that only accumulate under no_sync()"
             )
         self._reduced |= new
 
@@ -115,9 +125,9 @@ class BackwardSteps:
             self._by_parameter = {id(piece.parameter): piece for piece in shards.pieces}
         parts = flat.view(-1).split([parameter.numel() for parameter in parameters])
         found: list[tuple[Piece, Tensor]] = []
-        for parameter, part, is_there in zip(parameters, parts, has_gradient, strict=True):
+        for parameter, part, has in zip(parameters, parts, has_gradient, strict=True):
             piece = self._by_parameter.get(id(parameter))
-            if piece is not None and is_there:
+            if piece is not None and has:
                 found.append((piece, piece.part_of(laid_out(part, parameter))))
         if not found:
             return
@@ -162,11 +172,11 @@ class SteppingHook:
         return getattr(self.hook, "is_in_order", False)
 
     @property
-    def ownership(self) -> Any:
+    def ownership(self) -> object:
         """Return the ownership of the wrapped hook (``to_owners``), for the reducer; else None."""
         return getattr(self.hook, "ownership", None)
 
-    def __call__(self, state: Any, bucket: Any) -> Any:
+    def __call__(self, state: object, bucket: Any) -> Any:
         """Reduce the bucket; return a future that completes after the step of this rank's part.
 
         Raises:
@@ -210,7 +220,7 @@ class BackwardEndHook:
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
 
-    def __call__(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
+    def __call__(self, module: torch.nn.Module, arguments: object, output: object) -> None:
         """Register the function on the outputs: tensors in lists, tuples and dicts."""
         if not (torch.is_grad_enabled() and getattr(module, "require_backward_grad_sync", True)):
             return
@@ -228,7 +238,7 @@ class BackwardEndHook:
                 tensor.register_hook(on_first_gradient)
 
 
-def _queue_callback(function: Callable[[], Any]) -> None:
+def _queue_callback(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 

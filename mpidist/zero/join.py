@@ -6,13 +6,13 @@ does not, so a rank with inputs sends the average.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import Group
+from mpidist.zero.groups import Settings
 
 Tensor = torch.Tensor
 
@@ -52,9 +52,9 @@ class BorrowedGradients:
         group: Group,
         parameters: Sequence[Tensor],
         owned: Sequence[Sequence[int]],
-        settings: list[dict[str, Any]],
+        settings: list[Settings],
         has_inputs: bool,
-    ) -> list[dict[str, Any]]:
+    ) -> list[Settings]:
         """Send gradients and settings from the last rank with inputs to the ranks without.
 
         Collective: over the group.
@@ -97,7 +97,7 @@ class BorrowedGradients:
                     self._borrow([parameters[number] for number in owned[rank]], gradients)
         return settings
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Restore the parameters' own gradients."""
         for parameter, gradient in self._own or ():
             parameter.grad = gradient
@@ -116,15 +116,21 @@ def _on_host(gradient: Tensor | None) -> Tensor | None:
 
 
 class StepHook(JoinHook):
-    """Hook of torch's ``Join`` for a rank without inputs: takes the step of the other ranks."""
+    """Hook of torch's ``Join`` for a rank without inputs: takes the step of the other ranks.
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+    Args:
+        step: Take one step.
+        end: Restore this rank's own gradients.
+    """
+
+    def __init__(self, step: Callable[[], None], end: Callable[[], None]) -> None:
+        self._step = step
+        self._end = end
 
     def main_hook(self) -> None:
         """Take one step."""
-        self._optimizer.step_joined()
+        self._step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Restore this rank's own gradients."""
-        self._optimizer.end_joined()
+        self._end()

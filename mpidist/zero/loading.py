@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mpidist.comm.consistency import comparing, raising_on_all
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import Group
 from mpidist.comm.mpi import autograd_mode
 from mpidist.dynamo import untraced
-from mpidist.zero import groups, local_state, state_dict
+from mpidist.zero import groups, local_state
+from mpidist.zero import state_dict as state_dicts
 from mpidist.zero.flat_state import FlatState
+from mpidist.zero.groups import Groups
+from mpidist.zero.local_state import RankLocalState
 from mpidist.zero.shard_image import ShardImage, image_of
 from mpidist.zero.shards import Shards
 from mpidist.zero.unowned_state import UnownedState, unowned_part
 
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
+
 
 @untraced
 class Loading(torch.optim.Optimizer):
-    """The part of the sharded optimizer that loads.
+    """State loading of the sharded optimizer.
 
     Attributes:
         optim: The base optimizer of this rank.
@@ -37,7 +43,7 @@ class Loading(torch.optim.Optimizer):
     _state: FlatState
     _unowned: UnownedState
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict | RankLocalState) -> None:
         """Load a state dict of any world size, in the format of torch, FairScale or this class.
 
         All ranks pass the same state, or each its own ``rank_local_state_dict``. The argument is
@@ -55,7 +61,7 @@ class Loading(torch.optim.Optimizer):
         with autograd_mode.allocating(), torch.no_grad():
             self._load(state_dict)
 
-    def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_sharded_state_dict(self, state_dict: StateDict) -> None:
         """Load a ``sharded_state_dict`` after ``torch.distributed.checkpoint.load`` has filled it.
 
         Collective: over the group.
@@ -71,7 +77,7 @@ class Loading(torch.optim.Optimizer):
         pieces = self._shards.pieces
         with comparing(self.group, where) as rows:
             plain = checkpoint.as_torch(state_dict, self.param_groups)
-            self._require_fits(plain)
+            state_dicts.require_fits(plain, self.param_groups, self.optim)
             rows += [("group", groups.text(group)) for group in plain["param_groups"]]
         names = checkpoint.names_of(self.param_groups)
         held = {
@@ -101,8 +107,8 @@ class Loading(torch.optim.Optimizer):
                 local_state.require_fits(given, self._image(), self.world_size)
                 unowned_there = local_state.unowned_in(given)
             else:
-                self._require_fits(given)
-                rows.append(("state of", state_dict.summary(given)))
+                state_dicts.require_fits(given, self.param_groups, self.optim)
+                rows.append(("state of", state_dicts.summary(given)))
             rows += [("group", groups.text(group)) for group in given["param_groups"]]
         pieces, base = self._shards.pieces, self.optim.param_groups
         if is_local:
@@ -118,23 +124,20 @@ class Loading(torch.optim.Optimizer):
         else:
             self._install(
                 where,
-                lambda: state_dict.local(given, self.param_groups, base, pieces),
+                lambda: state_dicts.local(given, self.param_groups, base, pieces),
                 given["param_groups"],
                 unowned_part(
-                    state_dict.by_number(given, self.param_groups), self._shards, self.rank
+                    state_dicts.by_number(given, self.param_groups), self._shards, self.rank
                 ),
             )
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _require_fits(self, given: Any) -> None:
-        state_dict.require_fits(given, self.param_groups, self.optim)
-
     def _install(
         self,
         where: str,
-        local: Callable[[], dict[str, Any]],
-        saved_groups: Any,
+        local: Callable[[], StateDict],
+        saved_groups: Groups,
         unowned: UnownedState,
     ) -> None:
         """Load a part of the state into each rank's base optimizer, on all ranks or on none.
@@ -152,7 +155,7 @@ class Loading(torch.optim.Optimizer):
         self._unowned = unowned
         self._state = FlatState(spare=self._state.kinds)  # frees kinds that were not loaded
         self._flatten_state()
-        state_dict.take_settings(self.optim.param_groups, saved_groups, self.param_groups)
+        state_dicts.take_settings(self.optim.param_groups, saved_groups, self.param_groups)
 
     def _restore_unowned(self) -> None:
         """Restore unowned state of parameters that have got a place since the load.

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from mpidist.kernels.view import laid_out
-from mpidist.zero.local_state import FLAT, LOOSE, is_rank_local
+from mpidist.zero.local_state import FLAT, LOOSE, RankLocalState, is_rank_local
+from mpidist.zero.shard_image import KindKey
+from mpidist.zero.state_dict import StateByNumber
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
 Tensor = torch.Tensor
 
 
-def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merged(states: Sequence[RankLocalState]) -> StateDict:
     """Return the state of one optimizer over all parameters, without a wire's master copies.
 
     Args:
@@ -34,8 +39,8 @@ def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for place, (_, held, _) in enumerate(layout["plans"])
         for number, offset, numel in held
     }
-    places = [{tuple(kind): place for place, kind in enumerate(state["kinds"])} for state in states]
-    found: dict[int, dict[str, Any]] = {}
+    places = [{kind: place for place, kind in enumerate(state["kinds"])} for state in states]
+    found: StateByNumber = {}
     for state in states:
         for number, rows in state["entries"].items():
             if number in found:  # a cut parameter: all its owners have equal entries
@@ -43,7 +48,7 @@ def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             values = found[number] = {}
             for name, where, value in rows:
                 if where == FLAT:
-                    kind = tuple(state["kinds"][value])
+                    kind = state["kinds"][value]
                     flat = _elements(states, places, kind, *slots[kind[0], number])
                     form = torch.empty_strided(
                         layout["shapes"][number], layout["strides"][number], device="meta"
@@ -57,7 +62,7 @@ def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _require_of_one(states: Sequence[Mapping[str, Any]]) -> None:
+def _require_of_one(states: Sequence[RankLocalState]) -> None:
     if not states or not all(map(is_rank_local, states)):
         raise ValueError("the rank-local state dicts of all ranks are needed; at least one is none")
     ranks = [(state["rank"], state["world_size"]) for state in states]
@@ -74,9 +79,9 @@ def _require_of_one(states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _elements(
-    states: Sequence[Mapping[str, Any]],
-    places: Sequence[Mapping[tuple[Any, ...], int]],
-    kind: tuple[Any, ...],
+    states: Sequence[RankLocalState],
+    places: Sequence[Mapping[KindKey, int]],
+    kind: KindKey,
     offset: int,
     numel: int,
 ) -> Tensor:

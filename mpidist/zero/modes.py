@@ -1,6 +1,6 @@
-"""Ways to take a step of the sharded optimizer: in ``step``, in the backward pass, or in a join.
+"""Step modes of the sharded optimizer: in ``step``, in the backward pass, or in a join.
 
-A subclass gives the step itself; this class decides whether a call of ``step`` takes one.
+``Modes`` decides whether a call of ``step`` takes a step; its subclass ``OSS`` has the step itself.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Join, Joinable
 
+from mpidist.comm.group_types import AnyGroup
 from mpidist.comm.resolve_group import default_group
 from mpidist.dynamo import untraced
 from mpidist.zero import groups
@@ -23,17 +24,17 @@ from mpidist.zero.parameter_gather import ParameterGather
 
 @untraced
 class Modes(ParameterChanges, Joinable):
-    """The part of the sharded optimizer that decides when a step is taken.
+    """Step modes of the sharded optimizer.
 
     Attributes:
         before_step: Called before each step on a rank with inputs; set by
             ``DistributedDataParallel.join``.
     """
 
-    before_step: Callable[[], Any] | None = None
+    before_step: Callable[[], object] | None = None
     _gather: ParameterGather
 
-    def _init_modes(self, process_group: Any) -> None:
+    def _init_modes(self, process_group: AnyGroup) -> None:
         Joinable.__init__(self)
         self._process_group = process_group
         self._backward_steps: BackwardSteps | None = None
@@ -107,7 +108,7 @@ class Modes(ParameterChanges, Joinable):
         self._require_unstepped("GradScaler", "they have used scaled gradients")
         return False
 
-    def _closure_error(self, closure: Any) -> Exception | None:
+    def _closure_error(self, closure: object) -> Exception | None:
         if closure is not None and self._backward_steps is not None:
             return RuntimeError(
                 "a closure cannot be used with steps within the backward pass: it would run after "
@@ -130,9 +131,9 @@ class Modes(ParameterChanges, Joinable):
 
     # --- uneven inputs ---
 
-    def join_hook(self, **kwargs: Any) -> StepHook:
+    def join_hook(self, **kwargs: object) -> StepHook:
         """Return the hook of torch's ``Join([ddp, optimizer])`` for a rank without inputs."""
-        return StepHook(self)
+        return StepHook(self.step_joined, self.end_joined)
 
     @property
     def join_device(self) -> torch.device:
@@ -140,7 +141,7 @@ class Modes(ParameterChanges, Joinable):
         return self.param_groups[0]["params"][0].device
 
     @property
-    def join_process_group(self) -> Any:
+    def join_process_group(self) -> AnyGroup:
         """Return the group for the collectives of torch's ``Join``."""
         return default_group() if self._process_group is None else self._process_group
 
@@ -157,7 +158,7 @@ class Modes(ParameterChanges, Joinable):
 
     def end_joined(self) -> None:
         """Restore this rank's own gradients."""
-        self._borrowed.give_back()
+        self._borrowed.restore()
 
     def _enters_step(self) -> bool:
         """Prepare this rank for a step; return False if the backward pass has taken the step."""

@@ -7,31 +7,30 @@ meanings.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.profiler import record_function
 
 from mpidist.comm.consistency import comparing, maximum, raising_on_all, require_same
+from mpidist.comm.group_types import AnyGroup
 from mpidist.comm.mpi import autograd_mode
-from mpidist.comm.resolve_group import native_group
 from mpidist.dynamo import untraced
 from mpidist.zero import clipping, groups
 from mpidist.zero import partition as partitions
-from mpidist.zero.background import Background
-from mpidist.zero.consolidation import Consolidation
-from mpidist.zero.flat_state import FlatState
 from mpidist.zero.modes import Modes
 from mpidist.zero.parameter_gather import ParameterGather
 from mpidist.zero.partition import GREEDY, Cost
-from mpidist.zero.pieces import Gradients, Piece
-from mpidist.zero.result_memory import KeptMemory
+from mpidist.zero.pieces import Gradients
 from mpidist.zero.shards import Shards
-from mpidist.zero.unowned_state import UnownedState
 from mpidist.zero.wire import Wire, wire_of
 
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 
 @untraced
@@ -56,7 +55,7 @@ class OSS(Modes):
         optim: Class of the base optimizer.
         group: Group of mpidist, or torch group on its backend. If None: torch's default group if
             its backend is mpidist, else all ranks.
-        broadcast_buffer_size: Has no effect: shards are gathered in place.
+        broadcast_buffer_size: Has no effect.
         broadcast_fp16: Shards are sent as fp16, as with ``wire="fp16"``.
         force_broadcast_object: Has no effect.
         partition: ``"greedy"``: whole parameters, in their order, to the rank with the fewest
@@ -97,9 +96,9 @@ class OSS(Modes):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         optim: type[torch.optim.Optimizer] = torch.optim.SGD,
-        group: Any = None,
+        group: AnyGroup = None,
         broadcast_buffer_size: int = -1,
         broadcast_fp16: bool = False,
         force_broadcast_object: bool = False,
@@ -114,15 +113,11 @@ class OSS(Modes):
     ) -> None:
         if broadcast_buffer_size != -1 or force_broadcast_object:
             warnings.warn(
-                "broadcast_buffer_size and force_broadcast_object have no effect in mpidist: "
-                "shards are gathered in place",
+                "broadcast_buffer_size and force_broadcast_object have no effect in mpidist",
                 stacklevel=2,
             )
-        self._is_constructed = False
+        self._init_state(group)
         self._init_modes(group)
-        self.group = native_group(group)
-        self.rank: int = self.group.rank
-        self.world_size: int = self.group.size
         self._one_copy = one_copy
         with comparing(self.group, "OSS") as rows:
             partitions.require(partition, optim)
@@ -146,12 +141,6 @@ class OSS(Modes):
         self._gather = ParameterGather(
             self.group, self._shards, self._wire, overlap, bucket_cap_mb * (1 << 20), self
         )
-        self._state = FlatState()
-        self._consolidation = Consolidation(self.group)
-        self._background = Background(self.group)
-        self._unowned = UnownedState()
-        self._copies = KeptMemory()
-        self.optim: torch.optim.Optimizer
         with autograd_mode.allocating(), torch.no_grad():
             self._build(optim, defaults)
         self._is_constructed = True
@@ -161,9 +150,12 @@ class OSS(Modes):
         groups.require_carried(self.param_groups, wire)
         self._wire = wire if self.world_size > 1 else None  # one rank sends nothing
         if self._one_copy and self._wire is not None:
-            raise ValueError("one_copy=True moves nothing, so there is no wire to choose")
+            raise ValueError(
+                "one_copy=True and wire= exclude each other: with a wire each rank keeps its own "
+                "copy of the rounded parameters"
+            )
         groups.require_host_memory(self.param_groups if self._one_copy else [])
-        groups.require_apart(self.param_groups)
+        groups.require_distinct(self.param_groups)
         one_copy = self._one_copy and self.world_size > 1
         shards = Shards(self.group, partition, cost, one_copy, self._wire is not None)
         for group in self.param_groups:
@@ -213,7 +205,7 @@ class OSS(Modes):
         with autograd_mode.allocating(), torch.no_grad():
             return self._step(closure, kwargs) if self._enters_step() else None
 
-    def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+    def _step(self, closure: Callable[[], T] | None, kwargs: dict[str, Any]) -> T | None:
         self._prepare(self._closure_error(closure))
         gradients = Gradients(
             [] if self._shards.steps_parameters else self._shards.pieces, self._shards.outside()
@@ -240,8 +232,8 @@ class OSS(Modes):
             require_same(self.group, "OSS.step", (), error)
         return result
 
-    def _attaching(self, closure: Callable[[], Any], gradients: Gradients) -> Callable[[], Any]:
-        def evaluate() -> Any:
+    def _attaching(self, closure: Callable[[], T], gradients: Gradients) -> Callable[[], T]:
+        def evaluate() -> T:
             gradients.detach()
             # After this block no rank reads parameters, so other ranks may write the one copy.
             with raising_on_all(self.group, "OSS.step's closure"):
@@ -258,7 +250,7 @@ class OSS(Modes):
         self,
         max_norm: float,
         norm_type: float = 2.0,
-        filter_params_fn: Callable[[list[Tensor]], Iterable[Tensor]] | None = None,
+        filter_params_fn: clipping.Filter | None = None,
     ) -> Tensor:
         """Scale gradients in place such that their norm over all ranks is at most ``max_norm``.
 
@@ -283,25 +275,8 @@ class OSS(Modes):
         with record_function("mpidist::oss::clip_grad_norm"), torch.no_grad():
             with raising_on_all(self.group, "OSS.clip_grad_norm"):
                 max_norm, norm_type = clipping.limits(max_norm, norm_type)
-                own = self._own_gradients(filter_params_fn)
+                own = clipping.own_gradients(self._shards.stepped(), filter_params_fn)
             parameters = self._shards.parameters
-            norm = clipping.clip(
-                self.group,
-                [gradient for _, gradient in own],
-                max_norm,
-                norm_type,
-                parameters[0].device,
-            )
-            for piece, gradient in own:
-                piece.put_back(gradient)
+            norm = clipping.clip(self.group, own, max_norm, norm_type, parameters[0].device)
             is_wide = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
             return norm if is_wide else norm.float()
-
-    def _own_gradients(
-        self, filter_params_fn: Callable[[list[Tensor]], Iterable[Tensor]] | None
-    ) -> list[tuple[Piece, Tensor]]:
-        own = [piece for piece in self._shards.stepped() if piece.parameter.grad is not None]
-        if filter_params_fn is not None:
-            kept = set(map(id, filter_params_fn([piece.parameter for piece in own])))
-            own = [piece for piece in own if id(piece.parameter) in kept]
-        return [(piece, gradient) for piece in own if (gradient := piece.gradient()) is not None]

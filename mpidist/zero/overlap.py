@@ -12,8 +12,8 @@ from __future__ import annotations
 import bisect
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.nn.modules import module as modules
@@ -23,10 +23,13 @@ from torch.overrides import (
     _pop_mode,
     _push_mode,
 )
+from torch.utils.hooks import RemovableHandle
 
 from mpidist.comm.serialization.tensor_spans import span
+from mpidist.comm.work import Work
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 # Getters that return memory, a tensor on it or its address. All other getters return metadata.
 _OF_VALUES = {
@@ -62,7 +65,7 @@ _PLAIN_METHODS = (
 )
 
 
-def _of_metadata() -> frozenset[Any]:
+def _of_metadata() -> frozenset[Callable[..., object]]:
     found = {getattr(Tensor, name) for name in _PLAIN_METHODS}
     for name in dir(Tensor):
         attribute = getattr(Tensor, name)
@@ -83,11 +86,11 @@ class Gather(NamedTuple):
     """Works that copy some parameters, or parts of them, to this rank."""
 
     parameters: list[Tensor]
-    works: Sequence[Any]
+    works: Sequence[Work]
 
 
 class PendingGathers:
-    """Gathers in progress, and the hooks that keep reads of their parameters waiting.
+    """Gathers in progress, and the hooks that make reads of their parameters wait.
 
     The hooks keep this object alive while a gather is pending, because parameters outlive their
     optimizer. After the optimizer is gone and all gathers have completed, the next call of any
@@ -97,9 +100,9 @@ class PendingGathers:
         owner: The optimizer.
     """
 
-    def __init__(self, owner: Any = None) -> None:
+    def __init__(self, owner: object = None) -> None:
         self._owner = None if owner is None else weakref.ref(owner)
-        self._works: list[Sequence[Any]] = []
+        self._works: list[Sequence[Work]] = []
         self._places: dict[int, list[int]] = {}  # buckets by the id of a parameter
         self._parameters: list[Tensor] = []
         # First address, end address and bucket of each parameter, in ascending order.
@@ -107,7 +110,7 @@ class PendingGathers:
         self._left = 0
         self._mode = _ReadsWait(self)
         self._thread = 0  # ident of the thread with the mode on its stack; 0: none
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
 
     @property
     def is_open(self) -> bool:
@@ -147,7 +150,7 @@ class PendingGathers:
                 for place in self._places.get(id(parameter), ()):
                     self._wait_for(place)
 
-    def before(self, arguments: Iterable[Any]) -> None:
+    def before(self, arguments: Iterable[object]) -> None:
         """Wait for the tensors among a function's arguments, also in lists, tuples and dicts."""
         for argument in arguments:
             if isinstance(argument, Tensor):
@@ -208,7 +211,7 @@ class PendingGathers:
                 modules.register_module_forward_hook(self._returned),
             ]
 
-    def _called(self, module: torch.nn.Module, arguments: Any) -> None:
+    def _called(self, module: torch.nn.Module, arguments: object) -> None:
         if self.is_open and (
             threading.get_ident() != self._thread
             or _is_opaque(module)
@@ -229,7 +232,7 @@ class PendingGathers:
             return False
         return all(work.is_completed() for works in reversed(self._works) for work in works)
 
-    def _returned(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
+    def _returned(self, module: torch.nn.Module, arguments: object, output: object) -> None:
         if not self.is_open:
             self.retire()
 
@@ -241,7 +244,13 @@ class _ReadsWait(TorchFunctionMode):
         super().__init__()
         self._pending = pending
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., T],
+        types: object,
+        args: Iterable[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> T:
         if self._pending.is_open and func not in _METADATA:
             self._pending.before(args)
             if kwargs:
@@ -279,7 +288,7 @@ def _removed(mode: TorchFunctionMode) -> bool:
     return True
 
 
-def _replace(old: Sequence[Any], new: Sequence[Any]) -> None:
+def _replace(old: Sequence[TorchFunctionMode], new: Sequence[TorchFunctionMode]) -> None:
     for _ in old:
         _pop_mode()
     for mode in new:

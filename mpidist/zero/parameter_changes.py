@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.profiler import record_function
 
@@ -13,6 +11,7 @@ from mpidist.dynamo import untraced
 from mpidist.zero import groups
 from mpidist.zero.buffer_plan import owned_parts
 from mpidist.zero.flat_state import FlatState
+from mpidist.zero.groups import ParamGroup
 from mpidist.zero.pieces import unchanged
 from mpidist.zero.saving import Saving
 from mpidist.zero.wire import Wire
@@ -24,9 +23,8 @@ _NEW, _MOVED, _REFUSED = 1, 2, 3
 
 @untraced
 class ParameterChanges(Saving):
-    """The part of the sharded optimizer that follows changes of its parameters."""
+    """Parameter changes of the sharded optimizer, detected at each step or made by a call."""
 
-    _is_constructed: bool
     _one_copy: bool
     _wire: Wire | None
 
@@ -73,7 +71,7 @@ class ParameterChanges(Saving):
         self.state = self.optim.state
         self._flatten_state()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group of parameters; its parameters are divided among the ranks separately.
 
         Collective: over the group.
@@ -84,38 +82,34 @@ class ParameterChanges(Saving):
         with autograd_mode.allocating(), torch.no_grad():
             self._add(param_group)
 
-    def _add(self, param_group: dict[str, Any]) -> None:
+    def _add(self, param_group: ParamGroup) -> None:
         count = len(self.param_groups)
         try:
             with comparing(self.group, "OSS.add_param_group") as rows:
                 super().add_param_group(param_group)
                 groups.require_host_memory(self.param_groups[-1:] if self._one_copy else [])
-                groups.require_apart(self.param_groups)
-                groups.require_carried(self.param_groups[-1:], self._wire)
-                rows += groups.rows(self.param_groups[-1:])
+                groups.require_distinct(self.param_groups)
+                # All groups: other parameters may train again since the last step.
+                groups.require_carried(self.param_groups, self._wire)
+                rows += groups.rows(self.param_groups)
                 owners, _ = self._shards.owners.choose(self.param_groups[-1]["params"])
                 rows.append(("owners", owners))
         except Exception:
             del self.param_groups[count:]
             raise
-        new = self.param_groups[-1:]
+        new = self.param_groups[-1]
         # A scheduler may have changed settings since the last step.
         groups.sync(self.param_groups[:-1], self.optim.param_groups)
-        own = self._shards.add(new[0]["params"])
-        self._shards.make()
-        if not self._shards.steps_parameters:
-            own = [
-                piece
-                for piece in self._shards.pieces
-                if piece.number >= len(self._shards.parameters) - len(new[0]["params"])
-            ]
+        made = self._shards.add(new["params"]) + self._shards.make()
+        *earlier, own = groups.by_group(self.param_groups, made)
+        for group, tensors in zip(self.optim.param_groups, earlier, strict=True):
+            group["params"] += tensors
         with raising_on_all(self.group, "OSS.add_param_group"):
-            self.optim.add_param_group(
-                {**groups.settings(new[0]), "params": [piece.tensor for piece in own]}
-            )
+            self.optim.add_param_group({**groups.settings(new), "params": own})
         self._shards.place_parameters()
         groups.sync(self.optim.param_groups, self.param_groups)
         self._flatten_state()
+        self._restore_unowned()
 
     def refresh_trainable(self) -> None:
         """Follow changes of ``requires_grad``: parameters that were frozen, or train again.
@@ -139,14 +133,14 @@ class ParameterChanges(Saving):
         self._flatten_state()
         self._restore_unowned()
 
-    def partition_parameters(self) -> list[list[dict[str, Any]]]:
+    def partition_parameters(self) -> list[list[ParamGroup]]:
         """Return each rank's groups: settings, and in ``params`` the parameters that the rank owns.
 
         A cut parameter is in ``params`` as vectors of its elements.
         """
         spans = self.bounds() if self._shards.steps_parameters is False else {}
         number = 0
-        found: list[list[dict[str, Any]]] = [[] for _ in range(self.world_size)]
+        found: list[list[ParamGroup]] = [[] for _ in range(self.world_size)]
         for group in self.param_groups:
             held: list[list[Tensor]] = [[] for _ in range(self.world_size)]
             for parameter in group["params"]:

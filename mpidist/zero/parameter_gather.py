@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import Group
 from mpidist.zero.overlap import Gather, PendingGathers
 from mpidist.zero.shards import Shards
 from mpidist.zero.wire import Wire
@@ -33,7 +32,7 @@ class ParameterGather:
         wire: Wire | None,
         overlaps: bool,
         cap_bytes: float,
-        owner: Any,
+        owner: object,
     ) -> None:
         self.pending = PendingGathers(owner)
         self._group = group

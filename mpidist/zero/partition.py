@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -33,7 +32,7 @@ _OF_MATRICES = ("Muon", "Shampoo", "SOAP")
 Cost = Callable[[torch.Tensor], float]
 
 
-def greedy(sizes: Sequence[int], loads: Sequence[int]) -> tuple[list[int], list[int]]:
+def greedy(sizes: Sequence[int], loads: Sequence[float]) -> tuple[list[int], list[float]]:
     """Assign each parameter, in their order, to the rank with the smallest load.
 
     Args:
@@ -77,7 +76,7 @@ def balanced(costs: Sequence[float], loads: Sequence[float]) -> tuple[list[int],
     return owners, [load for load, _ in sorted(heap, key=lambda entry: entry[1])]
 
 
-class Owners(Sequence[int]):
+class Owners(list[int]):
     """The rank that owns each parameter, by the parameter's number.
 
     Args:
@@ -87,18 +86,12 @@ class Owners(Sequence[int]):
     """
 
     def __init__(self, partition: str, cost: Cost, ranks: int) -> None:
+        super().__init__()
         self._is_balanced = partition == BALANCED
         self._cost = cost
-        self._loads: list[Any] = [0] * ranks
-        self._owners: list[int] = []
+        self._loads: list[float] = [0] * ranks
 
-    def __getitem__(self, number: Any) -> Any:
-        return self._owners[number]
-
-    def __len__(self) -> int:
-        return len(self._owners)
-
-    def choose(self, parameters: Sequence[torch.Tensor]) -> tuple[list[int], list[Any]]:
+    def choose(self, parameters: Sequence[torch.Tensor]) -> tuple[list[int], list[float]]:
         """Return the owners of more parameters, and the ranks' loads with them; changes nothing."""
         if self._is_balanced:
             return balanced(
@@ -109,7 +102,7 @@ class Owners(Sequence[int]):
     def add(self, parameters: Sequence[torch.Tensor]) -> None:
         """Choose and keep the owners of more parameters."""
         owners, self._loads = self.choose(parameters)
-        self._owners += owners
+        self += owners
 
 
 def cuts(numel: int, ranks: int, unit: int) -> list[int]:
@@ -162,7 +155,7 @@ def _products(parameter: torch.Tensor) -> float:
     return max(rows, columns) * min(rows, columns) ** 2
 
 
-def require(partition: str, optim: Any) -> None:
+def require(partition: str, optim: object) -> None:
     """Refuse a partition or a class of optimizers that cannot be sharded.
 
     Raises:
@@ -174,8 +167,7 @@ def require(partition: str, optim: Any) -> None:
         raise TypeError(f"optim is a class of torch.optim.Optimizer; got {optim!r}")
     if issubclass(optim, torch.optim.LBFGS):
         raise ValueError(
-            "LBFGS takes its step from the inner products of all parameters together: shards would "
-            "step otherwise"
+            "LBFGS computes its step from inner products over all parameters, which no rank has"
         )
     if partition not in PARTITIONS:
         raise ValueError(
@@ -184,8 +176,7 @@ def require(partition: str, optim: Any) -> None:
     if partition == FLAT and not is_element_wise(optim):
         raise ValueError(
             f"partition='flat' cuts through parameters, and {optim.__name__} is not known to treat "
-            "each element by itself: on "
-            "parts of a matrix it would train wrongly without a sign. Take 'balanced' (or "
-            "'greedy'), which keep parameters "
-            f"whole; if {optim.__name__} is element-wise, say is_element_wise = True in its class"
+            "each element by itself: on parts of a matrix it would train wrongly without an error. "
+            "Take 'balanced' (or 'greedy'), which keep parameters whole; if "
+            f"{optim.__name__} is element-wise, set is_element_wise = True in its class"
         )

@@ -66,9 +66,8 @@ class Piece:
             return gradient
         if gradient.layout is not torch.strided:
             raise RuntimeError(
-                f"parameter {self.number} has a gradient of layout {gradient.layout}, of which no "
-                "part can be stepped: take "
-                "partition='greedy' or 'balanced' without wire="
+                f"parameter {self.number} has a gradient of layout {gradient.layout}, which cannot "
+                "be cut: take partition='greedy' or 'balanced' without wire="
             )
         if self.is_whole and self.tensor.shape == gradient.shape:
             return gradient

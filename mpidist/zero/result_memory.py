@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Hashable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ class KeptMemory:
 
     def __init__(self) -> None:
         self._block: mmap.mmap | None = None
-        self._user: Any = None
+        self._user: weakref.ref[_Held] | None = None
 
     def tensors(self, wanted: Mapping[K, tuple[int, torch.dtype]]) -> dict[K, torch.Tensor]:
         """Return tensors with undefined values, in the last call's memory if its tensors are gone.

@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from typing import Any
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch.profiler import record_function
 
 from mpidist.comm.consistency import comparing
+from mpidist.comm.group_types import AnyGroup
+from mpidist.comm.resolve_group import native_group
 from mpidist.dynamo import untraced
-from mpidist.zero import groups, local_state, state_dict
+from mpidist.zero import local_state, state_dict
 from mpidist.zero.background import Background, Consolidating
 from mpidist.zero.consolidation import CHUNK_BYTES, Consolidation
 from mpidist.zero.first_state import first_state
+from mpidist.zero.flat_state import FlatState
 from mpidist.zero.loading import Loading
+from mpidist.zero.local_state import RankLocalState
 from mpidist.zero.pieces import Piece
 from mpidist.zero.result_memory import KeptMemory
+from mpidist.zero.state_dict import ParamState
+from mpidist.zero.unowned_state import UnownedState
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
 
 @untraced
 class Saving(Loading):
-    """The part of the sharded optimizer that saves."""
+    """State dicts of the sharded optimizer."""
 
-    _consolidation: Consolidation
-    _background: Background
-    _copies: KeptMemory
+    def _init_state(self, process_group: AnyGroup) -> None:
+        # On the instance: a class attribute would hide it in wrappers that derive from the class
+        # and delegate to the object, as Fabric's does.
+        self._is_constructed = False
+        self.group = native_group(process_group)
+        self.rank = self.group.rank
+        self.world_size = self.group.size
+        self._state = FlatState()
+        self._unowned = UnownedState()
+        self._consolidation = Consolidation(self.group)
+        self._background = Background(self.group)
+        self._copies = KeptMemory()
 
     # --- the state of all ranks ---
 
@@ -49,7 +68,6 @@ class Saving(Loading):
             DisagreementError: Another rank refused, or ranks name different recipients.
         """
         self._require_recipient("OSS.consolidate_state_dict", recipient_rank, chunk_bytes)
-        groups.sync(self.param_groups, self.optim.param_groups)
         with record_function("mpidist::oss::consolidate"):
             self._consolidation.run(self._image(), recipient_rank, chunk_bytes)
 
@@ -88,7 +106,7 @@ class Saving(Loading):
         """
         self._require_recipient("OSS.consolidate_async", recipient_rank, chunk_bytes, path)
         with record_function("mpidist::oss::consolidate_async"):
-            groups_now = state_dict.packed(self.param_groups, {})["param_groups"]
+            groups_now = state_dict.packed_groups(self.param_groups, itertools.count())
             return self._background.start(
                 self._image(),
                 recipient_rank,
@@ -104,7 +122,7 @@ class Saving(Loading):
         """
         self._background.close()
 
-    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
+    def state_dict(self, all_ranks: bool = False) -> StateDict:
         """Return the state as ``optim`` over all parameters on one rank would.
 
         Args:
@@ -127,7 +145,7 @@ class Saving(Loading):
 
     # --- the state of one rank ---
 
-    def rank_local_state_dict(self, *, copies: bool = True) -> dict[str, Any]:
+    def rank_local_state_dict(self, *, copies: bool = True) -> RankLocalState:
         """Return this rank's state as flat tensors, for the same world size and layout.
 
         ``load_state_dict`` restores the same bits, those of a wire's master copies too.
@@ -137,16 +155,17 @@ class Saving(Loading):
             copies: Return copies in host memory, unchanged by later steps; else the optimizer's own
                 tensors.
         """
-        groups.sync(self.param_groups, self.optim.param_groups)
         image = self._image()
-        packed = state_dict.packed(self.param_groups, {})["param_groups"]
         return local_state.packed(
-            image.copied(self._copies) if copies else image, self.world_size, self._unowned, packed
+            image.copied(self._copies) if copies else image,
+            self.world_size,
+            self._unowned,
+            state_dict.packed_groups(self.param_groups, itertools.count()),
         )
 
     # --- torch.distributed.checkpoint ---
 
-    def sharded_state_dict(self, *, copies: bool = True) -> dict[str, Any]:
+    def sharded_state_dict(self, *, copies: bool = True) -> StateDict:
         """Return this rank's state for ``torch.distributed.checkpoint``, to save or to load.
 
         The dict may be part of a larger one, with a model's state. Keys are those of torch's
@@ -165,14 +184,13 @@ class Saving(Loading):
         """
         from mpidist.zero import checkpoint  # late: imports torch.distributed.checkpoint
 
-        groups.sync(self.param_groups, self.optim.param_groups)
         image = self._image()
         image = image.copied(self._copies) if copies else image
         return checkpoint.sharded(image, self._shards.pieces, self.param_groups, self._first_state)
 
     # --- arguments and parts ---
 
-    def _first_state(self, piece: Piece) -> dict[str, Any]:
+    def _first_state(self, piece: Piece) -> ParamState:
         number = 0
         for group in self.param_groups:
             number += len(group["params"])
@@ -181,7 +199,7 @@ class Saving(Loading):
         raise AssertionError(f"no group has parameter {piece.number}")
 
     def _require_recipient(
-        self, where: str, recipient: Any, chunk_bytes: int, path: Any = None
+        self, where: str, recipient: object, chunk_bytes: int, path: object = None
     ) -> None:
         """Compare the arguments of all ranks. Collective: over the group."""
         with comparing(self.group, where) as rows:
@@ -217,13 +235,13 @@ class Saving(Loading):
             if isinstance(value, torch.Tensor)
         )
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
             "OSS holds memory and a group that all ranks share, and cannot be copied: build "
             "another one on all ranks"
         )
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             "OSS cannot be pickled: save consolidate_state_dict() and state_dict(), load with "
             "load_state_dict()"

@@ -7,9 +7,8 @@ readers that work while training continues.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -17,11 +16,12 @@ from mpidist.zero.buffer_plan import BufferPlan
 from mpidist.zero.flat_state import FlatState, Kind, State
 from mpidist.zero.result_memory import KeptMemory
 from mpidist.zero.shards import Shards
+from mpidist.zero.state_dict import StateByNumber
 
 Tensor = torch.Tensor
 
 # Flat buffer, name and dtype. Not the device, which may differ between ranks.
-KindKey = tuple[int, str, torch.dtype]
+KindKey: TypeAlias = tuple[int, str, torch.dtype]
 
 
 class InFlat(NamedTuple):
@@ -57,7 +57,7 @@ class ShardImage:
     kinds: tuple[KindKey, ...]
     flats: tuple[Tensor, ...]
     loose: tuple[Tensor, ...]
-    entries: dict[int, dict[str, Any]]
+    entries: StateByNumber
     masters: tuple[Tensor, ...]
     plans: tuple[BufferPlan, ...]
     forms: tuple[Tensor, ...]
@@ -83,16 +83,12 @@ class ShardImage:
             masters=tuple(made[flats + loose :]),
         )
 
-    def nbytes(self) -> int:
-        """Return the bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in (*self.flats, *self.loose, *self.masters))
-
 
 def image_of(
     shards: Shards,
     flat: FlatState,
     state: State,
-    unowned: Mapping[int, Mapping[str, Any]],
+    unowned: StateByNumber,
     rank: int,
 ) -> ShardImage:
     """Return the image of a rank whose state is flat; its tensors are the optimizer's own.
@@ -103,14 +99,14 @@ def image_of(
     """
     loose = _LooseTensors()
     places = {kind: place for place, kind in enumerate(flat.kinds)}
-    entries: dict[int, dict[str, Any]] = {}
+    entries: StateByNumber = {}
     for piece in shards.pieces:
         values = state.get(piece.tensor)
         if values is None:
             continue
         entries[piece.number] = {
             name: InFlat(places[Kind(piece.home[0], name, value.dtype, value.device)])
-            if piece.home is not None and flat.belongs(piece, value)
+            if piece.home is not None and flat.belongs(value, piece)
             else loose.entry(value)
             for name, value in values.items()
         }
@@ -137,7 +133,7 @@ class _LooseTensors:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
 
-    def entry(self, value: Any) -> Any:
+    def entry(self, value: object) -> object:
         """Return the entry of a value: a copy of a number or scalar tensor, else its place here."""
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)

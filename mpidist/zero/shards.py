@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import Group
 from mpidist.kernels.view import laid_out
 from mpidist.zero.buffer_plan import Span, cut, split, whole
 from mpidist.zero.buffer_set import BufferSet

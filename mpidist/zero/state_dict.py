@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from mpidist.zero.flat_buffers import in_memory_order
-from mpidist.zero.groups import settings
+from mpidist.zero.groups import Groups, ParamGroup, settings
 from mpidist.zero.pieces import Piece
 
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
+
 Tensor = torch.Tensor
-Groups = Sequence[dict[str, Any]]
+ParamState: TypeAlias = dict[str, object]  # of one parameter: values by name
+StateByNumber: TypeAlias = dict[int, ParamState]
 
 # Names of the state that torch's optimizers keep for each parameter.
 _KINDS: dict[type, frozenset[str]] = {
@@ -32,15 +37,24 @@ _KINDS: dict[type, frozenset[str]] = {
 }
 
 
-def packed(groups: Groups, state: dict[int, dict[str, Any]]) -> dict[str, Any]:
+def packed(groups: Groups, state: StateByNumber) -> StateDict:
     """Return a state dict: ``state`` by number, and the groups with numbers for parameters."""
-    number, result = 0, []
-    for group in groups:
-        count = len(group["params"])
-        settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        result.append({**settings, "params": list(range(number, number + count))})
-        number += count
-    return {"state": {key: dict(values) for key, values in state.items()}, "param_groups": result}
+    return {
+        "state": {key: dict(values) for key, values in state.items()},
+        "param_groups": packed_groups(groups, itertools.count()),
+    }
+
+
+def packed_groups(groups: Groups, keys: Iterable[Hashable]) -> list[ParamGroup]:
+    """Return copies of the groups with a key for each parameter, in the parameters' order."""
+    remaining = iter(keys)
+    return [
+        {
+            **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
+            "params": list(itertools.islice(remaining, len(group["params"]))),
+        }
+        for group in groups
+    ]
 
 
 def is_known(optim: torch.optim.Optimizer) -> bool:
@@ -48,7 +62,7 @@ def is_known(optim: torch.optim.Optimizer) -> bool:
     return type(optim) in _KINDS
 
 
-def require_fits(given: Any, groups: Groups, optim: torch.optim.Optimizer) -> None:
+def require_fits(given: StateDict, groups: Groups, optim: torch.optim.Optimizer) -> None:
     """Refuse a state dict of another model, or of another class of optimizers.
 
     Args:
@@ -69,7 +83,7 @@ def require_fits(given: Any, groups: Groups, optim: torch.optim.Optimizer) -> No
         _require_values(key, values, parameters[key].shape, type(optim))
 
 
-def _require_form(given: Any) -> None:
+def _require_form(given: object) -> None:
     if not isinstance(given, Mapping) or "state" not in given or "param_groups" not in given:
         held = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
         raise ValueError(f"a state dict of an optimizer has 'state' and 'param_groups'; got {held}")
@@ -100,7 +114,7 @@ def _require_groups(saved: Groups, groups: Groups, optim: torch.optim.Optimizer)
             )
 
 
-def _require_values(key: Any, values: Any, shape: torch.Size, optim: type) -> None:
+def _require_values(key: object, values: object, shape: torch.Size, optim: type) -> None:
     """Check the state of one parameter."""
     if not isinstance(values, Mapping):
         raise ValueError(
@@ -124,8 +138,8 @@ def _require_values(key: Any, values: Any, shape: torch.Size, optim: type) -> No
 
 
 def local(
-    given: dict[str, Any], groups: Groups, base_groups: Groups, pieces: Sequence[Piece]
-) -> dict[str, Any]:
+    given: StateDict, groups: Groups, base_groups: Groups, pieces: Sequence[Piece]
+) -> StateDict:
     """Return a state dict for the base optimizer of one rank, with the state of its pieces.
 
     Args:
@@ -136,7 +150,7 @@ def local(
     saved_groups = given["param_groups"]
     ids = {id(parameter): key for key, parameter in _by_id(saved_groups, groups).items()}
 
-    def held_by(piece: Piece) -> dict[str, Any] | None:
+    def held_by(piece: Piece) -> ParamState | None:
         held = given["state"].get(ids[id(piece.parameter)])
         return None if held is None else {name: part(value, piece) for name, value in held.items()}
 
@@ -147,8 +161,8 @@ def for_base(
     saved_groups: Groups,
     base_groups: Groups,
     pieces: Sequence[Piece],
-    held_by: Callable[[Piece], dict[str, Any] | None],
-) -> dict[str, Any]:
+    held_by: Callable[[Piece], ParamState | None],
+) -> StateDict:
     """Return a state dict for the base optimizer, by its own numbers.
 
     Args:
@@ -156,8 +170,8 @@ def for_base(
         held_by: Return a piece's state, or None.
     """
     by_tensor = {id(piece.tensor): piece for piece in pieces}
-    result: list[dict[str, Any]] = []
-    state: dict[int, dict[str, Any]] = {}
+    result: list[ParamGroup] = []
+    state: StateByNumber = {}
     number = 0
     for saved, base in zip(saved_groups, base_groups, strict=True):
         numbers = list(range(number, number + len(base["params"])))
@@ -184,7 +198,7 @@ def take_settings(base_groups: Groups, saved: Groups, groups: Groups) -> None:
                 own.setdefault(key, loaded[key])
 
 
-def part(value: Any, piece: Piece) -> Any:
+def part(value: object, piece: Piece) -> object:
     """Return a piece's part of a value of its parameter's state; steps do not change the value."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
@@ -202,7 +216,7 @@ def part(value: Any, piece: Piece) -> Any:
     )
 
 
-def by_number(given: dict[str, Any], groups: Groups) -> dict[int, dict[str, Any]]:
+def by_number(given: StateDict, groups: Groups) -> StateByNumber:
     """Return the state by this optimizer's parameter numbers, for a state dict that fits."""
     places = {
         id(parameter): number
@@ -215,7 +229,7 @@ def by_number(given: dict[str, Any], groups: Groups) -> dict[int, dict[str, Any]
     return {numbers[key]: held for key, held in given["state"].items()}
 
 
-def summary(given: dict[str, Any]) -> str:
+def summary(given: StateDict) -> str:
     """Return a text that is equal for state dicts with the same names and shapes."""
     rows = sorted(
         (str(key), name, tuple(value.shape) if isinstance(value, torch.Tensor) else None)
@@ -225,7 +239,7 @@ def summary(given: dict[str, Any]) -> str:
     return f"{len(given['state'])} parameters, checksum {zlib.crc32(repr(rows).encode()):08x}"
 
 
-def _by_id(saved: Groups, groups: Groups) -> dict[Any, Tensor]:
+def _by_id(saved: Groups, groups: Groups) -> dict[Hashable, Tensor]:
     return {
         key: parameter
         for given, own in zip(saved, groups, strict=True)

@@ -6,14 +6,14 @@ Its state must not be lost at the next save.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, MutableMapping
 
 import torch
 
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import Group
 from mpidist.zero import state_dict
 from mpidist.zero.shards import Shards
+from mpidist.zero.state_dict import ParamState, StateByNumber
 
 
 class UnownedState:
@@ -27,12 +27,14 @@ class UnownedState:
     def __init__(
         self,
         owners: Mapping[int, int] | None = None,
-        held: Mapping[int, dict[str, Any]] | None = None,
+        held: Mapping[int, ParamState] | None = None,
     ) -> None:
         self.owners = dict(owners or {})
         self.held = dict(held or {})
 
-    def hand_over(self, group: Group, shards: Shards, state: Any) -> bool:
+    def hand_over(
+        self, group: Group, shards: Shards, state: MutableMapping[torch.Tensor, ParamState]
+    ) -> bool:
         """Move the state of parameters that now have a place to their pieces.
 
         Collective: over the group.
@@ -55,7 +57,7 @@ class UnownedState:
         return bool(found)
 
 
-def unowned_part(given: Mapping[int, dict[str, Any]], shards: Shards, rank: int) -> UnownedState:
+def unowned_part(given: StateByNumber, shards: Shards, rank: int) -> UnownedState:
     """Return the part of a loaded state whose parameters no rank steps.
 
     Args:
@@ -70,7 +72,7 @@ def unowned_part(given: Mapping[int, dict[str, Any]], shards: Shards, rank: int)
     return UnownedState(owners, held)
 
 
-def _copied(held: Mapping[str, Any]) -> dict[str, Any]:
+def _copied(held: ParamState) -> ParamState:
     return {
         name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
         for name, value in held.items()

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import Group
 from mpidist.zero.wire_half import HalfWire
 from mpidist.zero.wire_int8 import Int8Wire
 
@@ -70,7 +70,7 @@ class Wire(Protocol):
         """Return the most bytes that a rank sends and receives in one ``share``; 0 at W = 1."""
 
 
-_WIRES: dict[Any, Callable[[], Wire]] = {
+_WIRES: dict[str | torch.dtype, Callable[[], Wire]] = {
     "bf16": partial(HalfWire, torch.bfloat16),
     "fp16": partial(HalfWire, torch.float16),
     "int8": Int8Wire,
@@ -81,7 +81,7 @@ _WIRES: dict[Any, Callable[[], Wire]] = {
 
 
 def wire_of(name: str | torch.dtype | None) -> Wire | None:
-    """Return a new wire by its name or dtype; None for None: parameters travel as they are.
+    """Return a new wire by its name or dtype; None for None: shards are sent in their own dtype.
 
     Raises:
         ValueError: No such wire.

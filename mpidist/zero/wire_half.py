@@ -1,4 +1,4 @@
-"""Shards that travel as bfloat16 or float16."""
+"""Half-precision wires: each rank sends its master, rounded to bfloat16 or float16."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import Group
 from mpidist.zero.wire_memory import Scratch, busiest_nbytes, shards_of
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -17,7 +17,7 @@ class HalfWire:
     """Wire of masters rounded to a half type; all ranks, the owner too, widen the rounded values.
 
     The master itself is not rounded, so that steps smaller than a unit of the half type add up. A
-    buffer that already has the half type travels as it is. float16 makes infinities of magnitudes
+    buffer of the half type itself is sent without rounding. float16 makes infinities of magnitudes
     from 65520 on.
 
     Deviation: FairScale's ``OSS(broadcast_fp16=True)`` rounds the parameters that the owner steps,

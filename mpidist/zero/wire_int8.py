@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import Group
 from mpidist.kernels.quantize import DTYPES, blocks_in, dequantize_add, quantize_change
 from mpidist.zero.wire_memory import Scratch, busiest_nbytes, shards_of
 

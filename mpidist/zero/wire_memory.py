@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -25,9 +24,9 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._held: dict[tuple[Any, ...], Tensor] = {}
+        self._held: dict[tuple[torch.device, int, int], Tensor] = {}
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[Scratch], tuple[()]]:
         return Scratch, ()
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
@@ -66,8 +65,7 @@ def shards_of(
     if flat.dim() != 1 or not flat.is_contiguous() or not master.is_contiguous():
         raise ValueError(
             f"{where} needs a contiguous master and a contiguous flat of one dimension; got "
-            f"strides {master.stride()} and "
-            f"{flat.stride()}"
+            f"strides {master.stride()} and {flat.stride()}"
         )
     held = flat.detach()
     return [held[start:stop] for start, stop in pairwise(bounds)]

@@ -7,13 +7,18 @@ three iterations; these step in all.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpidist.comm.group_types import AnyGroup
 from mpidist.zero.consolidation import CHUNK_BYTES
 from mpidist.zero.in_backward import Hook, SteppingHook
 from mpidist.zero.optimizer import OSS
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
 
 
 class ZeroRedundancyOptimizer(OSS):
@@ -39,24 +44,27 @@ class ZeroRedundancyOptimizer(OSS):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         optimizer_class: type[torch.optim.Optimizer],
-        process_group: Any = None,
+        process_group: AnyGroup = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         **defaults: Any,
     ) -> None:
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._overlap_with_ddp = overlap_with_ddp
-        super().__init__(_checked(params), optimizer_class, process_group, **defaults)
+        # Checked when OSS iterates over them, where it reports errors to all ranks. OSS itself
+        # refuses a tensor.
+        checked = params if isinstance(params, torch.Tensor) else _Checked(params)
+        super().__init__(checked, optimizer_class, process_group, **defaults)
 
     @property
-    def process_group(self) -> Any:
+    def process_group(self) -> AnyGroup:
         """Return the group, as it was given, or the default one."""
         return self.join_process_group
 
     def consolidate_state_dict(self, to: int = 0, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """Bring all ranks' state to the rank ``to``; see ``OSS.consolidate_state_dict``.
+        """Send all ranks' state to the rank ``to``; see ``OSS.consolidate_state_dict``.
 
         Collective: over the group.
         """
@@ -96,18 +104,13 @@ def hook_with_zero_step_interleaved(
     return hook_with_zero_step(hook, ddp, zero, shard_buckets)
 
 
-def _checked(params: Any) -> Any:
-    # Errors are raised when OSS iterates over the parameters, where it reports them to all ranks.
-    return params if isinstance(params, torch.Tensor) else _Checked(params)
-
-
 class _Checked:
     """Parameters with the checks of torch's class, made on iteration."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: ParamsT) -> None:
         self._params = params
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Any]:
         try:
             found = list(self._params)
         except TypeError as error:

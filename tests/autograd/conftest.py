@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 import mpidist.autograd as autograd
 from mpidist.autograd.api import _engine
 from mpidist.rpc import interceptor
 from tests.rpc.conftest import to, workers  # noqa: F401
+from tests.rpc.limits import soon
 from tests.support import agree
 
 
@@ -27,9 +26,7 @@ def clean(group, workers):  # noqa: F811
     """Require at the end of a test that all contexts have been released."""
     yield
     group.barrier()
-    deadline = time.monotonic() + 20
-    while len(_engine.contexts) and time.monotonic() < deadline:
-        time.sleep(0.001)
+    soon(lambda: not len(_engine.contexts), 20)
     info = autograd._get_debug_info()
     agree(
         group, set(info.values()) == {"0"} and not _engine.initiator._passes, f"left over: {info}"

@@ -20,9 +20,9 @@ def weight(worker):
     """Return a worker's weight: the same on every rank."""
     if worker not in weights:
         generator = torch.Generator().manual_seed(worker)
-        weights[worker] = torch.randn(
-            3, 3, generator=generator, dtype=torch.float64
-        ).requires_grad_()
+        made = torch.randn(3, 3, generator=generator, dtype=torch.float64).requires_grad_()
+        # setdefault is atomic: of handlers that run at once, all must use the same tensor.
+        return weights.setdefault(worker, made)
     return weights[worker]
 
 

@@ -55,7 +55,7 @@ def engine(outbox):
     "content",
     [*TYPES, (), (1,), (True, OWN), (99, OWN), (-1, OWN, 1), ("1", OWN), ([], OWN), (9, [])],
 )
-def test_what_is_no_notice(engine, outbox, content):
+def test_notices_with_malformed_fields_are_refused(engine, outbox, content):
     with pytest.raises(FrameError):
         engine.handle_one_way(PEER, Kind.AUTOGRAD_NOTICE, 0, content)
     assert outbox.sent == [] and engine.contexts.find(OWN) is not None
@@ -63,7 +63,7 @@ def test_what_is_no_notice(engine, outbox, content):
 
 @pytest.mark.parametrize("what", list(Notice))
 @pytest.mark.parametrize("number", [*TYPES, NOBODYS])
-def test_contexts_and_passes_that_no_worker_makes(engine, outbox, what, number):
+def test_notices_of_impossible_contexts_and_passes_are_refused(engine, outbox, what, number):
     rest = {
         Notice.DONE: [()],
         Notice.FAILED: [("E", "E", "", None)],
@@ -97,7 +97,7 @@ def test_contexts_and_passes_that_no_worker_makes(engine, outbox, what, number):
         (Notice.ADOPT, STRANGER, PEERS, None),  # of another's
     ],
 )
-def test_who_has_no_say(engine, outbox, what, source, context, key):
+def test_notices_from_unrelated_workers_are_refused(engine, outbox, what, source, context, key):
     known = engine.contexts._contexts[PEERS] = Context(PEERS)
     known.callers.add(PEER)
     rest = {
@@ -114,7 +114,7 @@ def test_who_has_no_say(engine, outbox, what, source, context, key):
     assert not engine.contexts.find(OWN).stopped and not known.callees
 
 
-def test_who_has_a_say_in_the_end_of_a_context(engine, outbox):
+def test_the_owner_and_the_callers_of_a_context_may_end_it(engine, outbox):
     for source in (PEER, STRANGER):  # whose context it is, and who has called within it
         known = engine.contexts._contexts[PEERS] = Context(PEERS)
         known.callers.add(STRANGER)
@@ -340,8 +340,8 @@ class TestGradients:
     def test_others_than_those_of_the_tensors_that_were_sent(self, engine, outbox, place, wrong):
         content = right()
         content[place] = wrong
-        told = self.refused(engine, outbox, content, rf"(gradient|tensor) {place} ")
-        assert told == [(PEER, Notice.FAILED, self.KEY)]
+        posted = self.refused(engine, outbox, content, rf"(gradient|tensor) {place} ")
+        assert posted == [(PEER, Notice.FAILED, self.KEY)]
 
     @pytest.mark.parametrize(
         "content",
@@ -353,17 +353,17 @@ class TestGradients:
         ]
 
     def test_of_a_message_that_was_not_sent(self, engine, outbox):
-        told = self.refused(
+        posted = self.refused(
             engine, outbox, right(), "which this worker has not sent to it", message=12
         )
-        assert told == [(PEER, Notice.FAILED, self.KEY)]
+        assert posted == [(PEER, Notice.FAILED, self.KEY)]
 
     def test_of_another_worker_that_shares_the_context(self, engine, outbox):
         engine.contexts.find(OWN).callees.add(STRANGER)
-        told = self.refused(
+        posted = self.refused(
             engine, outbox, right(), "which this worker has not sent to it", source=STRANGER
         )
-        assert told == [(PEER, Notice.FAILED, self.KEY)]
+        assert posted == [(PEER, Notice.FAILED, self.KEY)]
 
     def test_of_a_worker_that_does_not_share_the_context(self, engine, outbox):
         assert self.refused(engine, outbox, right(), "does not share", source=STRANGER) == []

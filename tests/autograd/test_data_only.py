@@ -8,13 +8,16 @@ import torch
 import mpidist.autograd as autograd
 import mpidist.rpc as rpc
 from mpidist.rpc import api, codec, pickles
+from tests.autograd.remote_functions import (
+    cube,
+    cube_with_hook,
+    look_up,
+    loss_of,
+    weight_gradient,
+)
 from tests.support import agree
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.parametrize("mode", ["fast", "smart"])]
-
-
-def cube(x):
-    return x**3
 
 
 def by_way_of(others, x):
@@ -22,18 +25,8 @@ def by_way_of(others, x):
     return rpc.rpc_sync(others[0], by_way_of, args=(others[1:], x * 2)) * 3 if others else cube(x)
 
 
-def with_hook(other, x):
-    made = cube(x)
-    made.register_hook(lambda gradient: rpc.rpc_sync(other, torch.mul, args=(gradient, 3)))
-    return made
-
-
 def pair(x):
     return {"one": x * 2, "other": (x * 3, [x.double() * 4])}
-
-
-def loss_of(x):
-    return cube(x).sum()
 
 
 class Fails(torch.autograd.Function):
@@ -54,14 +47,6 @@ def table():
     return torch.nn.Embedding(6, 2, sparse=True)
 
 
-def look_up(reference, places):
-    return reference.local_value()(places)
-
-
-def weight_gradient(context, reference):
-    return autograd.get_gradients(context)[reference.local_value().weight]
-
-
 @pytest.fixture
 def to(group, engine, monkeypatch):
     """Start every worker with a list, and fail if RPC pickles; return the next worker's name."""
@@ -75,7 +60,7 @@ def to(group, engine, monkeypatch):
         monkeypatch.setattr(module, name, no_pickle)
     names = [
         by_way_of,
-        with_hook,
+        cube_with_hook,
         pair,
         loss_of,
         failing,
@@ -134,7 +119,7 @@ def test_hooks_that_call_other_workers(group, to, mode):
     with autograd.context() as context:
         hidden = x * 1
         hidden.register_hook(lambda gradient: rpc.rpc_sync(to, torch.mul, args=(gradient, 2)))
-        came = rpc.rpc_sync(to, with_hook, args=(f"worker{group.rank}", hidden))
+        came = rpc.rpc_sync(to, cube_with_hook, args=(f"worker{group.rank}", hidden))
         autograd.backward(context, [came.sum()], mode=mode)
         assert autograd.get_gradients(context)[x].tolist() == [12.0 * 2 * 3] * 2
     group.barrier()

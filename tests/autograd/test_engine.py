@@ -10,6 +10,13 @@ import mpidist.autograd as autograd
 import mpidist.rpc as rpc
 from mpidist.rpc import interceptor
 from tests.autograd import random_graphs
+from tests.autograd.remote_functions import (
+    cube,
+    cube_with_hook,
+    look_up,
+    loss_of,
+    weight_gradient,
+)
 from tests.rpc.network import delayed
 from tests.support import agree
 
@@ -54,24 +61,6 @@ def test_random_graphs_long(group, workers, hooks, late):
     with delayed(group.rank):
         check_graphs(group, range(8, 24), hooks=hooks)
         group.barrier()
-
-
-class Cube(torch.autograd.Function):
-    runs = 0
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, gradient):
-        Cube.runs += 1
-        return 3 * ctx.saved_tensors[0] ** 2 * gradient
-
-
-def cube(x):
-    return Cube.apply(x)
 
 
 def cube_by_way_of(other, x):
@@ -223,26 +212,8 @@ class TestBothModes:
         group.barrier()
 
 
-def cube_with_hook(other, x):
-    made = cube(x)
-    made.register_hook(lambda gradient: rpc.rpc_sync(other, torch.mul, args=(gradient, 3)))
-    return made
-
-
 def in_checkpoint(h):
     return checkpoint(lambda one: torch.sin(one).exp(), h, use_reentrant=False)
-
-
-def look_up(reference, places):
-    return reference.local_value()(places)
-
-
-def weight_gradient(context, reference):
-    return autograd.get_gradients(context)[reference.local_value().weight]
-
-
-def loss_of(x):
-    return cube(x).sum()
 
 
 def make_weight():

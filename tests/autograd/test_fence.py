@@ -42,7 +42,7 @@ def test_the_last_place_of_each_device_is_held(monkeypatch):
     assert sorted(log[:2]) == ["hold cuda0/2", "hold cuda1/1"] and log[2:] == ["used 1"]
 
 
-def test_tensors_of_the_host_need_none(monkeypatch):
+def test_host_tensors_record_no_event(monkeypatch):
     monkeypatch.setattr(module, "device_at", lambda device: 1 / 0)
     fence = Fence([torch.ones(1), None])
     fence.record([torch.ones(2)])

@@ -104,7 +104,7 @@ _messages = st.tuples(
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(_messages, max_size=12), st.sampled_from([0, SMART]))
-def test_rows_of_messages(messages, mode):
+def test_random_sequences_of_nearly_valid_messages_leave_the_engine_usable(messages, mode):
     outbox = Outbox()
     with mock.patch.object(current, "agent", agent(outbox)):
         engine = make_engine()

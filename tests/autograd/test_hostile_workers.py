@@ -48,7 +48,7 @@ def says(to, *content):
 
 
 @pytest.mark.parametrize("mode", ["fast", "smart"])
-def test_notices_of_no_sense_harm_nothing(group, workers, to, mode):
+def test_invalid_notices_are_refused_and_other_passes_go_on(group, workers, to, mode):
     other = (group.rank + 1) % group.size
     x = torch.ones(3, requires_grad=True)
     with autograd.context() as context:
@@ -98,7 +98,7 @@ def returns_it(x):
 
 
 @pytest.mark.parametrize("mode", ["fast", "smart"])
-def test_a_pass_that_is_told_what_is_not_so_ends_with_the_reason(
+def test_a_gradient_of_another_shape_fails_its_pass_with_the_reason(
     group, workers, to, mode, monkeypatch
 ):
     """Worker 1 sends each gradient in another shape."""

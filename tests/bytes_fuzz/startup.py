@@ -12,7 +12,7 @@ from mpidist.rpc.membership import gather_workers
 from mpidist.rpc.options import RpcBackendOptions
 from tests.bytes_fuzz import payloads
 
-_TOLD: list[Any] = [
+_DESCRIPTIONS: list[Any] = [
     ["worker1", 1, {}, False, None],
     ["worker1", 1, {"worker0": {0: 1, 1: 0}}, True, None],
     ["a-b_c:9", 1, {"worker0": {}}, False, None],
@@ -44,7 +44,7 @@ class _Transport:
 
 def samples() -> list[bytes]:
     """Return valid frames."""
-    return [bytes(frame.to_bytes(told, data_only=True)) for told in _TOLD]
+    return [bytes(frame.to_bytes(described, data_only=True)) for described in _DESCRIPTIONS]
 
 
 def cases(valid: tuple[bytes, ...] = ()) -> Any:
@@ -69,14 +69,14 @@ def cases(valid: tuple[bytes, ...] = ()) -> Any:
         st.sampled_from(["worker0", "worker1", "x"]),
         st.dictionaries(st.integers(-2, 300), data, max_size=3),
     )
-    told = st.tuples(
+    descriptions = st.tuples(
         st.sampled_from(["worker1", "worker0", ""]) | data,
         st.just(1) | data,
         maps | data,
         st.booleans() | data,
         st.none() | data,
     ).map(list)
-    return (told | data).map(lambda obj: bytes(frame.to_bytes(obj, data_only=True)))
+    return (descriptions | data).map(lambda obj: bytes(frame.to_bytes(obj, data_only=True)))
 
 
 def check(case: bytes) -> None:

@@ -46,11 +46,13 @@ def unpacked(case: bytes) -> tuple[bytearray, list[memoryview]]:
 def described(objects: list[Any], is_dense: bool = True) -> tuple[bytes, list[memoryview]]:
     """Return the table and the memory of objects as they arrive."""
     assert all(map(tensor_table.is_describable, objects))
-    table, parts, _ = tensor_table.describe(objects, is_dense=is_dense)
+    table, parts, devices = tensor_table.describe(objects, is_dense=is_dense)
+    assert devices == [None] * len(parts)
     return table, [_memory(part) for part in parts]
 
 
 def _memory(part: Any) -> memoryview:
+    """Return a part as the transport delivers it: memory of its own."""
     is_tensor = isinstance(part, torch.Tensor)
     data = part.detach().view(-1).view(torch.uint8).numpy().tobytes() if is_tensor else bytes(part)
     return memoryview(bytearray(data))

@@ -18,10 +18,10 @@ def test_no_case_does_harm():
     counts = [COUNT * SHARES[target] // sum(SHARES.values()) for target in TARGETS]
     found = list(watching.results(TARGETS, counts, SEED))
     wrong = [result for result in found if "error" in result]
-    told = "\n".join(
+    report = "\n".join(
         f"{one['target']}: {one['error']}\n{one['trace']}\ncase: {one['case']}" for one in wrong
     )
-    assert not wrong, told
+    assert not wrong, report
     assert [result["target"] for result in found] == list(TARGETS)
     assert sum(result["count"] for result in found) > 0.99 * COUNT
 

@@ -75,12 +75,12 @@ def _watched(
         listener.start()
         hung = _wait(child, board)
         listener.join()
-        told = [json.loads(line) for line in lines if line.startswith("{")]
-        yield from told
+        found = [json.loads(line) for line in lines if line.startswith("{")]
+        yield from found
         is_told = (
-            any("error" in one for one in told)
+            any("error" in one for one in found)
             if child.returncode == 1
-            else len(told) == len(targets) - first
+            else len(found) == len(targets) - first
         )
         if hung or child.returncode not in (0, 1) or not is_told:
             last = board.read()

@@ -14,10 +14,10 @@ from tests.support import agree
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group")]
 
 
-def test_answers_for_both_devices(world, default_group):
+def test_the_backend_of_either_device_describes_the_group(world, default_group):
     for device in ("cpu", "cuda"):
         backend = default_group._get_backend(torch.device(device))
-        told = backend.name(), backend.rank(), backend.size(), copy.deepcopy(backend.options)
+        facts = backend.name(), backend.rank(), backend.size(), copy.deepcopy(backend.options)
         can = (
             backend.supports_coalescing
             or backend.supports_time_estimate
@@ -27,14 +27,14 @@ def test_answers_for_both_devices(world, default_group):
         backend.eager_connect_single_device(torch.device(device))
         agree(
             world,
-            told == ("mpidist", world.rank, world.size, None) and not can and no_memory,
-            f"{device}: {told}",
+            facts == ("mpidist", world.rank, world.size, None) and not can and no_memory,
+            f"{device}: {facts}",
         )
     with pytest.raises(RuntimeError, match="of the CPU and of CUDA; got device meta"):
         default_group._get_backend(torch.device("meta"))
 
 
-def test_callers_within_torch(world, default_group):
+def test_functions_of_torch_that_read_the_backend_work_or_refuse(world, default_group):
     with (
         pytest.raises(NotImplementedError, match="time estimator is not supported"),
         distributed_c10d._time_estimator(),

@@ -10,7 +10,7 @@ ops = torch.ops._c10d_functional
 
 
 @pytest.mark.mpi(min_size=1)
-def test_operators(world, default_group):
+def test_each_operator_has_the_result_of_its_collective(world, default_group):
     """The result of each operator for inputs made from the rank."""
     name, rank, size = default_group.group_name, world.rank, world.size
     mine, every = torch.full((2,), float(rank)), torch.arange(float(size))

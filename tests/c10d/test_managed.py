@@ -12,15 +12,15 @@ from tests.support import agree, raises_on_all
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group")]
 
 
-def test_timeout(world, default_group):
+def test_torchs_timeout_is_the_native_groups(world, default_group):
     before = default_group.native.timeout_s
     distributed_c10d._set_pg_timeout(timedelta(seconds=77))
-    told = default_group.native.timeout_s
+    seen = default_group.native.timeout_s
     distributed_c10d._set_pg_timeout(timedelta(seconds=before), default_group)
-    agree(world, (told, default_group.native.timeout_s) == (77, before), f"{told}")
+    agree(world, (seen, default_group.native.timeout_s) == (77, before), f"{seen}")
 
 
-def test_split(world, default_group):
+def test_a_split_group_has_the_given_ranks_names_and_timeout(world, default_group):
     """Only the method, because torch.distributed.split_group requires an accelerator."""
     evens = list(range(0, world.size, 2))
     made = default_group.split_group(
@@ -29,7 +29,7 @@ def test_split(world, default_group):
     if world.rank in evens:
         x = torch.ones(1)
         made.allreduce([x]).wait()
-        told = (
+        seen = (
             made.rank(),
             made.size(),
             made.group_name,
@@ -48,8 +48,8 @@ def test_split(world, default_group):
         made.get_group_store().set("here", str(made.rank()))
         made.shutdown()
     else:
-        told, expected = made, None
-    agree(world, told == expected, f"{told}, not {expected}")
+        seen, expected = made, None
+    agree(world, seen == expected, f"{seen}, not {expected}")
 
 
 def test_torchs_split_and_meshes_where_there_is_an_accelerator(world, default_group, monkeypatch):
@@ -81,7 +81,7 @@ def test_torchs_split_and_meshes_where_there_is_an_accelerator(world, default_gr
         default_group.bound_device_id = None
 
 
-def test_what_cannot_be_done_says_so(world, default_group):
+def test_a_merge_with_remote_ranks_is_refused(world, default_group):
     store = default_group.get_group_store()
     raises_on_all(
         world,

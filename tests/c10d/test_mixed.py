@@ -37,7 +37,7 @@ def test_every_call_with_tensors_is_routed():
     assert ours - native - about <= set(mixed._ROUTED)
 
 
-def test_the_device_of_a_call():
+def test_a_call_goes_to_the_device_of_its_first_tensor():
     assert mixed.device_of([[[]], [torch.empty(2, device="meta")], torch.ones(1)]) == "meta"
     assert mixed.device_of([torch.ones(1), 3]) == "cpu"
     assert mixed.device_of([[], None, 1]) is None
@@ -79,7 +79,7 @@ def shared(world):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_ranks_that_ask_for_other_backends_are_told(world):
+def test_ranks_that_ask_for_different_backends_raise(world):
     named = "mpidist" if world.rank == 0 else "cpu:mpidist,meta:gloo"
     raises_on_all(
         world, ValueError, lambda: dist.init_process_group(named), "rank 1: cpu:mpidist,meta:gloo"
@@ -130,7 +130,7 @@ def test_calls_go_by_device(world, shared):
 
 
 @pytest.mark.mpi(min_size=1)
-def test_what_torch_asks_of_a_group(world, shared):
+def test_a_mixed_group_has_the_devices_backends_and_timeout_that_torch_reads(world, shared):
     kinds = [device.type for device in shared._device_types]
     agree(
         world,

@@ -22,23 +22,23 @@ def test_a_list_is_split_and_written_again():
         ("mpidist", "mpidist"),
     ],
 )
-def test_ours_stands_first(named, expected):
+def test_mpidist_is_listed_first(named, expected):
     assert ours_first(named) == expected
 
 
-def test_a_name_that_means_us_is_answered():
+def test_a_name_that_probably_means_mpidist_has_advice():
     for named in ("mpidst", "mpi_dist", "openmpi", "mpich", "cpu:mpi4py,cuda:nccl", "mpi"):
         problem = mistaken(named, KNOWN, has_mpi=False)
         assert problem is not None and 'backend="mpidist"' in problem
         assert ("MPIDIST_REPLACE=mpi" in problem) == (named == "mpi")
 
 
-def test_a_list_that_is_none_is_answered():
+def test_a_list_that_torch_cannot_split_has_advice():
     for named in ("mpidist,gloo", "mpidist:cpu", "cpu:mpidist,nccl"):
         assert 'write "cpu:mpidist,cuda:nccl"' in mistaken(named, KNOWN, has_mpi=True)
     assert mistaken("cpu:mpidist", KNOWN, has_mpi=True) is None
 
 
-def test_every_other_name_is_torchs_business():
+def test_every_other_name_is_left_to_torch():
     for named in (*KNOWN, "cpu:gloo,cuda:nccl", "hccl", "smddp", "ncclx"):
         assert mistaken(named, KNOWN, has_mpi=True) is None

@@ -13,7 +13,7 @@ from mpidist.c10d.replacement import Replacement, parse
 from tests.support import agree, raises_on_all, started
 
 
-def test_words():
+def test_the_variable_lists_backends_and_ddp():
     assert parse({}) is None and parse({"MPIDIST_REPLACE": " "}) is None
     assert parse({"MPIDIST_REPLACE": "NCCL, gloo"}) == Replacement(("gloo", "nccl"))
     assert parse({"MPIDIST_REPLACE": "ddp"}) == Replacement(ddp=True)
@@ -27,7 +27,7 @@ def test_an_unknown_word_is_answered_with_the_known_ones(text):
     assert repr(text if text == "," else text.split(",")[-1]) in found.problem
 
 
-def test_under_torchrun_it_says_how_to_start():
+def test_under_torchrun_the_error_names_the_launch_commands():
     found = parse({"MPIDIST_REPLACE": "gloo", "TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8"})
     with pytest.raises(ValueError, match=r"mpirun -n 8 python .*srun .*unset MPIDIST_REPLACE"):
         found.backend("gloo")
@@ -44,7 +44,7 @@ def test_under_torchrun_it_says_how_to_start():
         ("cpu:gloo,cuda:mpidist", "mpidist"),
     ],
 )
-def test_names_of_gloo_alone(named, expected):
+def test_only_the_listed_backends_are_replaced(named, expected):
     assert Replacement(("gloo",)).backend(named) == expected
     assert Replacement(ddp=True).backend(named) == named
 
@@ -115,7 +115,7 @@ def replaced(world, monkeypatch):
 
 
 @pytest.mark.mpi(min_size=1)
-def test_groups_that_frameworks_make(world, replaced, monkeypatch):
+def test_groups_by_torchs_names_are_groups_of_mpidist(world, replaced, monkeypatch):
     numbers = {"rank": world.rank, "world_size": world.size}
     # RANK without MPIDIST_REPLACE selects torch's own rendezvous.
     monkeypatch.setenv("RANK", str(world.rank))
@@ -159,7 +159,7 @@ def test_groups_that_frameworks_make(world, replaced, monkeypatch):
 
 
 @pytest.mark.mpi(min_size=1)
-def test_what_cannot_be_is_refused_on_all_ranks(world, replaced, monkeypatch):
+def test_wrong_variables_and_names_are_refused_on_all_ranks(world, replaced, monkeypatch):
     wrong = {"rank": world.rank, "world_size": world.size + 1}
     raises_on_all(
         world, ValueError, lambda: dist.init_process_group("gloo", **wrong), "leave it out"

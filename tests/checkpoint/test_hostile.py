@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from mpidist.checkpoint import files, load, manifest, save
+from mpidist.checkpoint import digested_file, load, manifest, save
 from mpidist.ddp.hooks import checkpoint as powersgd
 from mpidist.errors import CheckpointError
 from tests.checkpoint.runs import Run
@@ -32,12 +32,12 @@ def signed(path, name, change):
 
 
 def listed(path, name):
-    told = json.loads((path / manifest.NAME).read_text())
-    told["files"][name] = {
+    rewritten = json.loads((path / manifest.NAME).read_text())
+    rewritten["files"][name] = {
         "bytes": (path / name).stat().st_size,
-        "sha256": files.digest(path / name),
+        "sha256": digested_file.digest(path / name),
     }
-    (path / manifest.NAME).write_text(json.dumps(told))
+    (path / manifest.NAME).write_text(json.dumps(rewritten))
 
 
 def linked(path, name):
@@ -45,7 +45,7 @@ def linked(path, name):
     (path / name).symlink_to(path.parent / "elsewhere")
 
 
-def told(path, change):
+def rewritten(path, change):
     held = json.loads((path / manifest.NAME).read_text())
     change(held)
     (path / manifest.NAME).write_text(json.dumps(held))
@@ -206,10 +206,10 @@ def test_manifests_and_links_that_lead_elsewhere_are_refused(group, folder):
     row = {"bytes": 1, "sha256": "0" * 64}
     changes = [
         (
-            lambda: told(path, lambda held: held["files"].update({"../../etc/passwd": row})),
+            lambda: rewritten(path, lambda held: held["files"].update({"../../etc/passwd": row})),
             "no file of a checkpoint",
         ),
-        (lambda: told(path, lambda held: held.update(world_size=10**12)), "too few"),
+        (lambda: rewritten(path, lambda held: held.update(world_size=10**12)), "too few"),
         (lambda: (path / manifest.NAME).write_text("[" * 10**6), "is damaged"),
         (lambda: linked(path, manifest.MODEL), "model.pt is missing"),
         (lambda: linked(path, manifest.NAME), "ymbolic link"),

@@ -73,24 +73,24 @@ def test_damage_is_named_on_all_ranks(group, folder, saved):
     agree(group, load(folder, **run.state(), group=group).step == 2)
 
 
-def test_one_that_was_cut_short_is_passed_over_with_a_warning(group, folder, saved):
+def test_a_truncated_checkpoint_is_skipped_with_a_warning(group, folder, saved):
     run, path = saved
 
-    def told():
-        with warnings.catch_warnings(record=True) as heard:
+    def outcome():
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found = load(folder, **run.state(), group=group)
-        words = [str(warning.message) for warning in heard if "cut short" in str(warning.message)]
+        words = [str(warning.message) for warning in caught if "cut short" in str(warning.message)]
         return None if found is None else found.step, bool(words) == (group.rank == 0)
 
     if group.rank == 0:
         (path / manifest.NAME).unlink()
     group.barrier()
-    agree(group, told() == (1, True), "the one before was not used, or nobody told")
+    agree(group, outcome() == (1, True), "the one before was not used, or there was no warning")
     if group.rank == 0:
         shutil.rmtree(folder / "step-1")
     group.barrier()
-    agree(group, told() == (None, True))
+    agree(group, outcome() == (None, True))
     agree(group, load(folder / "none", **run.state(), group=group) is None)
 
 

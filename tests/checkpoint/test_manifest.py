@@ -16,7 +16,7 @@ CONTENTS = Contents(optimizer="shards", optimizer_class="Adam", hook="powersgd",
 SHA = "0123456789abcdef" * 4
 
 
-def told(contents=CONTENTS):
+def sample(contents=CONTENTS):
     return Manifest(
         7,
         2,
@@ -27,8 +27,8 @@ def told(contents=CONTENTS):
 
 
 def test_a_manifest_comes_back():
-    assert manifest.from_json(manifest.to_json(told())) == told()
-    assert sorted(told().files) == [
+    assert manifest.from_json(manifest.to_json(sample())) == sample()
+    assert sorted(sample().files) == [
         "model.pt",
         "powersgd-0-of-2.pt",
         "powersgd-1-of-2.pt",
@@ -84,7 +84,7 @@ def test_a_manifest_comes_back():
 )
 def test_a_damaged_one_is_refused(change, words):
     with pytest.raises(ValueError, match=words):
-        manifest.from_json(change(manifest.to_json(told())))
+        manifest.from_json(change(manifest.to_json(sample())))
 
 
 def test_missing_and_damaged_files_are_named():
@@ -98,7 +98,7 @@ def test_missing_and_damaged_files_are_named():
 def test_state_that_is_not_held():
     asked = {"optimizer": 1, "hook_state": 1, "sampler": 1, "scheduler": None, "scaler": None}
     assert manifest.not_held(CONTENTS, asked) == ["sampler"]
-    assert json.loads(manifest.to_json(told()))["contents"]["optimizer_class"] == "Adam"
+    assert json.loads(manifest.to_json(sample()))["contents"]["optimizer_class"] == "Adam"
 
 
 @settings(max_examples=int(os.environ.get("MPIDIST_FUZZ_CASES", "300")), deadline=None)

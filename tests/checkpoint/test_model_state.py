@@ -61,6 +61,6 @@ def test_how_models_differ(change, words):
         model_state.require_fits(net, saved)
 
 
-def test_no_dict_is_no_model():
+def test_a_state_that_is_no_dict_is_refused():
     with pytest.raises(ValueError, match="got list"):
         model_state.require_fits(torch.nn.Linear(1, 1), [])

@@ -6,7 +6,14 @@ import threading
 
 import pytest
 
-from mpidist.checkpoint import REQUEUE_EXIT_CODE, Preemption, files, ignore_signals, latest, save
+from mpidist.checkpoint import (
+    REQUEUE_EXIT_CODE,
+    Preemption,
+    digested_file,
+    ignore_signals,
+    latest,
+    save,
+)
 from mpidist.errors import MpidistError
 from tests.checkpoint.runs import Run
 from tests.support import agree
@@ -15,8 +22,8 @@ pytestmark = pytest.mark.mpi
 
 
 def test_all_ranks_stop_at_the_same_step(group):
-    heard = []
-    former = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    numbers = []
+    former = signal.signal(signal.SIGUSR1, lambda number, frame: numbers.append(number))
     own = signal.getsignal(signal.SIGUSR1)
     default = signal.getsignal(signal.SIGTERM)
     last = group.size - 1
@@ -35,7 +42,7 @@ def test_all_ranks_stop_at_the_same_step(group):
             agree(group, preemption.received == ["SIGUSR1", "SIGUSR1"] * (group.rank == last))
         agree(
             group,
-            heard == [signal.SIGUSR1] * (group.rank == last),
+            numbers == [signal.SIGUSR1] * (group.rank == last),
             "the former handler is called once",
         )
         agree(
@@ -49,7 +56,7 @@ def test_all_ranks_stop_at_the_same_step(group):
 
 def test_a_second_signal_does_not_end_a_save(group, folder, monkeypatch):
     run = Run(group, "adam")
-    real = files.write
+    real = digested_file.write
 
     def interrupted(path, value):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -58,12 +65,12 @@ def test_a_second_signal_does_not_end_a_save(group, folder, monkeypatch):
     with Preemption(group) as preemption:
         os.kill(os.getpid(), signal.SIGTERM)
         agree(group, preemption.requested())
-        monkeypatch.setattr(files, "write", interrupted)
+        monkeypatch.setattr(digested_file, "write", interrupted)
         path = save(folder, 1, **run.state(), group=group)
         agree(group, latest(folder) == path and len(preemption.received) > 1)
 
 
-def test_another_thread_is_told_where_to_enter(group):
+def test_entering_in_another_thread_raises_with_the_remedy(group):
     caught = []
 
     def enter():

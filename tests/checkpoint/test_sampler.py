@@ -58,8 +58,8 @@ def test_a_share_is_what_dealing_one_by_one_gives():
         length, replicas = draw.randint(1, 25), draw.randint(1, 9)
         order = draw.sample(range(length), length)
         consumed, drop_last = draw.randint(0, length + 3), draw.random() < 0.5
-        told = [share(order, consumed, rank, replicas, drop_last) for rank in range(replicas)]
-        assert told == twin(order, consumed, replicas, drop_last), (
+        shares = [share(order, consumed, rank, replicas, drop_last) for rank in range(replicas)]
+        assert shares == twin(order, consumed, replicas, drop_last), (
             order,
             consumed,
             replicas,
@@ -85,9 +85,9 @@ def test_an_epoch_that_changes_its_ranks_loses_and_doubles_no_sample():
                 seen += [sample for row in rows for sample in row]
                 for sampler in ranks:
                     sampler.advance(each)
-            told = [sampler.state_dict() for sampler in ranks]
-            assert all(one == told[0] for one in told)
-            state = told[0]
+            shares = [sampler.state_dict() for sampler in ranks]
+            assert all(one == shares[0] for one in shares)
+            state = shares[0]
         assert seen[:length] == order  # the rest fills the last round
         assert len(seen) - length < 6
 
@@ -148,5 +148,5 @@ def test_what_is_refused():
 @pytest.mark.mpi
 def test_ranks_of_a_group_share_an_epoch(group):
     sampler = ResumableSampler(10 * group.size, group=group)
-    told = group.all_gather_object(list(sampler))
-    assert sorted(sample for held in told for sample in held) == list(range(10 * group.size))
+    shares = group.all_gather_object(list(sampler))
+    assert sorted(sample for held in shares for sample in held) == list(range(10 * group.size))

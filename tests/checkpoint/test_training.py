@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from mpidist.checkpoint import files, latest, load, manifest, save
+from mpidist.checkpoint import digested_file, files, latest, load, manifest, save
 from mpidist.errors import CheckpointError, DisagreementError
 from mpidist.optim import OSS
 from tests.checkpoint.runs import Run
@@ -24,15 +24,39 @@ def test_a_run_goes_on_with_the_same_bits(group, folder, kind):
     path = save(folder, straight.step, **straight.state(), extra={"best": [0.5]}, group=group)
     expected = straight.train(8)  # into the next epoch
     resumed = Run(group, kind, seed=7)
-    told = load(folder, **resumed.state(), group=group)
+    resumption = load(folder, **resumed.state(), group=group)
     agree(
         group,
-        (told.step, told.extra, told.saved_by, told.path) == (4, {"best": [0.5]}, group.size, path),
+        (resumption.step, resumption.extra, resumption.saved_by, resumption.path)
+        == (4, {"best": [0.5]}, group.size, path),
     )
     agree(group, resumed.train(8) == expected, "other losses")
     agree(group, same(resumed.tensors(), straight.tensors()), "other weights or buffers")
     agree(group, same(resumed.moments(), straight.moments()), "other moments")
     agree(group, not list(folder.glob("*.part")))
+
+
+class Delegating:
+    """User's wrapper of an optimizer."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self._optimizer, name)
+
+
+def test_a_wrapper_that_delegates_to_a_sharded_optimizer_is_saved_in_shards(group, folder):
+    run = Run(group, "oss-greedy")
+    run.train(1)
+    run.optimizer.consolidate_state_dict(0)
+    run.train(3)  # the consolidated state is now out of date
+    moments = run.moments()
+    state = run.state()
+    save(folder, 3, **{**state, "optimizer": Delegating(state["optimizer"])}, group=group)
+    other = Run(group, "oss-greedy", seed=7)
+    load(folder, **other.state(), group=group)
+    agree(group, same(other.moments(), moments), "other moments")
 
 
 @pytest.mark.parametrize("kind", ["adam", "oss-greedy", "oss-flat", "powersgd"])
@@ -54,7 +78,7 @@ def test_another_number_of_ranks_goes_on(group, folder, kind):
         other = Run(fewer, kind, seed=5)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            told = load(folder, **other.state(), group=fewer)
+            resumption = load(folder, **other.state(), group=fewer)
         is_warned = any("reseeded" in str(warning.message) for warning in warned)
         wrong += "warning " * (is_warned != (fewer.rank == 0 and fewer.size < group.size))
         wrong += "weights " * (not same(other.tensors(), saved)) + "moments " * (
@@ -63,8 +87,8 @@ def test_another_number_of_ranks_goes_on(group, folder, kind):
         rows = list(zip(*fewer.all_gather_object(list(other.sampler)), strict=True))
         dealt = [sample for row in rows for sample in row]
         wrong += "order " * (dealt[: len(order) - 4 * group.size] != order[4 * group.size :])
-        wrong += "numbers" * ((told.saved_by, other.scheduler.last_epoch) != (group.size, 2))
-        other.step = told.step
+        wrong += "numbers" * ((resumption.saved_by, other.scheduler.last_epoch) != (group.size, 2))
+        other.step = resumption.step
         other.train(2)
         save(folder, other.step, **other.state(), group=fewer)
         moments = other.moments()
@@ -73,9 +97,9 @@ def test_another_number_of_ranks_goes_on(group, folder, kind):
     back = Run(group, kind, seed=6)  # and on more ranks than wrote it
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        told = load(folder, **back.state(), group=group)
+        resumption = load(folder, **back.state(), group=group)
     found = back.moments()
-    agree(group, told.step == 4 and (fewer is None or same(found, moments)), "another state")
+    agree(group, resumption.step == 4 and (fewer is None or same(found, moments)), "another state")
     back.train(2)
 
 
@@ -129,7 +153,7 @@ def test_a_wires_master_copies(group, folder):
     layouts = [one.optimizer.rank_local_state_dict()["layout"] for one in (run, other)]
     # Both partitions may divide a small net equally.
     is_rounded = group.size > 1 and layouts[0] != layouts[1]
-    agree(group, is_warned == (group.rank == 0 and is_rounded), "rounded masters untold")
+    agree(group, is_warned == (group.rank == 0 and is_rounded), "no warning of rounded masters")
 
 
 class Full:
@@ -160,8 +184,8 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_former(
 
     stages = [
         (files, "begin", 0),
-        (files, "write", last),
-        (files, "sync", last),
+        (digested_file, "write", last),
+        (digested_file, "sync", last),
         (files, "commit", 0),
         (torch, "save", last),
     ]

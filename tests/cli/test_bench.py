@@ -18,7 +18,7 @@ def test_a_benchmark_writes_into_the_folder(tmp_path):
     assert (tmp_path / "a" / "b").is_dir()
 
 
-def test_what_is_no_job_is_started_by_itself(tmp_path, monkeypatch):
+def test_benchmarks_that_start_their_own_jobs_are_plain_programs(tmp_path, monkeypatch):
     (tmp_path / "bench_scaling.py").write_text("")
     monkeypatch.setattr(shipped, "folder", lambda name: tmp_path)
     assert (
@@ -57,7 +57,7 @@ def test_every_benchmark_takes_a_folder():
             assert any(way in text for way in ways), name
 
 
-def test_what_is_missing_is_told_with_the_way_to_get_it(tmp_path):
+def test_a_missing_package_is_named_with_its_install_command(tmp_path):
     (tmp_path / "file").write_text("")
     for name, folder, arguments, words in [
         ("nothing", tmp_path, [], "no benchmark nothing: collectives"),

@@ -87,7 +87,7 @@ def test_what_cannot_be_done_ends_with_status_2_and_words(call, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     for line, words in [
         ("run train.py", "train.py: no such file"),
-        ("run sh", "how many ranks"),
+        ("run sh", "number of ranks is not given"),
         ("run -n 0 sh", "--ranks"),
         ("run -n 2 --bind-to moon sh", "moon"),
         ("bench nothing", "nothing"),

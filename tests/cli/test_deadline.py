@@ -8,7 +8,7 @@ import pytest
 from mpidist.cli.deadline import deadline
 
 
-def test_a_block_that_ends_or_raises_is_no_matter(capfd):
+def test_a_block_that_ends_or_raises_prints_nothing(capfd):
     with deadline(60, "late", "died"):
         pass
     with pytest.raises(ValueError, match="mine"), deadline(60, "late", "died"):
@@ -20,7 +20,7 @@ def test_a_block_that_ends_or_raises_is_no_matter(capfd):
     ("body", "status", "word"),
     [("os.kill(os.getpid(), 19)", -9, "late"), ("os._exit(5)", 5, "died")],
 )
-def test_a_block_that_hangs_or_dies_is_told(body, status, word):
+def test_a_block_that_hangs_or_dies_is_reported(body, status, word):
     """A stopped process simulates one that hangs in a library with the GIL held."""
     script = (
         "import os\nfrom mpidist.cli.deadline import deadline\nwith deadline(0.5, 'late', "

@@ -45,7 +45,7 @@ def test_a_job_is_examined_by_all_ranks(world, own):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_what_one_rank_alone_has_is_told_on_all(world, own, monkeypatch):
+def test_a_finding_of_one_rank_is_reported_on_all(world, own, monkeypatch):
     last = world.size - 1
     if world.rank == last:
         own = replace(

@@ -70,6 +70,6 @@ def test_a_device_is_named_among_those_that_are_seen(monkeypatch):
     assert found.device == facts.Device(1, "H100", "GPU-1", ("GPU-0", "GPU-1"))
 
 
-def test_no_shared_memory_and_no_package_are_told():
+def test_missing_shared_memory_and_packages_are_reported():
     assert facts._size_of("/there is no such folder") == (-1, -1)
     assert facts._version("no-such-package") == ""

@@ -7,7 +7,7 @@ import pytest
 from mpidist.cli.facts import Device, Facts
 from mpidist.cli.finding import NOTE, PROBLEM, WARNING, by_node, ranks_of, size, values
 from mpidist.cli.findings import findings
-from mpidist.cli.questions import MpiFacts
+from mpidist.cli.mpi_facts import MpiFacts
 from mpidist.comm.discovery.transports import Transports
 
 VERSIONS = {

@@ -153,7 +153,7 @@ def test_mpirun_inside_slurm_where_srun_cannot():
         ),
         (OPEN, {"SLURM_STEP_NUM_TASKS": "2", **SLURM}, {}, "already one of 2 ranks that srun"),
         (dataclasses.replace(OPEN, mpirun=""), {}, {"ranks": 2}, "no mpirun or mpiexec was found"),
-        (OPEN, {}, {}, "how many ranks"),
+        (OPEN, {}, {}, "number of ranks is not given"),
         (OPEN, {}, {"ranks": 2, "nodes": 2}, "mpidist submit"),
         (OPEN, {}, {"ranks": 2, "mpi_type": "pmix"}, "--mpi is srun's"),
         (OPEN, SLURM, {"nodes": 3}, "3 nodes are asked for, this Slurm job has 2"),
@@ -214,7 +214,7 @@ def test_a_program_is_found_or_named():
     assert program_of(["ls", "-l"], "", "py", there) == ("ls", "-l")
     assert program_of(["--x"], "a.b", "py", there) == ("py", "-m", "a.b", "--x")
     for words, said in [
-        ([], "what shall run"),
+        ([], "no program is given"),
         (["gone.py"], "gone.py: no such file"),
         (["gone"], "gone: no such program"),
     ]:

@@ -85,12 +85,12 @@ def test_the_exit_status_is_the_jobs_and_a_signal_ends_it(tmp_path):
         [*command, *hangs], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        told = [process.stdout.readline().split() for _ in range(2)]
-        assert [threads for _, threads in told] == ["1", "1"]
+        lines = [process.stdout.readline().split() for _ in range(2)]
+        assert [threads for _, threads in lines] == ["1", "1"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) != 0
     deadline = time.monotonic() + 20
-    left = [rank for rank, _ in told]
+    left = [rank for rank, _ in lines]
     while any(os.path.exists(f"/proc/{rank}") for rank in left) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(os.path.exists(f"/proc/{rank}") for rank in left)

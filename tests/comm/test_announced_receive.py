@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpidist.comm import objects, work
+from mpidist.comm import object_collectives, work
 from mpidist.comm.memory.buffer_pool import zeroed
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
@@ -52,11 +52,11 @@ class Silent:
 
 
 def broadcast(mpi):
-    objects._broadcast(SimpleNamespace(mpi=mpi, rank=0, size=2), (), (), None, 1)
+    object_collectives.broadcast(SimpleNamespace(mpi=mpi, rank=0, size=2), (), (), None, 1)
 
 
 def all_gather(mpi):
-    objects._all_gather(SimpleNamespace(mpi=mpi, rank=1, size=2), (), (), bytearray(3))
+    object_collectives.all_gather(SimpleNamespace(mpi=mpi, rank=1, size=2), (), (), bytearray(3))
 
 
 def announcing(*lengths):

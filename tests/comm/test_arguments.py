@@ -1,5 +1,7 @@
 """Wrong arguments: a typed error with place, expected and given value, before any call of MPI."""
 
+import re
+
 import pytest
 import torch
 
@@ -79,14 +81,12 @@ def cases(W):
     ]
 
 
-def test_bad_arguments(group):
+def test_a_wrong_argument_raises_with_place_and_values(group):
     wrong = []
     for what, call, error, words in cases(group.size):
         try:
             call(group)
         except error as raised:
-            import re
-
             if not re.search(words, str(raised)):
                 wrong.append((what, str(raised)))
             if what not in (

@@ -70,7 +70,7 @@ def test_one_value_is_compared(group):
 
 
 @pytest.mark.mpi
-def test_maximum(group):
+def test_the_maximum_is_taken_over_all_ranks(group):
     agree(
         group,
         maximum(group, group.rank) == group.size - 1
@@ -117,7 +117,7 @@ def test_equal_texts_are_joined(texts, summarized):
     assert summary(texts) == summarized
 
 
-def test_the_first_difference():
+def test_the_first_place_that_differs_is_returned_with_all_values():
     assert first_difference([[1, 2], [1, 2]]) is None
     assert first_difference([[1, 2, 3], [1, 5, 6]]) == (1, [2, 5])
     assert first_difference([[1], [1, 4]]) == (1, [None, 4])

@@ -19,7 +19,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_valid_ones_are_taken(name):
+def test_valid_bytes_are_read(name):
     samples, check = READERS[name]
     assert all(map(check, samples))
 
@@ -42,5 +42,5 @@ def check_of(check):
     sections.damaged(sections.section_samples()),
     st.lists(st.integers(0, 50), max_size=3).map(tuple),
 )
-def test_sections_beside_payloads(case, payloads):
+def test_any_section_with_any_payloads_is_refused_or_bounded(case, payloads):
     sections.check_section(case, payloads)

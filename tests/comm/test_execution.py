@@ -12,6 +12,7 @@ import torch
 
 from mpidist.comm import execution
 from mpidist.comm.execution import Execution
+from mpidist.comm.group_settings import GroupSettings
 from mpidist.comm.op_status import IDLE
 from mpidist.comm.operation import Operation
 from mpidist.comm.progress import is_at_once
@@ -28,7 +29,7 @@ def group_of(size=4, is_single_node=True):
         sleeping=lambda: far,
         name="near",
     )
-    return Execution(comm, "test", "key", [10, 11, 12, 13][:size], 600)
+    return Execution(comm, GroupSettings("test", "key", (10, 11, 12, 13)[:size], 600))
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def is_something(obj, rank, large=False):
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_all_directions(group, large):
+def test_objects_arrive_whole_from_and_at_every_root(group, large):
     W, rank = group.size, group.rank
     mine = something(rank, large)
     wrong = []
@@ -78,7 +78,7 @@ def test_objects_past_the_limit_of_mpi(group, monkeypatch):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_messages_of_objects(group):
+def test_object_messages_arrive_from_a_named_and_from_any_source(group):
     ok = True
     if group.rank == 0:
         for peer in range(1, group.size):
@@ -106,7 +106,7 @@ def test_an_object_that_cannot_be_pickled_raises_on_all_ranks(group):
     raises_on_all(group, Exception, lambda: group.all_gather_object(lambda: None), "pickle")
 
 
-def test_a_wrong_list_is_refused(group):
+def test_a_list_of_another_length_than_the_group_is_refused(group):
     if group.rank == 0:
         with pytest.raises(ValueError, match=f"hold {group.size} objects"):
             group.scatter_object([1] * (group.size + 1), 0)
@@ -178,7 +178,7 @@ def test_objects_with_tensors_of_one_element_and_any_stride(group):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_sender_that_stops_between_two_parts(group):
+def test_a_sender_that_stops_between_two_parts_is_a_timeout(group):
     """The group's timeout holds for the parts after the first, too."""
     parts = list(object_messages.parts(frame.encode(torch.zeros(100_000)), Tag.OBJECT_MESSAGE))
 
@@ -212,7 +212,7 @@ class Own:
 
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("by", ["keyword", "variable"])
-def test_all_directions_as_data(group, monkeypatch, large, by):
+def test_objects_arrive_whole_without_a_pickle(group, monkeypatch, large, by):
     options = {"data_only": True} if by == "keyword" else {}
     if by == "variable":
         monkeypatch.setenv("MPIDIST_TRUST", "data")

@@ -81,10 +81,12 @@ def test_an_ended_operations_tensor_is_free():
 def test_the_oldest_creation_under_way_is_returned():
     journal = Journal("world", "key")
     assert journal.creation() == (0, 0.0)
-    first, second = journal.enter_creation("new_group"), journal.enter_creation("new_group")
-    journal.enter_wait(7, "recv", torch.zeros(4))
-    assert first != second and journal.creation()[0] == first
-    journal.leave_creation(first)
-    assert journal.creation()[0] == second and "in new_group()" in str(journal.snapshot()[1])
-    journal.leave_creation(second)
+    second = journal.creating("new_group")
+    with journal.creating("new_group"):
+        first = journal.creation()[0]
+        second.__enter__()
+        journal.enter_wait(7, "recv", torch.zeros(4))
+        assert journal.creation()[0] == first
+    assert journal.creation()[0] != first and "in new_group()" in str(journal.snapshot()[1])
+    second.__exit__(None, None, None)
     assert journal.creation() == (0, 0.0) and len(journal.snapshot()) == 2

@@ -35,20 +35,18 @@ def test_queued_operations_end_in_their_order_in_one_thread(progress):
 def test_a_synchronous_call_enters_only_if_the_queue_is_empty(progress):
     assert progress.try_enter()
     progress.lock.release()
-    gate, first = threading.Event(), Future()
-    progress.submit(first, partial(gate.wait, 10))
+    ran, gate, first, behind = [], threading.Event(), Future(), Future()
+    progress.submit(first, lambda: ran.append(("first", gate.wait(10))))
     assert not progress.try_enter()
-    ran = []
-    behind = Future()
-    waiting = threading.Thread(
-        target=progress.run, args=(behind, lambda: ran.append(threading.get_ident()))
-    )
+    waiting = threading.Thread(target=progress.run, args=(behind, lambda: ran.append("behind")))
     waiting.start()
-    time.sleep(0.02)
-    assert ran == []
+    deadline = time.monotonic() + 10
+    while progress.pending < 2 and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    assert progress.pending == 2
     gate.set()
     waiting.join(10)
-    assert ran and behind.done() and first.done()
+    assert ran == [("first", True), "behind"] and behind.done() and first.done()
 
 
 def test_what_the_caller_executes_runs_in_its_thread(progress):

@@ -14,10 +14,10 @@ from mpidist.comm.key_value_table import REPLY_TAGS, KeyValueTable
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.serialization import frame
 from mpidist.errors import FrameError
-from tests.support import agree, raises_on_all
+from tests.support import EndsProcess, agree, raises_on_all
 
 
-def test_the_tables_verbs_are_torchs():
+def test_operations_of_the_table_return_what_torchs_store_returns():
     ours, theirs = KeyValueTable(), dist.HashStore()
     ours.set("a", b"1")
     theirs.set("a", "1")
@@ -109,7 +109,7 @@ def test_only_one_rank_wins_a_compare_set(group, store):
 
 
 @pytest.mark.mpi
-def test_append(group, store):
+def test_appended_values_are_joined_in_their_order(group, store):
     for turn in range(group.size):
         group.barrier()
         if group.rank == turn:
@@ -123,13 +123,6 @@ def test_append(group, store):
 TAG = REPLY_TAGS[0]
 
 
-class Runs:
-    """Object that ends the process that unpickles it."""
-
-    def __reduce__(self):
-        return exec, ("import os; os._exit(3)",)
-
-
 def written(*items):
     return bytes(frame.to_bytes(list(items), data_only=True))
 
@@ -137,8 +130,8 @@ def written(*items):
 FOREIGN = {
     "nothing": b"",
     "text": b"GET / HTTP/1.1",
-    "a pickle": bytes(frame.to_bytes((TAG, "read", (Runs(),)))),
-    "a pickle under the number of data": bytes(frame.to_bytes(Runs())).replace(
+    "a pickle": bytes(frame.to_bytes((TAG, "read", (EndsProcess(),)))),
+    "a pickle under the number of data": bytes(frame.to_bytes(EndsProcess())).replace(
         b"\x03\0\0\0", b"\x03\0\1\0", 1
     ),
     "an unknown verb": written(TAG, "__init__", []),
@@ -168,7 +161,7 @@ def test_an_invalid_request_is_refused(name):
 
 
 @pytest.mark.parametrize(
-    "data", [b"", written(1), written(1, 2), bytes(frame.to_bytes([Runs(), None]))]
+    "data", [b"", written(1), written(1, 2), bytes(frame.to_bytes([EndsProcess(), None]))]
 )
 def test_an_invalid_reply_is_refused(data):
     with pytest.raises(FrameError):

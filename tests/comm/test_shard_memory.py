@@ -10,41 +10,20 @@ import pytest
 import torch
 
 from mpidist.comm import shard_memory
-from mpidist.comm.mpi import runtime
-from mpidist.comm.mpi.world import number_alike
 from mpidist.errors import GroupError
-from tests.support import agree, raises_on_all
+from tests.simulated_nodes import LAYOUTS, groups
+from tests.support import agree, finished, raises_on_all
 
 pytestmark = pytest.mark.mpi
 
-LAYOUTS = {
-    "one node": lambda rank, size: 0,
-    "blocks": lambda rank, size: rank * 2 // size,
-    "cyclic": lambda rank, size: rank % 2,
-    "uneven": lambda rank, size: int(rank > 0),
-    "alone": lambda rank, size: rank,
-}
 NBYTES = 5000
 
 
 @pytest.fixture
 def on_nodes(world, monkeypatch):
     """Return a function that makes groups with simulated nodes."""
-    made = []
-
-    def make(layout, **options):
-        nodes = [LAYOUTS[layout](rank, world.size) for rank in range(world.size)]
-        monkeypatch.setattr(
-            runtime.World,
-            "nodes_of",
-            lambda self, ranks: number_alike(nodes[r] for r in ranks),
-        )
-        made.append(world.clone(layout, **options))
-        return made[-1]
-
-    yield make
-    for group in made:
-        group.close()
+    with groups(world, monkeypatch) as clone:
+        yield clone
 
 
 def ranges_of(size, seed):
@@ -70,7 +49,7 @@ def expected(ranges, seed):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("one_copy", [False, True], ids=["copies", "one copy"])
 @pytest.mark.parametrize("shares", [True, False], ids=["memory", "messages"])
-def test_all_get_all_parts(world, on_nodes, monkeypatch, layout, one_copy, shares):
+def test_all_ranks_get_all_parts(world, on_nodes, monkeypatch, layout, one_copy, shares):
     """Gathers without a pause: a rank ahead of the others could overwrite a part that they read."""
     if not shares:
         monkeypatch.setattr(shard_memory, "shared_maps", lambda comm, sizes: None)
@@ -86,9 +65,7 @@ def test_all_get_all_parts(world, on_nodes, monkeypatch, layout, one_copy, share
         whole = expected(ranges, step)
         for first, end in ranges[group.rank]:
             memory.own[first:end] = whole[first:end]
-        work = memory.gather(ranges, async_op=step % 3 == 1)
-        if work is not None:
-            work.wait()
+        finished(memory.gather(ranges, async_op=step % 3 == 1))
         if not torch.equal(memory.own, whole):
             wrong.append(step)
         if memory.is_one_copy:
@@ -122,7 +99,7 @@ def test_where_one_rank_cannot_share_all_send_messages(
     agree(world, torch.equal(memory.own, expected(ranges, 1)))
 
 
-def test_under_other_defaults(world, on_nodes):
+def test_memory_is_the_hosts_whatever_default_device_dtype_and_mode(world, on_nodes):
     """The user may set a default device, a default dtype and inference mode."""
     group = on_nodes("blocks")
     before = torch.get_default_dtype()
@@ -147,7 +124,9 @@ def test_under_other_defaults(world, on_nodes):
 
 
 @pytest.mark.parametrize("layout", ["one node", "cyclic"])
-def test_in_groups_that_can_be_left_and_in_debug_mode(world, on_nodes, monkeypatch, layout):
+def test_parts_are_gathered_in_debug_mode_and_where_timeouts_raise(
+    world, on_nodes, monkeypatch, layout
+):
     monkeypatch.setenv("MPIDIST_DEBUG", "1")
     group = on_nodes(layout, on_timeout="raise")
     for one_copy in (False, True):
@@ -156,13 +135,11 @@ def test_in_groups_that_can_be_left_and_in_debug_mode(world, on_nodes, monkeypat
         for first, end in ranges[group.rank]:
             memory.own[first:end] = expected(ranges, 3)[first:end]
         # A synchronous call on one rank matches an asynchronous one on another.
-        work = memory.gather(ranges, async_op=group.rank == 0)
-        if work is not None:
-            work.wait()
+        finished(memory.gather(ranges, async_op=group.rank == 0))
         agree(world, torch.equal(memory.own, expected(ranges, 3)))
 
 
-def test_it_outlives_its_group_and_leaves_nothing(world, on_nodes):
+def test_memory_outlives_its_group_and_leaves_no_file_or_mapping(world, on_nodes):
     gc.collect()
     before = len(os.listdir("/proc/self/fd")), _shared_mappings()
     group = on_nodes("one node")

@@ -41,22 +41,22 @@ def test_a_timeout_raises_on_every_rank_and_the_group_has_failed(world):
     for name, wait in _WAITS.items():
         group = world.clone(name, on_timeout="raise")
         group.timeout_s = 0.2
-        told = ""
+        message = ""
         try:
             if world.rank != last:
                 wait(group)
-                told = "went through"
+                message = "went through"
         except CommTimeout as error:
-            told = str(error)
+            message = str(error)
         # The rank that did not call it gets the failure, too.
         deadline = time.monotonic() + 30
         while group._failure is None and time.monotonic() < deadline:
             time.sleep(0.01)
         text = str(group._failure)
         fine = world.rank == last or (
-            "is past its timeout of 0.2 s" in told and f"rank {last}: " in told
+            "is past its timeout of 0.2 s" in message and f"rank {last}: " in message
         )
-        agree(world, fine and "is past its timeout" in text, f"{name}: {told}; {text}")
+        agree(world, fine and "is past its timeout" in text, f"{name}: {message}; {text}")
         for call in (
             partial(group.barrier),
             partial(group.isend, torch.ones(1), 0),
@@ -68,7 +68,7 @@ def test_a_timeout_raises_on_every_rank_and_the_group_has_failed(world):
         world.barrier()
 
 
-def test_what_can_be_left_computes_the_same(world):
+def test_groups_whose_timeouts_raise_compute_the_same(world):
     leavable, plain = world.clone("leavable", on_timeout="raise"), world.clone("plain")
     assert isinstance(leavable._comm.mpi, MpiCalls) and leavable._comm.mpi.is_abandonable
     assert not isinstance(plain._comm.mpi, MpiCalls) or not plain._comm.mpi.is_abandonable

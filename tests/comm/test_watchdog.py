@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from mpidist.comm import op_status as journals
-from mpidist.comm import watchdog, watchdog_messages, watchdog_report
+from mpidist.comm import watchdog, watchdog_messages, watchdog_peers, watchdog_report
 from mpidist.comm.mpi import exited_ranks
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.op_status import Journal
 from mpidist.comm.serialization import frame
+from mpidist.comm.watchdog_peers import Peers
 from mpidist.errors import CommTimeout, FrameError, RankFailureError
-from tests.support import agree, printed, short_job
+from tests.support import EndsProcess, agree, printed, short_job
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def clock(monkeypatch):
     time = SimpleNamespace(
         monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
     )
-    for module in (journals, watchdog):
+    for module in (journals, watchdog, watchdog_peers):
         monkeypatch.setattr(module, "time", time)
     return now
 
@@ -53,10 +54,12 @@ class Group:
 @pytest.fixture
 def dog(monkeypatch, clock):
     """Return a watchdog of rank 0 without thread and messages, and a record of its output."""
-    monkeypatch.setattr(watchdog.Watchdog, "_serve", lambda self: None)
+    monkeypatch.setattr(Peers, "serve", lambda self: None)
     said = SimpleNamespace(sent=[], written=[], aborted=[])
     monkeypatch.setattr(
-        watchdog.Watchdog, "_send", lambda self, rank, content: said.sent.append((rank, content[0]))
+        Peers,
+        "send",
+        lambda self, ranks, kind, *content: said.sent.extend((rank, kind) for rank in ranks),
     )
     monkeypatch.setattr(watchdog.runtime, "write_stderr", said.written.append)
     monkeypatch.setattr(watchdog.runtime, "abort", said.aborted.append)
@@ -130,7 +133,7 @@ def test_a_rank_that_has_ended_is_waited_for_two_seconds_only(dog, clock):
     group = Group((0, 3), timeout_s=1800.0)
     # Rank 3 ended after its first collective of this group; a group that it had closed is not in
     # its list.
-    watching._left[3] = {group.key: 1}
+    watching.peers.left[3] = {group.key: 1}
     closed = Group((0, 3), timeout_s=1800.0, name="closed")
     for one in (group, closed):
         one.journal.enter("barrier", None)
@@ -144,7 +147,7 @@ def test_a_rank_that_has_ended_is_waited_for_two_seconds_only(dog, clock):
     clock[0] += 3
     watching._check(group)
     assert isinstance(group.failure, RankFailureError) and tuple(group.failure.ranks) == (3,)
-    assert "rank 1 (world rank 3): has come to the end of its program" in said.written[0]
+    assert "rank 1 (world rank 3): has exited" in said.written[0]
     assert closed.failure is None
 
 
@@ -156,7 +159,7 @@ def test_another_rank_that_is_late_prints_if_it_was_the_first_to_ask(dog, clock)
     clock[0] += 6
     # The state after a question of a watchdog with a lower rank.
     subject = (group.key, "barrier number 1")
-    watching._printers[subject] = -1
+    watching.peers.printers[subject] = -1
     watching._check(group)
     waited = clock[0] - 1006
     # The other watchdog did not print in time.
@@ -166,8 +169,8 @@ def test_another_rank_that_is_late_prints_if_it_was_the_first_to_ask(dog, clock)
     watching._check(again)
     clock[0] += 6
     subject = (again.key, "barrier number 1")
-    watching._printers[subject] = -1
-    watching._printed.add(subject)
+    watching.peers.printers[subject] = -1
+    watching.peers.printed.add(subject)
     watching._check(again)
     assert len(said.written) == 1 and isinstance(again.failure, CommTimeout)
 
@@ -177,20 +180,13 @@ def test_another_rank_that_is_late_prints_if_it_was_the_first_to_ask(dog, clock)
 ENTRY = journals.Entry("group", "key", 3, "barrier", (2, 3), "float32", 1.5, 0)
 
 
-class Runs:
-    """Object that ends the process that unpickles it."""
-
-    def __reduce__(self):
-        return exec, ("import os; os._exit(3)",)
-
-
-def bytes_of(*told):
-    return bytes(frame.to_bytes(told, data_only=True))
+def bytes_of(*content):
+    return bytes(frame.to_bytes(content, data_only=True))
 
 
 FOREIGN = {
     "nothing": b"",
-    "a pickle": bytes(frame.to_bytes(("left", 0, Runs()))),
+    "a pickle": bytes(frame.to_bytes(("left", 0, EndsProcess()))),
     "a refusal": b"".join([frame.refusal("x")[0], *frame.refusal("x")[1]]),
     "no message": bytes_of("left"),
     "an unknown kind": bytes_of("__init__", 0, ()),
@@ -235,7 +231,7 @@ def test_the_thread_drops_invalid_messages_and_continues(group, caplog):
     dog = watchdog._watchdog
     if group.rank == 1:
         for data in FOREIGN.values():
-            dog._mpi.Send((data, len(data), MPI.BYTE), 0, watchdog._TAG)
+            dog.peers._mpi.Send((data, len(data), MPI.BYTE), 0, watchdog_peers._TAG)
     deadline = time.monotonic() + 30
     while (
         group.rank == 0
@@ -265,7 +261,7 @@ def test_a_report_names_the_operation_of_each_rank(clock, monkeypatch):
     assert "rank 1 (world rank 0): does not know this group" in text
     monkeypatch.setattr(exited_ranks, "_exit_times", {0: clock[0]})
     text = watchdog_report.report(group, "barrier", "is late", {2: late, 4: late}, [], 4, 1.0)
-    assert "rank 1 (world rank 0): has come to the end of its program" in text
+    assert "rank 1 (world rank 0): has exited" in text
 
 
 # --- whole jobs ---
@@ -338,16 +334,16 @@ _ENDS = {
     # Calls of a rank after the end of rank 1, and their errors.
     "recv": (
         "world.recv(torch.zeros(2), 1)",
-        "recv waits for world rank 1, which came to the end of the program",
+        "recv waits for world rank 1, which exited",
     ),
     "recv_object": (
         "world.recv_object(1)",
-        "recv_object waits for world rank 1, which came to the end of the program",
+        "recv_object waits for world rank 1, which exited",
     ),
     # The last one, because the message stays under way.
     "send_object": (
         "world.send_object(torch.zeros(5_000_000), 1)",
-        "send_object waits for world rank 1, which came to the end of the program",
+        "send_object waits for world rank 1, which exited",
     ),
 }
 
@@ -362,7 +358,7 @@ def left():
 def test_a_rank_that_ends_its_program_early_is_named(left):
     assert left.returncode != 0
     assert 'all_reduce number 2 of group "world" waits for a rank that has left' in left.stderr
-    assert "rank 1: has come to the end of its program, and never called this" in left.stderr
+    assert "rank 1: has exited, and never called this" in left.stderr
     assert "rank 2: in number 2 all_reduce(shape=(3,), dtype=torch.float32)" in left.stderr
 
 
@@ -514,12 +510,12 @@ def test_with_ulfm_the_error_names_the_dead_rank():
             facts = {"rank": world.rank, "ranks": error.ranks, "text": str(error)}
         # Our threads call MPI meanwhile; the surviving ranks must still exchange messages.
         time.sleep(0.5)
-        heard = torch.zeros(1)
+        received = torch.zeros(1)
         sent = torch.full((1,), world.rank + 5.0)
-        works = [world.isend(sent, 2 - world.rank), world.irecv(heard, 2 - world.rank)]
+        works = [world.isend(sent, 2 - world.rank), world.irecv(received, 2 - world.rank)]
         for work in works:
             work.wait(20)
-        facts["heard"] = heard.item()
+        facts["received"] = received.item()
         print(json.dumps(facts), flush=True)
         os._exit(0)  # MPI's own end waits for the dead
         """,
@@ -530,4 +526,4 @@ def test_with_ulfm_the_error_names_the_dead_rank():
     for line in lines:
         assert line["ranks"] == [1]
         assert "all_reduce" in line["text"]
-        assert line["heard"] == 7.0 - line["rank"]
+        assert line["received"] == 7.0 - line["rank"]

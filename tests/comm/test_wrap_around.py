@@ -6,8 +6,8 @@ import torch
 from mpidist.comm import AVG, PRODUCT, SUM, PremulSum
 from mpidist.comm.algorithms import pairwise
 from mpidist.comm.memory import buffer
-from mpidist.comm.mpi import runtime
-from tests.support import agree
+from tests.simulated_nodes import lay_out
+from tests.support import agree, finished
 
 pytestmark = pytest.mark.mpi
 
@@ -45,13 +45,8 @@ def computed_by_torch(parts, op):
     return total
 
 
-def finished(work):
-    if work is not None:
-        work.wait()
-
-
 @each_dtype
-def test_every_reduction(group, dtype):
+def test_every_reduction_wraps_around(group, dtype):
     W, rank = group.size, group.rank
     wrong = []
 
@@ -104,7 +99,7 @@ def test_every_reduction(group, dtype):
 
 
 @each_dtype
-def test_reduce_scatter_of_pieces_of_different_sizes(group, dtype):
+def test_reduce_scatter_of_different_sizes_wraps_around(group, dtype):
     W, rank = group.size, group.rank
     sizes = [40 * place for place in range(W)]  # the first is empty
     rows = [part(r, sum(sizes), dtype) for r in range(W)]
@@ -116,7 +111,7 @@ def test_reduce_scatter_of_pieces_of_different_sizes(group, dtype):
 
 
 @each_dtype
-def test_by_shards_and_in_pieces(group, dtype, monkeypatch):
+def test_reductions_by_shards_and_in_pieces_wrap_around(group, dtype, monkeypatch):
     parts = [part(r, 1001, dtype) for r in range(group.size)]
     monkeypatch.setattr(pairwise, "CHUNK_BYTES", 400)
     for from_bytes, limit in ((64, 1 << 30), (1 << 30, 100)):
@@ -137,9 +132,9 @@ def test_by_shards_and_in_pieces(group, dtype, monkeypatch):
 
 
 @each_dtype
-def test_between_nodes(world, dtype, monkeypatch):
+def test_reductions_between_nodes_wrap_around(world, dtype, monkeypatch):
     """Non-blocking calls of MPI, which reduce in the thread that waits."""
-    monkeypatch.setattr(runtime.World, "nodes_of", lambda world, ranks: tuple(range(len(ranks))))
+    lay_out(world, monkeypatch, "alone")
     group = world.clone("far")
     for numel in (33, 70_001):
         parts = [part(r, numel, dtype) for r in range(group.size)]
@@ -155,7 +150,7 @@ def test_between_nodes(world, dtype, monkeypatch):
 
 
 @pytest.mark.usefixtures("default_group")
-def test_torchs_all_reduce(group):
+def test_torchs_all_reduce_wraps_around(group):
     for dtype in DTYPES:
         parts = [part(r, 100, dtype) for r in range(group.size)]
         tensor = parts[group.rank].clone()

@@ -18,6 +18,16 @@ def c10d_counts() -> dict[str, Counter[str]]:
     return _COUNTS
 
 
+def pytest_generate_tests(metafunc):
+    # ``names_at`` of a file returns the tests of its suite for a function and a number of ranks. It
+    # is called in jobs only, because the import of torch's suites takes seconds on each rank.
+    if "name" in metafunc.fixturenames:
+        size = from_environment(os.environ).size or 1
+        is_job = metafunc.config.getoption("--only-mpi", False)
+        names = metafunc.module.names_at(metafunc.function, size) if is_job else []
+        metafunc.parametrize("name", names)
+
+
 def pytest_terminal_summary(terminalreporter):
     launched = from_environment(os.environ)
     if not _COUNTS or launched.rank:

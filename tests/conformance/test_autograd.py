@@ -5,11 +5,7 @@ A fixed third of the tests runs; all with MPIDIST_CONFORMANCE=all.
 
 from __future__ import annotations
 
-import os
-
 import pytest
-
-from mpidist.comm.mpi.launcher_env import from_environment
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.filterwarnings("ignore")]
 
@@ -38,13 +34,9 @@ def chosen(suite_name: str) -> list[str]:
     )
 
 
-def pytest_generate_tests(metafunc):
-    # Only in a job with enough ranks, because the import of torch's suites takes seconds on each
-    # rank.
-    if "name" in metafunc.fixturenames:
-        ranks = from_environment(os.environ).size or 1
-        runs = metafunc.config.getoption("--only-mpi", False) and ranks >= 4
-        metafunc.parametrize("name", chosen(metafunc.function.suite) if runs else [])
+def names_at(function, size: int) -> list[str]:
+    """Return the tests of a function in a job of ``size`` ranks."""
+    return chosen(function.suite) if size >= 4 else []
 
 
 def test_autograd(name, group):

@@ -12,7 +12,6 @@ from collections import Counter
 
 import pytest
 
-from mpidist.comm.mpi.launcher_env import from_environment
 from tests.conformance.c10d_lists import KNOWN_FAILURES, LONG, NOT_APPLICABLE
 
 pytestmark = [
@@ -47,13 +46,9 @@ def sorted_out(mode: str, size: int, short: bool = _SHORT) -> tuple[list[str], C
     return chosen, others
 
 
-def pytest_generate_tests(metafunc):
-    # Only in a job of the right size, because the import of torch's suites takes seconds on each
-    # rank.
-    if "name" in metafunc.fixturenames:
-        size = from_environment(os.environ).size or 1
-        runs = metafunc.config.getoption("--only-mpi", False) and size in (2, 3, 4)
-        metafunc.parametrize("name", sorted_out(metafunc.function.mode, size)[0] if runs else [])
+def names_at(function, size: int) -> list[str]:
+    """Return the tests of a function in a job of ``size`` ranks."""
+    return sorted_out(function.mode, size)[0] if size in (2, 3, 4) else []
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-
-from mpidist.comm.mpi.launcher_env import from_environment
 
 pytestmark = [pytest.mark.mpi(min_size=3), pytest.mark.filterwarnings("ignore")]
 
@@ -28,15 +24,9 @@ def chosen(suite_name: str) -> list[str]:
     ]
 
 
-def pytest_generate_tests(metafunc):
-    # Only in a job with enough ranks, because the import of torch's suites takes seconds on each
-    # rank.
-    if "name" in metafunc.fixturenames:
-        runs = (
-            metafunc.config.getoption("--only-mpi", False)
-            and (from_environment(os.environ).size or 1) >= 3
-        )
-        metafunc.parametrize("name", chosen(metafunc.function.suite) if runs else [])
+def names_at(function, size: int) -> list[str]:
+    """Return the tests of a function in a job of ``size`` ranks."""
+    return chosen(function.suite) if size >= 3 else []
 
 
 def test_remote_module(name, group):

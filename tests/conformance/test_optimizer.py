@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-
-from mpidist.comm.mpi.launcher_env import from_environment
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.filterwarnings("ignore")]
 
 
-def pytest_generate_tests(metafunc):
-    # Only in a job with enough ranks, because the import of torch's suites takes seconds on each
-    # rank.
-    names = []
-    if (
-        metafunc.config.getoption("--only-mpi", False)
-        and (from_environment(os.environ).size or 1) >= 4
-    ):
-        from tests.conformance import optimizer_suite, suite
+def names_at(function, size: int) -> list[str]:
+    """Return the tests of a function in a job of ``size`` ranks."""
+    if size < 4:
+        return []
+    from tests.conformance import optimizer_suite, suite
 
-        names = suite.names_of(optimizer_suite.OptimizerSuite)
-    metafunc.parametrize("name", names)
+    return suite.names_of(optimizer_suite.OptimizerSuite)
 
 
 def test_optimizer(name, group):

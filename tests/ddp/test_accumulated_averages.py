@@ -38,7 +38,7 @@ class Case:
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_what_stands_is_weighed_once(create_graph):
+def test_an_existing_average_is_weighted_once(create_graph):
     case = Case()
     assert case.contribution() == 5 * SIZE, "nothing was added"
     assert case.contribution() == 5, "taken once"
@@ -59,7 +59,7 @@ def test_what_stands_is_weighed_once(create_graph):
     assert case.contribution() == 5 * SIZE + 1, "no averaging pass has added to it"
 
 
-def test_what_was_cleared_or_replaced_is_this_ranks_own():
+def test_a_cleared_or_replaced_gradient_is_not_weighted():
     for passes in (0, 1):
         case = Case()
         for _ in range(passes):
@@ -82,7 +82,7 @@ def test_what_was_cleared_or_replaced_is_this_ranks_own():
         assert case.contribution() == 9
 
 
-def test_what_adds_nothing_changes_nothing():
+def test_passes_that_add_nothing_keep_the_average():
     case = Case()
     torch.autograd.grad(case.parameter.sum(), case.parameter)
     assert case.contribution() == 5 * SIZE

@@ -37,7 +37,7 @@ def seen_by(ddp, group, passes=3):
 @pytest.mark.usefixtures("default_group")
 @pytest.mark.parametrize("returns", ["nothing", "a future", "futures of torch"])
 @pytest.mark.parametrize("location", list(Location), ids=lambda one: one.name)
-def test_sums_in_the_place_of_the_broadcast(group, location, returns):
+def test_a_hook_that_sums_takes_the_place_of_the_broadcast(group, location, returns):
     def hook(state, buffers):
         state.append(sorted(buffers))
         if returns == "futures of torch":
@@ -109,7 +109,7 @@ def test_ranks_without_inputs_take_part(group):
     agree(group, bool((rows == rows[0]).all()), str(rows))
 
 
-def test_bad_hooks(group):
+def test_wrong_buffer_hooks_are_refused(group):
     ddp = DistributedDataParallel(Counting(0), process_group=group)
     raises_on_all(
         group, TypeError, lambda: ddp._register_buffer_comm_hook(None, 3), "needs a callable"

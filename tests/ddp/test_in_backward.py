@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 
 @pytest.mark.parametrize("view", [True, False])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_they_step_with_the_average(group, view, when):
+def test_optimizers_step_with_the_average(group, view, when):
     net = Net(with_unused=True)
     trained = [p for p in net.parameters() if p.requires_grad]
     if when == "before":
@@ -31,7 +31,7 @@ def test_they_step_with_the_average(group, view, when):
     agree(group, same_everywhere(group, net) and close(net, expected))
 
 
-def test_they_wait_while_gradients_add_up(group):
+def test_optimizers_do_not_step_while_gradients_accumulate(group):
     net = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(net.weight)
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 1.0})
@@ -46,14 +46,13 @@ def test_they_wait_while_gradients_add_up(group):
     )
 
 
+@pytest.mark.mpi(min_size=2)
 def test_optimizers_of_one_rank_alone_are_refused_on_all(group):
-    if group.size == 1:
-        return
     net = torch.nn.Linear(1, 1)
     if group.rank == 0:
         _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 1.0})
     call = lambda: DistributedDataParallel(net, process_group=group)  # noqa: E731
-    raises_on_all(group, DisagreementError, call, "the settings differ")
+    raises_on_all(group, DisagreementError, call, "ranks differ. rank 0: the settings")
 
 
 def test_a_rank_without_inputs_does_not_step(group):

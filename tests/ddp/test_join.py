@@ -34,7 +34,9 @@ def reference(size, order, by_initial, epochs):
 @pytest.mark.parametrize("by_initial", [True, False])
 @pytest.mark.parametrize("order", ["rising", "falling"])
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_uneven_inputs(group, by_initial, order, in_thread, monkeypatch):
+def test_training_with_uneven_inputs_equals_one_process(
+    group, by_initial, order, in_thread, monkeypatch
+):
     monkeypatch.setattr(type(group), "is_single_node", not in_thread)
     ddp = DistributedDataParallel(Net(), process_group=group, bucket_cap_mb=0.0005)
     optimizer = sgd(ddp)
@@ -85,11 +87,11 @@ def test_buffers_come_from_a_rank_that_goes_on(group, order):
         int(ddp.module.num_batches_tracked) == expected,
         f"{ddp.module.num_batches_tracked} of {expected}",
     )
-    told = group.all_gather_object(ddp.module.running_mean)
-    agree(group, all(torch.equal(mean, told[0]) for mean in told), "buffers differ")
+    gathered = group.all_gather_object(ddp.module.running_mean)
+    agree(group, all(torch.equal(mean, gathered[0]) for mean in gathered), "buffers differ")
 
 
-def test_evaluation_within(group):
+def test_an_evaluation_within_join_does_not_communicate(group):
     ddp = DistributedDataParallel(Net(), process_group=group)
     with ddp.join():
         for step in range(1 + group.rank):
@@ -100,7 +102,7 @@ def test_evaluation_within(group):
     agree(group, same_everywhere(group, ddp.module))
 
 
-def test_throw_on_early_termination(group):
+def test_the_first_rank_without_inputs_raises_on_all_if_asked_to(group):
     ddp = DistributedDataParallel(Net(), process_group=group)
 
     def run():
@@ -123,11 +125,15 @@ def test_throw_on_early_termination(group):
         in text,
         text,
     )
+    ddp.zero_grad()
     backward(ddp, group.rank, 0)  # outside of join
-    agree(group, True)
+    gathered = group.all_gather_object(ddp.module.first.weight.grad)
+    agree(
+        group, all(torch.equal(gradient, gathered[0]) for gradient in gathered), "gradients differ"
+    )
 
 
-def test_the_rank_whose_weights_all_have_is_known_as_in_torch(group):
+def test_the_rank_whose_weights_all_ranks_have_is_named_as_in_torch(group):
     ddp = DistributedDataParallel(Net(), process_group=group)
     agree(group, "join_uneven_inputs" not in ddp._get_ddp_logging_data())
     with ddp.join():
@@ -137,7 +143,7 @@ def test_the_rank_whose_weights_all_have_is_known_as_in_torch(group):
     agree(group, ddp._get_ddp_logging_data()["join_uneven_inputs"] == 1)
 
 
-def test_an_exception_within_passes_at_once(group):
+def test_an_exception_within_join_is_raised_at_once(group):
     ddp = DistributedDataParallel(Net(), process_group=group)
 
     def run():
@@ -148,7 +154,7 @@ def test_an_exception_within_passes_at_once(group):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_different_passes_are_refused(group):
+def test_a_pass_without_synchronization_on_one_rank_alone_is_refused(group):
     ddp = DistributedDataParallel(Net(), process_group=group)
 
     def run():

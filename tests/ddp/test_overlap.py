@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from mpidist.comm import collectives
+from mpidist.comm.algorithms import reductions
 from mpidist.ddp.module import DistributedDataParallel
 from tests.support import agree
 
@@ -56,7 +56,7 @@ class Branches(torch.nn.Module):
 def record(group, monkeypatch):
     """Reduce on the group's thread, and record the begin and end of each gradient's reduction."""
     monkeypatch.setattr(type(group), "is_single_node", False)
-    noted, reduce = [], collectives.reductions.all_reduce
+    noted, reduce = [], reductions.all_reduce
 
     def noting(comm, inputs, outputs, *args):
         is_bucket = outputs[0].numel() == 40
@@ -69,19 +69,17 @@ def record(group, monkeypatch):
             ended.set()
 
     began, ended = threading.Event(), threading.Event()
-    monkeypatch.setattr(collectives.reductions, "all_reduce", noting)
+    monkeypatch.setattr(reductions, "all_reduce", noting)
     return noted, began, ended
 
 
-def expected(size):
-    """Return the gradients, which are the same on all ranks."""
-    return [2 * (place + 1) * weight.detach() for place, weight in enumerate(Branches().weights)]
-
-
-def right(ddp, size):
+def right(ddp):
+    """Say whether the gradients are those of one rank, which are the same on all ranks."""
     return all(
-        torch.allclose(w.grad, e, rtol=1e-5)
-        for w, e in zip(ddp.module.weights, expected(size), strict=True)
+        torch.allclose(own.grad, 2 * (place + 1) * weight, rtol=1e-5)
+        for place, (own, weight) in enumerate(
+            zip(ddp.module.weights, Branches().weights, strict=True)
+        )
     )
 
 
@@ -101,7 +99,7 @@ def test_bucket_0_is_reduced_before_backward_ends(group, record):
         Slow.waits == [True] and len(noted) == 2 * PARTS and len(ddp.reducer.layout.plan) == PARTS,
         str(noted),
     )
-    agree(group, noted == ["begin", "end"] * PARTS and right(ddp, group.size))
+    agree(group, noted == ["begin", "end"] * PARTS and right(ddp))
 
 
 def test_one_rank_in_reverse_holds_no_other_up(group, record):
@@ -116,8 +114,6 @@ def test_one_rank_in_reverse_holds_no_other_up(group, record):
         old.clear()
     ddp.zero_grad()
     ddp(order, None if is_reversed else began).backward()
-    agree(
-        group, Slow.waits == ([] if is_reversed else [True]) and right(ddp, group.size), str(noted)
-    )
-    told = group.all_gather_object(ddp.bucket_plan())
-    agree(group, all(plan == told[0] for plan in told), "other buckets")
+    agree(group, Slow.waits == ([] if is_reversed else [True]) and right(ddp), str(noted))
+    plans = group.all_gather_object(ddp.bucket_plan())
+    agree(group, all(plan == plans[0] for plan in plans), "other buckets")

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch.distributed import _compute_bucket_assignment_by_size as torch_assignment
 
 from mpidist.ddp.plan import (
-    Assignment,
     assign,
     compute_bucket_assignment_by_size,
     limits_of,
@@ -38,7 +37,7 @@ def tensors_of(*kinds):
         ),
     ],
 )
-def test_published_cases(kinds, limits, buckets):
+def test_torchs_published_cases_have_their_buckets(kinds, limits, buckets):
     assert compute_bucket_assignment_by_size(tensors_of(*kinds), limits) == buckets
 
 
@@ -53,9 +52,8 @@ LIMITS = st.lists(st.integers(1, 400), min_size=1, max_size=4)
 def test_equal_to_torchs_own(kinds, limits):
     tensors = tensors_of(*kinds)
     buckets = assign(tensors, limits)
-    theirs, their_limits = torch_assignment(tensors, limits)
-    assert [list(bucket.indices) for bucket in buckets] == theirs
-    assert [bucket.limit_bytes for bucket in buckets] == their_limits
+    theirs, _ = torch_assignment(tensors, limits)
+    assert list(map(list, buckets)) == theirs
 
 
 @settings(max_examples=400, deadline=None)
@@ -65,8 +63,8 @@ def test_equal_to_torchs_own_in_a_given_order(kinds, limits, random):
     order = list(range(len(tensors)))
     random.shuffle(order)
     ours = compute_bucket_assignment_by_size(tensors, limits, order)
-    theirs, _ = torch_assignment([tensors[place] for place in order], limits, [], order)
-    closed = sum(size_bytes(tensors, b) >= b.limit_bytes for b in assign(tensors, limits, order))
+    theirs, at = torch_assignment([tensors[place] for place in order], limits, [], order)
+    closed = sum(size_bytes(tensors, b) >= limit for b, limit in zip(theirs, at, strict=True))
     assert ours[:closed] == theirs[:closed]
     # torch keeps the remaining buckets in a hash table, in any order.
     assert sorted(ours[closed:]) == sorted(theirs[closed:])
@@ -78,24 +76,20 @@ def test_merged_buckets_hold_the_same_tensors_of_one_kind(kinds, limits, most):
     tensors = tensors_of(*kinds)
     buckets = assign(tensors, limits)
     merged = merge(tensors, buckets, most)
-    assert [place for b in merged for place in b.indices] == [
-        place for b in buckets for place in b.indices
-    ]
-    assert all(len({tensors[place].dtype for place in b.indices}) == 1 for b in merged)
-    neighbours = [
-        (tensors[a.indices[0]].dtype, tensors[b.indices[0]].dtype) for a, b in pairwise(merged)
-    ]
+    assert [place for b in merged for place in b] == [place for b in buckets for place in b]
+    assert all(len({tensors[place].dtype for place in b}) == 1 for b in merged)
+    neighbours = [(tensors[a[0]].dtype, tensors[b[0]].dtype) for a, b in pairwise(merged)]
     assert len(merged) <= max(most, 1) or all(left != right for left, right in neighbours)
 
 
 def test_the_smallest_neighbours_are_merged_first():
     tensors = tensors_of((F, 10), (F, 1), (F, 2), (F, 10))
-    buckets = [Assignment((place,), 1) for place in range(4)]
-    assert [b.indices for b in merge(tensors, buckets, 3)] == [(0,), (1, 2), (3,)]
-    assert [b.indices for b in merge(tensors, buckets, 1)] == [(0, 1, 2, 3)]
+    buckets = [(place,) for place in range(4)]
+    assert [b for b in merge(tensors, buckets, 3)] == [(0,), (1, 2), (3,)]
+    assert [b for b in merge(tensors, buckets, 1)] == [(0, 1, 2, 3)]
 
 
-def test_limits():
+def test_limits_in_bytes_follow_the_caps_in_mib():
     assert limits_of() == (MIB, 25 * MIB)
     assert limits_of(2) == (2 * MIB,)
     assert limits_of(0.5) == (MIB // 2,)
@@ -104,12 +98,12 @@ def test_limits():
 
 
 @pytest.mark.parametrize("call", [lambda: limits_of(0), lambda: limits_of(None, [1, -2])])
-def test_caps_that_are_not_positive(call):
+def test_caps_that_are_not_positive_are_refused(call):
     with pytest.raises(ValueError, match="must be positive"):
         call()
 
 
-def test_bad_plans():
+def test_plans_without_tensors_or_limits_are_refused():
     with pytest.raises(ValueError, match="no tensor"):
         assign([], [1])
     with pytest.raises(ValueError, match="at least one limit"):
@@ -120,23 +114,25 @@ def test_bad_plans():
         merge(tensors_of((F, 1)), assign(tensors_of((F, 1)), [1]), 0)
 
 
+def test_sparse_tensors_have_the_size_of_their_dense_form():
+    tensors = [torch.eye(3).to_sparse(), torch.ones(3)]
+    assert compute_bucket_assignment_by_size(tensors, [10]) == [[0], [1]]
+
+
 @settings(max_examples=500, deadline=None)
 @given(KINDS, LIMITS, st.randoms())
 def test_sparse_gradients_have_buckets_of_their_own_as_torch_plans_them(kinds, limits, random):
     tensors = tensors_of(*kinds)
     sparse = [random.random() < 0.3 for _ in tensors]
     order = list(range(len(tensors)))
-    theirs, their_limits = torch_assignment(tensors, limits, sparse)
-    buckets = assign(tensors, limits, None, sparse)
-    assert [list(bucket.indices) for bucket in buckets] == theirs and [
-        b.limit_bytes for b in buckets
-    ] == their_limits
+    theirs, _ = torch_assignment(tensors, limits, sparse)
+    assert list(map(list, assign(tensors, limits, None, sparse))) == theirs
     random.shuffle(order)
     ours = assign(tensors, limits, order, sparse)
     theirs, _ = torch_assignment([tensors[place] for place in order], limits, sparse, order)
-    assert sorted(list(b.indices) for b in ours) == sorted(theirs)
+    assert sorted(list(b) for b in ours) == sorted(theirs)
     for few in (merge(tensors, ours, 1, sparse), ours):
-        assert sorted(b.indices[0] for b in few if sparse[b.indices[0]]) == [
+        assert sorted(b[0] for b in few if sparse[b[0]]) == [
             i for i, one in enumerate(sparse) if one
         ]
-        assert all(len(b.indices) == 1 for b in few if any(sparse[place] for place in b.indices))
+        assert all(len(b) == 1 for b in few if any(sparse[place] for place in b))

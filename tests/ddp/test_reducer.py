@@ -121,7 +121,7 @@ def test_a_pass_that_is_not_armed_stays_local(group):
     agree(group, local and len(reducer.layout.plan) == 4, f"{[p.grad[0].item() for p in own]}")
 
 
-def test_what_is_missing_is_named_or_reduced(group):
+def test_a_missing_gradient_is_named_or_reduced_as_zero(group):
     own = parameters()
     reducer = Reducer(own, NAMES, DENSE, group, ONE_EACH)
     text = raises_on_all(group, RuntimeError, lambda: backward(reducer, own, group.rank, (0, 1, 3)))

@@ -77,11 +77,10 @@ def test_the_next_epoch_begins_with_the_gradients_that_the_last_one_left(group, 
         agree(group, ddp.module.never.grad is None, text)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("view", [True, False])
 def test_a_gradient_stays_the_tensor_it_was(group, view):
     """None stays None, a user's tensor stays the same, gradients of no_sync keep their values."""
-    if group.size == 1:
-        return
     for kind, rebuilt in itertools.product(["none", "own", "local"], [False, True]):
         ddp = DistributedDataParallel(
             Two(), process_group=group, gradient_as_bucket_view=view, find_unused_parameters=True

@@ -74,7 +74,7 @@ def reference(inputs, accumulates=False, **options):
 
 @pytest.mark.parametrize("view", [True, False])
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_training(group, view, in_thread, monkeypatch):
+def test_training_equals_training_in_one_process(group, view, in_thread, monkeypatch):
     monkeypatch.setattr(type(group), "is_single_node", not in_thread)
     options = [
         {},
@@ -105,8 +105,8 @@ def test_the_average_is_sparse_and_the_same_on_all_ranks(group):
     agree(group, gradient.is_sparse and gradient.is_coalesced() and net.unused.weight.grad is None)
     used = torch.unique(torch.cat([words_of(rank, 0).flatten() for rank in range(group.size)]))
     agree(group, torch.equal(gradient.indices()[0].cpu(), used.cpu()), str(gradient))
-    told = group.all_gather_object(gradient.values())
-    agree(group, all(torch.equal(values, told[0]) for values in told))
+    gathered = group.all_gather_object(gradient.values())
+    agree(group, all(torch.equal(values, gathered[0]) for values in gathered))
     sparse = [index for index, places in enumerate(ddp.reducer.layout.plan) if len(places) == 1]
     agree(group, ddp.reducer.layout.sparse <= set(sparse) and len(ddp.reducer.layout.sparse) == 3)
 

@@ -44,7 +44,7 @@ REFUSED = {
     ("arguments", "match"),
     [({"bucket_cap_mb": "25"}, "a number of MiB"), ({"device_mesh": 3}, "DeviceMesh; got int")],
 )
-def test_wrong_types(group, arguments, match):
+def test_arguments_of_another_type_are_refused_on_all_ranks(group, arguments, match):
     options = arguments if "device_mesh" in arguments else {"process_group": group, **arguments}
     raises_on_all(
         group, TypeError, lambda: DistributedDataParallel(torch.nn.Linear(2, 2), **options), match
@@ -53,7 +53,7 @@ def test_wrong_types(group, arguments, match):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_values(group, name):
+def test_values_that_cannot_work_are_refused_on_all_ranks(group, name):
     arguments, match = REFUSED[name]
     raises_on_all(
         group,
@@ -74,7 +74,7 @@ MODULES = {
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", MODULES)
-def test_refused_modules(group, name):
+def test_modules_that_cannot_be_averaged_are_refused_on_all_ranks(group, name):
     make, match = MODULES[name]
     raises_on_all(
         group, ValueError, lambda: DistributedDataParallel(make(), process_group=group), match
@@ -115,8 +115,8 @@ def test_sparse_gradients_of_a_users_own_are_refused(group):
 
 
 @pytest.mark.mpi
-def test_values_without_effect(group):
-    with warnings.catch_warnings(record=True) as told:
+def test_torchs_arguments_by_place_have_torchs_meaning(group):
+    with warnings.catch_warnings(record=True) as warned_of:
         warnings.simplefilter("always")
         ddp = DistributedDataParallel(
             torch.nn.Linear(2, 2),
@@ -132,7 +132,7 @@ def test_values_without_effect(group):
             False,
             batched_grad_copy=True,
         )
-    agree(group, any("check_reduction" in str(w.message) for w in told))
+    agree(group, any("check_reduction" in str(w.message) for w in warned_of))
     agree(
         group,
         ddp.device_ids is None
@@ -177,7 +177,7 @@ class Counting(torch.nn.Module):
         ({"broadcast_buffers": False}, "own"),
     ],
 )
-def test_buffers(group, options, expected):
+def test_buffers_are_broadcast_as_the_options_say(group, options, expected):
     module = Counting(10 * group.rank)
     module._ddp_params_and_buffers_to_ignore = ["own"]
     ddp = DistributedDataParallel(module, process_group=group, **options)
@@ -220,7 +220,7 @@ def test_ignored_parameters_are_each_ranks_own(group):
 
 @pytest.mark.mpi
 @pytest.mark.usefixtures("default_group")
-def test_a_mesh_and_torch_groups(group):
+def test_a_mesh_or_one_of_torchs_groups_names_the_ranks(group):
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (group.size,), mesh_dim_names=("dp",))
@@ -281,7 +281,7 @@ def test_a_module_with_nothing_to_average_is_refused_on_all_ranks(group):
         ({"most_buckets": True}, TypeError, "number of buckets must be an int"),
     ],
 )
-def test_numbers_that_mean_nothing_are_refused_on_all_ranks(group, options, error, match):
+def test_numbers_that_are_no_sizes_are_refused_on_all_ranks(group, options, error, match):
     def call():
         DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group, **options)
 

@@ -22,9 +22,12 @@ def test_one_addition_is_expected_unless_the_graph_is_static():
 
 
 def test_buckets_wait_for_the_end_where_modules_communicate():
-    usage = ParameterUsage(NAMES, Settings(LIMITS, static_graph=True, behind_all=True))
+    settings = Settings(LIMITS, static_graph=True, communicates_in_backward=True)
+    usage = ParameterUsage(NAMES, settings)
     usage.record_additions([1, 1, 1])
     assert usage.expected is None
+    alike = ParameterUsage(NAMES, Settings(LIMITS, communicates_in_backward=True))
+    assert alike.expected == [1, 1, 1]
 
 
 def test_parameters_that_no_rank_used_are_skipped():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import sys
 import types
@@ -95,6 +96,58 @@ def test_commands_of_the_pages_exist_with_their_options():
             for option in (*parameter.opts, *parameter.secondary_opts)
         }
         assert {word for word in own if word.startswith("-")} <= known, line
+
+
+def test_names_of_the_pages_exist():
+    texts = {
+        path: path.read_text(encoding="utf-8")
+        for path in [*ROOT.glob("*.md"), *Path(ROOT, "docs").rglob("*.md")]
+        if path.name != "CHANGELOG.md"
+    }
+    names = {
+        (path, name)
+        for path, text in texts.items()
+        for name in re.findall(r"(?<![\w./:@-])mpidist(?:\.[a-z_]\w*)*\.\w+", text)
+    }
+    assert len(names) > 100
+    assert [f"{path.name}: {name}" for path, name in names if not is_name(name)] == []
+    code = "".join(
+        path.read_text(encoding="utf-8")
+        for folder in ("mpidist", "slurm", "tests")
+        for path in Path(ROOT, folder).rglob("*")
+        if path.suffix in (".py", ".sh", ".sbatch") and path != Path(__file__)
+    )
+    variables = set(re.findall(r"\bMPIDIST_[A-Z_]+[A-Z]\b", "".join(texts.values())))
+    assert len(variables) > 10 and variables <= set(re.findall(r"\bMPIDIST_\w+", code))
+
+
+def is_name(name: str) -> bool:
+    """Return whether a dotted name is one of a module, or of an attribute in it."""
+    try:
+        pkgutil.resolve_name(name)
+    except (AttributeError, ImportError):
+        return _is_in_source(name)
+    return True
+
+
+def _is_in_source(name: str) -> bool:
+    """Return whether a name is a module of mpidist.frameworks, or a class defined in one.
+
+    Those modules import frameworks, which need not be installed.
+    """
+    package = Path(ROOT, "mpidist", "frameworks")
+    module, _, attribute = name.removeprefix("mpidist.frameworks.").partition(".")
+    file = package / f"{module}.py"
+    if not name.startswith("mpidist.frameworks.") or not file.is_file():
+        return False
+    return not attribute or f"class {attribute}(" in file.read_text(encoding="utf-8")
+
+
+def test_missing_names_are_seen():
+    assert is_name("mpidist.ddp.model_averaging") and is_name("mpidist.optim.OSS")
+    assert is_name("mpidist.frameworks.fabric.DDPStrategy")
+    assert not is_name("mpidist.frameworks.fabric.Strategy")
+    assert not is_name("mpidist.optim.Oss") and not is_name("mpidist.nowhere.x")
 
 
 def _consoles(page: Path) -> str:

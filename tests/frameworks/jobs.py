@@ -50,8 +50,8 @@ def ranks_of(
         done.stdout = "\n".join(
             line for line in done.stdout.splitlines() if line.startswith('{"rank"')
         )
-    told = printed(done)
-    assert sorted(told) == [0, 1]
-    for rank in told.values():
+    by_rank = printed(done)
+    assert sorted(by_rank) == [0, 1]
+    for rank in by_rank.values():
         assert rank["groups"] and set(rank["groups"]) == {OURS}, rank["groups"]
-    return [told[0], told[1]]
+    return [by_rank[0], by_rank[1]]

@@ -12,7 +12,7 @@ from tests.frameworks.jobs import CLOSE, OURS, ranks_of
 pytestmark = pytest.mark.slow
 
 
-def test_they_shard_train_and_save_beside_the_training(tmp_path):
+def test_they_shard_train_and_save_while_training_goes_on(tmp_path):
     first, second = ranks_of("with_torchtitans_calls", "gloo,nccl,mpi", str(tmp_path))
     # The world, which is the mesh, and the group for checkpoints.
     assert first["groups"] == [OURS] * 2

@@ -94,11 +94,11 @@ def main(folder: str) -> None:
     for group in (mesh.get_group(), None):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=100), group)
 
-    beside = dist.new_group(backend="gloo")
+    second_group = dist.new_group(backend="gloo")
     facts["in_thread"] = evidence.distance(
-        saved_and_loaded(model, mesh, f"{folder}/thread", process_group=beside), expected
+        saved_and_loaded(model, mesh, f"{folder}/thread", process_group=second_group), expected
     )
-    how = {"process_group": beside, "async_checkpointer_type": AsyncCheckpointerType.PROCESS}
+    how = {"process_group": second_group, "async_checkpointer_type": AsyncCheckpointerType.PROCESS}
     facts["in_process"] = evidence.distance(
         saved_and_loaded(model, mesh, f"{folder}/process", **how), expected
     )

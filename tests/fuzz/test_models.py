@@ -39,7 +39,7 @@ def test_every_kind_of_block_and_every_hook_comes_up():
     assert any(step.poisoned is not None for model in drawn for step in model.passes)
 
 
-def test_without_a_feature():
+def test_a_model_without_a_feature_has_none_of_it():
     drawn = [models.model(seed, 3, ("join", "hooks", "unused", "torch")) for seed in range(300)]
     assert not any(model.epochs or model.is_torch for model in drawn)
     assert not any(step.hook for model in drawn for step in model.passes)
@@ -61,7 +61,7 @@ def test_the_reference_averages_what_autograd_gives():
 
 
 @pytest.mark.mpi
-def test_random_models(world, capfd):
+def test_random_models_train_as_in_one_process(world, capfd):
     # The deadline ends the process, so its message must not be captured.
     with capfd.disabled():
         deadline = Deadline(LIMIT_S, world.rank)

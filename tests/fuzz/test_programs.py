@@ -38,7 +38,7 @@ def test_every_kind_and_every_feature_comes_up():
     )
 
 
-def test_without_a_feature():
+def test_a_program_without_a_feature_has_none_of_it():
     drawn = [
         generator.program(seed, 3, ("overlap", "inference", "premul", "debug", "torch"))
         for seed in range(200)
@@ -83,7 +83,7 @@ def test_an_expected_result_fits_each_output():
                 ]
 
 
-def test_a_sum_of_whole_numbers():
+def test_a_reference_sum_of_integers_is_exact():
     call = programs.Call(
         "all_reduce", 0, ("native",) * 2, (False,) * 2, ("",) * 2, (0,) * 2, seed=5, counts=(6,)
     )
@@ -96,7 +96,7 @@ def test_a_sum_of_whole_numbers():
 
 
 @pytest.mark.mpi
-def test_random_programs(world, capfd):
+def test_random_programs_have_the_results_of_the_references(world, capfd):
     # The deadline ends the process, so its message must not be captured.
     with capfd.disabled():
         deadline = Deadline(LIMIT_S, world.rank)

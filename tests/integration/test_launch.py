@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from tests.support import printed as told
+from tests.support import printed
 from tests.support import short_job as run
 
 pytestmark = pytest.mark.slow
@@ -215,10 +215,10 @@ def test_one_thread_at_a_time():
         dist.broadcast_object_list(sent, 0)
         if rank == 0:
             dist.send_object_list(["hello"], 1)
-            heard = ["hello"]
+            received = ["hello"]
         else:
-            heard = [None]
-            dist.recv_object_list(heard, 0)
+            received = [None]
+            dist.recv_object_list(received, 0)
         dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
         sub = dist.new_group([0, 1])
         dist.barrier(group=sub)
@@ -227,12 +227,12 @@ def test_one_thread_at_a_time():
             "rank": rank, "serialized": MPI.Query_thread() == MPI.THREAD_SERIALIZED,
             "sum": tensor.tolist(), "half": half.tolist(), "parts": [p.tolist() for p in parts],
             "swapped": swapped.tolist(), "got": got.tolist(),
-            "objects": objects, "long": len(sent[0]), "heard": heard,
+            "objects": objects, "long": len(sent[0]), "received": received,
         }), flush=True)
         """,
         env={"MPI4PY_RC_THREAD_LEVEL": "serialized"},
     )
-    for rank, facts in told(done).items():
+    for rank, facts in printed(done).items():
         assert facts == {
             "rank": rank,
             "serialized": True,
@@ -243,9 +243,9 @@ def test_one_thread_at_a_time():
             "got": [1.0 - rank] * 2,
             "objects": [{"rank": 0}, {"rank": 1}],
             "long": 100_000,
-            "heard": ["hello"],
+            "received": ["hello"],
         }
-    assert len(told(done)) == 2
+    assert len(printed(done)) == 2
 
 
 # Two ranks with the user's own MPI code in addition to mpidist's.
@@ -333,13 +333,13 @@ def ordinary():
 def test_one_mpi_is_shared_with_the_users_own_code(ordinary, first):
     """If mpidist starts first, a user's own ``MPI.Finalize()`` ends the job without errors."""
     done = ordinary[first]
-    for rank, facts in told(done).items():
+    for rank, facts in printed(done).items():
         assert facts["same"]
         assert facts["sum"] == [4.0] * 3
         assert (facts["theirs"], facts["theirs after"]) == (3, 2)
         assert facts["early"] == facts["local_rank"] == rank
         assert facts["device"] == (f"cuda:{rank % facts['cuda']}" if facts["cuda"] else "cpu")
-    assert len(told(done)) == 2
+    assert len(printed(done)) == 2
     # A callback that raises is reported once per rank and way of adding it, and stops neither its
     # group nor the job.
     assert done.stderr.count("KeyError: 'in a callback'") == 2
@@ -397,16 +397,16 @@ def test_data_loaders_start_no_mpi(tmp_path):
         print(json.dumps(facts), flush=True)
         """,
     )
-    for facts in told(done).values():
+    for facts in printed(done).values():
         # [MPI started, MPI's module imported, in the rank's own process, rows of all ranks]; a fork
         # inherits the imported module.
         assert facts["fork"] == [False, True, False, 16]
         assert facts["spawn"] == [False, False, False, 16]
-    assert len(told(done)) == 2
+    assert len(printed(done)) == 2
 
 
-def test_a_forked_child_is_told_that_it_cannot_communicate(ordinary):
-    texts = told(ordinary["theirs"])[0]["forked"]
+def test_a_forked_child_that_communicates_gets_an_error(ordinary):
+    texts = printed(ordinary["theirs"])[0]["forked"]
     assert len(texts) == 9
     wrong = {
         name: text for name, text in texts.items() if "forked" not in text or "spawn" not in text
@@ -498,16 +498,16 @@ facts = {{"rank": rank}}
 for name, calls in {cases!r}.items():
     try:
         eval(calls[rank])
-        told = "nothing"
+        outcome = "nothing"
     except Exception as error:
-        told = f"{{type(error).__name__}}: {{error}}"
+        outcome = f"{{type(error).__name__}}: {{error}}"
     total = t(2)
     dist.all_reduce(total)
-    facts[name] = [told, total.tolist()]
+    facts[name] = [outcome, total.tolist()]
 print(json.dumps(facts), flush=True)
 dist.destroy_process_group()
 """
-    return told(run(2, script, env={"MPIDIST_DEBUG": "1"}))
+    return printed(run(2, script, env={"MPIDIST_DEBUG": "1"}))
 
 
 @pytest.mark.parametrize("case", _DISAGREEMENTS)

@@ -59,16 +59,18 @@ try:
     {_STEP}
 except TimeoutError as error:
     print("saved", type(error).__name__, "rank 1: " in str(error), flush=True)
+    open(os.environ["RAISED"], "w").close()
 """
 _COMES_LATE = """
-time.sleep(2.5)
+while not os.path.exists(os.environ["RAISED"]):
+    time.sleep(0.05)
 try:
     dist.barrier()
 except TimeoutError as error:
-    print("heard", flush=True)
+    print("raised", flush=True)
 """
 _TIMEOUTS = {
-    "handled": (_COMES_LATE, _HANDLED, True, ["saved CommTimeout True", "heard"]),
+    "handled": (_COMES_LATE, _HANDLED, True, ["saved CommTimeout True", "raised"]),
     "not handled": ("time.sleep(30)", _STEP, False, []),
     "by a process that is stopped": (
         "os.kill(os.getpid(), signal.SIGSTOP)",
@@ -80,7 +82,7 @@ _TIMEOUTS = {
 
 
 @pytest.mark.parametrize("case", _TIMEOUTS)
-def test_a_timeout_raises_where_the_user_asks_for_it(case):
+def test_a_timeout_raises_where_the_user_asks_for_it(case, tmp_path):
     absent, present, ends_well, texts = _TIMEOUTS[case]
     script = f"""
 import os, signal, time, torch, torch.distributed as dist
@@ -96,7 +98,8 @@ else:
 dist.destroy_process_group()
 print("ended", dist.is_initialized(), flush=True)
 """
-    done = run(2, script, env={"MPIDIST_ON_TIMEOUT": "raise"})
+    raised = str(tmp_path / "raised")
+    done = run(2, script, env={"MPIDIST_ON_TIMEOUT": "raise", "RAISED": raised})
     text = done.stdout + done.stderr
     assert (done.returncode == 0) == ends_well, text
     assert all(part in done.stdout for part in texts), text
@@ -134,7 +137,10 @@ def test_with_ulfm_calls_to_a_dead_worker_fail_and_the_living_go_on():
         import json, os, signal, threading, time, torch
         import mpidist.comm, mpidist.rpc as rpc
         from mpidist.errors import RankFailureError
-        other_is_done = threading.Event()
+        other_is_done, calls = threading.Event(), threading.Semaphore(0)
+        def stay():
+            calls.release()
+            time.sleep(60)
         def note_that_other_is_done():
             other_is_done.set()
         def echo(x):
@@ -150,9 +156,9 @@ def test_with_ulfm_calls_to_a_dead_worker_fail_and_the_living_go_on():
         kept.to_here()
         world.barrier()
         if world.rank == 2:
-            time.sleep(0.5)
+            assert calls.acquire(timeout=20) and calls.acquire(timeout=20)
             os.kill(os.getpid(), signal.SIGKILL)
-        waits = rpc.rpc_async("worker2", time.sleep, args=(60,), timeout=0)
+        waits = rpc.rpc_async("worker2", stay, timeout=0)
         facts = {"rank": world.rank, "under way": failure(waits.wait)}
         dead, large = ("worker2", echo), torch.ones(100_000)
         facts["async"] = failure(lambda: rpc.rpc_async(*dead, args=(1,), timeout=20).wait())

@@ -34,8 +34,8 @@ for made in (group, half, pair):
     made.broadcast(torch.ones(3), 0)
     made.barrier()
 dist.all_reduce(torch.ones(3))
-told = group.all_gather_object((group.rank, {{"t": torch.ones(2)}}), data_only={data_only})
-assert [rank for rank, _ in told] == list(range(group.size))
+gathered = group.all_gather_object((group.rank, {{"t": torch.ones(2)}}), data_only={data_only})
+assert [rank for rank, _ in gathered] == list(range(group.size))
 model = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
 optimizer = OSS(model.parameters(), torch.optim.Adam, group)
 model(torch.ones(4, 3)).sum().backward()
@@ -67,7 +67,7 @@ def test_with_data_alone_no_message_is_a_pickle():
     assert printed(job(2, script, env={"MPIDIST_TRUST": "data"}, timeout_s=90)).keys() == {0, 1}
 
 
-def test_ranks_with_other_settings_are_told_at_the_start():
+def test_ranks_with_different_settings_fail_at_the_start():
     script = """
     import os
     os.environ["MPIDIST_TRUST"] = "data" if os.environ["OMPI_COMM_WORLD_RANK"] == "1" else "pickle"

@@ -77,7 +77,7 @@ _KINDS = [
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_synchronous_here_and_asynchronous_there(world, seed):
+def test_synchronous_calls_match_asynchronous_ones_of_other_ranks(world, seed):
     alike, own = random.Random(seed), random.Random(1000 * seed + world.rank)
     under_way, wrong = [], []
 
@@ -119,7 +119,7 @@ def test_a_synchronous_call_waits_behind_the_queue(world):
         )
 
 
-def test_a_callback_goes_ahead_of_the_queue(world):
+def test_a_callbacks_operation_runs_before_the_queued_ones(world):
     own = random.Random(world.rank)
     for round_ in range(100):
         first, second = torch.ones(100), torch.zeros(100)

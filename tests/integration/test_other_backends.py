@@ -58,7 +58,7 @@ def test_a_subgroup_of_another_backend(world, other):
 
 
 @pytest.mark.usefixtures("destroyed")
-def test_our_groups_beside_a_default_group_of_another_backend(world, group, other):
+def test_our_groups_with_a_default_group_of_another_backend(world, group, other):
     dist.init_process_group(
         other, store=dist.TCPStore("localhost", 0, 1, True), rank=0, world_size=1
     )
@@ -124,8 +124,8 @@ def test_a_group_shared_by_device(world, shared, device, other, tmp_path):
             work.wait()
         agree(world, bool((got == left).all()), f"got {got} from {left}")
     dist.barrier(group=shared, device_ids=[place.index] if device.type == "cuda" else None)
-    told = [None] * size
-    dist.all_gather_object(told, rank, group=shared)
+    gathered = [None] * size
+    dist.all_gather_object(gathered, rank, group=shared)
     folder = shared.native.broadcast_object(str(tmp_path), 0)
     state = {"weights": model.module.state_dict()}
     dcp.save(state, checkpoint_id=folder, process_group=shared)
@@ -134,11 +134,11 @@ def test_a_group_shared_by_device(world, shared, device, other, tmp_path):
         weight.zero_()
     dcp.load(state, checkpoint_id=folder, process_group=shared)
     same = all(torch.equal(weight, kept[name]) for name, weight in state["weights"].items())
-    agree(world, same and told == list(range(size)), f"{told}")
+    agree(world, same and gathered == list(range(size)), f"{gathered}")
 
 
 @pytest.mark.usefixtures("shared")
-def test_rpc_and_subgroups_beside_a_group_shared_by_device(world, other):
+def test_rpc_and_subgroups_with_a_group_shared_by_device(world, other):
     rpc.init_rpc(f"worker{world.rank}")
     sums = rpc.rpc_sync(
         f"worker{(world.rank + 1) % world.size}",

@@ -207,13 +207,22 @@ def test_all_to_all(world):
     same(world, even, torch.stack(wanted), "even")
 
 
-def test_barriers(world, default_group):
-    dist.barrier()
-    dist.barrier(async_op=True).wait()
-    default_group.monitored_barrier(timedelta(seconds=30))
-    default_group.monitored_barrier()
-    dist.monitored_barrier(timeout=timedelta(seconds=30))
-    dist.distributed_c10d.monitored_barrier()
+def test_barriers_wait_for_all_ranks(world, default_group, tmp_path):
+    folder = type(tmp_path)(world.broadcast_object(str(tmp_path), 0))
+    barriers = [
+        dist.barrier,
+        lambda: dist.barrier(async_op=True).wait(),
+        lambda: default_group.monitored_barrier(timedelta(seconds=30)),
+        default_group.monitored_barrier,
+        lambda: dist.monitored_barrier(timeout=timedelta(seconds=30)),
+        dist.distributed_c10d.monitored_barrier,
+    ]
+    found = []
+    for number, barrier in enumerate(barriers):
+        (folder / f"{number}-{world.rank}").touch()
+        barrier()
+        found.append(len(list(folder.glob(f"{number}-*"))))
+    agree(world, found == [world.size] * len(barriers), f"ranks that had entered: {found}")
 
 
 @pytest.mark.filterwarnings(
@@ -286,7 +295,7 @@ class TestCoalescingManager:
         same(world, torch.cat(got), torch.cat(wanted))
         self.after(world)
 
-    def test_nothing(self, world, device, async_ops):
+    def test_an_empty_block_leaves_the_group_usable(self, world, device, async_ops):
         with _coalescing_manager(device=device, async_ops=async_ops):
             pass
         self.after(world)

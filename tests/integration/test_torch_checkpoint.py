@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.integration.training import STEPS, assert_trained, loss, net, reference, sgd, share
+from tests.integration.training import STEPS, assert_trained, net, reference, sgd, train
 from tests.support import agree
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group")]
@@ -22,14 +22,6 @@ def folder(world, tmp_path):
 
 def sharded():
     return fully_shard(net(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-
-
-def train(world, model, update, steps):
-    for step in steps:
-        update.zero_grad()
-        x, y = share(step, world.rank, world.size)
-        loss(model(x), y).backward()
-        update.step()
 
 
 def test_training_goes_on_where_it_was_saved(world, folder):

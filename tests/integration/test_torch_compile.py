@@ -337,8 +337,8 @@ def test_inductor_puts_all_gathers_into_one(world, default_group, cache, monkeyp
 
     inputs, calls = [torch.ones(3) * world.rank, torch.ones(2, 2) + world.rank], []
     expected, kernel = two(*inputs), type(default_group).all_gather_single_coalesced
-    told = lambda *args: calls.append(args) or kernel(*args)  # noqa: E731
-    monkeypatch.setattr(type(default_group), "all_gather_single_coalesced", told)
+    recorded = lambda *args: calls.append(args) or kernel(*args)  # noqa: E731
+    monkeypatch.setattr(type(default_group), "all_gather_single_coalesced", recorded)
     for got, _ in compiled_twice(two, inputs, {"bucket_all_gathers_fx": "all"}):
         agree(world, all(map(torch.equal, got, expected)), f"{got}, not {expected}")
     agree(world, len(calls) == 2, f"{len(calls)} all-gathers in two passes")

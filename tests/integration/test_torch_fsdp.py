@@ -5,7 +5,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tests.integration.training import STEPS, assert_trained, loss, net, reference, sgd, share
+from tests.integration.training import assert_trained, net, reference, sgd, train
 from tests.support import agree
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group", "device")]
@@ -18,20 +18,15 @@ def sharded(mesh, **options):
     return fully_shard(model, mesh=mesh, **options)
 
 
-def train(world, model):
-    update = sgd(model.parameters())
-    for step in range(STEPS):
-        update.zero_grad()
-        x, y = share(step, world.rank, world.size)
-        loss(model(x), y).backward()
-        update.step()
+def trained(world, model):
+    train(world, model, sgd(model.parameters()))
     return [weight.full_tensor() for weight in model.parameters()]
 
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_fully_shard(world, device, reshard):
     mesh = init_device_mesh(device.type, (world.size,))
-    weights = train(world, sharded(mesh, reshard_after_forward=reshard))
+    weights = trained(world, sharded(mesh, reshard_after_forward=reshard))
     assert_trained(world, weights, reference(world.size))
 
 
@@ -42,7 +37,7 @@ def test_sharded_in_rows_and_replicated_in_columns(world, device):
     mesh = init_device_mesh(
         device.type, (2, world.size // 2), mesh_dim_names=("replicate", "shard")
     )
-    assert_trained(world, train(world, sharded(mesh)), reference(world.size))
+    assert_trained(world, trained(world, sharded(mesh)), reference(world.size))
 
 
 def test_mixed_precision(world, device):
@@ -50,7 +45,7 @@ def test_mixed_precision(world, device):
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float64
     )
-    weights = train(world, sharded(mesh, mp_policy=policy))
+    weights = trained(world, sharded(mesh, mp_policy=policy))
     assert_trained(world, weights, reference(world.size), 5e-2)
 
 

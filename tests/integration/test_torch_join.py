@@ -6,7 +6,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.integration.training import assert_trained, loss, net, sgd, share
+from tests.integration.training import adam, assert_trained, loss, net, sgd, share
 from tests.support import agree
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group", "device")]
@@ -79,10 +79,6 @@ def test_ddp_own_context(world):
                 loss(model(x), y).backward()
                 update.step()
     assert_trained(world, model.parameters(), alone(world, sgd_without_memory))
-
-
-def adam(parameters):
-    return torch.optim.Adam(parameters, lr=1e-2)
 
 
 def test_ddp_with_sharded_optimizer(world):

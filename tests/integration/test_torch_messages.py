@@ -59,19 +59,19 @@ def test_tags_keep_messages_apart(world):
     agree(world, all(torch.equal(got[tag], words(left, tag)) for tag in got), f"{got}")
 
 
-def test_recv_from_anyone(world):
+def test_recv_without_a_source_takes_any_rank(world):
     if world.rank == 0:
-        heard = {}
+        received = {}
         for _ in range(1, world.size):
             tensor = torch.zeros(4)
-            heard[dist.recv(tensor)] = tensor
-        ok = heard.keys() == set(range(1, world.size)) and all(
-            torch.equal(t, words(r)) for r, t in heard.items()
+            received[dist.recv(tensor)] = tensor
+        ok = received.keys() == set(range(1, world.size)) and all(
+            torch.equal(t, words(r)) for r, t in received.items()
         )
     else:
         dist.send(words(world.rank), 0)
-        heard, ok = None, True
-    agree(world, ok, f"{heard}")
+        received, ok = None, True
+    agree(world, ok, f"{received}")
 
 
 def test_batches_do_not_depend_on_their_order(world):
@@ -135,11 +135,11 @@ def test_collectives_of_objects(world):
     dist.all_gather_object(gathered, thing(world.rank))
     agree(world, all(map(equal, gathered, all_things)), "all_gather_object")
     for root in range(world.size):
-        told = [thing(world.rank), world.rank]
-        dist.broadcast_object_list(told, root)
+        pair = [thing(world.rank), world.rank]
+        dist.broadcast_object_list(pair, root)
         agree(
             world,
-            equal(told[0], all_things[root]) and told[1] == root,
+            equal(pair[0], all_things[root]) and pair[1] == root,
             f"broadcast_object_list from {root}",
         )
         gathered = [None] * world.size if world.rank == root else None

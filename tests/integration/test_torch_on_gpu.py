@@ -182,13 +182,13 @@ def test_coalesced_and_functional_calls(world, made):
 
 
 def test_objects_and_barriers(world, made):
-    told = [None] * world.size
-    dist.all_gather_object(told, {"rank": world.rank, "tensor": made()})
+    everyones = [None] * world.size
+    dist.all_gather_object(everyones, {"rank": world.rank, "tensor": made()})
     agree(
         world,
         all(
             one["rank"] == rank and torch.equal(one["tensor"], made(rank))
-            for rank, one in enumerate(told)
+            for rank, one in enumerate(everyones)
         ),
     )
     dist.barrier()

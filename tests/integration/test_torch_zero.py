@@ -5,22 +5,19 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.integration.training import STEPS, assert_trained, loss, net, reference, share
+from tests.integration.training import (
+    STEPS,
+    adam,
+    assert_trained,
+    loss,
+    net,
+    reference,
+    share,
+    train,
+)
 from tests.support import agree
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group", "device")]
-
-
-def adam(parameters):
-    return torch.optim.Adam(parameters, lr=1e-2)
-
-
-def train(world, model, update, steps=range(STEPS)):
-    for step in steps:
-        update.zero_grad()
-        x, y = share(step, world.rank, world.size)
-        loss(model(x), y).backward()
-        update.step()
 
 
 @pytest.mark.parametrize("as_view", [False, True])

@@ -39,6 +39,10 @@ def sgd(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+def adam(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-2)
+
+
 def batch(step: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of all ranks; a rank's rows do not depend on the number of ranks."""
     source = torch.Generator().manual_seed(1000 + step)
@@ -58,6 +62,20 @@ def share(step: int, rank: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(output, target)
+
+
+def train(
+    world,
+    model: nn.Module,
+    update: torch.optim.Optimizer,
+    steps: Iterable[int] = range(STEPS),
+) -> None:
+    """Train on this rank's share of each batch."""
+    for step in steps:
+        update.zero_grad()
+        x, y = share(step, world.rank, world.size)
+        loss(model(x), y).backward()
+        update.step()
 
 
 def reference(

@@ -31,7 +31,7 @@ def test_products_and_sums_are_rounded_once(device, dtypes):
 @pytest.mark.parametrize(
     "dtypes", [(torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)], ids=str
 )
-def test_any_alignment_and_nothing_beside(device, dtypes):
+def test_any_alignment_is_accumulated_and_no_byte_beyond(device, dtypes):
     y, x = torch.randn(20_000).to(dtypes[0]), torch.randn(20_000).to(dtypes[1])
     for of_y, of_x, numel in [(1, 0, 9000), (3, 5, 9001), (2, 2, 8192), (7, 1, 5), (1, 9, 17_001)]:
         on_device = y.to(device, copy=True)
@@ -62,6 +62,6 @@ def test_special_values(device, dtype):
         (torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), TypeError),
     ],
 )
-def test_bad_arguments(y, x, error):
+def test_wrong_tensors_are_refused(y, x, error):
     with pytest.raises(error, match=r"accumulate (needs|adds)"):
         accumulate(y, x)

@@ -46,7 +46,7 @@ def test_every_file_is_compiled():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "defines", "architecture"), CASES, ids=str)
-def test_nvrtc(file, defines, architecture):
+def test_nvrtc_compiles_kernels_that_fit_in_registers(file, defines, architecture):
     """Kernels compile without messages, fit in registers and use no local memory.
 
     The registers of a multiprocessor suffice for a block of the size that is launched. Local memory
@@ -68,7 +68,7 @@ def test_nvrtc(file, defines, architecture):
     assert not any(attributes(code, FRAME_BYTES).values()), attributes(code, FRAME_BYTES)
 
 
-def test_a_mistake_is_told_with_its_file_and_line():
+def test_a_compilers_error_names_file_and_line():
     log, code = compiled_by_nvrtc(
         load._text("pack.cu").replace("Part part =", "Part part +"), ["--gpu-architecture=sm_90"]
     )
@@ -83,7 +83,7 @@ def test_a_mistake_is_told_with_its_file_and_line():
 )
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "defines"), FILES, ids=str)
-def test_nvcc(file, defines, tmp_path):
+def test_nvcc_compiles_without_warnings(file, defines, tmp_path):
     command = [
         "nvcc",
         "-arch=sm_90",

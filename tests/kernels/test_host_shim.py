@@ -38,7 +38,7 @@ def test_barriers_wait_for_all(tmp_path):
         assert out[:blocks].tolist() == wanted, f"seed {seed}, {threads} threads"
 
 
-def test_a_forgotten_barrier_is_seen(tmp_path):
+def test_a_missing_barrier_gives_wrong_sums(tmp_path):
     file = tmp_path / "sum.cu"
     file.write_text(SUM.replace("BARRIER", ""))
     x, out = torch.ones(256, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)

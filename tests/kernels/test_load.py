@@ -75,12 +75,12 @@ def importing(monkeypatch, error):
         ImportError("libnvrtc.so.13: cannot open shared object file"),
     ],
 )
-def test_a_cupy_that_cannot_be_imported_is_told_and_torch_takes_its_place(monkeypatch, cuda, error):
+def test_a_cupy_that_cannot_be_imported_warns_and_torch_computes(monkeypatch, cuda, error):
     importing(monkeypatch, error)
     with pytest.warns(UserWarning, match="CuPy cannot be used, so torch's operations"):
         assert not load.is_available(0)
 
 
-def test_without_cupy_nothing_is_told(monkeypatch, cuda, recwarn):
+def test_without_cupy_there_is_no_warning(monkeypatch, cuda, recwarn):
     importing(monkeypatch, ModuleNotFoundError("No module named 'cupy'", name="cupy"))
     assert not load.is_available(0) and not recwarn.list

@@ -25,7 +25,7 @@ def flat_of(tensors, dtype, scale):
 
 
 @pytest.mark.parametrize("dtypes", PAIRS, ids=str)
-def test_there_and_back_with_a_factor_and_a_cast(device, dtypes):
+def test_packed_and_unpacked_values_are_scaled_and_cast(device, dtypes):
     tensors = values(dtypes[0], device)
     numel = sum(t.numel() for t in tensors)
     for scale in (1.0, 0.3):
@@ -56,7 +56,7 @@ def test_any_other_type_moves_as_it_is(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_any_alignment_and_nothing_beside(device, dtype):
+def test_any_alignment_is_copied_and_no_byte_beyond(device, dtype):
     memory = torch.randn(60_000).to(dtype).to(device)
     places = [(1, 5000), (5003, 9001), (20_001, 3), (20_006, 20_000), (50_000, 1), (50_008, 4096)]
     tensors = [memory[start : start + numel] for start, numel in places]
@@ -74,13 +74,13 @@ def test_any_alignment_and_nothing_beside(device, dtype):
         assert torch.equal(other, wanted)
 
 
-def test_many_small_ones(device):
+def test_many_small_tensors_are_packed(device):
     tensors = [torch.full((numel % 7,), float(numel), device=device) for numel in range(600)]
     flat = torch.empty(sum(t.numel() for t in tensors), device=device)
     assert torch.equal(pack(tensors, flat).cpu(), flat_of(tensors, torch.float32, 1))
 
 
-def test_nothing_at_all(device):
+def test_empty_lists_and_tensors_are_packed(device):
     assert pack([], torch.empty(0, device=device)).numel() == 0
     unpack(torch.empty(0, device=device), [torch.empty(0, device=device)])
 
@@ -170,6 +170,6 @@ def test_tensors_are_checked_when_they_first_come(monkeypatch):
         ([torch.zeros(4).int()], torch.zeros(4).int(), 2, TypeError, "neither casts"),
     ],
 )
-def test_bad_arguments(tensors, flat, scale, error, words):
+def test_wrong_tensors_are_refused(tensors, flat, scale, error, words):
     with pytest.raises(error, match=words):
         pack(tensors, flat, scale)

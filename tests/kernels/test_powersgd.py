@@ -45,7 +45,7 @@ CASES = [(rank, torch.float32) for rank in (1, 3, 4, 7, 16, 32)] + [
 
 
 @pytest.mark.parametrize(("rank", "dtype"), CASES, ids=str)
-def test_the_stages_are_the_products_they_stand_for(device, rank, dtype):
+def test_each_stage_is_its_matrix_product(device, rank, dtype):
     # An offset of two elements allows loads of 8 bytes in fp32.
     for feedback, scale, offset in [
         (True, 0.5, 0),

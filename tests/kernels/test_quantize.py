@@ -63,7 +63,7 @@ def test_a_change_is_rounded_by_blocks_and_added_again(device, dtype, monkeypatc
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_alignment_and_nothing_beside(device, dtype):
+def test_any_alignment_is_quantized_and_no_byte_beyond(device, dtype):
     x, base = torch.randn(9000, dtype=dtype), torch.randn(9000, dtype=dtype)
     for of_x, of_base, of_q, numel in [
         (1, 0, 0, 4096),
@@ -129,9 +129,14 @@ def test_special_values(device, dtype):
     quantize(x.to(device), q, scales)
     wanted_q, wanted_scales = expected(x)
     assert torch.equal(q.cpu(), wanted_q) and is_same(scales, wanted_scales)
-    told = dict(zip(blocks, scales.tolist(), strict=True))
-    assert told["zeros"] == told["too small for a scale"] == 0 < told["the smallest scales"]
-    assert [name for name, scale in told.items() if scale != scale] == list(blocks)[4:9]
+    scale_of = dict(zip(blocks, scales.tolist(), strict=True))
+    assert (
+        scale_of["zeros"]
+        == scale_of["too small for a scale"]
+        == 0
+        < scale_of["the smallest scales"]
+    )
+    assert [name for name, scale in scale_of.items() if scale != scale] == list(blocks)[4:9]
     target = torch.ones(x.numel(), dtype=dtype, device=device)
     dequantize_add(target, q, scales)
     wanted = 1 + wanted_q.to(dtype) * wanted_scales.to(dtype).repeat_interleave(BLOCK)[: x.numel()]
@@ -170,7 +175,7 @@ def floats(numel, dtype=torch.float32):
         (floats(300), floats(300, torch.int8), floats(2, torch.float64), TypeError),
     ],
 )
-def test_bad_arguments(x, q, scales, error):
+def test_wrong_tensors_are_refused(x, q, scales, error):
     for name, call in (("quantize", quantize), ("dequantize_add", dequantize_add)):
         with pytest.raises(error, match=rf"{name} (needs|reads)"):
             call(x, q, scales)

@@ -45,7 +45,7 @@ def reference(module):
 @pytest.mark.parametrize(
     "operation", [*WRONG, "", "__class__", "delete", "Create", type("Text", (str,), {})("forward")]
 )
-def test_operations_that_there_are_none_of(workers, operation):
+def test_unknown_operations_are_refused(workers, operation):
     with pytest.raises(ValueError, match="an operation of a remote module is one of"):
         remote.execute(operation)
 
@@ -61,7 +61,7 @@ def test_operations_that_there_are_none_of(workers, operation):
         (remote.LOAD, ({}, {}, False)),
     ],
 )
-def test_references_that_are_none(workers, reference, operation, rest):
+def test_arguments_that_are_no_module_references_are_refused(workers, reference, operation, rest):
     with pytest.raises(TypeError, match="a reference to a module of this worker"):
         remote.execute(operation, reference, *rest)
 

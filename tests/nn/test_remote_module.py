@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import time
 import weakref
 
 import pytest
@@ -19,6 +18,7 @@ from mpidist.nn import RemoteModule, remote
 from mpidist.nn.remote_module import REFUSED
 from mpidist.rpc import api
 from tests.nn.nets import Named, net, no_module
+from tests.rpc.limits import soon
 from tests.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -332,9 +332,8 @@ def test_the_module_goes_with_its_last_handle(group, workers, to):
         other = rpc.rpc_sync(to, give_back, (module,))
         rpc.rpc_sync(to, own_weak, (module.get_module_rref(),))
         del module, other
-        deadline = time.monotonic() + 10  # a thread there may have the last message in hand still
-        while not (gone := rpc.rpc_sync(to, is_gone)) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        # A thread there may still process the last message.
+        gone = soon(lambda: rpc.rpc_sync(to, is_gone))
         agree(group, gone, "the module is still there")
     finally:
         gc.enable()

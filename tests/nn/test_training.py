@@ -62,7 +62,7 @@ def test_gradients_reach_the_remote_part_and_the_local_one(workers, to, mode):
             nearly_equal(gradient, other.grad)
 
 
-def test_states_and_parameters_leave_nothing_to_wait_for(workers, to):
+def test_a_pass_awaits_no_gradient_of_states_and_parameters(workers, to):
     module = RemoteModule(to, net)
     with dist_autograd.context() as context_id:
         state = module.state_dict()

@@ -90,6 +90,21 @@ def test_same_bits_as_in_one_process(group, workers, of_torch, ours, options):
     on_rank_0(group, run)
 
 
+def test_names_of_parameters_in_a_group_are_not_sent_as_a_setting(group, workers):
+    def run():
+        case = Case(workers)
+        names = [str(number) for number in range(len(case.rrefs))]
+        groups = [{"params": case.rrefs, "param_names": names}]
+        there = DistributedOptimizer(torch.optim.SGD, groups, lr=0.1)
+        here = functional.SGD(case.copies, lr=0.1)
+        for step in range(2):
+            here.step(case.give(step))
+            there.step(1)
+        assert case.equal()
+
+    on_rank_0(group, run)
+
+
 def test_parameters_without_a_gradient_are_left_alone(group, workers):
     def run():
         rrefs = [rpc.remote(name, owners.parameter, args=([1.0, 2.0], False)) for name in workers]

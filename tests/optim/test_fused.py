@@ -16,9 +16,9 @@ def test_dense_tensors():
     matrix = torch.ones(3, 4)
     assert fused.is_dense(matrix) and fused.is_dense(matrix.t())
     assert not fused.is_dense(matrix[:, :2]) and not fused.is_dense(torch.ones(1).expand(3))
-    fused.require_dense({"params": [matrix]})
+    fused.require_dense([matrix])
     with pytest.raises(ValueError, match="fill their memory"):
-        fused.require_dense({"params": [matrix, matrix[:, :2]]})
+        fused.require_dense([matrix, matrix[:, :2]])
 
 
 def test_values_are_laid_out_as_their_parameter():

@@ -75,7 +75,7 @@ def joined(threads: list[threading.Thread], seconds: float) -> list[str]:
     return [thread.name for thread in threads if thread.is_alive()]
 
 
-def soon(holds: Callable[[], bool], seconds: float = CALL_S) -> bool:
+def soon(holds: Callable[[], bool], seconds: float = 2 * CALL_S) -> bool:
     """Wait until a condition holds, at most some seconds; return whether it holds."""
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import builtins
 import collections
 import functools
-import io
 import math
 import operator
 import os
 import subprocess
 import sys
-import timeit
 import types
 from types import ModuleType
 
@@ -155,9 +153,9 @@ DOTTED = [
     f"{NAME}:Server.made_by_base",
     f"{NAME}:Heir",
     f"{NAME}:Base",
-    "mpidist.rpc.proxy:call_method",
-    "mpidist.rpc.worker_gather:_gather_to_leader",
-    "mpidist.rpc.codec:_with_attributes",
+    "mpidist.rpc.methods:call_method",
+    "mpidist.rpc.worker_gather:gather_to_leader",
+    "mpidist.comm.serialization.tensor_pickle:_with_attributes",
     "mpidist.rpc.pickles:_reference",
     "mpidist.rpc.api:shutdown",
     "mpidist.optim.local:step",
@@ -170,7 +168,7 @@ DOTTED = [
 
 
 @pytest.mark.parametrize("name", DOTTED, ids=range(len(DOTTED)))
-def test_nothing_else_is_led_to(name, ran):
+def test_no_other_name_resolves(name, ran):
     allowed = Allowed([module.step, module.Server])
     ran.clear()
     for kind in (PYTHON, BUILTIN, SCRIPT):
@@ -647,7 +645,7 @@ NOWHERE = [
 
 
 @pytest.mark.parametrize("name", NOWHERE)
-def test_names_that_lead_nowhere_are_told_at_once(name):
+def test_names_that_resolve_to_nothing_raise_at_once(name):
     with pytest.raises(ValueError, match="allowed: ") as error:
         Allowed([module.step, name])
     assert f'"{name}"' in str(error.value) or name.startswith("torch.ops")
@@ -670,7 +668,7 @@ def test_functions_that_no_message_can_name_are_not_listed():
             Allowed([item])
 
 
-def test_a_module_without_functions_is_told():
+def test_a_module_without_functions_is_refused():
     with pytest.raises(
         ValueError, match="defines no public function; its classes are listed one by one"
     ):
@@ -685,7 +683,7 @@ def test_a_module_without_functions_is_told():
         "mpidist.rpc",
         "mpidist.rpc.api",
         "mpidist.rpc.api.shutdown",
-        "mpidist.rpc.proxy.call_method",
+        "mpidist.rpc.methods.call_method",
         "mpidist.rpc.rref.RRef",
         "mpidist.optim.local.step",
         "mpidist.optim.local.LocalOptimizer",
@@ -773,28 +771,17 @@ def test_an_empty_list_admits_nothing_but_data():
     refused(allowed.record, f"{NAME}:Point", match="may not be made")
 
 
-def test_many_entries(capsys):
+def test_thousands_of_entries_are_found_by_name():
     made = ModuleType("many_functions_for_a_test")
     sys.modules[made.__name__] = made
     try:
         exec("".join(f"def f{i}(): return {i}\n" for i in range(5000)), made.__dict__)
-        one, many = Allowed([module.step]), Allowed([made, "torch", "aten"])
+        many = Allowed([made, "torch", "aten"])
         for i in (0, 2500, 4999):
             assert many.function(PYTHON, f"{made.__name__}:f{i}".encode())() == i
         refused(many.function, PYTHON, f"{made.__name__}:f5000".encode())
-        report = io.StringIO()
-        for allowed, name in ((one, f"{NAME}:step"), (many, f"{made.__name__}:f2500")):
-            seconds = (
-                timeit.timeit(
-                    functools.partial(allowed.function, PYTHON, name.encode()), number=10000
-                )
-                / 10000
-            )
-            print(f"{len(allowed._functions)} names: {1e9 * seconds:.0f} ns", file=report)
     finally:
         del sys.modules[made.__name__]
-    with capsys.disabled():
-        print(f"\n{report.getvalue()}", end="")
 
 
 # --- a worker

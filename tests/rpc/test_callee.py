@@ -175,7 +175,7 @@ def test_only_a_limited_number_of_names_is_kept(monkeypatch):
         assert len(callee._wire_names) <= 5 and len(callee._attribute_paths) <= 5
 
 
-def test_names_that_lead_nowhere_are_not_kept():
+def test_names_that_resolve_to_nothing_are_not_kept():
     names, operators = dict(callee._attribute_paths), dict(callee._operators)
     for kind, name in (
         (Kind.CALL_PYTHON, b"nowhere_at_all:function"),

@@ -17,6 +17,7 @@ from mpidist.comm.transport import eager_message
 from mpidist.errors import CommTimeout, MpidistError, RankFailureError, RemoteError
 from mpidist.rpc import api, codec
 from mpidist.rpc.message import Kind
+from tests.rpc.limits import soon
 
 pytestmark = pytest.mark.mpi(min_size=1)
 _event = threading.Event()
@@ -195,7 +196,7 @@ def test_wait_all_waits_and_raises(workers, to):
         rpc.rpc_async(to, fail, args=(ValueError, "x"))
 
 
-def test_threads_of_the_user_call_side_by_side(workers, to):
+def test_several_user_threads_call_at_once(workers, to):
     wrong = []
 
     def call(place):
@@ -225,7 +226,7 @@ def test_wrong_workers_and_states(group, workers, to):
             call()
 
 
-def test_wrong_beginnings(group):
+def test_invalid_arguments_of_init_rpc_are_refused(group):
     with pytest.raises(MpidistError, match="MPI has started this process as rank"):
         rpc.init_rpc("x", rank=group.size, group=group)
     with pytest.raises(MpidistError, match="the group has"):
@@ -249,7 +250,7 @@ def test_begins_and_ends_many_times(group):
         rpc.shutdown()
 
 
-def test_alone(group):
+def test_a_world_of_one_worker_calls_itself(group):
     if group.rank == group.size - 1:
         rpc.init_rpc("me", rank=0, world_size=1)
         assert rpc.rpc_sync("me", echo, args=(torch.ones(3),)).sum() == 3
@@ -286,7 +287,9 @@ def test_shutdown_answers_others_until_all_have_come(group, workers):
     _notes.clear()
     group.barrier()
     if group.rank == 0:
-        time.sleep(0.3)  # all others are in shutdown by now
+        # The others report from within their shutdown.
+        reports = api._get_current_rpc_agent().quiescence._reports
+        assert soon(lambda: len(reports) == group.size - 1)
         for rank in range(1, group.size):
             rpc.rpc_sync(rank, spreads, args=(2, group.size))
     rpc.shutdown()

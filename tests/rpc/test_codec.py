@@ -116,8 +116,7 @@ def address_of(part):
     return np.frombuffer(part, np.uint8).ctypes.data
 
 
-def test_functions_without_a_name_need_cloudpickle():
-    pytest.importorskip("cloudpickle")
+def test_functions_without_a_name_travel_by_cloudpickle():
     step, shared, reference = 3, torch.ones(3), Marked(2)
     function, first, second, there = over([lambda x: x + step, shared, shared, reference])
     assert function(4) == 7 and first is second and there.number == 2

@@ -22,7 +22,7 @@ from mpidist.errors import (
 from mpidist.rpc import callee, codec, data_codec, data_values, decoder, remote_error
 from mpidist.rpc.allowlist import Allowed, Refused
 from mpidist.rpc.worker import WorkerInfo
-from tests.comm.serialization.test_data_format import DATA, told
+from tests.comm.serialization.test_data_format import DATA, typed_repr
 from tests.rpc.carried import Marked, decoded, described
 
 
@@ -80,13 +80,13 @@ def point(x):
 @settings(max_examples=100, deadline=None)
 @given(DATA)
 def test_results_come_back_exactly(obj):
-    assert told(over(obj)) == told(obj)
+    assert typed_repr(over(obj)) == typed_repr(obj)
 
 
 @settings(max_examples=100, deadline=None)
 @given(DATA, DATA)
 def test_arguments_come_back_exactly(first, second):
-    assert told(called(first, rate=second)) == told(([first], {"rate": second}))
+    assert typed_repr(called(first, rate=second)) == typed_repr(([first], {"rate": second}))
     assert called() == ((), {})
 
 
@@ -170,7 +170,7 @@ def test_listed_classes_functions_records_and_exceptions():
     "obj",
     [Other, Other(), print, np.sum, [Allowed], dataclasses.make_dataclass("Unlisted", ["x"])(1)],
 )
-def test_what_is_not_in_the_list_is_refused_where_it_comes(obj):
+def test_unlisted_values_are_refused_at_the_receiver(obj):
     try:
         content = WRITER.encode(obj)
     except NotPlainData:
@@ -377,7 +377,7 @@ def test_exceptions_arrive_as_what_they_are_where_they_are_data():
     "forged", [None, 1, (), ("a", "b", "c"), ("a", 1, "c", None), ["a", "b", "c", None]]
 )
 def test_forged_descriptions(forged):
-    with pytest.raises(FrameError, match="exception that is none"):
+    with pytest.raises(FrameError, match="description of an exception"):
         remote_error.rebuild(forged, WORKER, ALLOWED)
 
 

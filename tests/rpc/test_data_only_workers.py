@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import pickle
 import threading
-import time
 
 import pytest
 import torch
@@ -72,8 +71,15 @@ def fail(text):
     raise ValueError(text, 3)
 
 
-def slow():
-    time.sleep(0.5)
+_gate = threading.Event()
+
+
+def waits_for_gate():
+    _gate.wait(10)
+
+
+def open_gate():
+    _gate.set()
 
 
 def local(rref):
@@ -95,7 +101,8 @@ LIST = [
     echo,
     of_settings,
     fail,
-    slow,
+    waits_for_gate,
+    open_gate,
     local,
     call_back,
     later,
@@ -170,7 +177,7 @@ def test_what_is_no_data_fails_at_the_caller_and_nothing_is_sent(to):
         return
     agent = api._get_current_rpc_agent()
     before = agent.calls.started
-    for wrong in (lambda: 1, Server(1), torch.nn.Linear(1, 1), {"x": [slow.__code__]}):
+    for wrong in (lambda: 1, Server(1), torch.nn.Linear(1, 1), {"x": [open_gate.__code__]}):
         with pytest.raises(NotPlainData, match=r"argument 'value'.*reads data only"):
             rpc.rpc_sync(to, echo, args=(wrong,))
         with pytest.raises(NotPlainData, match="argument 'value'"):
@@ -182,7 +189,9 @@ def test_what_is_no_data_fails_at_the_caller_and_nothing_is_sent(to):
     assert agent.calls.started <= before + 1
 
 
-def test_errors_and_results_that_cannot_be_sent(to):
+def test_errors_and_results_that_cannot_be_sent(group, to):
+    _gate.clear()
+    group.barrier()
     with pytest.raises(ValueError, match="why") as caught:
         rpc.rpc_sync(to, fail, args=("why",))
     assert caught.value.args == ("why", 3) and "in fail" in str(caught.value.__cause__)
@@ -196,8 +205,9 @@ def test_errors_and_results_that_cannot_be_sent(to):
         if to != me:  # of a worker's own value nothing is sent
             with pytest.raises(NotPlainData):
                 rpc.remote(to, unsendable).to_here()
-    with pytest.raises(CommTimeout, match="slow"):
-        rpc.rpc_sync(to, slow, timeout=0.05)
+    with pytest.raises(CommTimeout, match="waits_for_gate"):
+        rpc.rpc_sync(to, waits_for_gate, timeout=0.05)
+    rpc.rpc_sync(to, open_gate)
     if is_restricted(to):
         with pytest.raises(MpidistError, match="not in the list"):
             rpc.rpc_sync(to, pickle.loads, args=(b"",))
@@ -208,7 +218,7 @@ def test_gathering(to, group):
     assert [found[f"worker{rank}"]["rank"] for rank in range(group.size)] == list(range(group.size))
 
 
-def test_a_problem_of_one_worker_is_told_to_all(group):
+def test_an_invalid_list_of_one_worker_fails_init_rpc_on_all(group):
     names = ["no.such.function"] if group.rank == group.size - 1 else [echo]
     right = ValueError if group.rank == group.size - 1 else MpidistError
     with pytest.raises(right, match=r"no\.such"):

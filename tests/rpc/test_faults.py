@@ -220,7 +220,7 @@ _BAD_ANSWERS = {
 @pytest.mark.parametrize("case", _BAD_ANSWERS)
 def test_an_answer_that_cannot_be_sent_fails_its_call_alone(workers, to, case):
     (function, *args), error = _BAD_ANSWERS[case]
-    beside = rpc.rpc_async(to, time.sleep, args=(0.05,), timeout=CALL_S)
+    meanwhile = rpc.rpc_async(to, time.sleep, args=(0.05,), timeout=CALL_S)
     with pytest.raises(error):
         call(to, function, *args)
     with pytest.raises(error):
@@ -229,7 +229,7 @@ def test_an_answer_that_cannot_be_sent_fails_its_call_alone(workers, to, case):
     if not kept.is_owner():
         with pytest.raises(error):
             kept.to_here(timeout=CALL_S)
-    assert beside.wait() is None
+    assert meanwhile.wait() is None
     assert still_answers(to)
 
 
@@ -284,7 +284,7 @@ def test_a_tensor_without_memory_arrives_or_fails_its_call_alone(workers, to):
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_why_a_remote_interrupt_is_not_raised_as_itself_is_told(workers, to, kind):
+def test_a_remote_interrupt_is_a_remote_error_with_the_reason(workers, to, kind):
     rref = rpc.remote(to, fail, args=(kind, "stop it"))
     for use in (
         lambda: call(to, fail, kind, "stop it"),
@@ -627,7 +627,11 @@ def opens_gate():
     _gate.set()
 
 
+_waiting: list[int] = []
+
+
 def waits_for_gate():
+    _waiting.append(1)
     return _gate.wait(CALL_S)
 
 
@@ -669,15 +673,16 @@ def test_begins_and_ends_three_hundred_times(group):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_worker_that_leaves_fails_those_who_wait_in_a_crowd(group, workers):
+def test_a_worker_that_leaves_fails_all_calls_that_wait_for_it(group, workers):
     """Calls of handlers, threads and futures fail when their worker leaves; none waits forever."""
     _gate.clear()
+    _waiting.clear()
     group.barrier()
     if group.rank == 1:
         # The functions return after their callers have got an error.
         opener = threading.Thread(target=lambda: group.recv_object(0) and _gate.set())
         opener.start()
-        time.sleep(0.1)
+        assert soon(lambda: len(_waiting) == 7)
         rpc.shutdown(graceful=False)
         opener.join()
     elif group.rank == 0:
@@ -696,7 +701,7 @@ def test_a_worker_that_leaves_fails_those_who_wait_in_a_crowd(group, workers):
         with pytest.raises(RankFailureError, match="worker1"):
             future.wait()
         late = joined(threads, CALL_S)
-        group.send_object(None, 1)
+        group.send_object(True, 1)
         assert late == [] and found == [True] * 6
     group.barrier()
     if api._is_current_rpc_agent_set():
@@ -739,7 +744,7 @@ def test_an_answer_whose_reading_exits_fails_its_call_alone(workers, to):
     assert still_answers(to)
 
 
-def test_references_in_a_call_of_an_unknown_function_are_let_go(group, workers, to):
+def test_references_in_a_call_of_an_unknown_function_are_released(group, workers, to):
     made = lambda *_: None  # noqa: E731
     made.__qualname__ = f"only_on_{group.rank}"
     made.__module__ = __name__
@@ -777,7 +782,7 @@ def test_blocks_that_wait_for_all_may_be_nested(workers, to):
     assert outer.done()
 
 
-def test_a_creation_completes_its_future_once_whoever_comes_first(workers, to):
+def test_a_creation_completes_its_future_once_in_either_order(workers, to):
     made = []
 
     def error_of(call):

@@ -17,6 +17,7 @@ from mpidist.rpc import api, interceptor
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
 from mpidist.rpc.message import FIRST_RESPONSE, GRADIENTS, Kind
 from mpidist.rpc.wire import Wire
+from tests.rpc.limits import soon
 from tests.rpc.network import delayed
 from tests.support import agree
 
@@ -144,7 +145,7 @@ def context_of(rank):
     return 2**40 + rank
 
 
-def test_the_context_rides_on_every_kind_of_message(group, engine, posted, workers, to):
+def test_every_kind_of_message_carries_the_context(group, engine, posted, workers, to):
     mine, next_rank = context_of(group.rank), (group.rank + 1) % group.size
     posted.clear()
     with engine.within(mine):
@@ -159,9 +160,7 @@ def test_the_context_rides_on_every_kind_of_message(group, engine, posted, worke
         assert reference.to_here() == 2
         with pytest.raises(ValueError, match="as requested"):
             lost.to_here()
-        deadline = time.monotonic() + 20
-        while api._get_current_rpc_agent().calls.creations() and time.monotonic() < deadline:
-            time.sleep(0.001)
+        assert soon(lambda: not api._get_current_rpc_agent().calls.creations())
     group.barrier()
     before = (group.rank - 1) % group.size
     requests = {
@@ -362,9 +361,7 @@ def test_a_one_way_message_that_fails_does_not_end_the_polling(group, engine, wo
     agent.engine_messages.send(peer, Kind.AUTOGRAD_NOTICE, "follows")
     group.barrier()
     assert rpc.rpc_sync(to, add_one, args=(1,)) == 2
-    deadline = time.monotonic() + 20
-    while len(engine.one_way) < 2 and time.monotonic() < deadline:
-        time.sleep(0.001)
+    soon(lambda: len(engine.one_way) >= 2)
     agree(group, [one[3] for one in engine.one_way] == ["fails", "follows"], f"{engine.one_way}")
     agree(group, "a one-way message of rank" in caplog.text, caplog.text)
 
@@ -381,16 +378,14 @@ def test_a_one_way_message_that_cannot_be_sent_is_not_counted(group, engine, wor
 
 
 @pytest.mark.mpi(min_size=2)
-def test_the_engine_is_told_of_a_worker_that_leaves(group, engine):
+def test_the_engine_is_notified_of_a_worker_that_leaves(group, engine):
     rpc.init_rpc(f"worker{group.rank}", group=group)
     last = group.size - 1
     if group.rank == last:
         rpc.shutdown(graceful=False)
         group.barrier()
     else:
-        deadline = time.monotonic() + 20
-        while not engine.gone and time.monotonic() < deadline:
-            time.sleep(0.001)
+        soon(lambda: engine.gone)
         agent = api._get_current_rpc_agent()
         raised = None
         try:

@@ -89,7 +89,7 @@ def test_every_truncation_is_refused():
             message.unpack_words(words, 0, length)
 
 
-def test_requests_answers_and_one_way_messages_are_told_apart_by_their_numbers():
+def test_the_number_of_a_kind_separates_requests_answers_and_one_way_messages():
     requests = {kind for kind in Kind if kind < FIRST_RESPONSE}
     answers = {kind for kind in Kind if FIRST_RESPONSE <= kind < FIRST_ONE_WAY}
     assert answers == {Kind.RESULT, Kind.REMOTE_DONE, Kind.EXCEPTION}
@@ -260,7 +260,7 @@ def test_the_longest_header_fits(wire):
     assert there.sum() == 5000 and incoming.end >= room
 
 
-def test_references_of_a_message_that_cannot_be_read_are_made_and_so_let_go(wire):
+def test_references_of_an_unreadable_message_are_made_and_released(wire):
     with pytest.raises(ValueError, match="unreadable"):
         sent(wire, [Unreadable(), Held((1, 2, 3))])
     assert wire.adopted == [(1, 2, 3)]

@@ -101,9 +101,9 @@ def test_tensors_arrays_and_references_stand_at_any_place(obj, place):
 
 
 @checked
-@given(shared=containers(mixed), beside=mixed)
-def test_shared_lists_and_dicts_stay_shared(shared, beside):
-    obj = [shared, beside, {"again": shared}, (beside, [shared])]
+@given(shared=containers(mixed), neighbour=mixed)
+def test_shared_lists_and_dicts_stay_shared(shared, neighbour):
+    obj = [shared, neighbour, {"again": shared}, (neighbour, [shared])]
     content = codec.encode(obj)
     there = decoded(content)
     assert bool(content.flags & codec.PICKLED) == has_sets_in_sets(obj) and described(
@@ -111,7 +111,7 @@ def test_shared_lists_and_dicts_stay_shared(shared, beside):
     ) == described(obj)
     if type(shared) is not tuple:
         assert there[0] is there[2]["again"] is there[3][1][0]
-    if type(beside) in (
+    if type(neighbour) in (
         list,
         dict,
         bytearray,

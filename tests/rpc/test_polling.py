@@ -10,11 +10,11 @@ from collections import deque
 
 import pytest
 
-from mpidist.rpc import leadership
 from mpidist.rpc import polling as module
 from mpidist.rpc.call import Call
 from mpidist.rpc.polling import Polling
 from mpidist.rpc.pool import HANDLED, Task
+from tests.rpc.limits import soon
 
 
 class Source:
@@ -26,10 +26,10 @@ class Source:
         self.at_once = 0
         self.errors = []
 
-    def poll(self, looks):
+    def poll(self, tests):
         self.at_once += 1
-        if self.at_once != 1 or looks < 1:  # one thread at a time
-            self.errors.append((self.at_once, looks))
+        if self.at_once != 1 or tests < 1:  # one thread at a time
+            self.errors.append((self.at_once, tests))
         self.pollers.add(threading.current_thread().name)
         found = self.actions.pop(0) if self.actions else None
         self.at_once -= 1
@@ -43,13 +43,6 @@ def polled():
     polling.start()
     yield source, polling
     assert polling.stop(5) and not source.errors
-
-
-def until(holds, limit_s=10):
-    deadline = time.monotonic() + limit_s
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return holds()
 
 
 def test_a_stuck_leader_is_replaced(polled):
@@ -89,14 +82,12 @@ def test_no_more_actions_run_at_once_than_the_pool_has_threads(polled):
     crowd = Crowd()
     source.actions.extend(crowd.task() for _ in range(6))
     # All have been found, and none is left to the leader that is stuck.
-    assert until(lambda: not source.actions and polling.pool.counts()[2] == 6), (
-        polling.pool.counts()
-    )
+    assert soon(lambda: not source.actions and polling.pool.counts()[2] == 6), polling.pool.counts()
     for _ in range(3):
         polling.pool.submit(crowd.task())
     assert crowd.running == 2 == crowd.most and polling.pool.is_full()
     crowd.gate.set()
-    assert until(lambda: polling.pool.counts()[2] == 0) and crowd.ended == 9 and crowd.most == 2
+    assert soon(lambda: polling.pool.counts()[2] == 0) and crowd.ended == 9 and crowd.most == 2
 
 
 def test_a_waiting_thread_polls_and_submits_what_may_block(polled):
@@ -106,7 +97,7 @@ def test_a_waiting_thread_polls_and_submits_what_may_block(polled):
     source.actions.append(HANDLED)
     source.actions.append(Task(call.finish, False))
     polling.wait(call)
-    assert until(lambda: ran_in)
+    assert soon(lambda: ran_in)
     assert call.done and ran_in[0] != threading.current_thread().name
     late = Call(0, "x", 0.05)
     polling.wait(late)
@@ -117,21 +108,21 @@ def test_a_leader_whose_handler_waits_for_long_is_not_counted_as_running(polled)
     """The leader stops polling after 3 ms and sleeps; the follower finds it in one action."""
     source, polling = polled
     calls = [Call(0, "x", 20) for _ in range(2)]
-    ended = []
+    begun, ended = [], []
     for call in calls:
-        source.actions.append(Task(lambda call=call: (polling.wait(call), ended.append(call))))
-    assert until(lambda: not source.actions)
-    time.sleep(20 * leadership.TICK_S)
-    assert polling.pool.counts()[2] == 0
+        source.actions.append(
+            Task(lambda call=call: (begun.append(call), polling.wait(call), ended.append(call)))
+        )
+    assert soon(lambda: len(begun) == 2 and polling.pool.counts()[2] == 0)
     ran = [threading.Event() for _ in range(4)]
     for event in ran:
         polling.pool.submit(Task(event.set))
     assert all(event.wait(5) for event in ran)
     source.actions.extend(Task(call.finish, False) for call in calls)
-    assert until(lambda: len(ended) == 2) and until(lambda: polling.pool.counts()[2] == 0)
+    assert soon(lambda: len(ended) == 2) and soon(lambda: polling.pool.counts()[2] == 0)
 
 
-def test_a_handler_that_waits_leaves_its_place_to_others(polled):
+def test_more_handlers_may_wait_than_may_run(polled):
     """Calls nest deeper than the pool has threads: more handlers wait at once than may run."""
     source, polling = polled
     calls = [Call(0, "x", 20) for _ in range(5)]
@@ -143,11 +134,11 @@ def test_a_handler_that_waits_leaves_its_place_to_others(polled):
         left.append(call.done)
 
     source.actions.extend(Task(lambda call=call: wait_for(call)) for call in calls)
-    assert until(lambda: len(entered) == 5), len(entered)
+    assert soon(lambda: len(entered) == 5), len(entered)
     assert left == []
     source.actions.extend(Task(call.finish, False) for call in calls)
-    assert until(lambda: left == [True] * 5), left
-    assert until(lambda: polling.pool.counts()[2] == 0)
+    assert soon(lambda: left == [True] * 5), left
+    assert soon(lambda: polling.pool.counts()[2] == 0)
 
 
 class Patient(Call):
@@ -169,7 +160,7 @@ def test_a_caller_promotes_the_next_without_a_follower(monkeypatch, seed):
     rng = random.Random(seed)
     waiting, ended, lock = [], [], threading.Lock()
 
-    def poll(looks):
+    def poll(tests):
         with lock:
             if not waiting or rng.random() < 0.3:
                 return None
@@ -215,7 +206,7 @@ class Interrupted(deque):
 @pytest.mark.parametrize("meanwhile", ["ends before", "promotes"])
 def test_a_lead_that_is_freed_while_a_thread_goes_to_sleep_is_not_lost(meanwhile):
     call = Patient(0, "x", 0)
-    polling = Polling(lambda looks: Task(call.finish, False), 1, "test")
+    polling = Polling(lambda tests: Task(call.finish, False), 1, "test")
     polling.leadership.parked = Interrupted(polling, meanwhile)
     polling.leadership.leader = Call(1, "another that polls", 0)
     thread = threading.Thread(target=polling.wait, args=(call,), daemon=True)
@@ -227,15 +218,15 @@ def test_a_lead_that_is_freed_while_a_thread_goes_to_sleep_is_not_lost(meanwhile
 def test_a_promoted_thread_that_has_its_answer_promotes_another():
     """Promotion and answer wake the thread at the same time; another parked thread must lead."""
     first, second = Patient(0, "x", 0), Patient(0, "y", 0)
-    polling = Polling(lambda looks: Task(second.finish, False), 1, "test")
+    polling = Polling(lambda tests: Task(second.finish, False), 1, "test")
     polling.leadership.leader = leader = Call(1, "another that polls", 0)
     threads = [
         threading.Thread(target=polling.wait, args=(one,), daemon=True) for one in (first, second)
     ]
     for count, thread in enumerate(threads, 1):
         thread.start()
-        assert until(lambda count=count: len(polling.leadership.parked) == count)
-    assert until(lambda: first.latches and second.latches)
+        assert soon(lambda count=count: len(polling.leadership.parked) == count)
+    assert soon(lambda: first.latches and second.latches)
     polling.leadership.parked.remove(first)  # promoted
     assert polling.leadership.leader is leader
     polling.leadership.leader = None
@@ -261,7 +252,7 @@ def test_many_threads_wait_while_the_pool_polls_too(polled):
         if calls:
             source.actions.append(Task(calls.pop(rng.randrange(len(calls))).finish, False))
         time.sleep(0)
-    assert not calls and until(lambda: not source.actions)
+    assert not calls and soon(lambda: not source.actions)
 
 
 def test_a_thread_that_issues_calls_polls_once(polled):
@@ -280,7 +271,7 @@ def test_a_thread_that_issues_calls_polls_once(polled):
     for _ in range(50):
         source.actions.append(Task(lambda: note("may block")))
         polling.poll_once()
-    assert until(lambda: not source.actions and polling.pool.counts()[2] == 0)
+    assert soon(lambda: not source.actions and polling.pool.counts()[2] == 0)
     assert ("may block", False) in ran and ("may block", True) not in ran
 
 
@@ -288,9 +279,9 @@ def test_a_thread_knows_whether_it_leads(polled):
     source, polling = polled
     seen = {}
     source.actions.append(Task(lambda: seen.setdefault("leader", polling.is_leading()), False))
-    assert until(lambda: "leader" in seen)
+    assert soon(lambda: "leader" in seen)
     polling.pool.submit(Task(lambda: seen.setdefault("pool", polling.is_leading())))
-    assert until(lambda: "pool" in seen)
+    assert soon(lambda: "pool" in seen)
     assert seen == {"leader": True, "pool": False} and not polling.is_leading()
 
 
@@ -318,12 +309,12 @@ def test_what_an_action_holds_is_free_as_soon_as_it_has_run(polled):
     for may_block in (False, True):
         for give in (source.actions.append, polling.pool.submit, wait_with):
             held = run(may_block, give)
-            assert until(lambda held=held: held() is None)
+            assert soon(lambda held=held: held() is None)
     assert ran == [Argument] * 6
 
 
 def test_a_wait_ends_with_the_polling():
-    polling = Polling(lambda looks: None, 1, "test")
+    polling = Polling(lambda tests: None, 1, "test")
     polling.start()
     call = Call(0, "x", 0)
     waiting = threading.Thread(target=polling.wait, args=(call,))
@@ -348,7 +339,7 @@ def test_stop_reports_a_handler_that_does_not_end():
 def test_a_poller_without_messages_needs_no_clock_after_a_while(polled):
     """The follower sleeps until it is woken; a stuck leader is replaced even then."""
     source, polling = polled
-    assert until(lambda: polling.leadership.is_follower_asleep)
+    assert soon(lambda: polling.leadership.is_follower_asleep)
     gate, entered, done = threading.Event(), threading.Event(), threading.Event()
     source.actions.append(Task(lambda: (entered.set(), gate.wait(10))))
     assert entered.wait(5)

@@ -8,7 +8,8 @@ import weakref
 import pytest
 
 from mpidist.rpc.pool import Pool, PoolThread, Task, here
-from tests.rpc.test_polling import Argument, Crowd, until
+from tests.rpc.limits import soon
+from tests.rpc.test_polling import Argument, Crowd
 
 
 def follow(turn):
@@ -33,7 +34,7 @@ def test_what_waits_for_a_place_runs_in_its_order():
         pool.submit(Task(lambda number=number: ran.append(number)))
     assert ran == [] and pool.counts()[2] == 21
     gate.set()
-    assert until(lambda: pool.counts()[2] == 0) and ran == list(range(20))
+    assert soon(lambda: pool.counts()[2] == 0) and ran == list(range(20))
     assert pool.stop(5, lambda: None)
 
 
@@ -41,13 +42,13 @@ def test_no_more_run_at_once_than_the_limit(pool):
     crowd = Crowd()
     for _ in range(7):
         pool.submit(crowd.task())
-    assert until(lambda: crowd.running == 2) and pool.is_full() and pool.counts()[2] == 7
+    assert soon(lambda: crowd.running == 2) and pool.is_full() and pool.counts()[2] == 7
     crowd.gate.set()
-    assert until(lambda: pool.counts()[2] == 0) and crowd.ended == 7 and crowd.most == 2
+    assert soon(lambda: pool.counts()[2] == 0) and crowd.ended == 7 and crowd.most == 2
     assert pool.counts()[0] <= 3  # threads are used again
 
 
-def test_an_action_that_waits_gives_its_place_away_and_counts_again_behind(pool):
+def test_an_action_that_waits_is_not_counted_until_its_wait_ends(pool):
     gates = [threading.Event() for _ in range(4)]
     entered, counted = [], []
 
@@ -61,11 +62,11 @@ def test_an_action_that_waits_gives_its_place_away_and_counts_again_behind(pool)
 
     for number in range(4):
         pool.submit(Task(lambda number=number: nest(number)))
-    assert until(lambda: len(entered) == 4)
-    assert until(lambda: pool.counts()[2] == 0) and not pool.is_full()
+    assert soon(lambda: len(entered) == 4)
+    assert soon(lambda: pool.counts()[2] == 0) and not pool.is_full()
     for gate in gates:
         gate.set()
-    assert until(lambda: len(counted) == 4 and pool.counts()[2] == 0) and all(counted)
+    assert soon(lambda: len(counted) == 4 and pool.counts()[2] == 0) and all(counted)
 
 
 def test_an_action_that_the_leader_runs_counts_from_when_it_is_found_stuck(pool):
@@ -73,11 +74,11 @@ def test_an_action_that_the_leader_runs_counts_from_when_it_is_found_stuck(pool)
     pool.enter(stuck)
     for _ in range(3):
         pool.submit(crowd.task())
-    assert until(lambda: crowd.running == 1) and pool.is_full() and pool.counts()[2] == 4
+    assert soon(lambda: crowd.running == 1) and pool.is_full() and pool.counts()[2] == 4
     pool.leave(stuck)
-    assert until(lambda: crowd.running == 2) and not stuck.is_counted
+    assert soon(lambda: crowd.running == 2) and not stuck.is_counted
     crowd.gate.set()
-    assert until(lambda: crowd.ended == 3) and crowd.most == 2
+    assert soon(lambda: crowd.ended == 3) and crowd.most == 2
 
 
 def test_nothing_of_an_action_is_kept(pool):
@@ -87,21 +88,21 @@ def test_nothing_of_an_action_is_kept(pool):
         held = weakref.ref(argument)
         pool.submit(Task(lambda argument=argument: None))
         del argument
-        assert until(lambda held=held: held() is None)
+        assert soon(lambda held=held: held() is None)
 
 
 def test_a_thread_that_follows_ends_when_others_do():
     turns = []
     pool = Pool(1, "test", turns.append)
     pool.submit_follower()
-    assert until(lambda: turns) and not turns[0].is_counted
+    assert soon(lambda: turns) and not turns[0].is_counted
     done = threading.Event()
     pool.submit(Task(done.set))
-    assert done.wait(5) and until(lambda: pool.counts()[2] == 0)
+    assert done.wait(5) and soon(lambda: pool.counts()[2] == 0)
     assert pool.stop(5, lambda: None)
 
 
-def test_stop_wakes_threads_that_follow_and_tells_of_those_in_users_code():
+def test_stop_wakes_followers_and_reports_threads_in_user_code():
     woken, gate, entered = threading.Semaphore(0), threading.Event(), threading.Event()
     pool = Pool(1, "test", lambda turn: woken.acquire())
     pool.submit_follower()
@@ -116,5 +117,5 @@ def test_a_thread_that_stops_the_pool_does_not_wait_for_itself():
     pool = Pool(1, "test", follow)
     stopped = []
     pool.submit(Task(lambda: stopped.append(pool.stop(5, lambda: None))))
-    assert until(lambda: stopped) and stopped == [True]
+    assert soon(lambda: stopped) and stopped == [True]
     assert pool.stop(5, lambda: None)

@@ -178,7 +178,7 @@ def test_it_ends_when_nothing_is_under_way_and_not_before(size, seed, budget):
     assert not network.too_early and not network.under_way()
 
 
-def test_it_ends_again_and_again():
+def test_quiescence_is_reached_repeatedly():
     network = Network(3, 5, 40)
     for _ in range(3):
         network.run()
@@ -272,7 +272,7 @@ def alone(rank, size, check, active=0):
     return part
 
 
-def test_a_missing_rank_is_told_by_the_coordinator():
+def test_the_coordinator_names_a_missing_rank():
     reasons = []
 
     def check(deadline, reason):
@@ -288,15 +288,15 @@ def test_a_missing_rank_is_told_by_the_coordinator():
     assert reasons[0] == "waiting for rank 0, 1, 2, 3" and part.reports == [(0, 0, 0, 0, 0)]
 
 
-def test_other_ranks_tell_that_the_coordinator_is_silent():
+def test_other_ranks_report_a_silent_coordinator():
     def check(deadline, reason):
         raise CommTimeout(reason())
 
-    with pytest.raises(CommTimeout, match="no word from rank 0"):
+    with pytest.raises(CommTimeout, match="no verdict from rank 0"):
         alone(2, 4, check).wait(0)
 
 
-def test_calls_that_do_not_end_are_told():
+def test_calls_that_do_not_end_are_named():
     def check(deadline, reason):
         raise CommTimeout(reason())
 
@@ -320,7 +320,7 @@ def test_check_gets_the_deadline(timeout_s, is_finite):
     assert before < deadlines[0] and (deadlines[0] < float("inf")) == is_finite
 
 
-def test_a_worker_that_gives_up_does_not_keep_the_others_from_being_told():
+def test_a_worker_that_gives_up_is_named_on_the_others():
     """Only messages are used, so the remaining workers detect the missing one and raise as well."""
     network = Network(3, 1, 0)
     network.workers[2].wait = lambda: setattr(network.workers[2], "is_over", True)

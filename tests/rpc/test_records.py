@@ -63,7 +63,7 @@ def test_values_are_not_copied_and_not_checked():
         made.x = 1
 
 
-def test_cached_properties_stay_behind():
+def test_cached_properties_are_not_sent():
     obj = module.Various(given=3, kind="k")
     assert obj.costly == 7
     made = over(obj)

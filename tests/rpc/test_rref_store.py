@@ -151,7 +151,7 @@ def history(seed):
     return "" if left == [(0, 0)] * len(workers) else f"left: {left}"
 
 
-def test_the_simulation_notices_a_fork_that_is_told_too_late():
+def test_the_simulation_notices_a_fork_message_that_is_sent_too_late():
     """Announcing a fork after the message can free a value: the random test must detect it."""
 
     class Hasty(Worker):

@@ -7,7 +7,6 @@ import gc
 import pickle
 import random
 import threading
-import time
 import weakref
 from unittest import mock
 
@@ -18,6 +17,7 @@ import mpidist.rpc as rpc
 from mpidist.errors import CommTimeout, MpidistError, RRefError
 from mpidist.rpc import api
 from tests.rpc import network
+from tests.rpc.limits import soon
 from tests.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -54,9 +54,16 @@ def fail(words):
     raise ValueError(words)
 
 
-def slow(value, seconds):
-    time.sleep(seconds)
+_gate = threading.Event()
+
+
+def waits_for_gate(value):
+    _gate.wait(10)
     return value
+
+
+def open_gate():
+    _gate.set()
 
 
 def give_back(x):
@@ -124,16 +131,19 @@ def test_errors_of_a_creation_reach_every_holder(group, workers, to):
 
 
 def test_timeouts_surface_at_first_use(group, workers, to):
-    rref = rpc.remote(to, slow, args=(1, 0.5), timeout=0.05)
+    _gate.clear()
+    group.barrier()
+    rref = rpc.remote(to, waits_for_gate, args=(1,), timeout=0.05)
     with pytest.raises(CommTimeout, match="RPC ran for more than"):
         rref._get_future().wait()
     for use in (rref.to_here, lambda: rpc.rpc_sync(to, give_back, args=(rref,))):
         with pytest.raises(RRefError, match="RRef creation"):
             use()
-    patient = rpc.remote(to, slow, args=(2, 0.4))
+    patient = rpc.remote(to, waits_for_gate, args=(2,))
     if group.size > 1:
         with pytest.raises(CommTimeout):
             patient.to_here(timeout=0.05)
+    rpc.rpc_sync(to, open_gate)
     assert patient.to_here() == 2
 
 
@@ -207,15 +217,8 @@ def all_gone():
     return all(reference() is None for reference in _watched)
 
 
-def soon(holds):
-    deadline = time.monotonic() + 10
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return holds()
-
-
 @pytest.mark.mpi(min_size=2)
-def test_leaks_are_told_if_asked_for(group):
+def test_leaks_raise_if_they_are_not_ignored(group):
     rpc.init_rpc(f"worker{group.rank}", group=group)
     kept = rpc.remote((group.rank + 1) % group.size, torch.zeros, args=(1,))
     kept.to_here()

@@ -6,7 +6,7 @@ from mpidist.errors import MpidistError
 from mpidist.rpc.worker import WorkerInfo
 
 
-def test_names():
+def test_names_and_ranks_are_checked():
     assert repr(WorkerInfo("a-b_c:1", 3)) == "WorkerInfo(id=3, name=a-b_c:1)" and WorkerInfo(
         "a", 1
     ) == WorkerInfo("a", 1)

@@ -74,7 +74,7 @@ def test_what_is_sent_ahead_is_bounded_and_dropped_at_the_end(group, workers):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_only_the_leader_tells_and_only_who_waits_is_told(group, workers):
+def test_only_the_leader_sends_results_and_only_to_waiting_workers(group, workers):
     arguments = f"{current.require().generation}:0:{' '.join(workers)}", dict.fromkeys(workers)
     if group.rank == 0:
         with pytest.raises(MpidistError, match="has not given its part"):

@@ -16,6 +16,7 @@ from mpidist.cli.job_script import Options, render
 from mpidist.comm.discovery.installed import installed
 from mpidist.comm.mpi.launcher_env import OPEN_MPI
 from tests.support import ROOT, missing
+from tests.test_prose import long_lines
 
 FOLDER = ROOT / "slurm"
 SCRIPTS = sorted(FOLDER.glob("*.sbatch"))
@@ -23,7 +24,7 @@ SHELL = [*SCRIPTS, FOLDER / "env.sh", FOLDER / "job.sh"]
 # Lines that locate the script's folder.
 FINDS = """\
 set -euo pipefail
-# Slurm runs a copy of this script: env.sh and job.sh lie beside the original.
+# Slurm runs a copy of this script: env.sh and job.sh are in the folder of the original.
 MPIDIST_SLURM="""
 
 
@@ -76,6 +77,11 @@ def test_a_script_installs_nothing_and_names_nobody(script):
     assert subprocess.run(["bash", "-n", script], capture_output=True).returncode == 0
 
 
+@pytest.mark.parametrize("script", SHELL, ids=lambda script: script.name)
+def test_lines_of_a_script_fit(script):
+    assert not list(long_lines(script.read_text()))
+
+
 def test_the_command_renders_all_but_the_heterogeneous():
     options = Options(header={"nodes": "2"}, folder="/slurm", env_file="/slurm/env.sh")
     for script in SCRIPTS:
@@ -100,8 +106,8 @@ def test_shellcheck_has_nothing_to_say():
 def test_the_common_part_knows_every_site_value_and_one_srun():
     values = set(re.findall(r"^MPIDIST_(\w+)=\"", (FOLDER / "env.sh").read_text(), re.MULTILINE))
     job = (FOLDER / "job.sh").read_text()
-    (checked,) = re.findall(r"for name in (ACCOUNT[A-Z_ ]+);", job)
-    assert set(checked.split()) == values
+    (checked,) = re.findall(r"for name in (ACCOUNT[^;]+);", job)
+    assert set(re.findall(r"\w+", checked)) == values
     assert job.count("LAUNCHER=(srun ") == 1 and f"REQUEUE_STATUS={REQUEUE_EXIT_CODE}\n" in job
 
 

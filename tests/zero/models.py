@@ -70,7 +70,7 @@ def wrapped(group: Any, kind: str, model: torch.nn.Module, **options: Any) -> An
     return DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.0005, **options)
 
 
-def same_bits(model: torch.nn.Module, expected: torch.nn.Module) -> str:
+def unequal_parameters(model: torch.nn.Module, expected: torch.nn.Module) -> str:
     """Return the names of parameters that differ."""
     pairs = zip(model.named_parameters(), expected.parameters(), strict=True)
     return ", ".join(name for (name, one), other in pairs if not torch.equal(one, other))

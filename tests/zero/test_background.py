@@ -53,8 +53,8 @@ def test_the_state_of_the_call_arrives_while_steps_and_settings_go_on(
             pending.wait(1e-3)
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
         gate.set()
-        told = pending.result()
-        ok = not early and pending.done() and same(told, wanted if group.rank == last else None)
+        found = pending.result()
+        ok = not early and pending.done() and same(found, wanted if group.rank == last else None)
         ok = (
             ok
             and same(torch.load(path, weights_only=True), wanted)
@@ -72,7 +72,7 @@ def test_the_state_of_the_call_arrives_while_steps_and_settings_go_on(
         )
         agree(
             group,
-            same(told, wanted if group.rank == last else None),
+            same(found, wanted if group.rank == last else None),
             "an earlier result has changed",
         )
         optimizer.close()

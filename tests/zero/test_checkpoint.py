@@ -70,25 +70,29 @@ def test_it_is_loaded_by_fewer_ranks_with_another_partition(group, some, folder,
                 fewer, kind, "flat" if partition == "greedy" else "balanced", names=True
             )
             take_parameters(target, expected)
-            told = {"model": {"weight": torch.zeros(3)}, "optimizer": target.sharded_state_dict()}
-            dcp.load(told, checkpoint_id=where, process_group=of_torch)
-            target.load_sharded_state_dict(told["optimizer"])
+            content = {
+                "model": {"weight": torch.zeros(3)},
+                "optimizer": target.sharded_state_dict(),
+            }
+            dcp.load(content, checkpoint_id=where, process_group=of_torch)
+            target.load_sharded_state_dict(content["optimizer"])
             loaded = target.state_dict(all_ranks=True)
-            ok = same(loaded, before) and torch.equal(told["model"]["weight"], model["weight"])
+            ok = same(loaded, before) and torch.equal(content["model"]["weight"], model["weight"])
             ok = ok & same_run(target, copy.deepcopy(expected), range(2, 4))
         agree(group, ok, f"{kind[0].__name__} by {max(group.size - 1, 1)} ranks")
         # torch alone reads the same keys and shapes, and converts them to a file for one process.
         if group.rank == 0:
             dcp_to_torch_save(where, f"{where}/whole.pt")
-            told = torch.load(f"{where}/whole.pt", weights_only=False)["optimizer"]
+            content = torch.load(f"{where}/whole.pt", weights_only=False)["optimizer"]
             ok = all(
                 torch.equal(
-                    torch.as_tensor(told["state"][f"layer.{number}"][name]), torch.as_tensor(value)
+                    torch.as_tensor(content["state"][f"layer.{number}"][name]),
+                    torch.as_tensor(value),
                 )
                 for number, held in before["state"].items()
                 for name, value in held.items()
             )
-            ok = ok and [name for one in told["param_groups"] for name in one["params"]] == [
+            ok = ok and [name for one in content["param_groups"] for name in one["params"]] == [
                 f"layer.{n}" for n in range(6)
             ]
         agree(group, ok, "torch reads something else")
@@ -111,9 +115,9 @@ def test_what_more_ranks_load_and_another_memory_format(group, some, folder):
     params[3].data = params[3].data.contiguous()
     target = OSS(groups(params), torch.optim.Adam, group, partition="flat", **ADAM[1])
     take_parameters(target, source)
-    told = {"optimizer": target.sharded_state_dict(copies=False)}
-    dcp.load(told, checkpoint_id=folder)
-    target.load_sharded_state_dict(told["optimizer"])
+    content = {"optimizer": target.sharded_state_dict(copies=False)}
+    dcp.load(content, checkpoint_id=folder)
+    target.load_sharded_state_dict(content["optimizer"])
     agree(group, same_run(target, source, range(2, 4)), "by more ranks, contiguous")
 
 
@@ -129,9 +133,9 @@ def test_saved_in_the_background_is_the_state_of_the_call(group, folder):
     pending.result(timeout=60)
     group.barrier()
     dist.destroy_process_group(own)
-    told = {"optimizer": source.sharded_state_dict()}
-    dcp.load(told, checkpoint_id=folder)
-    source.load_sharded_state_dict(told["optimizer"])
+    content = {"optimizer": source.sharded_state_dict()}
+    dcp.load(content, checkpoint_id=folder)
+    source.load_sharded_state_dict(content["optimizer"])
     loaded = source.state_dict(all_ranks=True)
     agree(group, same(loaded, expected.state_dict()), "the steps after the call are in it")
 
@@ -143,16 +147,16 @@ def test_parameters_without_state_and_frozen_ones(group, folder):
     dcp.save({"optimizer": source.sharded_state_dict()}, checkpoint_id=folder)
     target = sharded(group, ADAM, "greedy", frozen=True)
     take_parameters(target, expected)
-    told = {"optimizer": target.sharded_state_dict()}
+    content = {"optimizer": target.sharded_state_dict()}
     error = None
     try:
-        dcp.load(told, checkpoint_id=folder)
+        dcp.load(content, checkpoint_id=folder)
     except CheckpointException as raised:
         error = raised
     # Shapes of the state that the next step would make for parameter 1.
     agree(group, "Missing key" in str(error), repr(error))
-    dcp.load(told, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
-    target.load_sharded_state_dict(told["optimizer"])
+    dcp.load(content, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
+    target.load_sharded_state_dict(content["optimizer"])
     loaded = target.state_dict(all_ranks=True)["state"]
     wanted = expected.state_dict()["state"]
     wanted.pop(FROZEN)
@@ -162,11 +166,13 @@ def test_parameters_without_state_and_frozen_ones(group, folder):
     frozen.load_state_dict(expected.state_dict())
     dcp.save({"optimizer": frozen.sharded_state_dict()}, checkpoint_id=f"{folder}/frozen")
     full = sharded(group, ADAM, "flat")
-    told = {"optimizer": full.sharded_state_dict()}
+    content = {"optimizer": full.sharded_state_dict()}
     dcp.load(
-        told, checkpoint_id=f"{folder}/frozen", planner=DefaultLoadPlanner(allow_partial_load=True)
+        content,
+        checkpoint_id=f"{folder}/frozen",
+        planner=DefaultLoadPlanner(allow_partial_load=True),
     )
-    full.load_sharded_state_dict(told["optimizer"])
+    full.load_sharded_state_dict(content["optimizer"])
     loaded = full.state_dict(all_ranks=True)
     agree(
         group,
@@ -192,9 +198,10 @@ def test_another_model_or_class_is_refused_by_all_ranks(group):
         given = other.sharded_state_dict() if group.rank else optimizer.sharded_state_dict()
         error = ValueError if group.rank else DisagreementError
         raises_on_all(group, error, lambda: optimizer.load_sharded_state_dict(given))
-    told = optimizer.sharded_state_dict()
+    content = optimizer.sharded_state_dict()
     part = next(
-        (value for held in told["state"].values() for value in held.values() if value.dim()), None
+        (value for held in content["state"].values() for value in held.values() if value.dim()),
+        None,
     )
     ok = True
     if part is not None:
@@ -225,14 +232,14 @@ def test_torchs_own_optimizer_saves_for_it_and_loads_from_it(group, folder):
     )
     middle = Holder(model)
     optimizer = OSS(middle.named_parameters(), torch.optim.Adam, group, partition="flat", **ADAM[1])
-    told = {"optimizer": optimizer.sharded_state_dict()}
-    dcp.load(told, checkpoint_id=f"{folder}/torch")
-    optimizer.load_sharded_state_dict(told["optimizer"])
+    content = {"optimizer": optimizer.sharded_state_dict()}
+    dcp.load(content, checkpoint_id=f"{folder}/torch")
+    optimizer.load_sharded_state_dict(content["optimizer"])
     agree(group, same_run(optimizer, source, range(2, 4)), "from torch's")
     dcp.save({"optimizer": optimizer.sharded_state_dict()}, checkpoint_id=f"{folder}/ours")
     last = Holder(middle)
     target = torch.optim.Adam(last.named_parameters(), **ADAM[1])
-    told = {"optimizer": get_optimizer_state_dict(last, target)}
-    dcp.load(told, checkpoint_id=f"{folder}/ours")
-    set_optimizer_state_dict(last, target, told["optimizer"])
+    content = {"optimizer": get_optimizer_state_dict(last, target)}
+    dcp.load(content, checkpoint_id=f"{folder}/ours")
+    set_optimizer_state_dict(last, target, content["optimizer"])
     agree(group, same_run(optimizer, target, range(4, 6)), "into torch's")

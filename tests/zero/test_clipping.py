@@ -136,7 +136,7 @@ def test_complex_sparse_and_frozen_gradients_and_an_empty_group(group, kind):
         assert torch.allclose(norm, torch.tensor(1.0), atol=1e-3)
 
 
-def test_one_rank_that_refuses_is_heard_by_all(group):
+def test_a_refusal_of_one_rank_raises_on_all(group):
     sharded, _, _ = pair(group, "greedy")
 
     def broken(parameters):

@@ -28,8 +28,8 @@ def test_it_is_the_unsharded_optimizers_state_dict(group, partition):
             last = group.size - 1
             optimizer.consolidate_state_dict(last, chunk_bytes=chunk_bytes)
             ok = group.rank != last or same(optimizer.state_dict(), expected.state_dict())
-            told = optimizer.state_dict(all_ranks=True)
-            ok = ok and same(told, expected.state_dict())
+            found = optimizer.state_dict(all_ranks=True)
+            ok = ok and same(found, expected.state_dict())
             agree(group, ok, f"{kind[0].__name__} in chunks of {chunk_bytes}")
 
 
@@ -129,7 +129,7 @@ def test_what_is_refused_is_refused_by_all_ranks(group, monkeypatch):
         )
         optimizer.consolidate_state_dict(0)
         if group.rank:
-            with pytest.raises(RuntimeError, match="the last call brought it to rank 0"):
+            with pytest.raises(RuntimeError, match="the last call sent it to rank 0"):
                 optimizer.state_dict()
     if group.rank == 0:
 

@@ -85,7 +85,7 @@ def test_state_follows_parameters_to_the_device_and_back(group):
         agree(group, close, f"step {step}: values")
 
 
-def test_host_and_device_parameters_beside_each_other(group):
+def test_host_and_device_parameters_in_one_optimizer(group):
     on_host, on_device = net(torch.device("cpu")), net()
     oss = OSS(
         [*on_host.parameters(), *on_device.parameters()],

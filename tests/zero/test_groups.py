@@ -75,13 +75,13 @@ def test_ranks_compare_shapes_dtypes_layouts_and_trainability():
 
 def test_memory_that_two_parameters_share_is_refused():
     one, empty = Parameter(torch.ones(6)), Parameter(torch.ones(0))
-    groups.require_apart(
+    groups.require_distinct(
         [
             {"params": [one, empty]},
             {"params": [Parameter(torch.ones(0)), Parameter(one.detach()[3:])]},
         ]
     )
-    groups.require_apart(
+    groups.require_distinct(
         [
             {
                 "params": [
@@ -92,9 +92,11 @@ def test_memory_that_two_parameters_share_is_refused():
         ]
     )
     with pytest.raises(ValueError, match="given twice"):
-        groups.require_apart([{"params": [one, empty, one]}])
+        groups.require_distinct([{"params": [one, empty, one]}])
     with pytest.raises(ValueError, match=r"shapes \(6,\) and \(2, 3\), lie in the same memory"):
-        groups.require_apart([{"params": [one]}, {"params": [Parameter(one.detach().view(2, 3))]}])
+        groups.require_distinct(
+            [{"params": [one]}, {"params": [Parameter(one.detach().view(2, 3))]}]
+        )
 
 
 def test_one_copy_is_for_host_memory():

@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import Join
 from mpidist.ddp.hooks.default import allreduce_hook
 from mpidist.optim import OSS, ZeroRedundancyOptimizer, hook_with_zero_step
 from tests.support import agree, raises_on_all
-from tests.zero.models import Model, backward, same_bits, wrapped
+from tests.zero.models import Model, backward, wrapped
 
 pytestmark = pytest.mark.mpi
 
@@ -45,6 +45,18 @@ def ran(group, ddp, optimizer, clears_after, steps=True):
         scheduler.step()
         if clears_after:
             optimizer.zero_grad(set_to_none=False)
+
+
+def flat_parameters(ddp):
+    """Return a copy of all parameters."""
+    return torch.cat([parameter.detach().flatten() for parameter in ddp.module.parameters()])
+
+
+def is_equal_on_all(group, flat):
+    """Return whether all ranks hold the bits of this one."""
+    rows = [torch.empty_like(flat) for _ in range(group.size)]
+    group.all_gather(rows, flat)
+    return all(torch.equal(row, flat) for row in rows)
 
 
 @pytest.mark.usefixtures("default_group")
@@ -97,19 +109,14 @@ def test_a_rank_without_inputs_steps_its_shard(group):
             )
             if not torch.allclose(a, b, rtol=1e-4, atol=1e-5)
         ]
-        flat = torch.cat([parameter.detach().flatten() for parameter in ddp.module.parameters()])
-        rows = [torch.empty_like(flat) for _ in range(group.size)]
-        group.all_gather(rows, flat)
-        if far or not all(torch.equal(row, flat) for row in rows):
-            wrong.append(
-                f"{kind} {way} {partition}: {far}, ranks are alike: "
-                f"{[torch.equal(row, flat) for row in rows]}"
-            )
+        is_equal = is_equal_on_all(group, flat_parameters(ddp))
+        if far or not is_equal:
+            wrong.append(f"{kind} {way} {partition}: {far}, equal on all ranks: {is_equal}")
     agree(group, not wrong, "; ".join(wrong))
 
 
 @pytest.mark.mpi(min_size=2)
-def test_an_early_end_is_told(group):
+def test_an_early_end_raises_on_all(group):
     ddp = wrapped(group, "mpidist", Model(), find_unused_parameters=True)
     oss = OSS(ddp.parameters(), torch.optim.SGD, group, lr=0.1)
 
@@ -118,13 +125,16 @@ def test_an_early_end_is_told(group):
             ran(group, ddp, oss, False)
 
     raises_on_all(group, RuntimeError, run, "exhausted")
+    before = flat_parameters(ddp)
     backward(ddp, group.rank, 0)
     oss.step()
-    agree(group, oss.before_step is None and not same_bits(ddp, ddp))
+    after = flat_parameters(ddp)
+    agree(group, oss.before_step is None and not torch.equal(before, after), "no step was taken")
+    agree(group, is_equal_on_all(group, after), "ranks hold different parameters")
 
 
 @pytest.mark.mpi
-def test_an_optimizer_that_join_was_not_told_of_is_refused(group):
+def test_an_optimizer_that_join_does_not_list_is_refused(group):
     ddp = wrapped(group, "mpidist", Model(), find_unused_parameters=True)
     oss = OSS(ddp.parameters(), torch.optim.SGD, group, lr=0.1)
 

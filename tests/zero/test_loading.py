@@ -84,8 +84,8 @@ def test_training_goes_on_where_another_optimizer_saved(group, partition):
             all(map(torch.equal, parameters_of(back), parameters_of(expected))),
             "back in the unsharded one",
         )
-        told = other.state_dict(all_ranks=True)
-        agree(group, same(told, back.state_dict()), "the state dicts differ")
+        found = other.state_dict(all_ranks=True)
+        agree(group, same(found, back.state_dict()), "the state dicts differ")
 
 
 def test_kinds_of_state_that_were_not_loaded_are_gone(group):
@@ -93,14 +93,12 @@ def test_kinds_of_state_that_were_not_loaded_are_gone(group):
     train(optimizer, range(1))
     plain = whole((torch.optim.Adam, {"lr": 0.01}))
     train(plain, range(1))
-    nbytes, kept = (
-        optimizer._state.nbytes(),
-        {flat.data_ptr() for flat in optimizer._state.kinds.values()},
-    )
+    before = optimizer._state.kinds.values()
+    nbytes, kept = sum(flat.nbytes for flat in before), {flat.data_ptr() for flat in before}
     optimizer.load_state_dict(plain.state_dict())
-    told = optimizer.state_dict(all_ranks=True)
+    found = optimizer.state_dict(all_ranks=True)
     flats = optimizer._state.kinds.values()
-    ok = same(told, plain.state_dict()) and optimizer._state.nbytes() * 3 == nbytes * 2
+    ok = same(found, plain.state_dict()) and 3 * sum(flat.nbytes for flat in flats) == 2 * nbytes
     agree(
         group, ok and {flat.data_ptr() for flat in flats} <= kept, "the memory was not used again"
     )
@@ -113,10 +111,10 @@ def test_state_of_parameters_that_no_rank_steps_is_kept_and_handed_over(group):
         optimizer = sharded(group, ADAM, partition, frozen=True)
         take_parameters(optimizer, source)
         optimizer.load_state_dict(source.state_dict())
-        told = optimizer.state_dict(all_ranks=True)
+        found = optimizer.state_dict(all_ranks=True)
         agree(
             group,
-            same(told["state"], source.state_dict()["state"]),
+            same(found["state"], source.state_dict()["state"]),
             f"{partition}: lost at the next save",
         )
         # With rank-local dicts as well.
@@ -131,9 +129,10 @@ def test_state_of_parameters_that_no_rank_steps_is_kept_and_handed_over(group):
             same_run(again, expected, range(2, 4)),
             f"{partition}: not what the unfrozen parameter had",
         )
-        told = again.state_dict(all_ranks=True)
+        found = again.state_dict(all_ranks=True)
         agree(
-            group, same(told["state"], expected.state_dict()["state"]) and not again._unowned.owners
+            group,
+            same(found["state"], expected.state_dict()["state"]) and not again._unowned.owners,
         )
 
 
@@ -186,8 +185,8 @@ def test_nothing_is_loaded_from_what_does_not_fit(group, monkeypatch):
         later["state"][0]["exp_avg"].fill_(7)
         raises_on_all(group, error, lambda: optimizer.load_state_dict(later), "broken")
         monkeypatch.undo()
-    told = optimizer.state_dict(all_ranks=True)
-    agree(group, same(told, before), "half of it was loaded")
+    found = optimizer.state_dict(all_ranks=True)
+    agree(group, same(found, before), "half of it was loaded")
     expected = whole(ADAM)
     train(expected, range(2))
     agree(group, same_run(optimizer, expected, range(2, 3)), "the next step is another")
@@ -200,15 +199,15 @@ def test_hooks_and_tensor_settings(group):
         lambda own, given: {**given, "more": seen.append("before")}
     )
     optimizer.register_load_state_dict_post_hook(lambda own: seen.append("after"))
-    optimizer.register_state_dict_post_hook(lambda own, told: {**told, "hooked": True})
+    optimizer.register_state_dict_post_hook(lambda own, found: {**found, "hooked": True})
     train(optimizer, range(1))
-    told = optimizer.state_dict(all_ranks=True)
+    found = optimizer.state_dict(all_ranks=True)
     optimizer.param_groups[0]["lr"].fill_(0.5)
-    optimizer.load_state_dict(told)
+    optimizer.load_state_dict(found)
     ok = (
-        told["hooked"]
+        found["hooked"]
         and seen == ["before", "after"]
-        and float(told["param_groups"][0]["lr"]) == pytest.approx(0.01)
+        and float(found["param_groups"][0]["lr"]) == pytest.approx(0.01)
     )
     agree(
         group, ok and float(optimizer.optim.param_groups[0]["lr"]) == pytest.approx(0.01), str(seen)

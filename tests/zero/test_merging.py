@@ -19,10 +19,10 @@ def test_the_merged_state_is_the_consolidated_one(group, partition):
     ):
         source = sharded(group, kind, partition, **more)
         train(source, range(2), skipped=(4,))
-        told = group.all_gather_object(source.rank_local_state_dict())
+        states = group.all_gather_object(source.rank_local_state_dict())
         agree(
             group,
-            same(merged(told), source.state_dict(all_ranks=True)),
+            same(merged(states), source.state_dict(all_ranks=True)),
             f"{kind[0].__name__} {more}",
         )
 
@@ -30,18 +30,18 @@ def test_the_merged_state_is_the_consolidated_one(group, partition):
 def test_what_is_no_complete_set(group):
     source = sharded(group)
     train(source, range(1))
-    told = group.all_gather_object(source.rank_local_state_dict())
+    states = group.all_gather_object(source.rank_local_state_dict())
     size = group.size
     for wrong, words in (
         ([], "at least one is none"),
-        ([*told, {}], "at least one is none"),
-        ([*told, told[0]], "must be those of ranks 0 to"),
+        ([*states, {}], "at least one is none"),
+        ([*states, states[0]], "must be those of ranks 0 to"),
         (
-            [{**told[0], "layout": {}}, *told[1:]] if size > 1 else [{**told[0], "rank": 1}],
+            [{**states[0], "layout": {}}, *states[1:]] if size > 1 else [{**states[0], "rank": 1}],
             "different layouts" if size > 1 else "must be",
         ),
         (
-            [{**state, "flats": [flat[1:] for flat in state["flats"]]} for state in told],
+            [{**state, "flats": [flat[1:] for flat in state["flats"]]} for state in states],
             "damaged: it lacks elements of",
         ),
     ):

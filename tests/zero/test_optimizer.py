@@ -160,8 +160,8 @@ def test_a_sparse_gradient_of_a_cut_parameter_is_refused_and_a_whole_one_steps(g
         agree(group, torch.equal(tables[0].weight, tables[1].weight))
 
 
-def refused(told, error, words, *arguments, **settings):
-    raises_on_all(told, error, lambda: OSS(*arguments, **settings), words)
+def refused(ranks, error, words, *arguments, **settings):
+    raises_on_all(ranks, error, lambda: OSS(*arguments, **settings), words)
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
@@ -349,10 +349,10 @@ def test_settings_go_both_ways_around_each_step(group):
     )
     sharded.param_groups[0]["lr"] = 8.0
     sharded.step()
-    told = [(held["lr"], held["momentum"]) for held in sharded.param_groups]
+    found = [(held["lr"], held["momentum"]) for held in sharded.param_groups]
     agree(
         group,
-        told
+        found
         == [(4.0, 0), (0.5, 0.5)]
         == [(held["lr"], held["momentum"]) for held in sharded.optim.param_groups],
     )

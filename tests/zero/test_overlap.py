@@ -18,7 +18,7 @@ from mpidist.zero.flat_buffers import _sliced
 from mpidist.zero.optimizer import OSS
 from mpidist.zero.overlap import Gather, PendingGathers
 from tests.support import agree, raises_on_all
-from tests.zero.models import Model, backward, same_bits, trained, wrapped
+from tests.zero.models import Model, backward, trained, unequal_parameters, wrapped
 
 
 class LateWork:
@@ -196,9 +196,9 @@ def test_the_same_bits_as_without(group, in_thread, monkeypatch):
             oss.consolidate_state_dict(0)
             results.append((oss, model, averages))
         wrong += [
-            f"{how}: {same_bits(a, b)}"
+            f"{how}: {unequal_parameters(a, b)}"
             for a, b in zip(results[0][1:], results[1][1:], strict=True)
-            if same_bits(a, b)
+            if unequal_parameters(a, b)
         ]
         oss.wait()
         if _get_current_function_mode_stack() or modules._global_forward_pre_hooks:
@@ -215,7 +215,7 @@ def test_the_same_bits_as_without(group, in_thread, monkeypatch):
 
 
 @pytest.mark.mpi
-def test_an_optimizer_that_is_gone_leaves_its_parameters_watched(group):
+def test_parameters_of_a_deleted_optimizer_still_wait_for_their_gather(group):
     model = Model()
     oss = OSS(model.parameters(), torch.optim.SGD, group, overlap=True, bucket_cap_mb=0.001, lr=0.1)
     backward(model, 0, 0)
@@ -236,7 +236,7 @@ class Owner:
     """Substitute of an optimizer."""
 
 
-def test_gathers_of_an_optimizer_that_is_gone_keep_nothing_alive():
+def test_gathers_of_a_deleted_optimizer_keep_nothing_alive():
     owner, parameter = Owner(), torch.nn.Parameter(torch.ones(2, 2))
     work = EndingWork(parameter)
     PendingGathers(owner).begin([Gather([parameter], [work])])

@@ -33,7 +33,7 @@ def require_equal(group, sharded, plain):
 
 @pytest.mark.parametrize("kind", ["greedy", "flat"])
 @pytest.mark.parametrize("way", nets.WAYS)
-def test_it_follows_what_somebody_has_put_elsewhere(group, kind, way):
+def test_a_moved_parameter_is_followed_to_its_new_memory(group, kind, way):
     """New memory on one rank or all; another dtype for some or all; another order of elements."""
 
     def elsewhere(parameters):
@@ -100,6 +100,38 @@ def test_training_again_is_noticed_at_the_step(group, kind):
     for optimizer in (sharded, plain):
         nets.all_parameters(optimizer)[1].requires_grad_(True)
         nets.all_parameters(optimizer)[5].requires_grad_(False)
+    step(sharded, plain, number=1)
+    require_equal(group, sharded, plain)
+
+
+@pytest.mark.parametrize("kind", ["balanced", "flat"])
+def test_training_again_is_noticed_when_a_group_is_added(group, kind):
+    sharded, plain = pair(group, "AdamW", kind)
+    step(sharded, plain)
+    for optimizer in (sharded, plain):
+        nets.all_parameters(optimizer)[1].requires_grad_(True)
+        optimizer.add_param_group({"params": nets.late()})
+    step(sharded, plain, number=1)
+    require_equal(group, sharded, plain)
+
+
+class Imitating:
+    """Wrapper that derives from the optimizer's class and delegates to it, as Fabric's."""
+
+    def __init__(self, optimizer):
+        self.__class__ = type("Imitating", (Imitating, type(optimizer)), {})
+        self.param_groups = optimizer.param_groups
+        self._wrapped = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self._wrapped, name)
+
+
+def test_a_group_added_through_an_imitating_wrapper_is_stepped(group):
+    sharded, plain = pair(group)
+    step(sharded, plain)
+    for optimizer in (Imitating(sharded), plain):
+        optimizer.add_param_group({"params": nets.late()})
     step(sharded, plain, number=1)
     require_equal(group, sharded, plain)
 
@@ -204,7 +236,7 @@ def test_a_refused_group_leaves_no_trace(group, kind):
     require_equal(group, sharded, plain)
 
 
-def test_ranks_that_freeze_different_parameters_all_hear_of_it(group):
+def test_ranks_that_freeze_different_parameters_raise_on_all(group):
     sharded, _ = pair(group)
     if group.size == 1:
         sharded.refresh_trainable()
@@ -243,7 +275,7 @@ def test_partition_parameters_lists_what_each_rank_owns(group, kind):
         [tensor.numel() for tensor in part["params"] if tensor.requires_grad or kind == "flat"]
         for part in held
     ]
-    told = [
+    expected = [
         [t.numel() for t in part["params"] if t is not own[1] and t is not own[6]]
         for part in parts[group.rank]
     ]
@@ -253,8 +285,8 @@ def test_partition_parameters_lists_what_each_rank_owns(group, kind):
     else:
         agree(
             group,
-            [[n for n in group_of if n] for group_of in elements] == told,
-            f"{elements} {told}",
+            [[n for n in group_of if n] for group_of in elements] == expected,
+            f"{elements} {expected}",
         )
     addresses = {
         t.untyped_storage().data_ptr()

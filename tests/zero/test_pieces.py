@@ -35,7 +35,7 @@ def test_gradient_of_a_piece_is_that_part_in_the_order_of_the_elements(is_ordere
     ) == is_ordered
 
 
-def test_gradients_are_lent_for_a_step_and_frozen_ones_hidden():
+def test_gradients_are_set_during_a_step_and_frozen_ones_hidden():
     parameters = [Parameter(torch.ones(70)) for _ in range(4)]
     for parameter in parameters[:3]:
         parameter.grad = torch.arange(70.0)

@@ -43,8 +43,8 @@ def buffers(group, bounds, dtype, turn=0):
 
 
 def is_equal_everywhere(group, flat):
-    told = group.all_gather_object(flat.cpu().view(torch.uint8).numpy().tobytes())
-    return all(one == told[0] for one in told)
+    everyones = group.all_gather_object(flat.cpu().view(torch.uint8).numpy().tobytes())
+    return all(one == everyones[0] for one in everyones)
 
 
 def change_by_numpy(change):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -35,7 +34,7 @@ def choose(comm: Communicator, flat: torch.Tensor, operation: ReduceOp) -> AllRe
     Collective: over ``comm``, the first time for a device.
     """
     kind, device = (flat.dtype, flat.nbytes, operation, flat.device, type(comm.mpi)), flat.device
-    choices: dict[Any, tuple[Any, Any, AllReduce]] = comm.kept.setdefault(_CHOICES, {})
+    choices: dict[object, tuple[object, object, AllReduce]] = comm.kept.setdefault(_CHOICES, {})
     table, able, chosen = choices.get(kind, (None, None, None))
     if (
         chosen is None

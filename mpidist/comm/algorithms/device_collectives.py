@@ -71,7 +71,7 @@ def placed(
     device_form = _DEVICE_FORMS.get(execute)
     staged = on_host(execute, fence)
 
-    def run(comm: Communicator, inputs: Tensors, outputs: Tensors, *args: Any) -> None:
+    def run(comm: Communicator, inputs: Tensors, outputs: Tensors, *args: object) -> None:
         # The same MPI calls on all ranks, because each rank chooses for itself whether its call is
         # synchronous, and so which of its threads executes it.
         comm = comm.blocking()
@@ -93,7 +93,7 @@ def _is_identity(execute: Execute, outputs: Tensors, args: tuple[Any, ...]) -> b
     return execute is movement.broadcast
 
 
-def _do_nothing(comm: Communicator, inputs: Tensors, outputs: Tensors, *args: Any) -> None:
+def _do_nothing(comm: Communicator, inputs: Tensors, outputs: Tensors, *args: object) -> None:
     return None
 
 
@@ -104,7 +104,7 @@ def _record_ready(
     comm: Communicator,
     inputs: Tensors,
     outputs: Tensors,
-    *args: Any,
+    *args: object,
 ) -> None:
     # A wait for this call covers the calls before it as well: their copies may be in progress on
     # this thread's streams.

@@ -20,7 +20,7 @@ def describe(operation: str, sequence: int, facts: Sequence[tuple[str, Any]]) ->
 
     A fact named ``tensor`` or ``tensors`` is written as shape, dtype and kind of device.
     """
-    items: list[tuple[str, Any]] = [("operation", operation), ("sequence", sequence)]
+    items: list[tuple[str, object]] = [("operation", operation), ("sequence", sequence)]
     for name, value in facts:
         if name == "tensor":
             items += [

@@ -12,7 +12,6 @@ Letters: W ranks of the group; N elements of a tensor.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -112,7 +111,7 @@ def _piece_buffers(levels: Levels) -> PieceBuffers | None:
 
     Collective: the first call, over the node.
     """
-    kept: dict[str, Any] = levels.node.kept
+    kept = levels.node.kept
     if "piece buffers" not in kept:
         maps = shared_maps(levels.node, [2 * PIECE_BYTES] * levels.node.size)
         with autograd_mode.allocating():

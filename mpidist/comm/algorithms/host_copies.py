@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from mpidist.comm.memory import buffer
 from mpidist.comm.memory.buffer_pool import BufferPool
 from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.mpi import autograd_mode
+from mpidist.comm.mpi.communicator import Communicator
 
 # Limit for one operation. Above it, two copies of each chunk cost less than memory that stays
 # pinned.
@@ -109,7 +109,12 @@ class HostCopies:
 def on_host(execute: Callable[..., None], fence: StreamFence | None = None) -> Callable[..., None]:
     """Return an executor that runs ``execute`` on host copies of its operands."""
 
-    def run(comm: Any, inputs: Any, outputs: Any, *args: Any) -> None:
+    def run(
+        comm: Communicator,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        *args: object,
+    ) -> None:
         copies = HostCopies(inputs, outputs, fence)
         execute(comm, *copies.load(), *args)
         copies.store()

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Sequence
 from ctypes import c_uint64, memmove
 from itertools import accumulate
-from typing import Any
 
 import torch
 
@@ -284,7 +283,7 @@ def compared(
 ) -> Callable[..., None]:
     """Return an all-to-all that first compares the counts of all ranks (debug mode)."""
 
-    def run(comm: Communicator, *args: Any) -> None:
+    def run(comm: Communicator, *args: object) -> None:
         fingerprint.check_matrix(
             comm, where, sends, receives, "elements" if execute is all_to_all else "rows"
         )

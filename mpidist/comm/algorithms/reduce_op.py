@@ -172,20 +172,19 @@ COMBINE = {
     MAX: lambda a, b: torch.maximum(a, b, out=a),
 }
 
-
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+# Addition and multiplication modulo 2ⁿ are the same for both signs, and torch can compute only the
+# signed types.
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def scale(tensor: torch.Tensor, plan: Reduction) -> None:
     """Multiply a contribution by its rank's factor, in place, before the sum (PREMUL_SUM)."""
     if plan.factor is None:
         return
-    signed = _SIGNED.get(tensor.dtype)
+    signed = SIGNED.get(tensor.dtype)
     if signed is None:
         tensor.mul_(plan.factor)
     else:
-        # torch cannot multiply wide unsigned integers; modulo 2**bits the signed product is the
-        # same.
         half = torch.iinfo(signed).max + 1
         tensor.view(signed).mul_((plan.factor + half) % (2 * half) - half)
 

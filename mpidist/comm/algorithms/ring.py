@@ -84,7 +84,7 @@ def all_reduce(
     bounds = shard_bounds(flat.numel(), comm.size)
     shards = [flat[bounds[i] : bounds[i + 1]] for i in range(comm.size)]
     chunk_bytes = chunk_bytes or CHUNK_BYTES
-    _reduce_scatter(comm, fence, shards, shards[comm.rank], operation, chunk_bytes)
+    _reduce_scatter(comm, fence, shards, shards[comm.rank], plan, chunk_bytes)
     _all_gather(comm, shards, chunk_bytes)
 
 
@@ -118,9 +118,8 @@ def reduce_scatter(
         reduce_scatter(comm, fence, ints, own, operation, chunk_bytes)
         fence.device.down.do(partial(minmax.decode, own, target))
         return
-    _reduce_scatter(
-        comm, fence, list(source.view(comm.size, -1)), target, operation, chunk_bytes or CHUNK_BYTES
-    )
+    shards = list(source.view(comm.size, -1))
+    _reduce_scatter(comm, fence, shards, target, plan, chunk_bytes or CHUNK_BYTES)
 
 
 def _reduce_scatter(
@@ -128,16 +127,13 @@ def _reduce_scatter(
     fence: StreamFence,
     shards: list[Tensor],
     target: Tensor,
-    operation: ReduceOp,
+    plan: Reduction,
     chunk_bytes: int,
 ) -> None:
-    plan = reduce_op.reduction(target.dtype, operation)
     device, rank, size = fence.device, comm.rank, comm.size
     sent_dtype = _sent_dtype(target.dtype, plan, size)
     longest = max(shard.numel() for shard in shards)
-    chunk = max(chunk_bytes // sent_dtype.itemsize, 1)
-    route = legs(size, longest, chunk, first_sent=(rank - 1) % size)
-    legs_per_step = -(-longest // chunk)
+    route, legs_per_step = _route(size, longest, chunk_bytes // sent_dtype.itemsize, rank - 1)
     first = shards[(rank - 1) % size]
     # A contribution that needs no conversion is sent from its own memory; the last sum of an
     # all-reduce is computed in place.
@@ -181,9 +177,8 @@ def _reduce_scatter(
 def _all_gather(comm: Communicator, shards: list[Tensor], chunk_bytes: int) -> None:
     rank, size = comm.rank, comm.size
     longest = max(shard.numel() for shard in shards)
-    chunk = max(chunk_bytes // shards[0].element_size(), 1)
-    route = legs(size, longest, chunk, first_sent=rank)
-    legs_per_step = -(-longest // chunk)
+    chunk = chunk_bytes // shards[0].element_size()
+    route, legs_per_step = _route(size, longest, chunk, first_sent=rank)
     messages = _Messages(comm)
     for place, leg in enumerate(route):
         for ahead in route[len(messages.receives) : place + 2]:
@@ -231,6 +226,12 @@ def _integers(fence: StreamFence, flat: Tensor, plan: Reduction) -> Tensor:
     ints = fence.device.empty(flat.numel(), minmax.INTEGERS[flat.element_size()])
     fence.device.down.do(lambda: ints.copy_(minmax.encode(flat, plan)))
     return ints
+
+
+def _route(size: int, longest: int, chunk: int, first_sent: int) -> tuple[list[Leg], int]:
+    """Return the legs around the ring, and their number in one step."""
+    chunk = max(chunk, 1)
+    return legs(size, longest, chunk, first_sent % size), -(-longest // chunk)
 
 
 def _part(memory: Tensor, shard: Tensor, leg: Leg) -> Tensor:

@@ -23,12 +23,10 @@ from mpidist.comm.mpi.communicator import Communicator
 
 Tensor = torch.Tensor
 
-# Addition modulo 2ⁿ is the same for both signs, and torch can add only the signed types.
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-def facts(tensor: Tensor, op: ReduceOp) -> tuple[tuple[str, Any], ...]:
+def facts(tensor: Tensor, op: ReduceOp) -> tuple[tuple[str, object], ...]:
     """Return the facts that must be equal on all ranks."""
     dims = f"{tensor.sparse_dim()} sparse and {tensor.dense_dim()} dense"
     return (("layout", tensor.layout), ("dimensions", dims), ("tensor", tensor), ("op", op))
@@ -85,8 +83,10 @@ def coalesce(tensor: Tensor) -> tuple[Tensor, Tensor]:
     if unique.numel() == keys.numel():
         return keys, values
     dtype = values.dtype
-    if dtype in _SIGNED:
-        total = _sum_by_key(values.view(_SIGNED[dtype]), places, unique.numel()).view(dtype)
+    if dtype in reduce_op.SIGNED:
+        total = _sum_by_key(values.view(reduce_op.SIGNED[dtype]), places, unique.numel()).view(
+            dtype
+        )
     elif dtype is torch.bool:
         total = _sum_by_key(values.to(torch.int64), places, unique.numel()) != 0
     else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -44,7 +43,7 @@ def all_reduce(
 def through_host(
     fence: StreamFence,
     flat: torch.Tensor,
-    exchange: Callable[[torch.Tensor], Any],
+    exchange: Callable[[torch.Tensor], object],
     reads: bool = True,
     writes: bool = True,
 ) -> None:

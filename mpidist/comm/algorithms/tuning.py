@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from mpidist import cache
+from mpidist.comm.mpi import byte_strings
 from mpidist.comm.mpi.communicator import Communicator
-from mpidist.comm.mpi.library import MPI, library_name
+from mpidist.comm.mpi.library import library_name
 
 LIBRARY, RING, STAGED, LEVELS = "library", "ring", "staged", "levels"
 ALGORITHMS = (LIBRARY, RING, STAGED)  # of device memory
@@ -125,7 +126,7 @@ def rings_for(nbytes: int, size: int) -> dict[str, int]:
     return dict(list(RINGS.items())[: len(shorter) + 1])
 
 
-def key(comm: Communicator, device: torch.device | None) -> dict[str, Any]:
+def key(comm: Communicator, device: torch.device | None) -> dict[str, object]:
     """Return the cache key of a measured table; device None for host memory."""
     kind = _kind(device)
     return {
@@ -154,11 +155,8 @@ def agreed_table(comm: Communicator, device: torch.device | None) -> Table:
             text = json.dumps(
                 _as_plain(_from_plain(cache.load(_KIND, key(comm, device)), kind))
             ).encode()
-        length = bytearray(len(text).to_bytes(8, "little"))
-        comm.mpi.Bcast((length, 8, MPI.BYTE), 0)
-        space = bytearray(text) if comm.rank == 0 else bytearray(int.from_bytes(length, "little"))
-        comm.mpi.Bcast((space, len(space), MPI.BYTE), 0)
-        held = comm.tuning_tables[kind] = _from_plain(json.loads(bytes(space)), kind)
+        chosen = byte_strings.gathered(comm.mpi, text)[0]
+        held = comm.tuning_tables[kind] = _from_plain(json.loads(chosen), kind)
     return held
 
 
@@ -166,7 +164,7 @@ def _kind(device: torch.device | None) -> str:
     return HOST if device is None else device.type
 
 
-def _as_plain(table: Table) -> dict[str, Any]:
+def _as_plain(table: Table) -> dict[str, object]:
     rows = [[nbytes, list(ranking)] for nbytes, ranking in table.rows]
     return {"rows": rows, "source": table.source, "chunks": list(table.chunks)}
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +35,7 @@ def seconds(
     where: torch.device | None,
     sizes: Sequence[int],
     rounds: int,
-    log: Callable[[str], Any] = lambda line: None,
+    log: Callable[[str], object] = lambda line: None,
 ) -> dict[int, dict[str, float]]:
     """Time each able algorithm at each size; return medians of the slowest rank's seconds.
 
@@ -119,7 +118,7 @@ def measured_table(
     where: torch.device | None,
     measured: dict[int, dict[str, float]],
     source: str,
-    log: Callable[[str], Any] = lambda line: None,
+    log: Callable[[str], object] = lambda line: None,
 ) -> tuning.Table:
     """Return the table of measured times; use it in this job, and cache it for later ones.
 

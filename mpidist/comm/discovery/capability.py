@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -251,7 +250,7 @@ def _try_operations(device: torch.device, is_cuda_first: bool) -> dict[str, str]
     return table
 
 
-def _is_table(held: Any) -> bool:
+def _is_table(held: object) -> bool:
     # Another version of mpidist may have tried other operations.
     return (
         isinstance(held, dict)
@@ -264,7 +263,7 @@ def _name(device: torch.device) -> str:
     return f"cuda:{torch.cuda.current_device()}" if str(device) == "cuda" else str(device)
 
 
-def _key(device: torch.device, is_cuda_first: bool) -> dict[str, Any]:
+def _key(device: torch.device, is_cuda_first: bool) -> dict[str, object]:
     is_cuda = device.type == "cuda"
     return {
         "library": library_name(),

@@ -65,7 +65,7 @@ def try_operations(
     if start is None:
         return dict.fromkeys(
             operations,
-            f"{NOT_TRIED}no mpirun or mpiexec was found beside the MPI library or on the PATH",
+            f"{NOT_TRIED}no mpirun or mpiexec was found next to the MPI library or on the PATH",
         )
     flags = () if cuda_first else (MPI_FIRST,)
     results: dict[str, str] = {}

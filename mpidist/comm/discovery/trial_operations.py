@@ -11,7 +11,7 @@ import torch
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi import byte_strings
 from mpidist.comm.mpi.library import MPI
-from mpidist.comm.mpi.nonblocking import MpiCalls
+from mpidist.comm.mpi.nonblocking import Mpi, MpiCalls
 
 WORKS = "works"
 # Elements of each rank's share: an eager message, and 1 MiB, which needs a rendezvous.
@@ -25,7 +25,7 @@ class Trial:
     The operand of rank r is ``arange(numel) % 1000 + r``, so sums are exact.
     """
 
-    mpi: Any
+    mpi: Mpi
     operation: str
     device: torch.device
     numel: int
@@ -38,7 +38,7 @@ class Trial:
         """Return memory for a result; NaN marks elements that MPI does not write."""
         return torch.full((numel,), torch.nan, device=self.device)
 
-    def call(self, *args: Any) -> None:
+    def call(self, *args: object) -> None:
         """Call MPI's operation and wait until it is complete."""
         self.synchronize()
         request = getattr(self.mpi, self.operation)(*args)
@@ -134,7 +134,7 @@ OPERATIONS = tuple(_TRIALS)
 REDUCTIONS = frozenset({"Allreduce", "Reduce_scatter_block"})
 
 
-def attempt(mpi: Any, operation: str, device: torch.device) -> str:
+def attempt(mpi: Mpi, operation: str, device: torch.device) -> str:
     """Execute one operation on memory of a device, with two sizes, and check the results.
 
     Collective: over ``mpi``. May end the process.

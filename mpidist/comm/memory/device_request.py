@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 from mpidist.comm.memory.stream import Device
+from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.nonblocking import Request
 
 _UNCHANGED: AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -27,16 +28,16 @@ class DeviceRequest:
 
     __slots__ = ("_device", "_request")
 
-    def __init__(self, request: Any, device: Device) -> None:
+    def __init__(self, request: Request, device: Device) -> None:
         self._request = request
         self._device = device
 
-    def Test(self, status: Any = None) -> bool:
+    def Test(self, status: MPI.Status | None = None) -> bool:
         """See MPI_Test."""
         with self._device.as_current():
             return bool(self._request.Test(status))
 
-    def Wait(self, status: Any = None) -> Any:
+    def Wait(self, status: MPI.Status | None = None) -> object:
         """See MPI_Wait."""
         with self._device.as_current():
             return self._request.Wait(status)
@@ -47,7 +48,7 @@ class DeviceRequest:
             self._request.Cancel()
 
 
-def start_request(device: Device | None, start: Callable[..., Any], *args: Any) -> Any:
+def start_request(device: Device | None, start: Callable[..., Request], *args: object) -> Request:
     """Start a request by ``start(*args)`` on a device's memory, or on host memory for None."""
     if device is None:
         return start(*args)

@@ -87,7 +87,7 @@ class Device(Protocol):
 class CudaEvent:
     """A CUDA event and its device; ``torch.cuda.Event.wait`` would use the current device."""
 
-    def __init__(self, device: torch.device, event: Any) -> None:
+    def __init__(self, device: torch.device, event: torch.cuda.Event) -> None:
         self.device = device
         self.event = event
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
-_UNCHANGED: AbstractContextManager[Any] = nullcontext()
+_UNCHANGED: AbstractContextManager[object] = nullcontext()
 
 
-def writing(*groups: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+def writing(*groups: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
     """Return a context in which this thread may write these tensors, unrecorded by autograd."""
     if torch.is_inference_mode_enabled():
         return _UNCHANGED
@@ -36,6 +35,6 @@ def writing(*groups: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
     return torch.no_grad() if is_recorded and torch.is_grad_enabled() else _UNCHANGED
 
 
-def allocating() -> AbstractContextManager[Any]:
+def allocating() -> AbstractContextManager[object]:
     """Return a context for memory that outlives the call: its tensors are not inference ones."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _UNCHANGED

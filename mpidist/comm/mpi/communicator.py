@@ -82,7 +82,7 @@ class Communicator:
         other.mpi = mpi
         return other
 
-    def wait_all(self, requests: list[Any]) -> None:
+    def wait_all(self, requests: list[MPI.Request]) -> None:
         """Wait for requests of this communicator in the same way as its blocking calls."""
         if isinstance(self.mpi, MpiCalls):
             self.mpi.wait_all(requests)
@@ -109,10 +109,13 @@ class Communicator:
             )
             self._levels.append(Levels(ranks, leaders))
         (levels,) = self._levels
+        if not isinstance(self.mpi, MpiCalls):
+            # From ``blocking``: all ranks block on their node, in either thread; the calls of the
+            # leaders are non-blocking on all leaders alike.
+            return levels
         # A rank executes in the caller's thread or in the group's: non-blocking calls match in both
         # cases, also on one node.
         node_comm, leader_comm = levels.node, levels.leaders
-        assert isinstance(self.mpi, MpiCalls)
         return Levels(
             node_comm._calling(self.mpi.over(node_comm.plain)),
             leader_comm and leader_comm._calling(self.mpi.over(leader_comm.plain)),

@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from types import ModuleType
 
 from mpidist.comm.mpi import launcher_env
 from mpidist.comm.mpi.launcher_env import Launch
@@ -113,7 +113,7 @@ def inherited() -> Callable[[], None]:
     CUDA runtime. MPI uses the driver's interface, which needs a bound context, and completes
     messages of device memory in any thread that calls MPI.
     """
-    torch: Any = sys.modules.get("torch")
+    torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return _nothing
     held = _devices_with_context(torch)
@@ -138,7 +138,7 @@ def _nothing() -> None:
     return None
 
 
-def _devices_with_context(torch: Any) -> list[int]:
+def _devices_with_context(torch: ModuleType) -> list[int]:
     try:
         return [
             index
@@ -150,14 +150,14 @@ def _devices_with_context(torch: Any) -> list[int]:
         return []
 
 
-def _choose(torch: Any, held: Sequence[int]) -> int | None:
+def _choose(torch: ModuleType, held: Sequence[int]) -> int | None:
     current = torch.cuda.current_device() if held else 0
     return device_index(
         torch.cuda.device_count(), held, current, launcher_env.from_environment(os.environ)
     )
 
 
-def _create(torch: Any, index: int) -> bool:
+def _create(torch: ModuleType, index: int) -> bool:
     try:
         torch.zeros(1, device=torch.device("cuda", index))
         torch.cuda.synchronize(index)

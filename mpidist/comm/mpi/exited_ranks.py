@@ -44,6 +44,6 @@ def failure(where: str, world_ranks: Sequence[int]) -> RankFailureError:
     plural = "s" if len(world_ranks) > 1 else ""
     names = ", ".join(map(str, world_ranks))
     return RankFailureError(
-        f"{where} waits for world rank{plural} {names}, which came to the end of the program",
+        f"{where} waits for world rank{plural} {names}, which exited",
         world_ranks,
     )

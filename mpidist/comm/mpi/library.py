@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import warnings
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mpidist.comm.mpi import cuda_context, launcher_env
@@ -43,7 +44,7 @@ def configure_environment() -> None:
     os.environ.setdefault("OMPI_MCA_btl_sm_eager_limit", "32768")
 
 
-def load(makes_context: bool = True) -> Any:
+def load(makes_context: bool = True) -> ModuleType:
     """Import ``mpi4py.MPI`` and start MPI with the highest thread level; called on first use.
 
     On a rank with a CUDA device the device's context is created first, except with

@@ -8,8 +8,6 @@ of another length goes into memory of its own, because its sender waits until it
 
 from __future__ import annotations
 
-from typing import Any
-
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 
@@ -37,7 +35,7 @@ class Receives:
         self._status = MPI.Status()
         self._error: LengthError | None = None
 
-    def receive(self, space: tuple[Any, int, MPI.Datatype], source: int, tag: int) -> None:
+    def receive(self, space: tuple[MPI.buffer, int, MPI.Datatype], source: int, tag: int) -> None:
         """Receive one message.
 
         Args:

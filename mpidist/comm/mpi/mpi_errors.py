@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TypeGuard
 
 from mpidist.comm.mpi import backoff
 from mpidist.comm.mpi.library import MPI
-from mpidist.comm.mpi.nonblocking import Mpi
+from mpidist.comm.mpi.nonblocking import MatchedMessage, Mpi, Request
 from mpidist.errors import MpidistError, RankFailureError
 
 _NEWS_S = 1.0
 _SLEEP_S = 1e-2
 
 
-def is_mpi_error(error: BaseException) -> bool:
+def is_mpi_error(error: BaseException) -> TypeGuard[MPI.Exception]:
     """Say whether MPI raised it."""
     return isinstance(error, MPI.Exception)
 
 
-def translate(error: Any, where: str) -> MpidistError:
+def translate(error: MPI.Exception, where: str) -> MpidistError:
     """Return the typed error for an ``MPI.Exception``.
 
     Args:
@@ -71,7 +71,7 @@ def death_tolerated() -> Iterator[None]:
             raise
 
 
-def matched_probe(mpi: Mpi, tag: int, status: Any) -> Any:
+def matched_probe(mpi: Mpi, tag: int, status: MPI.Status) -> MPI.Message | MatchedMessage | None:
     """Return a message from any rank by ``Improbe``, or None.
 
     After a death (ULFM), messages of living ranks are still found.
@@ -86,7 +86,7 @@ def matched_probe(mpi: Mpi, tag: int, status: Any) -> Any:
         return None
 
 
-def is_pending(error: Any) -> bool:
+def is_pending(error: MPI.Exception) -> bool:
     """Say whether the failed receive is still posted: from any source, after a death (ULFM)."""
     return is_failure(error) and error.Get_error_class() == getattr(
         MPI, "ERR_PROC_FAILED_PENDING", None
@@ -100,7 +100,7 @@ def acknowledged_deaths(mpi: Mpi) -> set[int]:
     return set(MPI.Group.Translate_ranks(dead, list(range(dead.Get_size())), mpi.Get_group()))
 
 
-def is_over(request: Any) -> bool:
+def is_over(request: Request) -> bool:
     """Test a request; a request whose peer has died counts as complete."""
     try:
         return bool(request.Test())
@@ -110,7 +110,7 @@ def is_over(request: Any) -> bool:
         return True
 
 
-def is_failure(error: Any) -> bool:
+def is_failure(error: MPI.Exception) -> bool:
     """Say whether an MPI error means that a process died or the communicator was revoked."""
     # mpi4py has the names for every MPI; their values are distinct only in libraries with ULFM.
     kind = error.Get_error_class()

@@ -12,10 +12,13 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from mpidist.comm.mpi import backoff
 from mpidist.comm.mpi.library import MPI
+
+if TYPE_CHECKING:
+    from mpi4py.typing import BufSpec
 
 # Blocking calls whose non-blocking form takes the same arguments, except for a status.
 NONBLOCKING = {
@@ -28,9 +31,23 @@ NONBLOCKING = {
 }  # fmt: skip
 
 # Requests of abandoned calls and their buffers: MPI may write there as long as the process lives.
-_abandoned: list[Any] = []
+_abandoned: list[object] = []
 
-Wait = Callable[[Any, Any], None]
+
+class Request(Protocol):
+    """The calls of an MPI request, also of requests that this library makes."""
+
+    def Test(self, status: MPI.Status | None = None) -> bool:
+        """See MPI_Test."""
+
+    def Wait(self, status: MPI.Status | None = None) -> object:
+        """See MPI_Wait."""
+
+    def Cancel(self) -> None:
+        """See MPI_Cancel."""
+
+
+Wait: TypeAlias = "Callable[[Request | _Probe, MPI.Status | None], None]"
 # A communicator that executors call; as text, because a name of MPI starts MPI.
 Mpi: TypeAlias = "MPI.Comm | MpiCalls"
 
@@ -63,13 +80,13 @@ class MpiCalls:
 
     def Sendrecv(
         self,
-        send: Any,
+        send: BufSpec,
         dest: int,
         sendtag: int,
-        recv: Any,
+        recv: BufSpec,
         source: int,
         recvtag: int,
-        status: Any = None,
+        status: MPI.Status | None = None,
     ) -> None:
         """See MPI_Sendrecv."""
         incoming = self._comm.Irecv(recv, source, recvtag)
@@ -77,13 +94,15 @@ class MpiCalls:
         self._wait(incoming, status)
         self._wait(outgoing, None)
 
-    def Mprobe(self, source: int, tag: int, status: Any = None) -> MatchedMessage:
+    def Mprobe(self, source: int, tag: int, status: MPI.Status | None = None) -> MatchedMessage:
         """See MPI_Mprobe."""
         probe = _Probe(self._comm, source, tag)
         self._wait(probe, status)
         return MatchedMessage(probe.message, self._wait)
 
-    def Improbe(self, source: int, tag: int, status: Any = None) -> MatchedMessage | None:
+    def Improbe(
+        self, source: int, tag: int, status: MPI.Status | None = None
+    ) -> MatchedMessage | None:
         """See MPI_Improbe."""
         if self._check is not None:
             self._check()
@@ -94,7 +113,7 @@ class MpiCalls:
         """Return another communicator with the same waits."""
         return MpiCalls(comm, self._wait, self._check)
 
-    def wait_all(self, requests: Iterable[Any]) -> None:
+    def wait_all(self, requests: Iterable[Request]) -> None:
         """Wait for requests of this communicator."""
         for request in requests:
             self._wait(request, None)
@@ -117,15 +136,15 @@ class MatchedMessage:
 
     __slots__ = ("_message", "_wait")
 
-    def __init__(self, message: Any, wait: Wait) -> None:
+    def __init__(self, message: MPI.Message | MatchedMessage, wait: Wait) -> None:
         self._message = message
         self._wait = wait
 
-    def Recv(self, space: Any) -> None:
+    def Recv(self, space: BufSpec) -> None:
         """See MPI_Mrecv."""
         self._wait(self._message.Irecv(space), None)
 
-    def Irecv(self, space: Any) -> Any:
+    def Irecv(self, space: BufSpec) -> Request:
         """See MPI_Imrecv."""
         return self._message.Irecv(space)
 
@@ -145,25 +164,25 @@ class _Probe:
         self._tag = tag
         self.message: Any = None
 
-    def Test(self, status: Any) -> bool:
+    def Test(self, status: MPI.Status | None) -> bool:
         self.message = self._comm.Improbe(self._source, self._tag, status)
         return self.message is not None
 
-    def Wait(self, status: Any) -> None:
+    def Wait(self, status: MPI.Status | None) -> None:
         self.message = self._comm.Mprobe(self._source, self._tag, status)
 
 
-def wait_spinning(request: Any, status: Any = None) -> None:
+def wait_spinning(request: Request | _Probe, status: MPI.Status | None = None) -> None:
     """Wait inside MPI, which polls without a pause."""
     request.Wait(status)
 
 
-def wait_yielding(request: Any, status: Any = None) -> None:
+def wait_yielding(request: Request | _Probe, status: MPI.Status | None = None) -> None:
     """Test a request until it is complete; yield the core between tests."""
     backoff.until(lambda: request.Test(status), spin_s=0, yield_s=math.inf)
 
 
-def wait_sleeping(request: Any, status: Any = None) -> None:
+def wait_sleeping(request: Request | _Probe, status: MPI.Status | None = None) -> None:
     """Test a request until it is complete; yield the core between tests, later sleep."""
     backoff.until(lambda: request.Test(status))
 
@@ -177,7 +196,7 @@ def wait_abandonable(check: Callable[[], None], sleeps: bool) -> Wait:
     """
     yield_s = backoff.YIELD_S if sleeps else math.inf
 
-    def wait(request: Any, status: Any = None) -> None:
+    def wait(request: Request | _Probe, status: MPI.Status | None = None) -> None:
         backoff.until(lambda: request.Test(status), check, yield_s=yield_s)
 
     return wait

@@ -17,12 +17,16 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
 
 from mpidist.comm.mpi import cuda_context, launcher_env
 from mpidist.comm.mpi.library import MPI, is_started
 from mpidist.comm.mpi.world import World, check_start, join
 from mpidist.errors import MpidistError
+
+if TYPE_CHECKING:
+    import torch
 
 _ABORT_CODE = 1
 _DRAIN_S = 5.0  # longest wait at exit for operations that were started and never waited for
@@ -33,10 +37,17 @@ _ENV_ALL_THREADS = "MPIDIST_ALL_THREADS"
 _lock = threading.RLock()
 _world: World | None = None
 # Owners of threads, and their stages: close(timeout_s) is called before MPI ends.
-_at_exit: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_at_exit: weakref.WeakKeyDictionary[Closable, int] = weakref.WeakKeyDictionary()
 # Reports that a rank has printed, and the short form that this rank prints instead.
 _reports: dict[str, str] = {}
 _unfinished: Unfinished | None = None
+
+
+class Closable(Protocol):
+    """Owner of a thread."""
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread, within ``timeout_s`` if possible."""
 
 
 @dataclass
@@ -95,7 +106,7 @@ def local_rank() -> int:
     return index if index is not None else world().local_rank
 
 
-def device() -> Any:
+def device() -> torch.device:
     """Return the ``torch.device`` of this rank: its share of the node's GPUs, or the CPU."""
     import torch
 
@@ -104,7 +115,7 @@ def device() -> Any:
     return torch.device("cpu")
 
 
-def close_at_exit(owner: Any, stage: int = 0) -> None:
+def close_at_exit(owner: Closable, stage: int = 0) -> None:
     """Register ``owner.close(timeout_s)`` for the end of MPI; lower stages are closed first.
 
     Args:
@@ -161,7 +172,7 @@ def guard_thread(target: Callable[..., None]) -> Callable[..., None]:
     """
     bind = cuda_context.inherited()
 
-    def body(*args: Any) -> None:
+    def body(*args: object) -> None:
         try:
             bind()
             target(*args)
@@ -194,7 +205,9 @@ def _install_hooks(size: int) -> None:
         return
     previous = sys.excepthook
 
-    def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    def excepthook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         _end_job_for(kind, error, "uncaught")
         previous(kind, error, trace)
 

@@ -43,6 +43,6 @@ class _Locked:
         self.__dict__[name] = call
         return call
 
-    def Wait(self, status: Any = None) -> None:
+    def Wait(self, status: MPI.Status | None = None) -> None:
         """See MPI_Wait."""
         wait_yielding(self, status)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import msgspec
@@ -34,9 +34,10 @@ from mpidist.comm.serialization.data_format import (
     TUPLE,
     TWO_FLOATS,
 )
+from mpidist.comm.serialization.tensor_format import Buffer, Tabled
 from mpidist.errors import FrameError, MpidistError
 
-Extend = Callable[[int, "list[Any]"], Any]
+Extend = Callable[[int, "list[Any]"], object]
 
 _decode = msgspec.msgpack.decode
 _MALFORMED = (
@@ -50,7 +51,7 @@ _MALFORMED = (
 )
 
 
-def loads(data: Any, objects: Sequence[Any] = (), extend: Extend | None = None) -> Any:
+def loads(data: Buffer, objects: Sequence[Tabled] = (), extend: Extend | None = None) -> Any:
     """Read an object; its memory is bounded by a multiple of the data's length.
 
     Args:
@@ -80,12 +81,12 @@ class Reader:
 
     __slots__ = ("_depth", "_extend", "_objects")
 
-    def __init__(self, objects: Sequence[Any], extend: Extend | None) -> None:
+    def __init__(self, objects: Sequence[Tabled], extend: Extend | None) -> None:
         self._objects = objects
         self._extend = extend
         self._depth = 0
 
-    def extension(self, code: int, data: memoryview) -> Any:
+    def extension(self, code: int, data: memoryview) -> object:
         """Make the object of an extension type."""
         if code == OBJECT:
             (number,) = NUMBER.unpack(data) if len(data) == NUMBER.size else (len(self._objects),)
@@ -102,7 +103,7 @@ class Reader:
             raise FrameError(f"an extension type of unknown code {code}")
         return self._extend(code, self._items(data))
 
-    def _items(self, data: Any) -> list[Any]:
+    def _items(self, data: memoryview) -> list[Any]:
         self._depth += 1
         if self._depth > DEPTH:
             raise FrameError(f"data nested more than {DEPTH} deep")
@@ -112,29 +113,31 @@ class Reader:
             raise FrameError("an extension type without its array")
         return items
 
-    def _tuple(self, data: Any) -> Any:
+    def _tuple(self, data: memoryview) -> tuple[object, ...]:
         return tuple(self._items(data))
 
-    def _set(self, data: Any) -> Any:
+    def _set(self, data: memoryview) -> set[Hashable]:
         return set(self._items(data))
 
-    def _frozenset(self, data: Any) -> Any:
+    def _frozenset(self, data: memoryview) -> frozenset[Hashable]:
         return frozenset(self._items(data))
 
-    def _pairs(self, data: Any) -> Any:
+    def _pairs(self, data: memoryview) -> dict[Hashable, object]:
         items = self._items(data)
         return dict(zip(items[::2], items[1::2], strict=True))
 
-    def _ordered(self, data: Any) -> Any:
+    def _ordered(self, data: memoryview) -> OrderedDict[Hashable, object]:
         items, metadata = self._items(data)
         if type(items) is not list:
             raise FrameError("an ordered dict without its items")
-        result: OrderedDict[Any, Any] = OrderedDict(zip(items[::2], items[1::2], strict=True))
+        result: OrderedDict[Hashable, object] = OrderedDict(
+            zip(items[::2], items[1::2], strict=True)
+        )
         if metadata is not None:
             result.__dict__[METADATA] = metadata
         return result
 
-    def _scalar(self, data: Any) -> Any:
+    def _scalar(self, data: memoryview) -> np.generic:
         name, raw = self._items(data)
         dtype = SCALAR_DTYPES[name]
         if (
@@ -145,7 +148,7 @@ class Reader:
             raise FrameError(f"bytes that are no numpy scalar of type {name}")
         return np.frombuffer(raw, dtype)[0]
 
-    def _device(self, data: Any) -> Any:
+    def _device(self, data: memoryview) -> torch.device:
         kind, index = self._items(data)
         if kind not in DEVICE_TYPES or (
             index is not None and (type(index) is not int or not 0 <= index < 128)
@@ -153,45 +156,45 @@ class Reader:
             raise FrameError("no device")
         return torch.device(kind) if index is None else torch.device(kind, index)
 
-    def _size(self, data: Any) -> Any:
+    def _size(self, data: memoryview) -> torch.Size:
         sizes = self._items(data)
         if not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
             raise FrameError("sizes that are none")
         return torch.Size(sizes)
 
 
-def _integer(data: Any) -> int:
+def _integer(data: memoryview) -> int:
     return int.from_bytes(data, "little", signed=True)
 
 
-def _complex(data: Any) -> complex:
+def _complex(data: memoryview) -> complex:
     if len(data) != TWO_FLOATS.size:
         raise FrameError(f"a complex number of {len(data)} bytes")
     return complex(*TWO_FLOATS.unpack(data))
 
 
-def _text(data: Any) -> str:
+def _text(data: memoryview) -> str:
     return bytes(data).decode(errors="surrogatepass")
 
 
-def _ellipsis(data: Any) -> Any:
+def _ellipsis(data: memoryview) -> object:
     if len(data):
         raise FrameError(f"an ellipsis of {len(data)} bytes")
     return ...
 
 
-def _dtype(data: Any) -> torch.dtype:
+def _dtype(data: memoryview) -> torch.dtype:
     return DTYPES_BY_NAME[bytes(data).decode()]
 
 
-_SCALARS: dict[int, Callable[[Any], Any]] = {
+_SCALARS: dict[int, Callable[[memoryview], object]] = {
     INTEGER: _integer,
     COMPLEX: _complex,
     TEXT: _text,
     ELLIPSIS: _ellipsis,
     DTYPE: _dtype,
 }
-_NESTED: dict[int, Callable[[Reader, Any], Any]] = {
+_NESTED: dict[int, Callable[[Reader, memoryview], object]] = {
     TUPLE: Reader._tuple,
     SET: Reader._set,
     FROZENSET: Reader._frozenset,

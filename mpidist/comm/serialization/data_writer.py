@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import msgspec
@@ -34,10 +34,11 @@ from mpidist.comm.serialization.data_format import (
     TUPLE,
     TWO_FLOATS,
 )
+from mpidist.comm.serialization.tensor_format import Tabled
 from mpidist.errors import NotPlainData
 
 Ext = msgspec.msgpack.Ext
-Extend = Callable[[Any], "tuple[int, list[Any]] | None"]
+Extend = Callable[[object], "tuple[int, list[object]] | None"]
 
 encode = msgspec.msgpack.Encoder().encode
 _TABLED = frozenset({torch.Tensor, torch.nn.Parameter, np.ndarray, bytearray})
@@ -45,7 +46,7 @@ _MARKS = [Ext(OBJECT, NUMBER.pack(number)) for number in range(64)]
 _UNENCODABLE = (OverflowError, UnicodeEncodeError)
 
 
-def dumps(obj: Any, objects: list[Any], extend: Extend | None = None) -> bytes:
+def dumps(obj: object, objects: list[Tabled], extend: Extend | None = None) -> bytes:
     """Write an object as data.
 
     Args:
@@ -70,7 +71,7 @@ def dumps(obj: Any, objects: list[Any], extend: Extend | None = None) -> bytes:
         return _encoded(Writer(objects, extend, is_careful=True).convert(obj))
 
 
-def _encoded(written: Any) -> bytes:
+def _encoded(written: object) -> bytes:
     try:
         return encode(written)
     except RecursionError:
@@ -90,7 +91,7 @@ class Writer:
     __slots__ = ("_depth", "_extend", "_is_careful", "_numbers", "_objects")
 
     def __init__(
-        self, objects: list[Any], extend: Extend | None = None, is_careful: bool = False
+        self, objects: list[Tabled], extend: Extend | None = None, is_careful: bool = False
     ) -> None:
         self._objects = objects
         self._numbers = {id(obj): number for number, obj in enumerate(objects)}
@@ -98,11 +99,11 @@ class Writer:
         self._is_careful = is_careful
         self._depth = 0
 
-    def convert(self, obj: Any) -> Any:
+    def convert(self, obj: Any) -> object:
         """Return the object that MessagePack encodes instead of ``obj``."""
         kind = type(obj)
         if kind in NATIVE:
-            return _checked(obj, kind) if self._is_careful else obj
+            return _checked(obj) if self._is_careful else obj
         if kind in _TABLED:
             return self._reference(obj)
         if kind is list:
@@ -124,7 +125,7 @@ class Writer:
         code, values = own
         return Ext(code, self._nested(values))
 
-    def _reference(self, obj: Any) -> Any:
+    def _reference(self, obj: Any) -> Ext:
         number = self._numbers.get(id(obj))
         if number is None:
             described = obj
@@ -136,7 +137,7 @@ class Writer:
             self._objects.append(described)
         return _MARKS[number] if number < len(_MARKS) else Ext(OBJECT, NUMBER.pack(number))
 
-    def _items(self, items: Any) -> Any:
+    def _items(self, items: list[object]) -> list[object]:
         """Return a list of the converted items, or ``items`` if none of them changes."""
         if not self._is_careful and NATIVE.issuperset(map(type, items)):
             return items
@@ -151,7 +152,7 @@ class Writer:
         self._depth -= 1
         return result
 
-    def _dict(self, obj: dict[Any, Any]) -> Any:
+    def _dict(self, obj: dict[Hashable, object]) -> dict[Hashable, object] | Ext:
         if self._is_careful or not NATIVE.issuperset(map(type, obj)):
             try:
                 return Ext(PAIRS, self._nested([part for pair in obj.items() for part in pair]))
@@ -170,7 +171,7 @@ class Writer:
         self._depth -= 1
         return result
 
-    def _nested(self, values: list[Any]) -> bytes:
+    def _nested(self, values: list[object]) -> bytes:
         return _encoded(self._items(values))
 
     def _enter(self) -> None:
@@ -178,10 +179,10 @@ class Writer:
         if self._depth > DEPTH:
             raise NotPlainData(f"it is nested more than {DEPTH} deep, or holds itself")
 
-    def _tuple(self, obj: Any) -> Any:
+    def _tuple(self, obj: tuple[object, ...]) -> Ext:
         return Ext(TUPLE, self._nested(list(obj)))
 
-    def _ordered(self, obj: Any) -> Any:
+    def _ordered(self, obj: OrderedDict[Hashable, object]) -> Ext:
         if not obj.__dict__.keys() <= {METADATA}:
             raise NotPlainData(
                 f"an OrderedDict with attributes ({', '.join(sorted(obj.__dict__))}) is no plain "
@@ -193,29 +194,29 @@ class Writer:
             raise _at_key(error, list(obj)) from None
         return Ext(ORDERED, _encoded([pairs, self.convert(obj.__dict__.get(METADATA))]))
 
-    def _set(self, obj: Any) -> Any:
+    def _set(self, obj: set[Hashable] | frozenset[Hashable]) -> Ext:
         return Ext(SET if type(obj) is set else FROZENSET, self._nested(list(obj)))
 
-    def _size(self, obj: Any) -> Any:
+    def _size(self, obj: torch.Size) -> Ext:
         return Ext(SIZE, encode(list(obj)))
 
-    def _complex(self, obj: Any) -> Any:
+    def _complex(self, obj: complex) -> Ext:
         return Ext(COMPLEX, TWO_FLOATS.pack(obj.real, obj.imag))
 
-    def _ellipsis(self, obj: Any) -> Any:
+    def _ellipsis(self, obj: object) -> Ext:
         return Ext(ELLIPSIS, b"")
 
-    def _dtype(self, obj: Any) -> Any:
+    def _dtype(self, obj: torch.dtype) -> Ext:
         name = DTYPE_NAMES.get(obj)
         if name is None:
             raise NotPlainData.of(obj)
         return Ext(DTYPE, name.encode())
 
-    def _device(self, obj: Any) -> Any:
+    def _device(self, obj: torch.device) -> Ext:
         return Ext(DEVICE, encode([obj.type, obj.index]))
 
 
-_KINDS: dict[type, Callable[[Writer, Any], Any]] = {
+_KINDS: dict[type, Callable[[Writer, Any], Ext]] = {
     tuple: Writer._tuple,
     OrderedDict: Writer._ordered,
     set: Writer._set,
@@ -228,15 +229,15 @@ _KINDS: dict[type, Callable[[Writer, Any], Any]] = {
 }
 
 
-def _described(obj: Any) -> str:
+def _described(obj: torch.Tensor | np.ndarray) -> str:
     """Return the reason why a tensor or an array is no plain data."""
-    if isinstance(obj, np.ndarray):
+    if not isinstance(obj, torch.Tensor):
         return f"an array of dtype {obj.dtype} is no plain data"
     attributes = f" with attributes ({', '.join(sorted(obj.__dict__))})" if obj.__dict__ else ""
     return f"a tensor of {obj.dtype}, {obj.layout}, on {obj.device}{attributes} is no plain data"
 
 
-def _at_key(error: NotPlainData, keys: list[Any]) -> NotPlainData:
+def _at_key(error: NotPlainData, keys: list[Hashable]) -> NotPlainData:
     """Return the error with the key in place of an index into alternating keys and values."""
     number, _, rest = error.place.partition("]")
     place = int(number[1:])
@@ -246,10 +247,10 @@ def _at_key(error: NotPlainData, keys: list[Any]) -> NotPlainData:
     )
 
 
-def _checked(obj: Any, kind: type) -> Any:
-    if kind is int and not -(1 << 63) <= obj < 1 << 64:
+def _checked(obj: object) -> object:
+    if type(obj) is int and not -(1 << 63) <= obj < 1 << 64:
         return Ext(INTEGER, obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True))
-    if kind is str:
+    if type(obj) is str:
         try:
             obj.encode()
         except UnicodeEncodeError:

@@ -30,6 +30,7 @@ from mpidist.comm.serialization import (
     tensor_rebuild,
     tensor_table,
 )
+from mpidist.comm.serialization.tensor_format import Buffer, Tabled
 from mpidist.errors import FrameError, NotPlainData
 
 _MAGIC = b"MPIF"
@@ -54,14 +55,14 @@ class _HostSink(tensor_pickle.Sink):
 
     __slots__ = ()
 
-    def reduced(self, obj: Any) -> Any:
+    def reduced(self, obj: object) -> Any:
         """See ``tensor_pickle.Sink``."""
         if isinstance(obj, torch.Tensor) and not obj.is_cpu:
             return NotImplemented
         return super().reduced(obj)
 
 
-def encode(obj: Any, data_only: bool = False) -> Message:
+def encode(obj: object, data_only: bool = False) -> Message:
     """Encode an object as a header and the memory that follows.
 
     Args:
@@ -78,7 +79,7 @@ def encode(obj: Any, data_only: bool = False) -> Message:
         sink = _HostSink()
         content = tensor_pickle.dumps(obj, sink)
         return _message(PICKLE, sink.objects, content, sink.buffers)
-    objects: list[Any] = []
+    objects: list[Tabled] = []
     content = data_writer.dumps(obj, objects)
     for tensor in objects:
         if isinstance(tensor, torch.Tensor) and not tensor.is_cpu:
@@ -99,7 +100,7 @@ def refusal(reason: str) -> Message:
 
 
 def _message(
-    kind: int, objects: Sequence[Any], content: bytes, buffers: Sequence[pickle.PickleBuffer]
+    kind: int, objects: Sequence[Tabled], content: bytes, buffers: Sequence[pickle.PickleBuffer]
 ) -> Message:
     table, parts, _ = tensor_table.describe(objects) if objects else (b"", [], [])
     body = [memoryview(_TABLE.pack(len(table)) + table + content)]
@@ -122,7 +123,7 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-def buffer_count(fixed: bytes | bytearray | memoryview) -> int:
+def buffer_count(fixed: Buffer) -> int:
     """Read the number of buffers from the first ``HEADER_BYTES`` bytes.
 
     The header has 8 more bytes for each buffer.
@@ -146,7 +147,7 @@ def buffer_count(fixed: bytes | bytearray | memoryview) -> int:
     return int(buffers)
 
 
-def body_lengths(header: bytes | bytearray | memoryview) -> list[int]:
+def body_lengths(header: Buffer) -> list[int]:
     """Read the length in bytes of the content with its table, and of each buffer.
 
     Raises:
@@ -168,9 +169,7 @@ def body_lengths(header: bytes | bytearray | memoryview) -> list[int]:
     return lengths
 
 
-def decode(
-    header: bytes | bytearray | memoryview, body: Sequence[Any], data_only: bool = False
-) -> Any:
+def decode(header: Buffer, body: Sequence[Buffer], data_only: bool = False) -> Any:
     """Rebuild the object from its header and [table and content, buffer, …].
 
     Tensors keep the memory of the buffers as their own.
@@ -193,11 +192,8 @@ def decode(
     try:
         first = memoryview(body[0])
         # In-band parts may be read-only; a tensor must own writable memory.
-        parts = [
-            part if not (view := memoryview(part)).readonly else memoryview(bytearray(view))
-            for part in body[1:]
-        ]
-        parts = [memoryview(part) for part in parts]
+        views = [memoryview(part) for part in body[1:]]
+        parts = [memoryview(bytearray(view)) if view.readonly else view for view in views]
         objects, used, end = _read_table(first, parts, is_strict=kind != PICKLE)
         content = first[end:]
         if kind == PICKLE:
@@ -213,8 +209,8 @@ def decode(
 
 
 def _read_table(
-    first: memoryview, parts: Sequence[Any], is_strict: bool
-) -> tuple[list[Any], int, int]:
+    first: memoryview, parts: Sequence[memoryview], is_strict: bool
+) -> tuple[list[Tabled], int, int]:
     """Return the objects of the table, how many parts they use, and the end of the table."""
     (table_bytes,) = _TABLE.unpack_from(first)
     end = _TABLE.size + table_bytes
@@ -233,13 +229,13 @@ def _read_table(
     return objects, used, end
 
 
-def to_bytes(obj: Any, data_only: bool = False) -> bytearray:
+def to_bytes(obj: object, data_only: bool = False) -> bytearray:
     """Encode an object as contiguous bytes; see ``encode``."""
     header, body = encode(obj, data_only)
     return bytearray().join([header, *body])
 
 
-def from_bytes(data: Any, data_only: bool = False) -> Any:
+def from_bytes(data: Buffer, data_only: bool = False) -> Any:
     """Rebuild an object from contiguous bytes.
 
     Raises:
@@ -249,7 +245,7 @@ def from_bytes(data: Any, data_only: bool = False) -> Any:
     return decode(*split(data), data_only)
 
 
-def split(data: Any) -> tuple[memoryview, list[memoryview]]:
+def split(data: Buffer) -> tuple[memoryview, list[memoryview]]:
     """Return header and body of a frame in contiguous bytes.
 
     Raises:

@@ -26,15 +26,14 @@ _STRIDED = torch.strided
 # Largest size of a tensor in a row: a table of one such row still fits in an eager message.
 INLINE_BYTES = 30 << 10
 _MAX_HEADS = 4096  # entries at which the cache is cleared
-_COUNTS_OF_ONE = COUNTS.pack(1, 0)
-_COUNTS_BYTES = COUNTS.size
-# Key: dtype, shape, class and requires_grad. Value: a table of one row without its elements, or
-# None if the elements cannot be in the row; and their size in bytes, negative for complex dtypes.
+COUNTS_OF_ONE = COUNTS.pack(1, 0)  # precedes the row in a table of one inline row
+# Key: dtype, shape, class and requires_grad. Value: the row without its elements, or None if the
+# elements cannot be in the row; and their size in bytes, negative for complex dtypes.
 _heads: dict[Any, tuple[bytes | None, int]] = {}
 
 
-def lone_table(obj: Any) -> tuple[Any, ...] | None:
-    """Return the table of one small whole host tensor, as bytes and buffers to be joined at once.
+def inline_row(obj: Any) -> tuple[Any, ...] | None:
+    """Return the row of one small whole host tensor, as bytes and buffers to be joined at once.
 
     The buffers are the tensor's own memory. None for any other object.
     """
@@ -60,20 +59,17 @@ def lone_table(obj: Any) -> tuple[Any, ...] | None:
 
 
 def inline_table(objects: Sequence[Any]) -> Sequence[Any] | None:
-    """Return the table of small whole host tensors that share no memory, as ``lone_table`` does.
+    """Return the table of small whole host tensors that share no memory, as ``inline_row`` does.
 
     None if any object is of another kind.
     """
-    if len(objects) == 1:
-        return lone_table(objects[0])
-    pieces = [COUNTS.pack(len(objects), 0)]
+    pieces = [COUNTS_OF_ONE if len(objects) == 1 else COUNTS.pack(len(objects), 0)]
     for obj in objects:
-        table = lone_table(obj)
-        if table is None:
+        row = inline_row(obj)
+        if row is None:
             return None
-        pieces.append(table[0][_COUNTS_BYTES:])
-        pieces += table[1:]
-    return None if overlap(objects) else pieces
+        pieces += row
+    return None if len(objects) > 1 and overlap(objects) else pieces
 
 
 def _head_of(
@@ -84,7 +80,7 @@ def _head_of(
     head = None
     if number is not None and nbytes <= INLINE_BYTES and len(shape) < 256:
         flags = INLINE | WHOLE | REQUIRES_GRAD * requires_grad | PARAMETER * (kind is not Tensor)
-        head = _COUNTS_OF_ONE + row(number, DENSE, flags, 0, shape)
+        head = row(number, DENSE, flags, 0, shape)
     if len(_heads) >= _MAX_HEADS:
         _heads.clear()
     found = _heads[dtype, shape, kind, requires_grad] = (

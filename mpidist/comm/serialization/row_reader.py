@@ -32,6 +32,8 @@ from mpidist.comm.serialization.tensor_format import (
     ROW,
     SCALE,
     WHOLE,
+    Buffer,
+    Tabled,
 )
 
 Tensor = torch.Tensor
@@ -41,7 +43,7 @@ BOOL = DTYPE_NUMBERS[torch.bool]
 _ONE, _VIEWS, _BOOLS = range(3)
 
 
-def shape_at(table: Any, place: int, dims: int) -> tuple[int, ...]:
+def shape_at(table: Buffer, place: int, dims: int) -> tuple[int, ...]:
     """Return the shape in the row that begins at ``place``."""
     return struct.unpack_from(f"<{dims}q", table, place + ROW.size)
 
@@ -56,7 +58,7 @@ def flagged(tensor: Tensor, flags: int) -> Tensor:
 class RowReader:
     """Reader of the rows that are not inline, one after the other."""
 
-    def __init__(self, table: Any, parts: Sequence[Any], is_strict: bool) -> None:
+    def __init__(self, table: Buffer, parts: Sequence[Any], is_strict: bool) -> None:
         self.place = 0
         self._table = table
         self._parts = parts
@@ -66,7 +68,7 @@ class RowReader:
         # Key: number of a part that views share. Value: bytes that may still be checked per view.
         self._bools_left: dict[int, int] = {}
 
-    def read(self) -> Any:
+    def read(self) -> Tabled:
         """Return the next row's object."""
         number, form, flags, part, shape = self._row()
         if form == DENSE:
@@ -148,7 +150,9 @@ class RowReader:
             view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         checks.require_bools(view)
 
-    def _array(self, number: int, form: int, part: int, shape: tuple[int, ...]) -> Any:
+    def _array(
+        self, number: int, form: int, part: int, shape: tuple[int, ...]
+    ) -> np.ndarray | bytearray:
         memory = self._memory(part, _ONE)
         if isinstance(memory, Tensor):
             raise ValueError("an array on a device")

@@ -14,10 +14,16 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+# Memory that is sent for a row: a contiguous tensor, or a buffer.
+Part: TypeAlias = torch.Tensor | Buffer
+# Objects that a table describes; parameters are tensors.
+Tabled: TypeAlias = "torch.Tensor | np.ndarray | bytearray"
 
 COUNTS = struct.Struct("<II")
 ROW = struct.Struct("<BBBBI")  # dtype, form, flags, dimensions, part; then the shape

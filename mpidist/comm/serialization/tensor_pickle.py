@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from mpidist.comm.serialization import tensor_table
+from mpidist.comm.serialization.tensor_format import Buffer, Tabled
 
 
 class Sink:
@@ -29,10 +30,10 @@ class Sink:
     __slots__ = ("buffers", "objects")
 
     def __init__(self) -> None:
-        self.objects: list[Any] = []
+        self.objects: list[Tabled] = []
         self.buffers: list[pickle.PickleBuffer] = []
 
-    def number(self, obj: Any) -> int:
+    def number(self, obj: Tabled) -> int:
         """Assign the next number to an object; pickle memoizes objects, so each gets one number."""
         self.objects.append(obj)
         return len(self.objects) - 1
@@ -55,17 +56,17 @@ class Sink:
 class _CurrentObjects(threading.local):
     """Objects by number for the pickle that this thread is reading."""
 
-    objects: Sequence[Any] = ()
+    objects: Sequence[Tabled] = ()
 
 
 _current = _CurrentObjects()
 
 
-def _nth(number: int) -> Any:
+def _nth(number: int) -> Tabled:
     return _current.objects[number]
 
 
-def _with_attributes(tensor: Any, attributes: dict[str, Any]) -> Any:
+def _with_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
     tensor.__dict__.update(attributes)
     return tensor
 
@@ -78,11 +79,11 @@ class _Numbered:
     def __init__(self, number: int) -> None:
         self._number = number
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Any, ...]:
         return _nth, (self._number,)
 
 
-def _without_attributes(tensor: Any) -> Any:
+def _without_attributes(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach()
     if type(tensor) is torch.nn.Parameter:
         return torch.nn.Parameter(plain, requires_grad=tensor.requires_grad)
@@ -100,7 +101,7 @@ class TablePickler(pickle.Pickler):
         super().__init__(stream, 5, buffer_callback=sink.buffers.append)
         self._reduced = sink.reduced
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         """See ``pickle.Pickler.reducer_override``."""
         kind = type(obj)
         if kind is FunctionType or kind is type or kind is BuiltinFunctionType:
@@ -108,14 +109,14 @@ class TablePickler(pickle.Pickler):
         return self._reduced(obj)
 
 
-def dumps(obj: Any, sink: Sink) -> bytes:
+def dumps(obj: object, sink: Sink) -> bytes:
     """Pickle an object; ``sink`` receives what travels outside of the pickle."""
     stream = io.BytesIO()
     TablePickler(stream, sink).dump(obj)
     return stream.getvalue()
 
 
-def loads(pickled: Any, objects: Sequence[Any], buffers: Sequence[Any]) -> Any:
+def loads(pickled: Buffer, objects: Sequence[Tabled], buffers: Sequence[Any]) -> Any:
     """Unpickle an object.
 
     Args:

@@ -27,6 +27,8 @@ from mpidist.comm.serialization.tensor_format import (
     REQUIRES_GRAD,
     ROW,
     SHAPES,
+    Buffer,
+    Tabled,
 )
 from mpidist.errors import FrameError
 
@@ -45,7 +47,7 @@ _MALFORMED = (
 )
 
 
-def read_lone(table: Any, place: int) -> tuple[Tensor, int] | None:
+def read_lone(table: Buffer, place: int) -> tuple[Tensor, int] | None:
     """Rebuild the tensor of a table that holds one small whole host tensor; return it and the end.
 
     None if the table is of another kind, is damaged, or has a shape and dtype new to ``read``.
@@ -65,8 +67,8 @@ def read_lone(table: Any, place: int) -> tuple[Tensor, int] | None:
 
 
 def read(
-    table: Any, place: int, parts: Sequence[Any], is_strict: bool = False
-) -> tuple[list[Any], int, int]:
+    table: Buffer, place: int, parts: Sequence[Any], is_strict: bool = False
+) -> tuple[list[Tabled], int, int]:
     """Rebuild the objects of a table; tensors and arrays own the memory of their parts.
 
     Args:
@@ -109,7 +111,9 @@ def read(
         ) from error
 
 
-def _inline(raw: Any, number: int, shape: tuple[int, ...], nbytes: int, is_strict: bool) -> Tensor:
+def _inline(
+    raw: Buffer, number: int, shape: tuple[int, ...], nbytes: int, is_strict: bool
+) -> Tensor:
     # A copy, because a small tensor must not keep its whole message alive.
     if not nbytes:
         checks.extent(shape, ITEM_BYTES[number])
@@ -123,9 +127,9 @@ def _inline(raw: Any, number: int, shape: tuple[int, ...], nbytes: int, is_stric
 
 
 def _rows(
-    table: Any, place: int, count: int, parts: Sequence[Any], is_strict: bool
-) -> tuple[list[Any], int, int]:
-    objects: list[Any] = []
+    table: Buffer, place: int, count: int, parts: Sequence[Any], is_strict: bool
+) -> tuple[list[Tabled], int, int]:
+    objects: list[Tabled] = []
     reader = None
     for _ in range(count):
         number, form, flags, dims, _ = ROW.unpack_from(table, place)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
 import torch
 
 Tensor = torch.Tensor
 
 
-def overlap(objects: Iterable[Any]) -> bool:
-    """Say whether two dense host tensors share memory."""
-    spans = sorted(
-        span(obj)
-        for obj in objects
-        if isinstance(obj, Tensor) and obj.layout is torch.strided and obj.is_cpu
-    )
+def overlap(tensors: Iterable[Tensor]) -> bool:
+    """Say whether two contiguous host tensors share memory."""
     reach = -1
-    for low, high in spans:
-        if low < reach and high > low:
-            return True
-        reach = max(reach, high)
+    for low, nbytes in sorted([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]):
+        if nbytes:
+            if low < reach:
+                return True
+            # Sorted by address, and none so far overlaps: this one reaches farthest.
+            reach = low + nbytes
     return False
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -37,6 +37,8 @@ from mpidist.comm.serialization.tensor_format import (
     REQUIRES_GRAD,
     SCALE,
     WHOLE,
+    Part,
+    Tabled,
     row,
 )
 from mpidist.comm.serialization.tensor_spans import (
@@ -68,8 +70,8 @@ def is_describable(obj: Any) -> bool:
 
 
 def describe(
-    objects: Sequence[Any], device_map: Mapping[int, int] | None = None, is_dense: bool = False
-) -> tuple[bytes, list[Any], list[int | None]]:
+    objects: Sequence[Tabled], device_map: Mapping[int, int] | None = None, is_dense: bool = False
+) -> tuple[bytes, list[Part], list[int | None]]:
     """Describe objects for which ``is_describable`` holds, and list the memory to be sent.
 
     Args:
@@ -104,7 +106,7 @@ def describe(
     return COUNTS.pack(len(objects), len(layout.parts)) + joined, layout.parts, layout.devices
 
 
-def _is_whole(obj: Any) -> bool:
+def _is_whole(obj: Tabled) -> TypeGuard[Tensor]:
     return (
         isinstance(obj, Tensor)
         and obj.is_cpu
@@ -119,7 +121,7 @@ class _TableLayout:
     """Rows and parts of objects that are not inline."""
 
     def __init__(self, device_map: Mapping[int, int], is_dense: bool) -> None:
-        self.parts: list[Any] = []
+        self.parts: list[Part] = []
         self.devices: list[int | None] = []
         self.rows: list[bytes] = []  # of the dense tensors
         self._device_map = device_map
@@ -127,9 +129,9 @@ class _TableLayout:
         self._tensors: list[tuple[Tensor, int]] = []  # (resolved, flags)
         self._alone: set[int] = set()  # indices of tensors that share no memory
 
-    def add(self, obj: Any) -> Any:
+    def add(self, obj: Tabled) -> Any:
         """Add an object; return its row, or a tuple of bytes and indices into ``rows``."""
-        if type(obj) is np.ndarray or type(obj) is bytearray:
+        if isinstance(obj, (np.ndarray, bytearray)):
             return self._add_array(obj)
         flags = REQUIRES_GRAD * obj.requires_grad | PARAMETER * (type(obj) is not Tensor)
         if obj.layout is torch.strided and not obj.is_quantized:
@@ -165,15 +167,13 @@ class _TableLayout:
         self._tensors.append((tensor.contiguous() if self._is_dense else _resolved(tensor), 0))
         return len(self._tensors) - 1
 
-    def _add_array(self, obj: Any) -> bytes:
-        if type(obj) is bytearray:
+    def _add_array(self, obj: np.ndarray | bytearray) -> bytes:
+        self.devices.append(None)
+        if isinstance(obj, bytearray):
             # A view would prevent the caller from resizing it until the send is complete.
             self.parts.append(bytes(obj))
-        else:
-            self.parts.append(obj.reshape(-1).view(np.uint8).data if obj.size else b"")
-        self.devices.append(None)
-        if type(obj) is bytearray:
             return row(0, BYTEARRAY, 0, len(self.parts) - 1, ())
+        self.parts.append(obj.reshape(-1).view(np.uint8).data if obj.size else b"")
         return row(ARRAY_NUMBERS[obj.dtype], ARRAY, 0, len(self.parts) - 1, obj.shape)
 
     def lay_out(self) -> None:

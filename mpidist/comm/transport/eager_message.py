@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from mpidist.comm.memory import buffer
-from mpidist.comm.transport.incoming import Incoming, Part, nbytes_of
+from mpidist.comm.serialization.tensor_format import Part
+from mpidist.comm.transport.incoming import Incoming, nbytes_of
 from mpidist.errors import FrameError
 
 EAGER_BYTES = 32 << 10  # of a whole eager message
@@ -97,13 +97,13 @@ def decode(source: int, data: bytearray, fields: tuple[int, ...]) -> tuple[Incom
 
 def pack_parts(
     parts: Sequence[Part], devices: Sequence[int | None]
-) -> tuple[Any, list[Part], list[int | None]]:
+) -> tuple[bytes | bytearray, list[Part], list[int | None]]:
     """Return the packed section, the payloads, and the payloads' devices.
 
     The section is empty if all parts are payloads.
     """
     lengths: list[int] = []
-    packed: list[Any] = []
+    packed: list[Part] = []
     payloads: list[Part] = []
     where: list[int | None] = []
     for place, part in enumerate(parts):
@@ -140,10 +140,10 @@ def unpack_parts(incoming: Incoming) -> None:
 
 def _read_section(incoming: Incoming) -> None:
     payloads = list(incoming.parts)
-    section = incoming.section
-    if section == 0:
+    section, incoming.section = incoming.section, None
+    if isinstance(section, int):
         section = payloads.pop(0)
-    incoming.section = None
+    assert section is not None
     if isinstance(section, torch.Tensor):
         raise FrameError(
             f"a message of rank {incoming.source}: its packed parts lie on {section.device}"

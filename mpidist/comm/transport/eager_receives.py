@@ -15,23 +15,36 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 from mpidist.comm.mpi import mpi_errors
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.transport.eager_message import EAGER_BYTES
+from mpidist.comm.transport.incoming import Request
 from mpidist.errors import FrameError
 
 _PAUSE_S = 1e-4
 
-Kept = tuple[int, Any]  # source and bytes of a message, or its error
+# Source and bytes of a message, or its error.
+Kept: TypeAlias = tuple[int, bytes | Exception]
 # Receives that MPI did not complete; kept alive because MPI may still write to their memory.
-_unfinished: list[Any] = []
+_unfinished: list[tuple[Request, bytearray]] = []
 
 
-def post_receives(mpi: Any, tag: int, count: int) -> list[tuple[Any, bytearray, Any]]:
+class Restartable(Request, Protocol):
+    """A persistent request, or a ``ProbedReceive``."""
+
+    def Start(self) -> None:
+        """See MPI_Start."""
+
+
+# A receive, its memory, and its ``Test``.
+EagerReceive: TypeAlias = "tuple[Restartable, bytearray, Callable[[MPI.Status], bool]]"
+
+
+def post_receives(mpi: MPI.Comm, tag: int, count: int) -> list[EagerReceive]:
     """Post persistent receives; return each with its memory and its ``Test``."""
-    made = []
+    made: list[EagerReceive] = []
     for _ in range(count):
         space = bytearray(EAGER_BYTES)
         request = mpi.Recv_init((space, EAGER_BYTES, MPI.BYTE), MPI.ANY_SOURCE, tag)
@@ -40,10 +53,11 @@ def post_receives(mpi: Any, tag: int, count: int) -> list[tuple[Any, bytearray, 
     return made
 
 
-def withdraw(receives: Iterable[tuple[Any, bytearray, Any]], idle: Any) -> list[Kept]:
+def withdraw(receives: Iterable[tuple[Any, bytearray, object]], idle: object) -> list[Kept]:
     """Cancel posted receives in the order of posting; return messages that had arrived, in order.
 
     Args:
+        receives: Persistent requests, their memory, their ``Test``.
         idle: The request among them that was read and not started again, or None.
     """
     kept: list[Kept] = []
@@ -73,19 +87,19 @@ class ProbedReceive:
         kept: Messages that precede those in MPI's queue.
     """
 
-    def __init__(self, mpi: Any, tag: int, kept: Iterable[Kept] = ()) -> None:
+    def __init__(self, mpi: MPI.Comm, tag: int, kept: Iterable[Kept] = ()) -> None:
         self._improbe = mpi.Improbe
         self._tag = tag
         self._any, self._byte = MPI.ANY_SOURCE, MPI.BYTE
         self.space = bytearray(EAGER_BYTES)
         self._kept = deque(kept)
-        self._request: Any = None
+        self._request: Request | None = None
         # the message under way is longer than ``space``
         self._too_long: FrameError | None = None
         self._then: Callable[[], None] | None = None
         self._is_idle = not self._kept  # the next message is in MPI's queue
 
-    def Test(self, status: Any) -> bool:
+    def Test(self, status: MPI.Status) -> bool:
         """Say whether the next message is in ``space``; ``status`` gets its source and length.
 
         Raises:
@@ -106,7 +120,7 @@ class ProbedReceive:
             return False
         if self._request is None:
             return self._next_kept(status)
-        return self._is_received(status)
+        return self._is_received(self._request, status)
 
     def Start(self) -> None:
         """See MPI_Start; the next ``Test`` probes for the next message."""
@@ -122,28 +136,29 @@ class ProbedReceive:
     def close(self, timeout_s: float) -> None:
         """Wait up to ``timeout_s`` seconds for a receive under way."""
         deadline, status = time.monotonic() + timeout_s, MPI.Status()
-        while self._request is not None:
+        while (request := self._request) is not None:
             with contextlib.suppress(Exception):
-                if self._is_received(status):
+                if self._is_received(request, status):
                     break
             if self._request is not None and time.monotonic() > deadline:
-                _unfinished.append((self._request, self.space))
+                _unfinished.append((request, self.space))
                 break
             time.sleep(_PAUSE_S)
 
-    def _discard(self, message: Any, nbytes: int, status: Any) -> bool:
+    def _discard(self, message: MPI.Message, nbytes: int, status: MPI.Status) -> bool:
         source = status.Get_source()
         self._too_long = FrameError(
             f"a message of {nbytes} bytes from rank {source}; at most {EAGER_BYTES} are received "
             "in one"
         )
-        self._request, self._is_idle = message.Irecv((None, 0, self._byte)), False
-        return self._is_received(status)
+        request = message.Irecv((None, 0, self._byte))
+        self._request, self._is_idle = request, False
+        return self._is_received(request, status)
 
-    def _is_received(self, status: Any) -> bool:
+    def _is_received(self, request: Request, status: MPI.Status) -> bool:
         refused = self._too_long
         try:
-            if not self._request.Test(status):
+            if not request.Test(status):
                 return False
         except Exception as error:
             self._request = self._too_long = None
@@ -160,7 +175,7 @@ class ProbedReceive:
             raise refused
         return True
 
-    def _next_kept(self, status: Any) -> bool:
+    def _next_kept(self, status: MPI.Status) -> bool:
         if not self._kept:
             then, self._then = self._then, _no_operation  # one poll may test several times
             if then is not None:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from mpidist.comm.memory.stream import used_here
+from mpidist.comm.memory.stream import Event, used_here
+from mpidist.comm.mpi.library import MPI
+from mpidist.comm.serialization.tensor_format import Part
 from mpidist.errors import FrameError
 
-Part = Any  # a contiguous torch.Tensor, or an object with the buffer protocol
+# Copies a payload to its device; returns the events that are recorded behind the copy.
+Arrive: TypeAlias = Callable[[], list[Event]]
+
+
+class Request(Protocol):
+    """A request of MPI, as the transport uses it."""
+
+    def Test(self, status: MPI.Status) -> bool:
+        """See MPI_Test."""
 
 
 class Incoming:
@@ -22,7 +32,8 @@ class Incoming:
         data: The eager message, in memory of its own; the header is ``data[start:end]``.
         parts: Memory of the parts, or device tensors; valid once ``is_complete``.
         is_new: The message is returned for the first time.
-        noted: For the reader's use, as is ``action``.
+        preamble: Autograd's number of the message, and its references; set by the reader.
+        action: For the reader's use.
         receives: Under way for its payloads: (request, bytes announced).
         arrive: Functions that copy payloads to their devices and return events.
         section: The packed parts; 0 if they are the first payload, None once unpacked.
@@ -41,7 +52,7 @@ class Incoming:
             "end",
             "parts",
             "is_new",
-            "noted",
+            "preamble",
             "action",
         ),
         *("arrive", "receives", "section", "damage"),
@@ -63,11 +74,11 @@ class Incoming:
         self.data, self.start, self.end = data, start, end
         self.parts: Sequence[Part] = ()
         self.is_new = True
-        self.noted: Any = None
+        self.preamble: tuple[int, Sequence[tuple[int, int, int]]] = (0, ())
         self.action: Any = None
-        self.receives: Sequence[Any] = ()
-        self.arrive: Sequence[Callable[[], list[Any]]] = ()
-        self.section: Any = None
+        self.receives: Sequence[tuple[Request, int]] = ()
+        self.arrive: Sequence[Arrive] = ()
+        self.section: Part | int | None = None
         self.damage: FrameError | None = None
 
     @property

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.buffer_pool import BufferPool
 from mpidist.comm.memory.stream import device_at
-from mpidist.comm.transport.incoming import Incoming, Part
+from mpidist.comm.serialization.tensor_format import Part
+from mpidist.comm.transport.incoming import Arrive, Incoming
 
 
 def add_copies(
@@ -26,7 +26,7 @@ def add_copies(
         devices: For each part, the index of the device for the copy; None for host memory.
         memory: Lends host memory for the copies.
     """
-    arrive: list[Callable[[], list[Any]]] = []
+    arrive: list[Arrive] = []
     where = devices or (None,) * len(parts)
     incoming.parts = [
         _host_copy(part, memory) if device is None else _device_copy(part, device, arrive)
@@ -35,9 +35,8 @@ def add_copies(
     incoming.arrive = arrive
 
 
-def _device_copy(
-    part: torch.Tensor, device: int, arrive: list[Callable[[], list[Any]]]
-) -> torch.Tensor:
+def _device_copy(part: Part, device: int, arrive: list[Arrive]) -> torch.Tensor:
+    assert isinstance(part, torch.Tensor)
     copy = part.to(torch.device("cuda", device), copy=True)
     if (current := device_at(copy.device)) is not None:
         # The reader is another thread with a stream of its own, which waits for this event.

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict, deque
-from typing import Any
 
 import torch
 
@@ -29,8 +28,9 @@ from mpidist.comm.memory.device_request import start_request
 from mpidist.comm.memory.stream import Device
 from mpidist.comm.mpi import mpi_errors
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.serialization.tensor_format import Part
 from mpidist.comm.transport.eager_message import DEVICE_SHIFT
-from mpidist.comm.transport.incoming import Incoming, Part
+from mpidist.comm.transport.incoming import Incoming, Request
 from mpidist.errors import FrameError
 
 # Announced by one message. Each GiB takes one receive, even if it never arrives.
@@ -49,12 +49,12 @@ class PayloadReceives:
         is_probing: Payloads of later messages are matched before they are received.
     """
 
-    def __init__(self, mpi: Any, tag: int, memory: BufferPool) -> None:
+    def __init__(self, mpi: MPI.Comm, tag: int, memory: BufferPool) -> None:
         self._mpi = mpi
         self._tag = tag
         self._memory = memory
         self._byte = MPI.BYTE
-        self._status: Any = MPI.Status()
+        self._status = MPI.Status()
         self.is_probing = False
         self._sources: defaultdict[int, _UnmatchedPieces] = defaultdict(_UnmatchedPieces)
         # Key: rank. Value: the reason why its payloads cannot be assigned to messages.
@@ -99,15 +99,15 @@ class PayloadReceives:
                 incoming.damage = FrameError(
                     f"{nbytes} bytes of rank {source} cannot be received {where}: {error}"
                 )
-                pieces: Any = [
-                    ([None, 0, self._byte], length) for _, length in buffer.pieces(nbytes)
+                pieces: list[tuple[buffer.Buffer, int]] = [
+                    ((None, 0, self._byte), length) for _, length in buffer.pieces(nbytes)
                 ]
             else:
                 parts.append(part)
                 pieces = [(piece, piece[1]) for piece in pieces_of(memory)]
             for piece, length in pieces:
                 if self.is_probing:
-                    request: Any = _ProbedPiece(
+                    request: Request = _ProbedPiece(
                         self._mpi, self._sources[source], source, self._tag, piece, length, device
                     )
                 else:
@@ -170,26 +170,27 @@ class _ProbedPiece:
 
     def __init__(
         self,
-        mpi: Any,
+        mpi: MPI.Comm,
         source: _UnmatchedPieces,
         rank: int,
         tag: int,
-        space: Any,
+        space: buffer.Buffer,
         nbytes: int,
         device: Device | None,
     ) -> None:
         self._mpi, self._source, self._rank, self._tag = mpi, source, rank, tag
         self._space, self._nbytes, self._device = space, nbytes, device
-        self._request: Any = None
+        self._request: Request | None = None
         self._message_bytes = 0
         source.announced.append(self)
 
-    def Test(self, status: Any) -> bool:
+    def Test(self, status: MPI.Status) -> bool:
         """See MPI_Test; ``status`` gets the length of the message, received or not."""
-        if self._request is None and not self._match(status):
+        request = self._request if self._request is not None else self._match(status)
+        if request is None:
             return False
         try:
-            if not self._request.Test(status):
+            if not request.Test(status):
                 return False
         except Exception as error:
             if (
@@ -202,12 +203,12 @@ class _ProbedPiece:
             status.Set_elements(MPI.BYTE, self._message_bytes)
         return True
 
-    def _match(self, status: Any) -> bool:
+    def _match(self, status: MPI.Status) -> Request | None:
         source = self._source
         if source.error is not None:
             raise source.error
         if source.announced[0] is not self:
-            return False
+            return None
         try:
             message = self._mpi.Improbe(self._rank, self._tag, status)
         except Exception as error:
@@ -215,16 +216,16 @@ class _ProbedPiece:
             source.announced.clear()
             raise
         if message is None:
-            return False
+            return None
         source.announced.popleft()
         self._message_bytes = status.Get_count(MPI.BYTE)
         if self._message_bytes > self._nbytes:
-            self._space, self._device = [None, 0, MPI.BYTE], None
+            self._space, self._device = (None, 0, MPI.BYTE), None
         self._request = start_request(self._device, message.Irecv, self._space)
-        return True
+        return self._request
 
 
-def pieces_of(part: Part) -> list[tuple[Any, int, Any]]:
+def pieces_of(part: Part) -> list[buffer.Buffer]:
     """Return a part's memory in pieces that MPI can count: (buffer, bytes, MPI's datatype)."""
     if isinstance(part, torch.Tensor):
         return [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -13,7 +12,8 @@ from mpidist.comm import device_p2p
 from mpidist.comm.memory.device_request import start_request
 from mpidist.comm.mpi import mpi_errors
 from mpidist.comm.mpi.library import MPI
-from mpidist.comm.transport.incoming import Part
+from mpidist.comm.mpi.nonblocking import Request
+from mpidist.comm.serialization.tensor_format import Part
 from mpidist.comm.transport.payload_receives import pieces_of
 
 
@@ -29,8 +29,8 @@ class Sends:
         pending: (request, memory that must stay alive), in the order of sending.
     """
 
-    def __init__(self, isend: Callable[..., Any], eager_tag: int, payload_tag: int) -> None:
-        self.pending: deque[tuple[Any, Any]] = deque()
+    def __init__(self, isend: Callable[..., MPI.Request], eager_tag: int, payload_tag: int) -> None:
+        self.pending: deque[tuple[Request, Part]] = deque()
         self._isend = isend
         self._eager_tag, self._payload_tag = eager_tag, payload_tag
         self._lock = threading.Lock()

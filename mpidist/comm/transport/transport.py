@@ -18,14 +18,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 from mpidist.comm.group import ProcessGroup
 from mpidist.comm.memory.buffer_pool import BufferPool
 from mpidist.comm.mpi import mpi_errors, runtime
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
-from mpidist.comm.transport import eager_message, loopback
+from mpidist.comm.serialization.tensor_format import Part
+from mpidist.comm.transport import eager_message, eager_receives, loopback
 from mpidist.comm.transport.eager_message import (
     EAGER_BYTES,
     FIXED,
@@ -33,8 +33,8 @@ from mpidist.comm.transport.eager_message import (
     HEADER_BYTES,
     unpack_parts,
 )
-from mpidist.comm.transport.eager_receives import ProbedReceive, post_receives, withdraw
-from mpidist.comm.transport.incoming import Incoming, Part
+from mpidist.comm.transport.eager_receives import Restartable
+from mpidist.comm.transport.incoming import Incoming
 from mpidist.comm.transport.payload_receives import PayloadReceives
 from mpidist.comm.transport.sends import Sends
 from mpidist.errors import FrameError, RankFailureError
@@ -63,10 +63,10 @@ class Transport:
         self._loopback: deque[Incoming] = deque()
         self._incomplete: list[Incoming] = []
         self._eager_count = 0  # eager messages received while payloads are under way
-        self._posted: list[tuple[Any, bytearray, Any]] = []
+        self._posted: list[eager_receives.EagerReceive] = []
         self._next = 0  # index of the receive that the next eager message completes
-        self._consumed: Any = None  # the receive that was read last
-        self._probed: ProbedReceive | None = None  # replaces the posted receives
+        self._consumed: Restartable | None = None  # the receive that was read last
+        self._probed: eager_receives.ProbedReceive | None = None  # replaces the posted receives
         self._dead: set[int] = set()
         if group is not None:
             self._mpi = group._comm.plain
@@ -75,7 +75,7 @@ class Transport:
             self._payload_tag = group._comm.own_tag(Tag.PAYLOAD)
             self._sends = Sends(self._isend, self._eager_tag, self._payload_tag)
             self._sending = self._sends.pending
-            self._status: Any = MPI.Status()
+            self._status = MPI.Status()
             self._payloads = PayloadReceives(self._mpi, self._payload_tag, self._memory)
             runtime.close_at_exit(self, stage=1)  # after the threads that poll
 
@@ -101,14 +101,14 @@ class Transport:
                 self._post()
         else:
             in_order = self._posted[self._next :] + self._posted[: self._next]
-            self._probed = ProbedReceive(
-                self._mpi, self._eager_tag, withdraw(in_order, self._consumed)
+            self._probed = eager_receives.ProbedReceive(
+                self._mpi, self._eager_tag, eager_receives.withdraw(in_order, self._consumed)
             )
             self._posted = [(self._probed, self._probed.space, self._probed.Test)] * _RECEIVES
             self._next, self._consumed = 0, None
 
     def _post(self) -> None:
-        self._posted = post_receives(self._mpi, self._eager_tag, _RECEIVES)
+        self._posted = eager_receives.post_receives(self._mpi, self._eager_tag, _RECEIVES)
         self._next, self._consumed, self._probed = 0, None, None
 
     def send(
@@ -158,7 +158,11 @@ class Transport:
             self._sending.append((self._isend([message, self._byte], to, self._eager_tag), message))
 
     def _send_with_parts(
-        self, numbers: Any, header: Any, parts: Sequence[Part], devices: Sequence[int | None]
+        self,
+        numbers: tuple[int, ...],
+        header: bytes | bytearray,
+        parts: Sequence[Part],
+        devices: Sequence[int | None],
     ) -> None:
         if len(header) > HEADER_BYTES:
             raise ValueError(
@@ -176,11 +180,8 @@ class Transport:
         )
         self._sends.start(to, message, payloads)
 
-    def poll(self, looks: int = 1) -> Incoming | None:
-        """Test up to ``looks`` times for a message, or for the last part of one.
-
-        Returns:
-            The message; None if there is none.
+    def poll(self, tests: int = 1) -> Incoming | None:
+        """Test up to ``tests`` times for a message or the last part of one; None: there is none.
 
         Raises:
             FrameError: Bytes that are no message. They are dropped, and the next call continues.
@@ -203,8 +204,8 @@ class Transport:
         status = self._status
         try:
             while not test(status):
-                looks -= 1
-                if looks <= 0:
+                tests -= 1
+                if tests <= 0:
                     return self._progress() if self._sending or self._incomplete else None
         except FrameError:
             raise  # longer than an eager message
@@ -233,7 +234,7 @@ class Transport:
         if self._probed is not None:
             self._probed.close(timeout_s)
         else:
-            withdraw(receives, self._consumed)
+            eager_receives.withdraw(receives, self._consumed)
 
     def _accept(self, source: int, data: bytearray, fields: tuple[int, ...]) -> Incoming | None:
         generation = fields[3]
@@ -283,7 +284,7 @@ class Transport:
             unpack_parts(incoming)
         return incoming
 
-    def _translated(self, error: Exception, request: Any) -> Exception:
+    def _translated(self, error: Exception, request: Restartable | None) -> Exception:
         """Return the library's error for an error of MPI, and keep the receives posted."""
         if not mpi_errors.is_mpi_error(error):
             return error

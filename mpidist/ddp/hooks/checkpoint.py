@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,12 @@ from mpidist import saved_file
 from mpidist.comm.consistency import comparing
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState, merged
+
+if TYPE_CHECKING:
+    from torch.serialization import MAP_LOCATION
+
+    from mpidist.ddp.layout import SavedPlan
+    from mpidist.ddp.module import DistributedDataParallel
 
 _FORMAT = "mpidist.powersgd 1"
 _NAME = re.compile(r"powersgd-(\d+)-of-(\d+)\.pt")
@@ -55,7 +61,7 @@ def save(folder: str | Path, module: Any, state: PowerSGDState) -> Path:
     return path
 
 
-def load(folder: str | Path, module: Any, map_location: Any = None) -> PowerSGDState:
+def load(folder: str | Path, module: Any, map_location: MAP_LOCATION = None) -> PowerSGDState:
     """Read the files that ``save`` wrote; return this rank's state, on the module's group.
 
     On the number of ranks that saved, each rank gets its own state and the module its buckets, and
@@ -74,7 +80,7 @@ def load(folder: str | Path, module: Any, map_location: Any = None) -> PowerSGDS
         DisagreementError: Another rank could not load its part.
     """
     group = native_group(module.process_group)
-    plan: dict[str, Any] | None = None
+    plan: SavedPlan | None = None
     with comparing(group, "loading of the PowerSGD state"):
         paths = _files(Path(folder))
         if len(paths) == group.size:
@@ -112,7 +118,7 @@ def _files(folder: Path) -> list[Path]:
     return [by_rank[rank] for rank in range(size)]
 
 
-def _read(path: Path, map_location: Any) -> tuple[PowerSGDState, dict[str, Any]]:
+def _read(path: Path, map_location: MAP_LOCATION) -> tuple[PowerSGDState, SavedPlan]:
     try:
         saved = saved_file.read(path, map_location)
         if (
@@ -128,7 +134,7 @@ def _read(path: Path, map_location: Any) -> tuple[PowerSGDState, dict[str, Any]]
     return state, saved["bucket_plan"]
 
 
-def _require_fits(state: PowerSGDState, module: Any) -> None:
+def _require_fits(state: PowerSGDState, module: DistributedDataParallel) -> None:
     """Require errors in the shapes of the module's parameters of the same names.
 
     Raises:

@@ -12,23 +12,28 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.algorithms.shared_memory import SharedTensor
-from mpidist.comm.group_protocol import AnyGroup, Group
+from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.comm.memory.stream import used_here
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.grad_bucket import GradBucket
-from mpidist.ddp.hooks.stages import in_order, is_in_order, launch, run_stages
+from mpidist.ddp.hooks.stages import (
+    BucketFuture,
+    Completed,
+    Hook,
+    in_order,
+    is_in_order,
+    launch,
+    run_stages,
+    tensor_of,
+)
 from mpidist.ddp.ownership import Ownership, ownership_of
 from mpidist.future import Future, completed
 
 Tensor = torch.Tensor
-Hook = Callable[[Any, Any], Any]
 
 
 @in_order
@@ -53,7 +58,7 @@ def bf16_compress_hook(process_group: AnyGroup, bucket: GradBucket) -> Future[Te
 
 
 @in_order
-def noop_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
+def noop_hook(state: object, bucket: GradBucket) -> Future[Tensor]:
     """Leave each rank's gradients as they are, to measure a step without communication."""
     return completed(bucket.buffer())
 
@@ -88,17 +93,17 @@ class Compressed:
         """Return the owners to which the wrapped hook reduces."""
         return ownership_of(self.hook)
 
-    def __call__(self, state: Any, bucket: GradBucket) -> Any:
+    def __call__(self, state: object, bucket: GradBucket) -> BucketFuture:
         """Compress the bucket, call the hook, and decompress the result."""
         buffer = bucket.buffer()
         if buffer.dtype.is_complex:
             return self.hook(state, bucket)
         bucket.set_buffer(self._narrow_of(bucket, buffer).copy_(buffer))
 
-        def decompress(future: Any) -> Tensor:
-            value = future.value()
+        def decompress(future: Completed) -> Tensor:
+            value = tensor_of(future)
             bucket.set_buffer(buffer)
-            return buffer.copy_(used_here(value[0] if isinstance(value, (list, tuple)) else value))
+            return buffer.copy_(used_here(value))
 
         return self.hook(state, bucket).then(decompress)
 

@@ -7,17 +7,23 @@ DistributedDataParallel supports without a hook.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
 from mpidist.comm.memory.stream import used_here
 from mpidist.ddp.grad_bucket import GradBucket
-from mpidist.ddp.hooks.stages import is_in_order
+from mpidist.ddp.hooks.stages import BucketFuture, Completed, Hook, is_in_order, tensor_of
 
 Tensor = torch.Tensor
-Hook = Callable[[Any, Any], Any]
+
+
+class StepsOneParameter(Protocol):
+    """One of torch's functional optimizers, as a hook uses it."""
+
+    def step_param(self, param: Tensor, grad: Tensor | None) -> object:
+        """Step one parameter."""
 
 
 class OptimizerHookState:
@@ -32,7 +38,9 @@ class OptimizerHookState:
         ValueError: ``functional_optim`` has no ``step_param``.
     """
 
-    def __init__(self, functional_optim: Any, params: Iterable[Tensor] | None = None) -> None:
+    def __init__(
+        self, functional_optim: StepsOneParameter, params: Iterable[Tensor] | None = None
+    ) -> None:
         if not hasattr(functional_optim, "step_param"):
             raise ValueError(
                 "a hook's optimizer must implement step_param; got "
@@ -50,7 +58,7 @@ class hook_then_optimizer:
         optimizer_state: An ``OptimizerHookState``.
     """
 
-    def __init__(self, hook: Hook, optimizer_state: Any) -> None:
+    def __init__(self, hook: Hook, optimizer_state: OptimizerHookState) -> None:
         self.hook = hook
         self.optimizer_state = optimizer_state
 
@@ -59,12 +67,11 @@ class hook_then_optimizer:
         """Say whether the wrapped hook keeps the order of collectives."""
         return is_in_order(self.hook)
 
-    def __call__(self, state: Any, bucket: GradBucket) -> Any:
+    def __call__(self, state: object, bucket: GradBucket) -> BucketFuture:
         """Average the bucket, then step its parameters."""
 
-        def step(future: Any) -> Tensor:
-            value = future.value()
-            result = used_here(value[0] if isinstance(value, (list, tuple)) else value)
+        def step(future: Completed) -> Tensor:
+            result = used_here(tensor_of(future))
             buffer = bucket.buffer()
             if result.data_ptr() != buffer.data_ptr():
                 buffer.copy_(result.view(-1))

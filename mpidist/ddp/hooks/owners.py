@@ -20,31 +20,32 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.algorithms.shared_memory import SharedTensor
 from mpidist.comm.consistency import comparing
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.grad_bucket import GradBucket
-from mpidist.ddp.hooks.stages import is_in_order, run_stages
+from mpidist.ddp.hooks.stages import BucketFuture, Hook, is_in_order, run_stages, tensor_of
 from mpidist.ddp.ownership import (
     DEFAULT_BUFFERS,
     Bounds,
     Ownership,
     Range,
     Split,
-    require_buffers,
     require_cover,
     split,
 )
+from mpidist.ddp.settings_checks import require_int
 from mpidist.future import Future, completed
 
 Tensor = torch.Tensor
-Hook = Callable[[Any, Any], Any]
+AnyBucket: TypeAlias = "GradBucket | dist.GradBucket"
 
 
 def to_owners(
@@ -95,11 +96,12 @@ class ToOwners:
     def __init__(self, bounds: Mapping[Tensor, Bounds], hook: Hook | None, buffers: int) -> None:
         if hook is not None and not callable(hook):
             raise TypeError(f"to_owners needs a hook that can be called; got {type(hook).__name__}")
-        self.ownership = Ownership(bounds, require_buffers(buffers))
+        require_int("the number of buffers", buffers, least=1)
+        self.ownership = Ownership(bounds, buffers)
         self.is_in_order = hook is None or is_in_order(hook)
         self._hook = hook
         # By bucket, with the parameters for which the split was computed.
-        self._splits: dict[int, tuple[Any, Split]] = {}
+        self._splits: dict[int, tuple[tuple[int, ...], Split]] = {}
         self._compared: set[str] = set()  # groups whose ranks have the same bounds
         # torch's DDP reads a hook's name and signature.
         self.__name__ = self.__qualname__ = "to_owners"
@@ -108,15 +110,16 @@ class ToOwners:
             [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
         )
 
-    def __call__(self, state: Any, bucket: Any) -> Any:
+    def __call__(self, state: AnyGroup, bucket: AnyBucket) -> BucketFuture:
         """Reduce one bucket, ours or torch's; return a future of its buffer, ours or torch's.
 
         Raises:
             TypeError, ValueError, DisagreementError: The bounds are wrong. mpidist's DDP raises
                 this at the registration; torch's does not compare bounds.
         """
-        is_ours = isinstance(bucket, GradBucket)
-        if is_ours and bucket.takes_turns() and self._hook is not None:
+        own = bucket if isinstance(bucket, GradBucket) else None
+        takes_turns = own is not None and own.takes_turns()
+        if takes_turns and self._hook is not None:
             return self._hook(state, bucket)
         group = self._group_of(state, bucket)
         parts = self._split_of(group, bucket)
@@ -124,24 +127,23 @@ class ToOwners:
         if self._hook is not None:
             future = self._hook(state, bucket)
         else:
-            future = _reduce(group, buffer, bucket.node_tensor() if is_ours else None, parts)
-        if is_ours and bucket.takes_turns():
+            future = _reduce(group, buffer, None if own is None else own.node_tensor(), parts)
+        if takes_turns:
             return future
 
         def without_others() -> Tensor:
-            value = future.value()
-            result = value[0] if isinstance(value, (list, tuple)) else value
+            result = tensor_of(future)
             for rank, ranges in enumerate(parts.by_rank):
                 if rank != group.rank:
                     for start, stop in ranges:
                         result.view(-1)[start:stop].zero_()
             return result
 
-        if is_ours or not isinstance(future, Future):
+        if own is not None or not isinstance(future, Future):
             return future.then(lambda _: without_others())
         return _torch_future(future, without_others, buffer.device)
 
-    def _group_of(self, state: Any, bucket: Any) -> Any:
+    def _group_of(self, state: AnyGroup, bucket: AnyBucket) -> Group:
         own = bucket.group() if isinstance(bucket, GradBucket) else None
         if own is not None and (state is None or self._hook is not None):
             return own
@@ -153,7 +155,7 @@ class ToOwners:
             )
         return group
 
-    def _split_of(self, group: Group, bucket: Any) -> Split:
+    def _split_of(self, group: Group, bucket: AnyBucket) -> Split:
         parameters = bucket.parameters()
         key = (group.size, *map(id, parameters))
         held = self._splits.get(bucket.index())
@@ -219,9 +221,13 @@ def _unpack(packed: Tensor, flat: Tensor, ranges: Sequence[Range]) -> None:
         torch._foreach_copy_(targets, list(packed.split([stop - start for start, stop in ranges])))
 
 
-def _torch_future(future: Future[Any], result: Callable[[], Tensor], device: torch.device) -> Any:
+def _torch_future(
+    future: Future[Tensor], result: Callable[[], Tensor], device: torch.device
+) -> torch.futures.Future[Tensor]:
     """Return a future of torch's that holds ``result()`` when ours is complete."""
-    ended: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+    ended: torch.futures.Future[None] = torch.futures.Future(
+        devices=[device] if device.type == "cuda" else None
+    )
     # Called in a callback, whose exception also fails torch's reducer.
     outcome = ended.then(lambda _: result())
     future.add_done_callback(lambda _: ended.set_result(None))

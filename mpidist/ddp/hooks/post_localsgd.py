@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import Any
 
 import torch
 
-from mpidist.comm.group_protocol import AnyGroup
+from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks.default import average
@@ -79,7 +78,7 @@ class PostLocalSGDState:
             if self.iter == self.start_localSGD_iter:
                 _log.info("local SGD begins after %d steps", self.iter)
 
-    def local_group(self) -> Any:
+    def local_group(self) -> Group:
         """Return the native group of the ranks that average gradients after the start.
 
         Collective: the first call, over ``process_group``.
@@ -90,7 +89,7 @@ class PostLocalSGDState:
             self.subgroup = self.process_group if whole.is_single_node else whole.split_by_node()
         return native_group(self.subgroup)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return all attributes but the groups."""
         if self.process_group is not None or self.subgroup is not None:
             warnings.warn("a PostLocalSGDState is saved or copied without its groups", stacklevel=2)

@@ -24,12 +24,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import Group
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks import lowrank
@@ -57,7 +56,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Te
 
 
 def _after_start(
-    state: PowerSGDState, bucket: GradBucket, compress: Callable[..., Callable[[], Any]]
+    state: PowerSGDState, bucket: GradBucket, compress: Callable[..., Callable[[], object]]
 ) -> Future[Tensor]:
     group = native_group(state.process_group)
     step = state.count_step(bucket)
@@ -72,7 +71,7 @@ def _after_start(
 
 def _compress(
     state: PowerSGDState, bucket: GradBucket, group: Group, step: int
-) -> Callable[[], Any]:
+) -> Callable[[], object]:
     factors = _factors_of(state, bucket)
     if factors is None:
         state.count_elements(bucket.buffer().numel(), bucket.buffer().numel())

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG
-from mpidist.comm.group_protocol import AnyGroup
+from mpidist.comm.group_types import AnyGroup
 from mpidist.comm.resolve_group import default_group, native_group
 from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks.lowrank import random_like
@@ -111,16 +111,16 @@ class PowerSGDState:
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
         # Factors by bucket, with the key for which they were computed.
-        self._cache: dict[int, tuple[Any, Any]] = {}
+        self._cache: dict[int, tuple[object, Any]] = {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return all but the group as plain data and tensors, which are not copied."""
         held = {name: value for name, value in self.__dict__.items() if name not in _OWN}
         return {
             name: operator.index(value) if name in _INTS else value for name, value in held.items()
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Load the result of ``state_dict``; the group stays.
 
         Raises:
@@ -130,12 +130,12 @@ class PowerSGDState:
         self.__dict__.update(state)
         self._cache = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return all attributes but the group."""
         warnings.warn("a PowerSGD state is saved or copied without its process group", stacklevel=2)
         return {name: value for name, value in self.__dict__.items() if name not in _OWN}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """Load all attributes, and use the default group."""
         self.load_state_dict(state)
         self.process_group = default_group() if torch.distributed.is_initialized() else None
@@ -145,7 +145,7 @@ class PowerSGDState:
             stacklevel=2,
         )
 
-    def cached(self, index: int, key: Any, make: Callable[[], T]) -> T:
+    def cached(self, index: int, key: object, make: Callable[[], T]) -> T:
         """Return the cached ``make()`` of a bucket; call it again if the key has changed."""
         held = self._cache.get(index)
         if held is None or held[0] != key:
@@ -232,7 +232,7 @@ class PowerSGDState:
             self.q_memory_dict.pop(name, None)
 
 
-def _require_state(state: Any) -> None:
+def _require_state(state: object) -> None:
     if not isinstance(state, Mapping) or set(state) != _NAMES:
         raise ValueError(
             "a PowerSGD state holds its settings and what it keeps by name; got something else"
@@ -254,7 +254,7 @@ def _require_state(state: Any) -> None:
             )
 
 
-def _is_dense(value: Any) -> bool:
+def _is_dense(value: object) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided

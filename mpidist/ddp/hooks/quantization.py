@@ -19,11 +19,10 @@ channel needs NCCL. A block that is not finite becomes NaN on all ranks, which a
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 
-from mpidist.comm.group_protocol import AnyGroup, Group
+from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks import uint8_blocks
@@ -37,7 +36,9 @@ CHANNEL = 512  # elements that share a scale in the hook per channel; torch's de
 MOST_TO_ALL = 5  # ranks; above, the shares' 5 · N bytes are less than W · N
 
 # One set of buffers per group, because a group reduces one bucket after the other.
-_memory: weakref.WeakKeyDictionary[Any, dict[Any, Tensor]] = weakref.WeakKeyDictionary()
+_memory: weakref.WeakKeyDictionary[Group, dict[tuple[str, torch.device], Tensor]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @in_order

@@ -5,10 +5,10 @@ Source: ``torch.distributed.algorithms.ddp_comm_hooks``, for names and values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import Protocol
 
+from mpidist.comm.group_types import AnyGroup
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.hooks.default import (
     allreduce_hook,
@@ -19,21 +19,33 @@ from mpidist.ddp.hooks.default import (
 from mpidist.ddp.hooks.powersgd import batched_powerSGD_hook, powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.hooks.quantization import quantization_perchannel_hook, quantization_pertensor_hook
+from mpidist.ddp.hooks.stages import Hook
+
+
+class TakesHook(Protocol):
+    """A module whose buckets hooks reduce."""
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """See ``DistributedDataParallel``."""
 
 
 class _Registration:
     """Registration of a hook on a model, with a process group as its state."""
 
-    def __init__(self, hook: Callable[..., Any], rank: int | None = None) -> None:
+    def __init__(self, hook: Hook, rank: int | None = None) -> None:
         self.hook = hook
         self.rank = rank
 
-    def __call__(self, model: Any, state: Any = None, start_powerSGD_iter: int = 1_000) -> None:
-        if self.rank is not None:
-            state = PowerSGDState(
-                state, matrix_approximation_rank=self.rank, start_powerSGD_iter=start_powerSGD_iter
-            )
-        model.register_comm_hook(state, self.hook)
+    def __call__(
+        self, model: TakesHook, state: AnyGroup = None, start_powerSGD_iter: int = 1_000
+    ) -> None:
+        if self.rank is None:
+            model.register_comm_hook(state, self.hook)
+            return
+        made = PowerSGDState(
+            state, matrix_approximation_rank=self.rank, start_powerSGD_iter=start_powerSGD_iter
+        )
+        model.register_comm_hook(made, self.hook)
 
 
 class DDPCommHookType(Enum):
@@ -56,7 +68,9 @@ class DDPCommHookType(Enum):
     NOOP = _Registration(noop_hook)
 
 
-def register_ddp_comm_hook(comm_hook_type: Any, model: Any, state: Any = None) -> None:
+def register_ddp_comm_hook(
+    comm_hook_type: object, model: TakesHook, state: AnyGroup = None
+) -> None:
     """Register a hook by its type.
 
     Args:

@@ -11,20 +11,47 @@ hook marked ``in_order`` keeps that order itself and is called on autograd's thr
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 
-from mpidist.comm.group_protocol import Group
+from mpidist.comm.group_types import Group
+from mpidist.comm.work import Work
+from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.future import Future, completed
 
-Hook = Callable[[Any, Any], Any]
+Tensor = torch.Tensor
+
+
+class Completed(Protocol):
+    """A complete future in a callback."""
+
+    def value(self) -> Tensor | Sequence[Tensor]:
+        """Return the reduced buffer, perhaps in a list as in torch, or raise the exception."""
+
+
+class BucketFuture(Completed, Protocol):
+    """A future of the reduced buffer, ours or torch's."""
+
+    def wait(self) -> Tensor | Sequence[Tensor]:
+        """Wait, and return ``value()``."""
+
+    def then(self, callback: Callable[[Completed], Tensor]) -> BucketFuture:
+        """Return a future of ``callback(self)``."""
+
+
+# Called with the registered state and a GradBucket.
+Hook: TypeAlias = Callable[..., BucketFuture]
 H = TypeVar("H", bound=Hook)
 
 
 def in_order(hook: H) -> H:
-    """Mark a hook that starts all collectives before it returns, or as one ``group.in_order``."""
+    """Mark a hook that starts all collectives before it returns, or as one ``group.in_order``.
+
+    The reducer calls a marked hook directly and reads the future at the end of the backward pass,
+    which raises TypeError if the hook has returned None in place of a future of a tensor.
+    """
     hook.is_in_order = True  # type: ignore[attr-defined]
     return hook
 
@@ -34,7 +61,7 @@ def is_in_order(hook: Hook) -> bool:
     return getattr(hook, "is_in_order", False)
 
 
-def overlaps_backward(group: Group, tensor: torch.Tensor) -> bool:
+def overlaps_backward(group: Group, tensor: Tensor) -> bool:
     """Say whether a tensor is reduced on the group's thread during backward.
 
     On one node a transfer of host memory is processor time, which a thread cannot hide. Between
@@ -46,35 +73,34 @@ def overlaps_backward(group: Group, tensor: torch.Tensor) -> bool:
 
 def launch(
     group: Group,
-    buffer: torch.Tensor,
-    operation: Callable[[bool], Any],
-    result: Callable[[], torch.Tensor] | None = None,
+    buffer: Tensor,
+    operation: Callable[[bool], Work | None],
+    result: Callable[[], Tensor],
     waits_for_device: bool = False,
-) -> Future[Any]:
+) -> Future[Tensor]:
     """Execute ``operation(async_op)``; return a future of the reduced buffer.
 
     Blocks: until the operation has ended, unless it ``overlaps_backward``.
 
     Args:
         operation: Returns a Work if ``async_op``, else None after the end.
-        result: Returns the future's value; None for ``buffer``, or for the Work's own value.
+        result: Returns the future's value.
         waits_for_device: The operation makes the host wait for the device, and therefore runs on
             the group's thread on a single rank, too.
     """
     work = operation(overlaps_backward(group, buffer) or (waits_for_device and buffer.is_cuda))
     if work is None:
-        return completed(buffer if result is None else result())
-    future = work.get_future()
+        return completed(result())
     # ``value()`` raises the operation's exception.
-    return future if result is None else future.then(lambda ended: (ended.value(), result())[1])
+    return work.get_future().then(lambda ended: (ended.value(), result())[1])
 
 
 def run_stages(
-    group: Group, buffer: torch.Tensor, stages: Callable[[], Any], waits_for_device: bool = False
-) -> Future[torch.Tensor]:
+    group: Group, buffer: Tensor, stages: Callable[[], object], waits_for_device: bool = False
+) -> Future[Tensor]:
     """Execute ``stages()``, which reduces ``buffer`` in place; see ``launch``."""
 
-    def operation(async_op: bool) -> Any:
+    def operation(async_op: bool) -> Work | None:
         if async_op:
             return group.in_order(stages, device=buffer.device)
         stages()
@@ -83,20 +109,21 @@ def run_stages(
     return launch(group, buffer, operation, lambda: buffer, waits_for_device)
 
 
-def call_hook(hook: Hook, state: Any, bucket: Any, group: Group) -> Future[torch.Tensor]:
+def call_hook(hook: Hook, state: object, bucket: GradBucket, group: Group) -> BucketFuture:
     """Call ``hook(state, bucket)``; return a future of the reduced buffer.
 
     Blocks: until the bucket is reduced, unless it ``overlaps_backward``.
 
     Raises:
-        TypeError: The hook returned no future of a tensor (raised by the future if it overlaps).
+        TypeError: The hook returned no future of a tensor (raised by the future if it overlaps, by
+            ``value_of`` if the hook is marked ``in_order``).
     """
     if is_in_order(hook):
         return hook(state, bucket)
-    results: list[torch.Tensor] = []
+    results: list[Tensor] = []
     buffer = bucket.buffer()
 
-    def operation(async_op: bool) -> Any:
+    def operation(async_op: bool) -> Work | None:
         return group.in_order(
             lambda: results.append(value_of(hook(state, bucket))), async_op, buffer.device
         )
@@ -104,12 +131,18 @@ def call_hook(hook: Hook, state: Any, bucket: Any, group: Group) -> Future[torch
     return launch(group, buffer, operation, lambda: results[0])
 
 
-def is_done(future: Any) -> bool:
+def is_done(future: BucketFuture) -> bool:
     """Say whether a hook's future is complete."""
     return hasattr(future, "done") and bool(future.done())
 
 
-def value_of(future: Any) -> torch.Tensor:
+def tensor_of(future: Completed) -> Tensor:
+    """Return the tensor that a complete future holds, perhaps in a list as in torch."""
+    value = future.value()
+    return value if isinstance(value, torch.Tensor) else value[0]
+
+
+def value_of(future: BucketFuture) -> Tensor:
     """Wait for a hook's future, ours or torch's, of a tensor or of a list of one.
 
     Raises:

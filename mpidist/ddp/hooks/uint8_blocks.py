@@ -61,12 +61,12 @@ def pack(x: Tensor, block: int, packed: Tensor, heads: Tensor | None = None) -> 
     """
     if heads is None:
         heads = heads_of(x, block)
-    its_heads, q = _parts(packed, x.numel(), block)
-    its_heads.copy_(heads)
+    packed_heads, q = _parts(packed, x.numel(), block)
+    packed_heads.copy_(heads)
     for start, stop, first, rows in _pieces(x, block):
-        of = heads[first : first + rows]
-        wide = x[start:stop].view(rows, -1).float() / of[:, :1]
-        q[start:stop].view(rows, -1).copy_(wide.round_().add_(of[:, 1:]).clamp_(0, _LEVELS))
+        scale, zero = heads[first : first + rows].split(1, dim=1)
+        wide = x[start:stop].view(rows, -1).float() / scale
+        q[start:stop].view(rows, -1).copy_(wide.round_().add_(zero).clamp_(0, _LEVELS))
 
 
 def average(packed: Tensor, numel: int, block: int, out: Tensor) -> None:
@@ -80,8 +80,8 @@ def average(packed: Tensor, numel: int, block: int, out: Tensor) -> None:
     for start, stop, first, rows in _pieces(out, block):
         total: Tensor | None = None
         for heads, q in ranks:
-            of = heads[first : first + rows]
-            wide = q[start:stop].view(rows, -1).float().sub_(of[:, 1:]).mul_(of[:, :1])
+            scale, zero = heads[first : first + rows].split(1, dim=1)
+            wide = q[start:stop].view(rows, -1).float().sub_(zero).mul_(scale)
             total = wide if total is None else total.add_(wide)
         assert total is not None
         out[start:stop].view(rows, -1).copy_(total.div_(len(ranks)))

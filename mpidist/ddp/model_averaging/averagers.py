@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from typing import Any
 
-from mpidist.comm.group_protocol import AnyGroup
+from mpidist.comm.group_types import AnyGroup
 from mpidist.comm.resolve_group import default_group, native_group
-from mpidist.ddp.model_averaging.parameters import average_parameters_or_parameter_groups
+from mpidist.ddp.model_averaging.parameters import (
+    Averaged,
+    average_parameters_or_parameter_groups,
+)
 from mpidist.ddp.settings_checks import require_int
 
 
@@ -34,7 +36,7 @@ class ModelAverager(ABC):
         self.step = 0
 
     @abstractmethod
-    def average_parameters(self, params: Any) -> None:
+    def average_parameters(self, params: Averaged) -> None:
         """Count a step, and average at the steps of the schedule."""
 
 
@@ -60,7 +62,7 @@ class PeriodicModelAverager(ModelAverager):
         self.warmup_steps = warmup_steps
         self.period = period
 
-    def average_parameters(self, params: Any) -> None:
+    def average_parameters(self, params: Averaged) -> None:
         """Count a step, and average the parameters with a gradient every ``period`` steps.
 
         Collective: over the group, by all ranks at the same steps.

@@ -1,4 +1,4 @@
-"""Averages at several levels: often among a few ranks, seldom among all.
+"""Hierarchical averages of parameters: each level is a group size with its own period.
 
 Source: ``torch.distributed.algorithms.model_averaging.hierarchical_model_averager``, for names and
 meanings; Castiglia, Das, Patterson, "Multi-Level Local SGD" (arXiv 2007.13819). torch's groups are
@@ -12,15 +12,17 @@ import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from mpidist.comm.consistency import comparing
 from mpidist.comm.group import ProcessGroup
-from mpidist.comm.group_protocol import AnyGroup
+from mpidist.comm.group_types import AnyGroup
 from mpidist.comm.mpi.runtime import world
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.model_averaging.averagers import ModelAverager, warn_of_period_1
-from mpidist.ddp.model_averaging.parameters import average_parameters_or_parameter_groups
+from mpidist.ddp.model_averaging.parameters import (
+    Averaged,
+    average_parameters_or_parameter_groups,
+)
 from mpidist.ddp.settings_checks import require_int
 
 _log = logging.getLogger(__name__)
@@ -71,7 +73,7 @@ class HierarchicalModelAverager(ModelAverager):
         if levels[-1][0] == 1:
             warn_of_period_1()
         self.warmup_steps = warmup_steps
-        self.period_process_group_dict: OrderedDict[int, Any] = OrderedDict()
+        self.period_process_group_dict: OrderedDict[int, AnyGroup] = OrderedDict()
         nodes = world().nodes_of(group.world_ranks)
         for period, size in levels:
             _log.info(
@@ -83,7 +85,7 @@ class HierarchicalModelAverager(ModelAverager):
                 self.process_group if size == group.size else _part(group, nodes, size)
             )
 
-    def average_parameters(self, params: Any) -> None:
+    def average_parameters(self, params: Averaged) -> None:
         """Count a step, and average the parameters with a gradient at the steps of a period.
 
         Collective: over the groups of the step, by all ranks at the same steps.
@@ -99,14 +101,14 @@ class HierarchicalModelAverager(ModelAverager):
             average_parameters_or_parameter_groups(params, group)
         self.step += 1
 
-    def _find_process_group(self) -> Any:
+    def _find_process_group(self) -> AnyGroup:
         for period, group in reversed(self.period_process_group_dict.items()):
             if self.step % period == 0:
                 return group
         return None
 
 
-def require_levels(levels: Sequence[tuple[int, int]], argument: Any, ranks: int) -> None:
+def require_levels(levels: Sequence[tuple[int, int]], argument: object, ranks: int) -> None:
     """Require periods and sizes that form a hierarchy over a group.
 
     Args:
@@ -165,7 +167,7 @@ def _is_of_whole_nodes(part: Sequence[int], nodes: Sequence[int]) -> bool:
     return len(part) == sum(node in own for node in nodes)
 
 
-def _part(group: ProcessGroup, nodes: Sequence[int], size: int) -> Any:
+def _part(group: ProcessGroup, nodes: Sequence[int], size: int) -> ProcessGroup | None:
     color, key = next(
         (number, part.index(group.rank))
         for number, part in enumerate(parts_of(nodes, size))

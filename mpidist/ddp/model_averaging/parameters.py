@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG, MAX
 from mpidist.comm.consistency import by_rank, first_difference
-from mpidist.comm.group_protocol import AnyGroup, Group
+from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.comm.resolve_group import native_group
 from mpidist.errors import DisagreementError
 
 Tensor = torch.Tensor
+
+# Parameters, parameter groups of an optimizer, or an optimizer.
+Averaged: TypeAlias = "Iterable[Tensor] | Iterable[dict[str, Any]] | torch.optim.Optimizer"
 
 _BATCH_BYTES = 64 << 20  # of a flat copy of parameters
 
@@ -48,7 +51,7 @@ def average_parameters(params: Iterable[Tensor], process_group: AnyGroup) -> Non
     _average(group, _agreed(group, params))
 
 
-def get_params_to_average(params: Any) -> list[Tensor]:
+def get_params_to_average(params: Averaged) -> list[Tensor]:
     """Return the parameters that have a gradient.
 
     Args:
@@ -60,7 +63,7 @@ def get_params_to_average(params: Any) -> list[Tensor]:
     return [parameter for parameter in _all_of(params) if parameter.grad is not None]
 
 
-def average_parameters_or_parameter_groups(params: Any, process_group: AnyGroup) -> None:
+def average_parameters_or_parameter_groups(params: Averaged, process_group: AnyGroup) -> None:
     """Average in place the parameters that have a gradient on any rank.
 
     Collective: over the group, with the same parameters; a rank outside does nothing.
@@ -89,9 +92,9 @@ def average_parameters_or_parameter_groups(params: Any, process_group: AnyGroup)
     )
 
 
-def _all_of(params: Any) -> list[Tensor]:
+def _all_of(params: Averaged) -> list[Tensor]:
     found: list[Tensor] = []
-    for item in getattr(params, "param_groups", params):
+    for item in params.param_groups if hasattr(params, "param_groups") else params:
         if isinstance(item, torch.Tensor):
             found.append(item)
         elif isinstance(item, dict):
@@ -104,14 +107,14 @@ def _all_of(params: Any) -> list[Tensor]:
     return found
 
 
-def _is_outside(process_group: Any) -> bool:
+def _is_outside(process_group: object) -> bool:
     return (
         process_group is not None
         and process_group is torch.distributed.GroupMember.NON_GROUP_MEMBER
     )
 
 
-def _agreed(group: Group, params: Any) -> list[Tensor]:
+def _agreed(group: Group, params: Averaged) -> list[Tensor]:
     """Return the parameters after a check that all ranks hold the same.
 
     Collective: over the group.

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from mpidist.optim import fused
 from mpidist.optim.parameter_locks import ParameterLocks
@@ -40,14 +41,14 @@ class FunctionalOptimizer(Optimizer):
         ValueError: No parameters, a non-leaf or repeated one, or ``differentiable=True``.
     """
 
-    _update: ClassVar[Callable[..., Any]]
+    _update: ClassVar[Callable[..., object]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         of_torch = cls.__mro__[cls.__mro__.index(FunctionalOptimizer) + 1]
         cls._update = staticmethod(inspect.unwrap(of_torch.step))  # type: ignore[attr-defined]
 
-    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, params: ParamsT, *args: Any, **kwargs: Any) -> None:
         self.parameters: list[Tensor] = []
         self.locks = ParameterLocks()
         self._aliases: list[Tensor] = []
@@ -157,7 +158,7 @@ class FunctionalOptimizer(Optimizer):
         ]
         for group in self.param_groups:
             if group.get("fused"):
-                fused.require_dense(group)
+                fused.require_dense(group["params"])
         for number in chosen:
             self.param_groups[number]["fused"] = True
         try:
@@ -192,7 +193,7 @@ class FunctionalOptimizer(Optimizer):
         return bool(used) and all(gradient.layout is torch.strided for _, gradient in used)
 
 
-def _check(new: Sequence[Any], present: Iterable[Tensor]) -> None:
+def _check(new: Sequence[object], present: Iterable[Tensor]) -> None:
     seen = {id(parameter) for parameter in present}
     for parameter in new:
         if not isinstance(parameter, Tensor):

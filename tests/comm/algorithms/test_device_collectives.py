@@ -27,7 +27,7 @@ from mpidist.comm.memory import buffer
 from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import device_at
 from tests.comm.lazy_device import LazyDevice, WatchedComm
-from tests.support import agree, reduced
+from tests.support import agree, finished, reduced
 
 pytestmark = pytest.mark.mpi
 
@@ -94,12 +94,16 @@ class Cuda:
 
 @pytest.fixture(
     params=[
-        ("lazy", None, "0"), ("lazy", None, "1"), ("lazy", 1, "0"), ("lazy", 2, "1"), ("lazy", 3,
-        "1"), pytest.param(("cuda", None, ""), marks=pytest.mark.gpu), pytest.param(("cuda", None,
-        "0"), marks=pytest.mark.gpu),
+        ("lazy", None, "0"),
+        ("lazy", None, "1"),
+        ("lazy", 1, "0"),
+        ("lazy", 2, "1"),
+        ("lazy", 3, "1"),
+        pytest.param(("cuda", None, ""), marks=pytest.mark.gpu),
+        pytest.param(("cuda", None, "0"), marks=pytest.mark.gpu),
     ],
     ids=lambda p: f"{p[0]}-seed {p[1]}-aware {p[2]}",
-)  # fmt: skip
+)
 def place(request, monkeypatch):
     """A device, with or without an MPI that takes its addresses; chunks are short."""
     kind, seed, aware = request.param
@@ -129,9 +133,7 @@ def test_all_reduce(place, group):
         parts = [contribution(rank, numel, dtype) for rank in range(group.size)]
         for async_op in (False, True):
             tensor = place.produce(parts[group.rank])
-            work = group.all_reduce(tensor, op, async_op=async_op)
-            if work is not None:
-                work.wait()
+            finished(group.all_reduce(tensor, op, async_op=async_op))
             got = place.consume(tensor.clone)
             wanted = reduced(parts, op)
             close = (
@@ -163,7 +165,7 @@ def test_mpi_gets_no_callback_for_device_memory():
         assert device_all_reduce.is_reduced_by_mpi(dtype, reduce_op.reduction(dtype, MAX))
 
 
-def test_premul_sum(place, group):
+def test_premul_sum_multiplies_before_the_sum(place, group):
     for dtype in (torch.float32, torch.bfloat16):
         parts = [contribution(rank, 300, dtype) for rank in range(group.size)]
         tensor = place.produce(parts[group.rank])
@@ -183,7 +185,7 @@ def test_nan_wins_on_all_ranks(place, group):
     )
 
 
-def test_sums_that_halves_would_lose(place, group):
+def test_half_types_are_summed_in_fp32(place, group):
     tensor = place.produce(
         torch.full((700,), 1.0 if group.rank == 0 else 2.0**-9, dtype=torch.bfloat16)
     )
@@ -232,7 +234,7 @@ def test_reduce_scatter(place, group):
 
 
 @pytest.mark.parametrize("numel", [1, 1000, 30_000])
-def test_movement(place, group, numel):
+def test_every_collective_without_arithmetic_moves_its_values(place, group, numel):
     parts = [contribution(rank, numel, torch.float32) + 100 * rank for rank in range(group.size)]
     every, mine = torch.stack(parts), parts[group.rank]
 
@@ -290,7 +292,7 @@ def test_movement(place, group, numel):
     )
 
 
-def test_messages(place, group):
+def test_messages_carry_values_that_are_computed_late(place, group):
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     for numel in (3, 5000):
         mine = torch.arange(float(numel)) + group.rank
@@ -338,7 +340,7 @@ def test_memory_is_kept_until_the_last_copy(monkeypatch, group):
     agree(group, place.device.up.kept.get(gathered.data_ptr(), -1) == len(place.device.up.queue))
 
 
-def test_a_single_rank_does_nothing(monkeypatch, world):
+def test_a_single_rank_makes_no_fence_and_copies_nothing(monkeypatch, world):
     """No event, no wait and no copy; a wait for an asynchronous call still waits for its tensor."""
     place, made = Lazy(monkeypatch, None), []
     fence = device_collectives.StreamFence
@@ -525,7 +527,7 @@ def test_stages_are_ordered_with_the_callers_stream(place, group):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("forgotten", ["wait_ready", "record"])
-def test_a_forgotten_wait_is_noticed(monkeypatch, world, forgotten):
+def test_a_missing_wait_gives_wrong_numbers_on_the_lazy_device(monkeypatch, world, forgotten):
     # A test of the lazy device: without a wait of the library, results are wrong.
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "0")
     place = Lazy(monkeypatch, None)
@@ -538,7 +540,7 @@ def test_a_forgotten_wait_is_noticed(monkeypatch, world, forgotten):
     agree(world, not bool((got == world.size).all()), str(got))
 
 
-def test_legs_bring_every_shard_around():
+def test_each_shard_of_the_ring_passes_every_rank():
     for size in range(1, 7):
         for longest, chunk in [(0, 4), (1, 4), (9, 4)]:
             # Rank i sends the shard that it received in the previous step; each shard's sum starts
@@ -623,8 +625,7 @@ def test_mpi_works_on_device_memory_with_that_device_current(monkeypatch, group)
                 ),
             ]
             for work in works:
-                if work is not None:
-                    work.wait()
+                finished(work)
     agree(group, all(is_current for _, is_current in seen) and (group.size == 1 or seen), f"{seen}")
     agree(group, not place.device.is_current(), "the device stays current")
 
@@ -636,6 +637,7 @@ def test_messages_of_device_memory_are_tested_with_that_device_current(monkeypat
     place = Lazy(monkeypatch, None)
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     target = place.blank(torch.ones(300))
+    is_matched = True
     with pytest.MonkeyPatch.context() as patches:
         seen = watched(patches, group, place.device, watches_results=True)
         receive = group.irecv(target, left)
@@ -644,14 +646,16 @@ def test_messages_of_device_memory_are_tested_with_that_device_current(monkeypat
             queue, deadline = group._receives, time.monotonic() + 30
             while not queue.is_empty() and time.monotonic() < deadline:
                 time.sleep(1e-3)
+            is_matched = queue.is_empty()
         send.wait()
         receive.wait()
+    agree(group, is_matched, "no other thread matches the receive")
     agree(group, {"Isend", "Irecv", "Test"} <= {name for name, _ in seen}, f"{seen}")
     agree(group, all(is_current for _, is_current in seen), f"{seen}")
     agree(group, bool((place.consume(target.clone) == 3).all()), "the message")
 
 
-def test_a_device_has_a_name(place):
+def test_memory_of_the_host_has_no_device():
     assert device_at(None) is None and device_at(torch.device("cpu")) is None
 
 

@@ -28,7 +28,7 @@ def test_differences_name_ranks_and_values():
     assert fingerprint.differences(lines[:1] * 4) == ""
 
 
-def test_a_refusal_hides_other_facts():
+def test_only_the_refusal_of_arguments_is_reported():
     lines = [
         fingerprint.describe("all_reduce", 3, [("shape", (2, 4))]),
         fingerprint.describe("all_reduce", 3, [(fingerprint.REFUSAL, "needs a tensor")]),
@@ -54,7 +54,7 @@ def strict(world):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_disagreements_raise_on_all_ranks_and_the_group_lives_on(world, strict):
+def test_disagreements_raise_on_all_ranks_and_the_group_continues(world, strict):
     odd = strict.rank == strict.size - 1
     last = strict.size - 1
 

@@ -5,49 +5,33 @@ import torch
 
 from mpidist import cache, tune
 from mpidist.comm import AVG, MAX, PRODUCT, SUM
-from mpidist.comm.algorithms import hierarchical, tuning
+from mpidist.comm.algorithms import hierarchical, reduce_op, tuning
 from mpidist.comm.algorithms.tuning import HOST_ALGORITHMS, LEVELS, LIBRARY, Table
-from mpidist.comm.mpi import runtime
-from mpidist.comm.mpi.world import number_alike
-from tests.support import agree, reduced
+from tests.simulated_nodes import SEVERAL, groups, lay_out
+from tests.support import agree, finished, reduced
 
 pytestmark = pytest.mark.mpi(min_size=3)
-
-LAYOUTS = {
-    "blocks": lambda rank, size: rank * 2 // size,
-    "cyclic": lambda rank, size: rank % 2,
-    "uneven": lambda rank, size: int(rank > 0),
-}
 
 
 @pytest.fixture
 def on_nodes(world, monkeypatch):
-    """Make groups with given node numbers, whose table selects the hierarchical algorithm."""
+    """Return a function that makes groups whose table selects the hierarchical algorithm."""
     monkeypatch.setattr(hierarchical, "FROM_BYTES", 1)
     monkeypatch.setattr(hierarchical, "PIECE_BYTES", 1024)
     monkeypatch.setattr(
         cache, "load", lambda kind, key: {"rows": [[64, [LEVELS, LIBRARY]]], "source": "a test"}
     )
-    made = []
+    with groups(world, monkeypatch) as clone:
 
-    def make(layout, shares=True):
-        nodes = [LAYOUTS[layout](rank, world.size) for rank in range(world.size)]
-        monkeypatch.setattr(
-            runtime.World,
-            "nodes_of",
-            lambda self, ranks: number_alike(nodes[r] for r in ranks),
-        )
-        if not shares:
-            monkeypatch.setattr(hierarchical, "shared_maps", lambda comm, nbytes: None)
-        made.append(world.clone(layout))
-        return made[-1]
+        def make(layout, shares=True):
+            if not shares:
+                monkeypatch.setattr(hierarchical, "shared_maps", lambda comm, nbytes: None)
+            return clone(layout)
 
-    yield make
-    for group in made:
-        group.close()
+        yield make
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SEVERAL)
 @pytest.mark.parametrize("shares", [True, False], ids=["memory", "messages"])
 def test_values_are_those_of_a_flat_all_reduce(world, on_nodes, layout, shares):
     group = on_nodes(layout, shares)
@@ -72,9 +56,7 @@ def test_values_are_those_of_a_flat_all_reduce(world, on_nodes, layout, shares):
                 ]
                 for asynchronous in (False, True):
                     tensor = parts[group.rank].clone()
-                    work = group.all_reduce(tensor, op, async_op=asynchronous)
-                    if work is not None:
-                        work.wait()
+                    finished(group.all_reduce(tensor, op, async_op=asynchronous))
                     expected = reduced(parts, op)
                     is_right = (
                         torch.allclose(tensor, expected)
@@ -105,18 +87,13 @@ def test_same_bits_on_all_ranks_in_either_thread(world, on_nodes):
     for asynchronous in (False, True):
         tensor = torch.randn(5000, generator=torch.Generator().manual_seed(group.rank)) / 3
         # A synchronous call on one rank matches an asynchronous one on another.
-        work = group.all_reduce(tensor, AVG, async_op=asynchronous != (group.rank == 1))
-        if work is not None:
-            work.wait()
+        finished(group.all_reduce(tensor, AVG, async_op=asynchronous != (group.rank == 1)))
         results += world.all_gather_object(tensor.numpy().tobytes())
     agree(world, len(set(results)) == 1)
 
 
 def test_a_group_knows_its_own_nodes(world, monkeypatch):
-    nodes = [LAYOUTS["uneven"](rank, world.size) for rank in range(world.size)]
-    monkeypatch.setattr(
-        runtime.World, "nodes_of", lambda self, ranks: number_alike(nodes[r] for r in ranks)
-    )
+    lay_out(world, monkeypatch, "uneven")
     far = world.clone("far")
     near = far.new_group(range(1, world.size))
     alone = far.split_by_node()
@@ -127,14 +104,11 @@ def test_a_group_knows_its_own_nodes(world, monkeypatch):
             group.close()
 
 
-def test_without_a_table_the_library_decides(world, monkeypatch, tmp_path, capsys):
+def test_without_a_table_the_library_decides(world, monkeypatch, tmp_path):
     """The command measures and caches a table, which later groups use."""
     folder = world.all_gather_object(str(tmp_path))[0]
     monkeypatch.setenv("MPIDIST_CACHE", folder)
-    nodes = [LAYOUTS["blocks"](rank, world.size) for rank in range(world.size)]
-    monkeypatch.setattr(
-        runtime.World, "nodes_of", lambda self, ranks: number_alike(nodes[r] for r in ranks)
-    )
+    lay_out(world, monkeypatch, "blocks")
     before = world.clone("before")
     agree(world, not hierarchical.is_chosen(before._comm, 1 << 20))
     monkeypatch.setattr(tune.comm, "init", lambda: before)
@@ -153,7 +127,21 @@ def test_without_a_table_the_library_decides(world, monkeypatch, tmp_path, capsy
         group.close()
 
 
-def test_one_node_has_no_choice(world):
+def test_the_command_refuses_the_host_on_one_node(world):
     with pytest.raises(SystemExit, match="several nodes"):
         tune.main(["--device", "host"])
     assert isinstance(tuning.UNMEASURED_HOST, Table)
+
+
+def test_a_communicator_of_blocking_calls_has_levels(world, on_nodes):
+    """Device tensors that are staged through the host are reduced by blocking calls."""
+    group = on_nodes("blocks")
+    tensor = torch.full((1000,), float(group.rank))
+    total = group.size * (group.size - 1) / 2
+    wrong = []
+    for comm in (group._comm.blocking(), group._comm):
+        mine = tensor.clone()
+        plan = reduce_op.reduction(mine.dtype, SUM)
+        hierarchical.all_reduce(comm, mine, plan)
+        wrong += [] if torch.equal(mine, torch.full((1000,), total)) else [type(comm.mpi)]
+    agree(group, not wrong, str(wrong))

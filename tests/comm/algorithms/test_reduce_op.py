@@ -87,7 +87,7 @@ def test_types_without_arithmetic_say_so():
         reduction(torch.qint8, SUM)
 
 
-def test_the_table_is_complete():
+def test_operations_and_accumulation_types_are_those_listed():
     assert set(OPERATIONS) == {SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR}
     assert set(reduce_op.ACCUMULATES_IN.values()) == {torch.float32, torch.complex64}
 

@@ -111,7 +111,7 @@ def test_a_mean_of_large_halves_does_not_overflow(group):
         agree(group, bool((tensor == 60_000).all()), f"{numel}: {tensor[:3]}")
 
 
-def test_sums_that_halves_would_lose(group):
+def test_half_types_are_summed_in_fp32(group):
     # 2048 + 1 is 2048 in fp16; in fp32 the ones are not lost.
     tensor = torch.full((100_000,), 2048.0 if group.rank == 0 else 1.0, dtype=torch.float16)
     group.all_reduce(tensor)
@@ -122,7 +122,7 @@ def test_sums_that_halves_would_lose(group):
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64], ids=str
 )
-def test_premul_sum(group, dtype):
+def test_premul_sum_multiplies_before_the_sum(group, dtype):
     factor = group.rank + 2
     tensor = torch.full((11,), 3).to(dtype)
     group.all_reduce(tensor, PremulSum(factor))
@@ -137,7 +137,7 @@ def test_premul_sum(group, dtype):
     agree(group, ok, f"{tensor} {kept} {scattered} {source}")
 
 
-def test_large_tensors_by_shards(group, monkeypatch):
+def test_large_tensors_are_reduced_by_shards(group, monkeypatch):
     monkeypatch.setattr(pairwise, "FROM_BYTES", 64)
     monkeypatch.setattr(pairwise, "CHUNK_BYTES", 40)
     for numel in (16, 17, 101):
@@ -207,7 +207,7 @@ def test_strided_and_expanded_tensors(group):
     )
 
 
-def test_coalesced(group):
+def test_coalesced_tensors_are_reduced_as_single_ones(group):
     tensors = [torch.full((n,), float(group.rank + 1)) for n in (0, 1, 17, 30_000, 5)]
     group.all_reduce_coalesced(tensors)
     total = group.size * (group.size + 1) / 2
@@ -265,7 +265,7 @@ def test_the_fast_path_writes_below_autograd(group, dtype, numel):
 
 
 @pytest.mark.parametrize("op", [SUM, MAX])
-def test_negated_views(group, op):
+def test_negated_views_are_reduced_by_value(group, op):
     values = torch.tensor([1.0 + group.rank, 5.0 - group.rank])
     view = torch._neg_view(values.clone())
     group.all_reduce(view, op)

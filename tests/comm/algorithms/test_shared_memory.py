@@ -30,7 +30,7 @@ def shared(group, numel, dtype):
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 )
-def test_average(group, dtype):
+def test_averages_are_numpys_and_the_same_on_all_ranks(group, dtype):
     # The longest tensor for two types only, because the NumPy reference is slow.
     longest = [1_100_000] if dtype in (torch.float32, torch.bfloat16) else []
     for numel in [1, 2, 7, 1000, 300_001, *longest]:
@@ -97,7 +97,7 @@ def test_averages_keep_the_groups_order(group):
     )
 
 
-def test_several_at_once_do_not_mix(group):
+def test_several_tensors_of_one_memory_do_not_mix(group):
     whole = shared_memory.share(group, 5 * 8192)
     memories = [whole.tensor(8192 * index, 1000 + index, torch.float32) for index in range(5)]
     for index, memory in enumerate(memories):
@@ -165,7 +165,7 @@ def test_memory_outlives_its_group_and_is_freed(world):
     agree(world, len(os.listdir("/proc/self/fd")) <= before, "a file stayed open")
 
 
-def test_nothing_to_share(group):
+def test_one_rank_or_no_bytes_have_no_shared_memory(group):
     alone = group.split(group.rank)
     agree(group, shared_memory.share(group, 0) is None and shared_memory.share(alone, 5) is None)
     alone.close()

@@ -8,7 +8,7 @@ from mpidist.comm.algorithms import sparse
 from mpidist.comm.algorithms.reduce_op import PremulSum
 from mpidist.comm.group import from_world
 from mpidist.errors import DisagreementError
-from tests.support import agree, raises_on_all
+from tests.support import agree, finished, raises_on_all
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex32, torch.complex64,
@@ -106,7 +106,7 @@ def test_integers_wrap_around(group):
 
 
 @pytest.mark.mpi
-def test_a_mean(group):
+def test_a_mean_is_divided_by_the_number_of_ranks(group):
     for dtype in (torch.float64, torch.complex64):
         tensor = contribution(group.rank, (7, 3), 1, dtype)
         group.all_reduce(tensor, "avg")
@@ -120,7 +120,7 @@ def test_a_mean(group):
 
 
 @pytest.mark.mpi
-def test_no_rank_has_an_element(group):
+def test_a_sum_of_empty_tensors_is_empty(group):
     tensor = contribution(group.rank, (7, 3), 1, nnz=0)
     group.all_reduce(tensor)
     agree(group, tensor._nnz() == 0 and tensor.is_coalesced() and tensor.shape == (7, 3))
@@ -146,15 +146,14 @@ def test_sparse_and_dense_calls_keep_one_order(group):
 
 
 @pytest.mark.mpi
-def test_inference_tensors_and_leaves(group):
+def test_inference_tensors_are_reduced_and_leaves_under_no_grad_alone(group):
     expected = wanted(group, (7, 3), 1, torch.float64)
     with torch.inference_mode():
         tensor = contribution(group.rank, (7, 3), 1)
     for async_op in (False, True):
         with torch.inference_mode():
             tensor.copy_(contribution(group.rank, (7, 3), 1))
-        work = group.all_reduce(tensor, async_op=async_op)
-        work.wait() if work is not None else None
+        finished(group.all_reduce(tensor, async_op=async_op))
         agree(group, is_right(group, tensor, expected), "inference tensor")
     leaf = contribution(group.rank, (7, 3), 1).requires_grad_()
     raises_on_all(group, ValueError, lambda: group.all_reduce(leaf), "a leaf that requires grad")
@@ -182,11 +181,9 @@ def test_other_operations_are_refused(group, op):
     )
 
 
-@pytest.mark.mpi
-def test_what_differs_between_ranks_raises_on_all(group):
+@pytest.mark.mpi(min_size=2)
+def test_shapes_dtypes_and_operations_that_differ_raise_on_all(group):
     """Also without debug mode: the comparison is part of the message with the counts."""
-    if group.size == 1:
-        return
     last = group.rank == group.size - 1
     for tensor in (
         contribution(group.rank, (7, 4 if last else 3), 1),
@@ -205,10 +202,8 @@ def test_what_differs_between_ranks_raises_on_all(group):
     )
 
 
-@pytest.mark.mpi
-def test_debug_mode_compares_first(group):
-    if group.size == 1:
-        return
+@pytest.mark.mpi(min_size=2)
+def test_debug_mode_compares_layouts_before_the_sum(group):
     checked = from_world("checked", 600, debug=True)
     last = checked.rank == checked.size - 1
     tensor = contribution(group.rank, (7, 3), 1)
@@ -232,7 +227,7 @@ def test_debug_mode_compares_first(group):
 @pytest.mark.mpi
 @pytest.mark.usefixtures("default_group")
 @pytest.mark.parametrize("async_op", [False, True])
-def test_torchs_all_reduce(group, async_op):
+def test_torchs_all_reduce_takes_sparse_tensors(group, async_op):
     tensor = contribution(group.rank, (7, 3), 1)
     work = dist.all_reduce(tensor, async_op=async_op)
     if async_op:

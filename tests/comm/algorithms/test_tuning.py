@@ -17,7 +17,8 @@ from mpidist.comm.algorithms.tuning import (
 )
 from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import HostDevice
-from mpidist.comm.mpi import library, runtime
+from mpidist.comm.mpi import library
+from tests.simulated_nodes import lay_out
 from tests.support import agree
 
 MEASURED = {1024: {STAGED: 3e-5, LIBRARY: 1e-5, RING: 2e-5}, 1 << 20: {STAGED: 9e-4, RING: 2e-4}}
@@ -107,7 +108,7 @@ def test_invalid_tables_are_ignored(group, monkeypatch, held):
 
 
 @pytest.mark.mpi
-def test_all_ranks_use_rank_0s(group, monkeypatch):
+def test_all_ranks_use_rank_0s_table(group, monkeypatch):
     own = {
         "rows": [[group.rank + 1, [RING, STAGED, LIBRARY]]],
         "source": f"rank {group.rank}",
@@ -187,7 +188,7 @@ def test_a_choice_is_made_once_for_a_table(group, monkeypatch):
 
 
 @pytest.mark.mpi
-def test_the_command_measures_and_keeps(world, monkeypatch, tmp_path, capsys):
+def test_the_command_measures_and_caches_a_table(world, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
     folder = world.all_gather_object(str(tmp_path))[0]
     monkeypatch.setenv("MPIDIST_CACHE", folder)
@@ -210,7 +211,7 @@ def test_the_command_measures_and_keeps(world, monkeypatch, tmp_path, capsys):
 @pytest.mark.mpi
 def test_between_nodes_blocking_calls_are_measured(world, monkeypatch, tmp_path):
     """Collectives of device memory are blocking calls, so blocking calls are measured."""
-    monkeypatch.setattr(runtime.World, "nodes_of", lambda world, ranks: tuple(range(len(ranks))))
+    lay_out(world, monkeypatch, "alone")
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
     monkeypatch.setenv("MPIDIST_CACHE", str(tmp_path / "a file"))
     (tmp_path / "a file").write_text("")

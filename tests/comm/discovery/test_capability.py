@@ -57,21 +57,21 @@ def forget(comm, monkeypatch):
 @pytest.mark.parametrize(
     ("value", "expected"), [("0", frozenset()), ("1", EVERYTHING), ("", None), (None, None)]
 )
-def test_what_the_environment_forces(world, monkeypatch, value, expected):
+def test_the_environment_forces_all_operations_or_none(world, monkeypatch, value, expected):
     if value is not None:
         monkeypatch.setenv("MPIDIST_CUDA_AWARE", value)
     assert known_operations(CPU) == expected
 
 
 @pytest.mark.mpi
-def test_another_value_is_named(world, monkeypatch):
+def test_an_invalid_value_of_the_environment_is_named(world, monkeypatch):
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "yes")
     with pytest.raises(ValueError, match="MPIDIST_CUDA_AWARE must be 0 or 1, or unset; got 'yes'"):
         known_operations(CPU)
 
 
 @pytest.mark.mpi
-def test_a_library_that_says_no_is_not_tried(world, monkeypatch):
+def test_a_library_without_cuda_support_is_not_tried(world, monkeypatch):
     monkeypatch.setattr(library_report, "cuda_support", lambda: (False, "it says so"))
     assert known_operations(torch.device("cuda")) == frozenset()
 
@@ -90,7 +90,7 @@ def test_capabilities_launch_nothing(world, monkeypatch, launches):
 
 
 @pytest.mark.mpi
-def test_capabilities_without_a_device(world, monkeypatch):
+def test_without_a_device_every_operation_says_so(world, monkeypatch):
     monkeypatch.setattr(capability.runtime, "device", lambda: CPU)
     assert set(capabilities().operations.values()) == {"this rank has no CUDA device"}
 
@@ -203,15 +203,15 @@ def test_a_wrapper_that_never_blocks_gets_no_reductions(group, launches):
 
 
 @pytest.mark.mpi
-def test_a_collective_whose_twin_fails_is_not_for_a_wrapper(group, monkeypatch):
-    told = {**dict.fromkeys(trial_operations.OPERATIONS, "works"), "Ibcast": "hung"}
-    monkeypatch.setattr(capability_trial, "try_operations", lambda *_, **__: told)
+def test_a_collective_whose_nonblocking_form_fails_is_not_for_a_wrapper(group, monkeypatch):
+    verdicts = {**dict.fromkeys(trial_operations.OPERATIONS, "works"), "Ibcast": "hung"}
+    monkeypatch.setattr(capability_trial, "try_operations", lambda *_, **__: verdicts)
     operations = agreed_operations(group._comm.sleeping(), CPU)
     agree(group, "Bcast" not in operations and "Allgather" in operations, f"{operations}")
 
 
 @pytest.mark.mpi
-def test_a_failure_of_rank_0_is_told_to_all(group, monkeypatch):
+def test_a_failure_of_rank_0_raises_on_all(group, monkeypatch):
     def fail(*_, **__):
         raise OSError("no processes left")
 
@@ -239,7 +239,7 @@ def test_an_environment_that_differs_raises_on_all(group, launches, monkeypatch)
 
 
 @pytest.mark.mpi
-def test_an_environment_that_says_nothing_raises_on_all(group, monkeypatch):
+def test_an_invalid_value_of_the_environment_raises_on_all(group, monkeypatch):
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "2")
     raises_on_all(group, ValueError, lambda: agreed_operations(group._comm, CPU), "got '2'")
 
@@ -263,7 +263,7 @@ def test_forcing_needs_no_launch(group, launches, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.mpi(min_size=2)
-def test_what_works_in_the_nested_job_works_here(group):
+def test_operations_that_work_in_the_child_job_work_in_this_job(group):
     device = capability.runtime.device()
     operations = agreed_operations(group._comm, device)
     if group.rank == 0:

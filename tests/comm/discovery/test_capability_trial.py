@@ -43,8 +43,8 @@ def expected(at_bcast):
 
 
 def test_every_operation_works_on_the_host():
-    told = capability_trial.try_operations("cpu", library())
-    assert told == dict.fromkeys(trial_operations.OPERATIONS, "works")
+    by_operation = capability_trial.try_operations("cpu", library())
+    assert by_operation == dict.fromkeys(trial_operations.OPERATIONS, "works")
 
 
 @pytest.mark.parametrize("cuda_first", [True, False])
@@ -87,13 +87,13 @@ def test_a_crash_marks_its_operation_alone():
     assert tried("os.kill(os.getpid(), signal.SIGSEGV)") == expected("ended by signal 11 (SIGSEGV)")
 
 
-def test_an_exit_marks_its_operation_and_says_its_last_words():
-    told = tried("sys.exit('Error: no such memory')")
-    assert "Error: no such memory" in told["Bcast"]
-    assert {**told, "Bcast": ""} == expected("")
+def test_an_exit_marks_its_operation_with_the_end_of_the_output():
+    by_operation = tried("sys.exit('Error: no such memory')")
+    assert "Error: no such memory" in by_operation["Bcast"]
+    assert {**by_operation, "Bcast": ""} == expected("")
 
 
-def test_a_rank_that_ends_in_peace_in_an_operation_has_not_done_it():
+def test_an_operation_within_which_a_rank_exits_with_status_0_has_not_ended():
     assert tried("sys.exit(0)") == expected("ended before it returned")
 
 
@@ -111,7 +111,7 @@ def test_a_hang_marks_its_operation_alone_and_leaves_no_process(monkeypatch):
     assert list(child_job._processes_marked(mark)) == []
 
 
-def test_what_a_launcher_detaches_is_ended_too(tmp_path):
+def test_processes_that_a_launcher_detaches_are_ended(tmp_path):
     # As with MPICH's launcher, the rank is in a session of its own and its parent has exited.
     code = (
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.close(1)\n    "
@@ -131,24 +131,25 @@ def test_what_a_launcher_detaches_is_ended_too(tmp_path):
     assert marks[0] == 1 and marks[-1] == 0
 
 
-def test_a_job_that_does_not_start_is_told_apart():
+def test_a_job_that_does_not_start_has_tried_no_operation():
     program = [sys.executable, "-S", "-c", "raise SystemExit('ImportError: no mpi4py')"]
-    told = capability_trial.try_operations("cpu", library(), _TRIED, program)
-    assert set(told) == set(_TRIED)
-    for text in told.values():
+    by_operation = capability_trial.try_operations("cpu", library(), _TRIED, program)
+    assert set(by_operation) == set(_TRIED)
+    for text in by_operation.values():
         assert text.startswith(capability_trial.NOT_TRIED)
         assert "ImportError: no mpi4py" in text
 
 
 def test_without_a_launcher_nothing_is_tried(monkeypatch):
     monkeypatch.setattr(child_job, "launcher", lambda library: None)
-    told = capability_trial.try_operations("cpu", "MPI", _TRIED)
+    by_operation = capability_trial.try_operations("cpu", "MPI", _TRIED)
     assert all(
-        text.startswith(capability_trial.NOT_TRIED) and "mpirun" in text for text in told.values()
+        text.startswith(capability_trial.NOT_TRIED) and "mpirun" in text
+        for text in by_operation.values()
     )
 
 
-def test_a_command_that_cannot_be_executed_is_no_exception(tmp_path):
+def test_a_command_that_cannot_be_executed_is_reported_and_not_raised(tmp_path):
     assert "No such file" in child_job.run([str(tmp_path / "mpirun")], bool, 1.0)
 
 
@@ -212,7 +213,7 @@ class Silent:
 
 
 @pytest.mark.mpi
-def test_a_result_that_nobody_wrote_is_seen_by_all(group, monkeypatch):
+def test_a_result_that_no_rank_wrote_is_wrong_on_all_ranks(group, monkeypatch):
     gathered = trial_operations.byte_strings.gathered
     monkeypatch.setattr(
         trial_operations.byte_strings, "gathered", lambda mpi, data: gathered(group._mpi, data)

@@ -9,25 +9,25 @@ from tests.support import missing
 
 
 @pytest.mark.slow
-def test_two_ranks_of_this_library_meet():
+def test_two_ranks_of_this_library_are_one_job():
     library = installed.installed()
     if not library.mpirun:
         missing("no mpirun belongs to the MPI library")
     assert launcher_trial.try_launcher(library.text, 60.0) == ""
 
 
-def test_launchers_that_fail_are_told_apart(tmp_path, monkeypatch):
+def test_each_failure_of_a_launcher_has_a_text_of_its_own(tmp_path, monkeypatch):
     program = tmp_path / "mpirun"
 
-    def told(text, silence_s=10.0):
+    def verdict(text, silence_s=10.0):
         program.write_text(f"#!/bin/sh\n{text}\n")
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
         return launcher_trial.try_launcher("MPICH", silence_s)
 
     monkeypatch.setattr(child_job, "find_launcher", lambda is_open_mpi: str(program))
-    assert told("echo [0] mpidist-handshake 2 1") == ""
-    assert "did not add up" in told("echo mpidist-handshake 2 3")
-    assert "ended with exit status 5" in told("exit 5")
-    assert "hung" in told("exec sleep 60", 0.2)
+    assert verdict("echo [0] mpidist-handshake 2 1") == ""
+    assert "did not add up" in verdict("echo mpidist-handshake 2 3")
+    assert "ended with exit status 5" in verdict("exit 5")
+    assert "hung" in verdict("exec sleep 60", 0.2)
     monkeypatch.setattr(child_job, "find_launcher", lambda is_open_mpi: None)
     assert "no mpirun" in launcher_trial.try_launcher("MPICH", 1.0)

@@ -41,7 +41,7 @@ def test_devices_of_the_node_are_listed(tmp_path, monkeypatch):
 
 
 @pytest.mark.mpi
-def test_the_running_library_tells_its_own(world):
+def test_the_running_library_reports_its_transports(world):
     text = MPI.Get_library_version()
     found = transports.transports(text)
     if "Open MPI" in text:

@@ -60,7 +60,7 @@ def test_idle_memory_has_a_limit():
     assert memory._idle_bytes <= 300_000
 
 
-def test_sizes():
+def test_a_block_is_at_most_half_larger_than_its_memory():
     for nbytes in range(1, 5000, 7):
         assert nbytes <= block_bytes(nbytes) <= max(1.5 * nbytes, 2)
     assert memory_of(0) == 0 and memory_of(5) == 5 and memory_of(MANY) == MANY

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mpidist.comm import AVG, MAX, SUM
-from tests.support import agree
+from tests.support import agree, finished
 
 NARROW_AND_WIDE = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
@@ -22,24 +22,55 @@ def collectives(group, dtype):
 
     every = [float(r + 1) for r in range(size)]
     return (
-        ("all_reduce", lambda: (own(6),), lambda t, a: group.all_reduce(t, SUM, async_op=a), [total]
-        * 6), ("strided", lambda: (own(4, 3).t(),), lambda t, a: group.all_reduce(t, SUM,
-        async_op=a), [total] * 12), ("mean", lambda: (own(70_000),), lambda t, a:
-        group.all_reduce(t, AVG, async_op=a), None), ("max", lambda: (own(6),), lambda t, a:
-        group.all_reduce(t, MAX, async_op=a), [float(size)] * 6), (
-            "coalesced", lambda: (own(3), own(5)),
-            lambda s, t, a: group.all_reduce_coalesced([s, t], SUM, async_op=a), [total] * 3,
+        (
+            "all_reduce",
+            lambda: (own(6),),
+            lambda t, a: group.all_reduce(t, SUM, async_op=a),
+            [total] * 6,
         ),
         (
-            "reduce_scatter", lambda: (zeros(2), own(2 * size)),
-            lambda t, i, a: group.reduce_scatter_tensor(t, i, SUM, async_op=a), [total] * 2,
+            "strided",
+            lambda: (own(4, 3).t(),),
+            lambda t, a: group.all_reduce(t, SUM, async_op=a),
+            [total] * 12,
         ),
         (
-            "all_gather", lambda: (zeros(size), own(1)),
-            lambda t, i, a: group.all_gather(list(t.split(1)), i, async_op=a), every,
-        ), ("broadcast", lambda: (own(3, 2).t(),), lambda t, a: group.broadcast(t, 0, async_op=a),
-        [1.0] * 6),
-    )  # fmt: skip
+            "mean",
+            lambda: (own(70_000),),
+            lambda t, a: group.all_reduce(t, AVG, async_op=a),
+            [total / size] * 70_000,
+        ),
+        (
+            "max",
+            lambda: (own(6),),
+            lambda t, a: group.all_reduce(t, MAX, async_op=a),
+            [float(size)] * 6,
+        ),
+        (
+            "coalesced",
+            lambda: (own(3), own(5)),
+            lambda s, t, a: group.all_reduce_coalesced([s, t], SUM, async_op=a),
+            [total] * 3,
+        ),
+        (
+            "reduce_scatter",
+            lambda: (zeros(2), own(2 * size)),
+            lambda t, i, a: group.reduce_scatter_tensor(t, i, SUM, async_op=a),
+            [total] * 2,
+        ),
+        (
+            "all_gather",
+            lambda: (zeros(size), own(1)),
+            lambda t, i, a: group.all_gather(list(t.split(1)), i, async_op=a),
+            every,
+        ),
+        (
+            "broadcast",
+            lambda: (own(3, 2).t(),),
+            lambda t, a: group.broadcast(t, 0, async_op=a),
+            [1.0] * 6,
+        ),
+    )
 
 
 def outcome(make, call, expected, asynchronous, made_in, called_in, waited_in):
@@ -48,10 +79,8 @@ def outcome(make, call, expected, asynchronous, made_in, called_in, waited_in):
     with called_in():
         work = call(*tensors, asynchronous)
     with waited_in():
-        if work is not None:
-            work.wait()
-    got = tensors[0].flatten().double().tolist()
-    return expected is None or got == expected
+        finished(work)
+    return tensors[0].flatten().double().tolist() == expected
 
 
 def grad_mode():
@@ -96,7 +125,7 @@ def test_inference_mode_leaves_no_trace(group, dtype):
 
 
 @pytest.mark.mpi
-def test_parameters_under_no_grad_on_the_groups_thread(group):
+def test_no_grad_of_the_caller_holds_in_the_groups_thread(group):
     """Grad mode belongs to a thread: no_grad of the caller holds in the group's thread."""
     parameter = torch.nn.Parameter(torch.full((5,), group.rank + 1.0, dtype=torch.bfloat16))
     with torch.no_grad():
@@ -110,7 +139,7 @@ def test_parameters_under_no_grad_on_the_groups_thread(group):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_messages_of_inference_tensors_wait_anywhere(group):
+def test_messages_of_inference_tensors_are_waited_for_in_any_mode(group):
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     with torch.inference_mode():
         into = torch.zeros(4, 3).t()
@@ -122,18 +151,21 @@ def test_messages_of_inference_tensors_wait_anywhere(group):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_memory_of_a_node_made_in_inference_mode(group):
+def test_shared_memory_made_in_inference_mode_is_usable_outside(group):
     from mpidist.comm.algorithms.shared_memory import share
 
+    if not group.is_single_node:
+        pytest.skip("ranks on several nodes share no memory")
     with torch.inference_mode():
         memory = share(group, 64)
-        shared = None if memory is None else memory.tensor(0, 4, torch.bfloat16)
-        if shared is not None:
-            shared.own.fill_(group.rank + 1.0)
-            shared.average()
-    ok = True
-    if shared is not None:
+        agree(group, memory is not None, "no memory was shared")
+        shared = memory.tensor(0, 4, torch.bfloat16)
         shared.own.fill_(group.rank + 1.0)
         shared.average()
-        ok = not shared.own.is_inference() and bool((shared.own == (group.size + 1) / 2).all())
-    agree(group, ok)
+    shared.own.fill_(group.rank + 1.0)
+    shared.average()
+    agree(
+        group,
+        not shared.own.is_inference() and bool((shared.own == (group.size + 1) / 2).all()),
+        f"{shared.own}",
+    )

@@ -43,7 +43,7 @@ def test_a_long_wait_yields_and_then_sleeps(pauses):
     assert pauses == sorted(pauses) and set(pauses) == {0, backoff.SLEEP_S}
 
 
-def test_pauses_as_asked_for(pauses):
+def test_a_wait_without_spins_and_yields_sleeps_for_the_given_time(pauses):
     assert backoff.until(countdown(4), spin_s=0, yield_s=0, sleep_s=2.0)
     assert pauses == [2.0, 2.0]
 
@@ -69,6 +69,6 @@ def test_the_check_ends_the_wait_by_its_error(pauses):
     assert checks == [0, 1, 2]  # one before each pause, none while there are no pauses
 
 
-def test_the_real_clock_and_yield():
+def test_a_wait_ends_with_the_real_clock_and_yield():
     """Without a fake clock."""
     assert backoff.os is os and backoff.until(countdown(2000))

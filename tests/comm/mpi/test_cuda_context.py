@@ -51,7 +51,7 @@ def test_the_device_whose_context_mpi_finds(count, held, current, launch, expect
     assert device_index(count, held, current, launch) == expected
 
 
-def test_it_is_made_and_current_while_mpi_starts_and_the_users_device_stays(cuda):
+def test_a_context_is_made_and_current_while_mpi_starts_and_the_users_device_stays(cuda):
     with current_at_start(False):
         assert (cuda.current, cuda.contexts) == (1, [1])
     assert cuda.current == 0 and cuda_context.is_first() is True

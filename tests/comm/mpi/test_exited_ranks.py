@@ -1,4 +1,4 @@
-"""Ranks that came to the end of their program."""
+"""Ranks that exited, and the error of a wait for them."""
 
 from types import SimpleNamespace
 
@@ -61,7 +61,4 @@ def test_a_rank_has_ended_only_after_its_messages_had_time_to_arrive(monkeypatch
 def test_the_error_names_the_ranks():
     error = exited_ranks.failure("rank 0 of 3: recv", (1, 2))
     assert error.ranks == (1, 2)
-    assert (
-        str(error)
-        == "rank 0 of 3: recv waits for world ranks 1, 2, which came to the end of the program"
-    )
+    assert str(error) == "rank 0 of 3: recv waits for world ranks 1, 2, which exited"

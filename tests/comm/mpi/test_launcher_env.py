@@ -34,7 +34,7 @@ from mpidist.comm.mpi.launcher_env import (
         ({"PMI_SIZE": "2"}, Launch("mpiexec (PMI)", 2, None)),
     ],
 )
-def test_launchers(environ, expected):
+def test_each_launcher_is_found_by_its_variables(environ, expected):
     assert from_environment(environ) == expected
 
 
@@ -49,7 +49,7 @@ def test_most_launchers_set_the_rank():
     assert from_environment({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "4", "PMI_RANK": "3"}).rank == 3
 
 
-def test_mpirun_inside_a_slurm_allocation_is_mpiruns():
+def test_mpirun_precedes_the_slurm_allocation_around_it():
     environ = {
         "SLURM_STEP_NUM_TASKS": "1",
         "SLURM_LOCALID": "0",
@@ -119,7 +119,7 @@ def test_a_child_job_keeps_the_users_variables_and_not_the_launchers():
     assert tuple(device_settings(environ)) == _OF_THE_USER
 
 
-def test_a_library_and_another_ones_launcher():
+def test_a_library_that_the_launcher_does_not_start_is_a_problem():
     open_mpis, mpichs = "mpirun (Open MPI)", "mpiexec (Hydra)"
     for launcher, library, size in (
         (open_mpis, MPICH, 2),

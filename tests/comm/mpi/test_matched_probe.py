@@ -93,7 +93,7 @@ def test_collectives_of_different_sizes_keep_to_their_memory(group):
     agree(group, not wrong, "; ".join(wrong))
 
 
-def test_lists_of_other_sizes_than_what_is_sent(group):
+def test_lists_of_other_sizes_than_the_messages_keep_to_their_memory(group):
     wrong = []
     right = (group.rank + 1) % group.size
     sent, expected = 30_000, 10_000
@@ -172,7 +172,7 @@ def test_a_posted_receive_is_matched_while_its_owner_is_in_a_collective(group):
     agree(group, bool((into == left).all()))
 
 
-def test_a_closed_group_lets_its_receives_go(group):
+def test_a_closed_group_withdraws_its_posted_receives(group):
     child = group.clone("short life")
     work = child.irecv(torch.zeros(3), (group.rank + 1) % group.size)
     child.close()

@@ -6,8 +6,9 @@ import time
 import pytest
 import torch
 
-from mpidist.comm.mpi import backoff, nonblocking, runtime
-from tests.support import agree
+from mpidist.comm.mpi import backoff, nonblocking
+from tests.simulated_nodes import groups, lay_out
+from tests.support import agree, finished
 
 pytestmark = pytest.mark.mpi
 
@@ -15,10 +16,8 @@ pytestmark = pytest.mark.mpi
 @pytest.fixture
 def spread(world, monkeypatch):
     """A group whose ranks count as nodes of their own."""
-    monkeypatch.setattr(runtime.World, "nodes_of", lambda world, ranks: tuple(range(len(ranks))))
-    group = world.clone("far")
-    yield group
-    group.close()
+    with groups(world, monkeypatch) as clone:
+        yield clone("alone")
 
 
 def calls(group, numel):
@@ -65,8 +64,8 @@ def calls(group, numel):
 
 
 @pytest.mark.parametrize("numel", [1, 3000, 600_000])
-def test_same_results(world, spread, numel, monkeypatch):
-    monkeypatch.setattr(runtime.World, "nodes_of", lambda world, ranks: (0,) * len(ranks))
+def test_nonblocking_calls_have_the_results_of_blocking_ones(world, spread, numel, monkeypatch):
+    lay_out(world, monkeypatch, "one node")
     plain = world.clone("plain")
     for (name, call, result), (_, expected_call, expected) in zip(
         calls(spread, numel), calls(plain, numel), strict=True
@@ -100,11 +99,6 @@ def test_synchronous_calls_match_asynchronous_ones(world, spread):
                 bool((tensor == size - 1).all())
                 and torch.equal(gathered[::numel], torch.arange(float(size))),
             )
-
-
-def finished(work):
-    if work is not None:
-        work.wait()
 
 
 def test_a_waiting_thread_sleeps(spread, monkeypatch):

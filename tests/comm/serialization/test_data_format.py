@@ -64,25 +64,26 @@ def there_and_back(obj, **how):
     return data_reader.loads(data_writer.dumps(obj, objects), objects, **how)
 
 
-def told(obj):
+def typed_repr(obj):
     """Return an object as text, with all types; sets are sorted.
 
     NaN equals NaN, and -0.0 differs from 0.0.
     """
     kind = type(obj).__name__
     if isinstance(obj, (list, tuple)):
-        return f"{kind}[{', '.join(map(told, obj))}]"
+        return f"{kind}[{', '.join(map(typed_repr, obj))}]"
     if isinstance(obj, dict):
-        return f"{kind}[{', '.join(f'{told(key)}: {told(value)}' for key, value in obj.items())}]"
+        pairs = (f"{typed_repr(key)}: {typed_repr(value)}" for key, value in obj.items())
+        return f"{kind}[{', '.join(pairs)}]"
     if isinstance(obj, (set, frozenset)):
-        return f"{kind}[{', '.join(sorted(map(told, obj)))}]"
+        return f"{kind}[{', '.join(sorted(map(typed_repr, obj)))}]"
     return f"{kind} {obj!r}"
 
 
 @settings(max_examples=500, deadline=None)
 @given(DATA)
 def test_what_goes_out_comes_back_exactly(obj):
-    assert told(there_and_back(obj)) == told(obj)
+    assert typed_repr(there_and_back(obj)) == typed_repr(obj)
 
 
 def test_objects_of_the_table_stand_by_number_each_once():
@@ -137,7 +138,7 @@ def test_a_state_dict_keeps_its_order_and_its_metadata():
         data_writer.dumps(state, [])
 
 
-def test_data_that_holds_itself():
+def test_data_that_holds_itself_is_refused():
     inner = []
     inner.append(inner)
     with pytest.raises(NotPlainData, match="holds itself"):
@@ -197,12 +198,12 @@ def nested(code, times):
         nested(data_format.PAIRS, 2),
     ],
 )
-def test_bytes_that_are_no_data(data):
+def test_bytes_that_are_no_data_are_refused(data):
     with pytest.raises(FrameError):
         data_reader.loads(data)
 
 
-def test_kinds_of_the_callers_own():
+def test_a_caller_adds_kinds_by_codes_of_its_own():
     class Point:
         x = 3
 

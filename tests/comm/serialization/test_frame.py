@@ -80,7 +80,7 @@ def test_requires_grad_views_and_attributes_survive():
     assert a.requires_grad and torch.equal(b, view) and c.label == "mine"
 
 
-def test_parameters_and_modules_go_through():
+def test_parameters_and_modules_arrive():
     module = torch.nn.Linear(3, 2)
     back = frame.from_bytes(frame.to_bytes(module))
     assert isinstance(back.weight, torch.nn.Parameter) and torch.equal(back.weight, module.weight)
@@ -130,7 +130,7 @@ def test_a_damaged_pickle_is_a_frame_error():
 
 
 @given(plain)
-def test_data_comes_back_to_whoever_asks_for_it_and_to_others(obj):
+def test_data_is_read_with_and_without_data_only(obj):
     data = frame.to_bytes(obj, data_only=True)
     assert frame.from_bytes(data, data_only=True) == obj
     assert frame.from_bytes(data) == obj
@@ -196,7 +196,7 @@ def test_a_tensor_of_a_device_is_refused_as_data():
         frame.encode([torch.ones(2, device="meta")], data_only=True)
 
 
-def test_a_refusal_is_told_in_the_place_of_the_object():
+def test_a_refusal_raises_in_the_place_of_the_object():
     header, body = frame.refusal("no room")
     with pytest.raises(frame.RefusedError, match="no room"):
         frame.decode(header, body, data_only=True)

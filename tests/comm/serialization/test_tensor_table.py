@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 
@@ -13,23 +14,12 @@ from mpidist.comm.serialization import tensor_rebuild, tensor_table
 from mpidist.comm.serialization.inline_rows import INLINE_BYTES
 from mpidist.comm.serialization.tensor_format import ARRAY_DTYPES, COUNTS, DTYPES
 from mpidist.errors import FrameError
+from tests.bytes_fuzz import tables
 
 KNOWN = [dtype for dtype in DTYPES if dtype is not None]
 
 
-def memory_of(part):
-    """Return a part as the transport delivers it: memory of its own."""
-    is_tensor = isinstance(part, torch.Tensor)
-    data = part.detach().view(-1).view(torch.uint8).numpy().tobytes() if is_tensor else bytes(part)
-    return memoryview(bytearray(data))
-
-
-def described(objects):
-    """Return the table and the memory of objects as they arrive."""
-    assert all(map(tensor_table.is_describable, objects))
-    table, parts, devices = tensor_table.describe(objects)
-    assert devices == [None] * len(parts)
-    return table, [memory_of(part) for part in parts]
+described = functools.partial(tables.described, is_dense=False)
 
 
 def over(*objects):

@@ -84,13 +84,13 @@ def test_messages_and_parts_all_to_all_at_once(group, transport):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_sender_that_never_pauses_holds_up_no_payload(group, transport):
+def test_a_stream_of_small_messages_delays_no_payload(group, transport):
     """Polls that always find another small message also complete the large ones of all ranks."""
     if group.rank == 0:
         places = []
         while len(places) < group.size - 1:
             # So many tests that each of these polls returns a message.
-            one = transport.poll(looks=1 << 40)
+            one = transport.poll(tests=1 << 40)
             if one.is_new:
                 one.is_new = False
             elif one.is_complete and one.parts:
@@ -114,7 +114,7 @@ def test_a_sender_that_never_pauses_holds_up_no_payload(group, transport):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_payloads_that_wait_are_looked_at_in_turn(group, transport, monkeypatch):
+def test_incomplete_messages_are_tested_in_turn(group, transport, monkeypatch):
     """Every incomplete message is tested, for any number of them, while other messages arrive."""
     if group.rank == 0:
         for waiting in (2, 3, 4):
@@ -122,7 +122,7 @@ def test_payloads_that_wait_are_looked_at_in_turn(group, transport, monkeypatch)
             transport._incomplete = [None] * waiting
             monkeypatch.setattr(transport, "_finish", looked.append)
             for _ in range(3 * waiting):
-                transport.poll(looks=1 << 40)
+                transport.poll(tests=1 << 40)
             assert set(looked) == set(range(waiting))
         transport._incomplete = []
     elif group.rank == 1:
@@ -130,7 +130,7 @@ def test_payloads_that_wait_are_looked_at_in_turn(group, transport, monkeypatch)
             transport.send(0, 1)
 
 
-def test_numbers_travel_as_they_are(group, transport):
+def test_kind_sequence_context_and_flags_arrive_unchanged(group, transport):
     to = (group.rank + 1) % group.size
     transport.send(to, 255, 2**64 - 1, 2**63 + 1, 254, b"x")
     transport.send(to, 7, 3, 2**64 - 1, 1, b"y", [b"part"])
@@ -142,7 +142,7 @@ def test_numbers_travel_as_they_are(group, transport):
 
 
 @pytest.mark.parametrize(("count", "nbytes"), [(5000, 8), (40_000, 1), (600, 17_000)])
-def test_any_number_of_parts(group, transport, count, nbytes):
+def test_any_number_of_parts_arrives(group, transport, count, nbytes):
     """More parts than an eager message can describe, and more large ones than ``MAX_PAYLOADS``."""
     data = bytes(range(250)) * (nbytes // 250 + 1)
     parts = [data[: nbytes - place % 2] for place in range(count)]
@@ -271,7 +271,7 @@ def test_a_part_to_oneself_comes_behind_the_stream_that_copies_it(monkeypatch, g
     assert copied
 
 
-def test_alone_needs_no_mpi():
+def test_a_transport_of_one_worker_needs_no_mpi():
     transport = Transport(None)
     transport.send(0, 1, header=b"to myself", parts=[b"part"])
     one = transport.poll()

@@ -170,12 +170,12 @@ def test_another_number_of_ranks_keeps_the_mean_error(group, world, folder):
         fewer.close()
     world.barrier()
     back = checkpoint.load(folder, ddp)  # on more ranks than saved
-    told = group.all_gather_object(back.error_dict)
-    agree(group, all(same(errors, told[0], 0) for errors in told))
+    gathered = group.all_gather_object(back.error_dict)
+    agree(group, all(same(errors, gathered[0], 0) for errors in gathered))
 
 
 @pytest.mark.mpi
-def test_what_cannot_be_loaded(group, folder):
+def test_missing_damaged_and_foreign_files_are_refused_on_all_ranks(group, folder):
     ddp = DistributedDataParallel(net(), process_group=group)
     raises_on_all(
         group, FileNotFoundError, lambda: checkpoint.load(folder, ddp), "one run; found those of 0"
@@ -221,7 +221,7 @@ def test_a_state_of_another_module_is_refused(group):
     )
 
 
-def test_merged_keeps_the_mean():
+def test_merged_states_hold_the_mean_error():
     states = [PowerSGDState("group", 2) for _ in range(3)]
     for rank, state in enumerate(states):
         state.iter = 4
@@ -239,7 +239,7 @@ def test_merged_keeps_the_mean():
         merged([])
 
 
-def test_hooks_survive_a_file():
+def test_hooks_are_saved_and_loaded_by_name():
     hooks = [
         mddp.allreduce_hook,
         mddp.fp16_compress_hook,
@@ -263,14 +263,14 @@ def test_hooks_survive_a_file():
 
 
 def test_a_state_warns_that_its_group_stays_behind():
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         file = io.BytesIO()
         torch.save(PowerSGDState("a group", 3, random_seed=7), file)
         file.seek(0)
         with torch.serialization.safe_globals(mddp.SAFE_GLOBALS):
             again = torch.load(file, weights_only=True)
-    assert [str(w.message).count("process group") for w in told] == [1, 1]
+    assert [str(w.message).count("process group") for w in caught] == [1, 1]
     assert again.process_group is None and (again.matrix_approximation_rank, again.random_seed) == (
         3,
         7,

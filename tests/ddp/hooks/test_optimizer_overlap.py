@@ -35,7 +35,7 @@ def trained(group, change, steps_itself):
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
-def test_steps_within_the_hook_are_steps_behind_it(group, monkeypatch):
+def test_steps_within_the_hook_equal_steps_after_the_backward_pass(group, monkeypatch):
     for between_nodes in (False, True):
         monkeypatch.setattr(type(group), "is_single_node", not between_nodes)
         expected = trained(group, lambda ddp: None, steps_itself=True)

@@ -127,7 +127,7 @@ def test_each_rank_gets_its_share(group, in_thread, monkeypatch):
 
 
 @pytest.mark.parametrize("view", [True, False])
-def test_passes_add_up(group, view):
+def test_gradients_of_several_passes_add_up(group, view):
     """A pass adds to averages held by one rank each, to gradients of this rank, or to none."""
     sequences = ["ss", "lss", "sls", "lzs", "szs", "slzs", "slns", "bs", "sbs"]
     for sequence in sequences:
@@ -149,7 +149,7 @@ def test_passes_add_up(group, view):
         agree(group, not text, f"{sequence}: {text}")
 
 
-def test_it_holds_the_buckets_under_way_and_its_share_alone(group):
+def test_a_rank_holds_its_share_and_the_buckets_being_reduced(group):
     """Bytes of gradients and buckets, each memory once, during the pass and at its end."""
     width, layers = 32, 12
     parts = [
@@ -214,7 +214,7 @@ def test_it_holds_the_buckets_under_way_and_its_share_alone(group):
     )
 
 
-def test_it_composes(group):
+def test_wrapped_hooks_give_each_rank_its_share(group):
     """Half precision around the hook, PowerSGD within, both; a hook that returns other memory."""
     powersgd = functools.partial(
         PowerSGDState, group, 2, start_powerSGD_iter=1, min_compression_rate=1
@@ -246,7 +246,7 @@ def test_it_composes(group):
             agree(group, not text, f"{name}, step {step}: {text}")
 
 
-def test_uneven_inputs(group):
+def test_owners_get_their_share_of_uneven_inputs(group):
     """A rank without inputs gets its share of each pass, and its own gradients back at the end."""
     for view in (True, False):
         one, plain, bounds = pair(
@@ -372,7 +372,7 @@ def test_captured_passes(group, monkeypatch, view):
     agree(group, not (text := wrong(group, one, plain, bounds, close)), text)
 
 
-def test_it_is_registered_and_taken_back(group):
+def test_the_hook_is_registered_and_removed(group):
     one, plain, bounds = pair(group)
     others = {
         p: tuple(((rank + 1) % group.size, a, b) for rank, a, b in owners)
@@ -398,7 +398,7 @@ def test_it_is_registered_and_taken_back(group):
 
 @pytest.mark.usefixtures("default_group")
 @pytest.mark.parametrize("of", [None, allreduce_hook])
-def test_torchs_ddp(group, of):
+def test_torchs_ddp_gives_each_rank_its_share_and_zeros_elsewhere(group, of):
     """torch's DDP keeps its buckets; elements that a rank does not own become zeros."""
     one, plain = (
         TorchDDP(Net(), bucket_cap_mb=SMALL),
@@ -461,10 +461,13 @@ def test_wrong_owners_are_refused_on_all_ranks(group):
             group,
             DisagreementError,
             registering({first: ((group.rank, 0, numel),)}),
-            "'first.weight' differ",
+            "owners of 'first.weight'",
         )
         raises_on_all(
-            group, DisagreementError, registering({}, buffers=1 + group.rank), "numbers of buffers"
+            group,
+            DisagreementError,
+            registering({}, buffers=1 + group.rank),
+            "number of buffers 1",
         )
         is_wrong = group.rank == 0
         error = ValueError if is_wrong else DisagreementError

@@ -37,7 +37,7 @@ def expected_gradients(rank, size, step, start, locally):
 
 @pytest.mark.parametrize("locally", [True, False])
 @pytest.mark.parametrize("given", [True, False], ids=["a subgroup", "by node"])
-def test_all_ranks_then_the_node(group, monkeypatch, locally, given):
+def test_all_ranks_are_averaged_first_and_then_the_node_alone(group, monkeypatch, locally, given):
     monkeypatch.setattr(runtime.World, "nodes_of", lambda self, ranks: pairs(ranks))
     whole = group.clone()  # made after the patch: nodes of two ranks
     monkeypatch.setattr(

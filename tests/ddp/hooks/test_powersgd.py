@@ -74,8 +74,8 @@ def test_approximation_and_error_add_up_to_the_input(group, hook, in_thread, mon
                 torch.allclose(view + state.error_dict[name].view_as(view), m, atol=1e-5),
                 f"{name} step {step}",
             )
-        told = group.all_gather_object(result)
-        agree(group, all(torch.equal(other, told[0]) for other in told), "ranks differ")
+        gathered = group.all_gather_object(result)
+        agree(group, all(torch.equal(other, gathered[0]) for other in gathered), "ranks differ")
 
 
 @pytest.mark.mpi
@@ -112,7 +112,7 @@ def test_batching_changes_no_result(group):
 
 
 @pytest.mark.mpi
-def test_what_is_kept_follows_the_names_not_the_buckets(group):
+def test_errors_and_factors_are_kept_by_parameter_names(group):
     kept, moved = state_of(group, 2), state_of(group, 2)
     names = ("a", "conv", "c")
     for step in range(3):
@@ -142,7 +142,7 @@ def test_what_is_kept_follows_the_names_not_the_buckets(group):
 @pytest.mark.mpi
 @pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_training_with_it_learns_and_keeps_ranks_equal(group, hook, in_thread, monkeypatch):
+def test_training_with_powersgd_learns_and_keeps_ranks_equal(group, hook, in_thread, monkeypatch):
     monkeypatch.setattr(type(group), "is_single_node", not in_thread)
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
@@ -159,10 +159,12 @@ def test_training_with_it_learns_and_keeps_ranks_equal(group, hook, in_thread, m
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    told = group.all_gather_object([p.detach() for p in module.parameters()])
+    gathered = group.all_gather_object([p.detach() for p in module.parameters()])
     agree(
         group,
-        all(torch.equal(a, b) for other in told for a, b in zip(other, told[0], strict=True)),
+        all(
+            torch.equal(a, b) for other in gathered for a, b in zip(other, gathered[0], strict=True)
+        ),
         "ranks differ",
     )
     agree(group, losses[-1] < 0.7 * losses[0], str(losses[::10]))
@@ -228,7 +230,7 @@ def test_a_transposed_parameter_is_compressed_as_its_transpose(group):
 
 
 @pytest.mark.mpi
-def test_nothing_is_made_again_in_a_later_step(group):
+def test_a_later_step_keeps_its_cache_and_factors(group):
     state = state_of(group, 2)
     bucket = bucket_of(group.rank)
     powerSGD_hook(state, GradBucket(bucket, 0, True)).wait()
@@ -306,7 +308,7 @@ def test_volume_on_resnet18(rank, rate):
         ({"orthogonalization_epsilon": -1e-8}, "orthogonalization_epsilon must not be negative"),
     ],
 )
-def test_bad_options(options, match):
+def test_options_out_of_range_are_refused(options, match):
     with pytest.raises(ValueError, match=match):
         PowerSGDState(None, **options)
 

@@ -81,10 +81,10 @@ def test_training_goes_on_as_if_the_step_had_not_been(group, hook, in_thread, mo
                 f"not finite: {text}",
             )
             alike = [list(module.state_dict().values()), list(state.q_memory_dict.values())]
-            told = group.all_gather_object(alike)
+            gathered = group.all_gather_object(alike)
             same = all(
                 torch.equal(a, b)
-                for other in told
+                for other in gathered
                 for mine, its in zip(alike, other, strict=True)
                 for a, b in zip(mine, its, strict=True)
             )
@@ -112,12 +112,16 @@ def test_several_buckets_and_half_precision(group, hook):
             *module.state_dict().values(),
         ]
         agree(group, all(bool(t.isfinite().all()) for t in held), f"cap {cap} bad {bad}")
-        told = group.all_gather_object(
+        gathered = group.all_gather_object(
             [*module.state_dict().values(), *state.q_memory_dict.values()]
         )
         agree(
             group,
-            all(torch.equal(a, b) for other in told for a, b in zip(other, told[0], strict=True)),
+            all(
+                torch.equal(a, b)
+                for other in gathered
+                for a, b in zip(other, gathered[0], strict=True)
+            ),
             "ranks differ",
         )
 
@@ -192,8 +196,8 @@ def test_ranks_with_kernels_and_without_give_up_alike(group, hook, monkeypatch):
             bucket.views[0][3, 5] = float("nan")
         count = len(calls)
         hook(state, GradBucket(bucket, 0, True)).wait()
-        told = group.all_gather_object(len(calls) - count)
-        agree(group, told == [2] * group.size, f"collectives of step {step}: {told}")
+        gathered = group.all_gather_object(len(calls) - count)
+        agree(group, gathered == [2] * group.size, f"collectives of step {step}: {gathered}")
         agree(group, bool(bucket.flat.isfinite().all()) == (step != 1), f"step {step}")
         qs = group.all_gather_object(state.q_memory_dict)
         same = all(

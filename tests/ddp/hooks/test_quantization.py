@@ -82,7 +82,7 @@ class Dot(torch.nn.Module):
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("most_to_all", [1, 5], ids=["by shares", "to all"])
 @pytest.mark.parametrize("name", HOOKS)
-def test_average_of_what_was_sent(group, name, most_to_all, monkeypatch):
+def test_the_average_is_that_of_the_quantized_gradients(group, name, most_to_all, monkeypatch):
     monkeypatch.setattr(quantization, "MOST_TO_ALL", most_to_all)
     hook, block = HOOKS[name]
     for between_nodes in (False, True):
@@ -148,7 +148,7 @@ def trained(ddp, rank):
 
 @pytest.mark.mpi
 @pytest.mark.usefixtures("default_group")
-def test_as_torchs_hook_on_torchs_module(group):
+def test_the_hook_averages_as_torchs_hook_on_torchs_module(group):
     """torch's per-channel hook fails without NCCL; test_uint8_blocks compares its arithmetic."""
 
     def net():

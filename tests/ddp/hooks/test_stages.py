@@ -66,7 +66,7 @@ def equal(one, other, tolerance=1e-5):
 
 @pytest.mark.parametrize("future_of", ["ours", "torch's"])
 @pytest.mark.usefixtures("default_group", "in_thread")
-def test_a_users_hook_with_late_callbacks(group, future_of):
+def test_late_callbacks_of_a_users_hook_keep_one_order(group, future_of):
     """Two collectives, and a third from a callback, attached before or after they have ended."""
     random.seed(group.rank)
 
@@ -107,7 +107,7 @@ def test_a_users_hook_with_late_callbacks(group, future_of):
 
 
 @pytest.mark.usefixtures("default_group", "in_thread")
-def test_torchs_powersgd(group):
+def test_torchs_powersgd_keeps_ranks_equal(group):
     # torch's batched form never runs: torch 2.13 asserts three dimensions of a matrix with two.
     state = powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=3, min_compression_rate=1)
     ddp = DistributedDataParallel(net(), bucket_cap_mb=0.001)
@@ -120,7 +120,7 @@ def test_torchs_powersgd(group):
 
 
 @pytest.mark.usefixtures("default_group", "in_thread")
-def test_torchs_other_hooks(group):
+def test_torchs_other_hooks_average(group):
     hooks = {
         "allreduce": (None, default_hooks.allreduce_hook, 1e-5),
         "bf16": (None, default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook), 3e-2),
@@ -167,7 +167,7 @@ def test_hooks_change_between_steps(group):
 
 
 @pytest.mark.usefixtures("in_thread")
-def test_a_result_in_other_memory_is_taken(group):
+def test_a_result_in_other_memory_is_copied_into_the_gradients(group):
     def hook(state, bucket):
         mean = bucket.buffer().clone()
         group.all_reduce(mean, "avg")
@@ -202,7 +202,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.usefixtures("in_thread")
-def test_wrong_hooks(group, name):
+def test_a_wrong_hook_raises_on_all_and_the_next_step_is_right(group, name):
     hook, error, match = WRONG[name]
     ddp = DistributedDataParallel(net(), process_group=group)
     raises_on_all(group, TypeError, lambda: ddp.register_comm_hook(None, "a name"), "callable")

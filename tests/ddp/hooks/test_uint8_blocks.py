@@ -18,7 +18,7 @@ def packed(x, block):
 
 @pytest.mark.parametrize("piece", [3, 8, 1 << 16])
 @pytest.mark.parametrize(("numel", "block"), [(1, 1), (7, 3), (8, 4), (9, 9), (20, 6), (5, 2)])
-def test_there_and_back_is_within_half_a_step(monkeypatch, piece, numel, block):
+def test_a_round_trip_is_within_half_a_step(monkeypatch, piece, numel, block):
     monkeypatch.setattr(uint8_blocks, "_PIECE_NUMEL", piece)
     parts = [torch.randn(numel) * 10**rank for rank in range(3)]
     out = torch.empty(numel)

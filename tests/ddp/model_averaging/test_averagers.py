@@ -31,7 +31,7 @@ def test_steps_are_torchs(group):
         agree(group, mine.step == torchs.step == 14)
 
 
-def test_bad_arguments_on_all_ranks(group):
+def test_wrong_arguments_are_refused_on_all_ranks(group):
     for arguments, error, words in [
         ({"period": 0}, ValueError, "period must be at least 1"),
         ({"period": -2}, ValueError, "period must be at least 1"),

@@ -72,7 +72,7 @@ def test_groups_follow_the_nodes(group, monkeypatch):
 
 
 @pytest.mark.mpi
-def test_bad_levels_on_all_ranks(group):
+def test_wrong_levels_are_refused_on_all_ranks(group):
     size = group.size
     for levels, error, words in [
         (None, ValueError, "must map periods"),

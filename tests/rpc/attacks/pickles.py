@@ -244,7 +244,7 @@ def own_list(attacker: Attacker) -> object:
     def value_of(obj: bytes) -> bytes:
         return dropped(with_slots(with_attributes, __defaults__=items(obj, b"}")))
 
-    type_of = named("mpidist.rpc.proxy", "type_of")
+    type_of = named("mpidist.rpc.methods", "type_of")
 
     def kind_of(place: int, obj: bytes) -> bytes:
         return value_of(obj) + dropped(kept(place, called(type_of, again(0))))
@@ -309,7 +309,7 @@ def _under_listed_name(kind_of: Callable[[int, bytes], bytes], place: int, obj: 
 
 
 def _read(value_of: Callable[[bytes], bytes], obj: bytes, name: str) -> bytes:
-    call_method = named("mpidist.rpc.proxy", "call_method")
+    call_method = named("mpidist.rpc.methods", "call_method")
     return value_of(obj) + called(
         call_method, again(0), called(again(3), plain("__getattribute__")), items(plain(name)), b"}"
     )

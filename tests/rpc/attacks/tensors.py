@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,25 +30,21 @@ from mpidist.comm.serialization.tensor_format import (
 from mpidist.rpc.codec import TABLE
 from mpidist.rpc.data_codec import LONE_ARGUMENT
 from mpidist.rpc.message import FAR
+from tests.comm.serialization.forged_tables import BOOL, F32, I64, U8, floats, words
 from tests.rpc.attacks.attacker import Attacker, Attacks
 
 attack = Attacks()
 
 REFUSED = "FrameError"
 TOUCHED = "tests.rpc.attacks.victim:touched"
-F32, F64, I64, BOOL, U8 = (
-    DTYPE_NUMBERS[dtype]
-    for dtype in (torch.float32, torch.float64, torch.int64, torch.bool, torch.uint8)
-)
+F64 = DTYPE_NUMBERS[torch.float64]
 
 
 def row(
     number: int, form: int, flags: int, shape: Sequence[int], part: int = 0, dims: int | None = None
 ) -> bytes:
     """Write the head of a row; ``dims`` in the place of the right number of dimensions."""
-    return ROW.pack(number, form, flags, len(shape) if dims is None else dims, part) + struct.pack(
-        f"<{len(shape)}q", *shape
-    )
+    return ROW.pack(number, form, flags, len(shape) if dims is None else dims, part) + words(*shape)
 
 
 def inline(number: int, shape: Sequence[int], data: bytes = b"", flags: int = 0) -> bytes:
@@ -61,16 +56,7 @@ def strided(
     number: int, shape: Sequence[int], strides: Sequence[int], offset: int = 0, part: int = 0
 ) -> bytes:
     """Write a row that views a part."""
-    return (
-        row(number, DENSE, 0, shape, part)
-        + OFFSET.pack(offset)
-        + struct.pack(f"<{len(strides)}q", *strides)
-    )
-
-
-def int64s(*values: int) -> bytes:
-    """Write the elements of a tensor of int64."""
-    return struct.pack(f"<{len(values)}q", *values)
+    return row(number, DENSE, 0, shape, part) + words(offset, *strides)
 
 
 def register(
@@ -256,11 +242,11 @@ class Rows:
 
     def ints(self, shape: Sequence[int], *values: int) -> Rows:
         """Add a row of int64."""
-        return self.whole(I64, shape, int64s(*values))
+        return self.whole(I64, shape, words(*values))
 
     def floats(self, *values: float) -> Rows:
         """Add a vector of float32."""
-        return self.whole(F32, (len(values),), struct.pack(f"<{len(values)}f", *values))
+        return self.whole(F32, (len(values),), floats(*values))
 
     def register(self, name: str, idea: str) -> None:
         """Note an attack with these rows."""
@@ -292,7 +278,7 @@ coo((-4,)).ints((1, 2), 0, 1).floats(1, 2).register("coo_negative_shape", "A siz
 coo((1 << 40, 1 << 40)).ints((2, 2), 0, 1, 0, 1).floats(1, 2).register(
     "coo_huge_shape", "A shape whose product overflows"
 )
-coo().ints((1, 2), 0, 1).whole(I64, (2,), int64s(1, 2)).register(
+coo().ints((1, 2), 0, 1).whole(I64, (2,), words(1, 2)).register(
     "coo_type", "Values of another type than the tensor's"
 )
 coo().add(row(F32, COO, 0, (4,))).ints((1, 2), 0, 1).floats(1, 2).floats(1, 2).register(
@@ -301,7 +287,7 @@ coo().add(row(F32, COO, 0, (4,))).ints((1, 2), 0, 1).floats(1, 2).floats(1, 2).r
 coo().ints((1, 2), 0, 1).whole(F32, (2,), b"\0" * 8, ARRAY).register(
     "coo_of_array", "Values that are an array"
 )
-coo().add(inline(I64, (1, 2), int64s(0, 9))).add(inline(F32, (2,), b"\0" * 8)).register(
+coo().add(inline(I64, (1, 2), words(0, 9))).add(inline(F32, (2,), b"\0" * 8)).register(
     "coo_inline", "An index behind the end, inline"
 )
 Rows().add(row(F32, COO, 0, (4,)) * 3000).register(

@@ -1,0 +1,41 @@
+"""Types of command-line options: value, name on the command line and help text."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mpidist.cli.bench import RANKS
+from mpidist.cli.launch_request import BINDINGS
+
+Binding = Enum("Binding", {name: name for name in BINDINGS}, type=str)  # type: ignore[misc]
+Benchmark = Enum("Benchmark", {name: name for name in RANKS}, type=str)  # type: ignore[misc]
+Ranks = Annotated[int | None, typer.Option("-n", "--ranks", min=1, help="ranks to start")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="print the command line, and start nothing")
+]
+DrySubmit = Annotated[
+    bool, typer.Option("--dry-run", help="print the job script, and submit nothing")
+]
+GpusPerNode = Annotated[
+    str, typer.Option(metavar="N", help="GPUs of a node, one rank each; 0: none")
+]
+TasksPerNode = Annotated[
+    int | None, typer.Option(help="ranks of a node, where they are not the GPUs")
+]
+TimeLimit = Annotated[
+    str, typer.Option(metavar="TIME", help="limit: minutes, 1:00:00 or 1-12:00:00")
+]
+Sbatch = Annotated[
+    list[str] | None, typer.Option(metavar="KEY=VALUE", help="any other option of sbatch")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="a value of env.sh for this job"),
+]
+EnvFile = Annotated[
+    Path | None, typer.Option(help="your env.sh; else that of $MPIDIST_SLURM, else the shipped one")
+]
