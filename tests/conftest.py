@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import threading
@@ -9,6 +10,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from _pytest import faulthandler as pytest_faulthandler
 
 from mpidist.comm.mpi.launcher_env import from_environment
 from tests import mpi_marks
@@ -32,6 +34,15 @@ def pytest_configure(config):
     for plugin in config.pluginmanager.get_plugins():
         if type(plugin).__name__ == "MPIPlugin":
             plugin._is_testing_mpi = False
+    _print_only_the_thread_that_crashed(config)
+
+
+def _print_only_the_thread_that_crashed(config):
+    # Of all threads, faulthandler prints the newest first: a log that keeps the first lines of an
+    # error had the stacks of idle threads, and neither the test nor the call that crashed.
+    key = getattr(pytest_faulthandler, "fault_handler_stderr_fd_key", None)
+    if faulthandler.is_enabled() and key in config.stash:
+        faulthandler.enable(file=config.stash[key], all_threads=False)
 
 
 def pytest_itemcollected(item):

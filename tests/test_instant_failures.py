@@ -1,5 +1,6 @@
-"""Failures that are printed although the job never reaches pytest's summary."""
+"""Failures and crashes that are printed although the job never reaches pytest's summary."""
 
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -78,3 +79,21 @@ def test_tests_that_have_begun_are_noted_and_left_out_the_next_time(tmp_path, mo
     assert [item.nodeid for item in items] == ["a.py::other"] and [
         item.nodeid for item in left_out
     ] == ["a.py::test[x y]"]
+
+
+CRASH = """
+import os, signal, threading
+def wait_idly(): threading.Event().wait()
+def test_crash():
+    threading.Thread(target=wait_idly, daemon=True).start()
+    os.kill(os.getpid(), signal.SIGSEGV)
+"""
+
+
+def test_a_crash_prints_the_stack_of_the_thread_that_crashed_and_no_other(tmp_path):
+    (tmp_path / "test_crash.py").write_text(CRASH)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", str(tmp_path)]
+    done = started(command, timeout_s=60, env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
+    assert done.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in done.stderr and "in test_crash\n" in done.stderr
+    assert "in wait_idly\n" not in done.stderr
