@@ -95,7 +95,7 @@ def of_two_ranks(_libraries, tmp_path_factory):
         _IN_TURN.format(folder=str(BENCHMARKS), programs=programs),
         "--bind-to",
         "none",
-        timeout_s=400,
+        timeout_s=200,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     return folder, done.stdout
@@ -476,7 +476,7 @@ def test_many_workers_begin_and_end_on_few_cores(ranks):
         rpc.shutdown()
         print("ended", rank)
     """
-    done = job(ranks, script, timeout_s=400)
+    done = job(ranks, script, timeout_s=200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert sorted(
         int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("ended")
