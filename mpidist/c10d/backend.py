@@ -52,6 +52,11 @@ def _register() -> None:
     if _NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    # torch >= 2.15 attaches its flight recorder to every group of a backend that is not in this
+    # set. The recorder retires an entry of a Python backend when the call is issued, so it would
+    # report a collective that hangs as one that has ended.
+    c10d = importlib.import_module("torch.distributed.distributed_c10d")
+    getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(_NAME)
     if _SCHEME not in rendezvous._rendezvous_handlers:
         rendezvous.register_rendezvous_handler(_SCHEME, _rendezvous)
         # init_process_group("mpidist") without a URL uses env://, which needs RANK, WORLD_SIZE,
