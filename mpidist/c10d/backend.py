@@ -55,8 +55,9 @@ def _register() -> None:
     # torch >= 2.15 attaches its flight recorder to every group of a backend that is not in this
     # set. The recorder retires an entry of a Python backend when the call is issued, so it would
     # report a collective that hangs as one that has ended.
-    c10d = importlib.import_module("torch.distributed.distributed_c10d")
-    getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(_NAME)
+    c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
+    if hasattr(c10d, "_FR_SELF_RECORDING_BACKENDS"):
+        c10d._FR_SELF_RECORDING_BACKENDS.add(_NAME)
     if _SCHEME not in rendezvous._rendezvous_handlers:
         rendezvous.register_rendezvous_handler(_SCHEME, _rendezvous)
         # init_process_group("mpidist") without a URL uses env://, which needs RANK, WORLD_SIZE,
@@ -169,7 +170,7 @@ def _native_of_default() -> ProcessGroup:
     """
     import torch.distributed as dist
 
-    from mpidist.c10d.overrides import native_of
+    from mpidist.c10d.native import native_of
 
     native = native_of(dist.distributed_c10d._get_default_group())
     if native is None:
@@ -187,7 +188,7 @@ def _create(
     options: BackendOptions, backend_options: object = None
 ) -> torch.distributed.ProcessGroup:
     """Create a process group for torch, which calls this on the group's members only."""
-    from mpidist.c10d.process_group import TorchProcessGroup
+    from mpidist.c10d import generation
     from mpidist.comm import group
     from mpidist.comm.mpi import runtime
 
@@ -218,7 +219,7 @@ def _create(
     device_id = _local_of("_new_process_group_helper", "device_id")
     if is_shared:
         return other_backends.mixed_group(native, options, backends, device_id, backend_options)
-    group_of_torch = TorchProcessGroup(native, options.store, name)
+    group_of_torch = generation.group_of_torch(native, options.store, name)
     # torch has set it on the group object that this one replaces.
     group_of_torch.bound_device_id = device_id
     return group_of_torch

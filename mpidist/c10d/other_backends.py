@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from mpidist.c10d import batches
-from mpidist.c10d.mixed import MixedProcessGroup
+from mpidist.c10d import generation
 from mpidist.c10d.names import OURS
 from mpidist.comm.group import ProcessGroup
 
@@ -77,7 +76,7 @@ def mixed_group(
     backends: Mapping[str, str],
     device_id: torch.device | None,
     nccl_options: Any,
-) -> MixedProcessGroup:
+) -> Any:
     """Create the other backends of a list and the mixed group.
 
     Collective: over the members.
@@ -100,38 +99,38 @@ def mixed_group(
             raise ValueError(
                 f"{where} asks for backends by device, which rank {rank} cannot have: {problem}"
             )
-    others = _torch_group(options, backends, device_id, nccl_options)
-    return MixedProcessGroup(native, options.store, str(options.group_id), backends, others)
+    others = {
+        name: _created(name, options, nccl_options) for name in set(backends.values()) - {OURS}
+    }
+    return generation.mixed_group(
+        native, options.store, str(options.group_id), backends, others, device_id
+    )
 
 
-def _torch_group(
-    options: BackendOptions,
-    backends: Mapping[str, str],
-    device_id: torch.device | None,
-    nccl_options: Any,
-) -> Any:
-    """Create a ProcessGroup of torch's class with the backends other than mpidist."""
-    others: Any = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
-    if device_id is not None:
-        others.bound_device_id = device_id
-    kinds, created = dist.ProcessGroup.BackendType, {}
-    for device, name in backends.items():
-        if name == OURS:
-            continue
-        if name not in created:
-            store = dist.PrefixStore(f"other/{name}/", options.store)
-            created[name] = (
-                _gloo(store, options) if name == _GLOO else _nccl(store, options, nccl_options)
-            )
-            created[name]._set_sequence_number_for_group()
-        others._register_backend(
-            torch.device(device), kinds.GLOO if name == _GLOO else kinds.NCCL, created[name]
-        )
-    others._set_default_backend(kinds.NCCL if _NCCL in created else kinds.GLOO)
-    if _NCCL in created:
-        batches.install()
-    others._set_group_name(str(options.group_id))
-    return others
+def _created(name: str, options: BackendOptions, given: Any) -> tuple[Any, Any]:
+    """Return torch's BackendType of a backend, and a Backend over the members of a group.
+
+    Collective: over the members.
+    """
+    kind = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
+    store = dist.PrefixStore(f"other/{name}/", options.store)
+    plugin = dist.Backend._plugins.get(name.upper())
+    if plugin is not None and plugin.extended_api:
+        made = plugin.creator_fn(_with_store(options, store), given if name != _GLOO else None)
+    else:
+        made = _gloo(store, options) if name == _GLOO else _nccl(store, options, given)
+        made._set_sequence_number_for_group()
+    return kind, made
+
+
+def _with_store(options: BackendOptions, store: dist.Store) -> BackendOptions:
+    """Return options for the creator of another backend, which needs keys of its own."""
+    made: Any = distributed_c10d._DistributedBackendOptions()
+    made.store, made.group_id, made.timeout = store, options.group_id, options.timeout
+    made.group_rank, made.group_size = options.group_rank, options.group_size
+    made.global_ranks_in_group = options.global_ranks_in_group
+    made.process_group = getattr(options, "process_group", None)
+    return made
 
 
 def _gloo(store: dist.Store, options: Any) -> distributed_c10d.ProcessGroupGloo:

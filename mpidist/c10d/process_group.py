@@ -1,193 +1,226 @@
-"""``torch.distributed.ProcessGroup`` on MPI: torch's method names and option objects.
+"""``torch.distributed.ProcessGroup`` on MPI, with a ``Backend`` of ours registered on it.
 
-Loaded when torch creates the first group. Every method translates its arguments and calls the
-native group, whose methods have the documentation. torch calls the methods from Python and from
-C++. Several methods have two names, because torch renamed them between 2.9 and 2.13.
+Callers in Python reach the methods of ``TorchProcessGroup``, and with them the native group, in one
+step. Callers in C++ reach its ``MpiBackend`` (``torch.ops.c10d``), or these methods again by way of
+torch's trampoline (DDP's reducer, functional collectives). While a ``TorchDispatchMode`` is active
+or the group has hooks, a method calls torch's own method of its name, which calls the operator,
+which calls the Backend: modes (``CommDebugMode``, ``FakeTensorMode``) and hooks (``NanCheckHook``)
+see the call. Decision 0018 has the latencies.
 
-Source: torch/csrc/distributed/c10d/PyProcessGroup.hpp.
+pybind11 does not call an override again from within that override. It knows it by the name and the
+first argument of the innermost Python frame, so torch's method is called in the override's own
+frame, never in a function that several of them share.
+
+Source: torch/csrc/distributed/c10d/py/PyProcessGroup.hpp.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch
-from torch.distributed.distributed_c10d import ReduceOp, ReduceOptions, Store, Work
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store, Work
 
-from mpidist.c10d import functional
-from mpidist.c10d.dispatched import dispatched, modes
-from mpidist.c10d.managed import ManagedGroup
-from mpidist.c10d.reductions import Options, Reducing, Rooted, operation_of, requested_operation
-from mpidist.c10d.work import ENDED, TorchReceive, TorchWork, WorkList
-from mpidist.comm.algorithms import reduce_op
-from mpidist.comm.algorithms.reduce_op import ReduceOp as NativeReduceOp
+from mpidist.c10d.calls import Answer, Calls
+from mpidist.c10d.collectives import Collectives, TensorList
+from mpidist.c10d.mpi_backend import MpiBackend
+from mpidist.c10d.reductions import Options, Reducing, Rooted, RootedTensor
 from mpidist.comm.group import ProcessGroup
-from mpidist.comm.work import Work as NativeWork
 from mpidist.dynamo import untraced
+from mpidist.errors import GroupError
 
 Tensor = torch.Tensor
-TensorList = Sequence[torch.Tensor]
 
-_SUM = ReduceOp.SUM
-_FLAGS = 1024  # one-element works kept alive
+DEVICES = ("cpu", "cuda")
+_TorchGroup: Any = dist.ProcessGroup
+# Number of active modes of this thread.
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# Attached by torch itself, in C++, to every group that it creates.
+_NAN_CHECK = "TORCH_DIST_NAN_CHECK"
+
+
+def _always() -> int:
+    return 1
 
 
 @untraced
-class TorchProcessGroup(ManagedGroup):
-    """A ``torch.distributed.ProcessGroup`` on MPI."""
+class TorchProcessGroup(Collectives, dist.ProcessGroup):
+    """A ``torch.distributed.ProcessGroup`` on MPI.
+
+    Args:
+        native: The native group.
+        store: The store that torch created the group with.
+        name: torch's name of the group.
+
+    Attributes:
+        native: The native group, whose methods torch's API partly lacks.
+        backend: The ``Backend`` of its devices.
+    """
 
     def __init__(self, native: ProcessGroup, store: Store, name: str) -> None:
-        super().__init__(native, store, name)
-        self._fast_all_reduce = native.all_reduce_at_once
-        self._batch: list[NativeWork | WorkList] | None = None
-        # torch's reducer keeps the work of Join's one-element all-reduce in C++ until the first
-        # gradient. Without a Python reference the Python half of the work would be freed, and C++
-        # would wait in the base class without end.
-        self._flags: deque[Work] = deque(maxlen=_FLAGS)
+        super().__init__(store, native.rank, native.size)
+        self.native = native
+        self.calls = Calls(native)
+        self.backend = MpiBackend(self.calls)
+        self._is_observed = _always if os.environ.get(_NAN_CHECK) == "1" else _modes
+        self._register(dict.fromkeys(DEVICES, self.backend))
+        _TorchGroup._set_group_name(self, name)
+
+    def _register(self, backends: dict[str, Any]) -> None:
+        """Register a Backend for each device type, the last one also as the default."""
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        self._set_default_backend(kind)
+        for device, backend in backends.items():
+            self._register_backend(torch.device(device), kind, backend)
+
+    def observe(self) -> None:
+        """Make every call from here on an operator call, which hooks of the group see."""
+        self._is_observed = _always
+
+    def register_pre_hook(self, hook_id: int, hook: Callable[..., None]) -> None:
+        """See ProcessGroup.register_pre_hook of torch."""
+        self.observe()
+        _TorchGroup.register_pre_hook(self, hook_id, hook)
+
+    def register_post_hook(self, hook_id: int, hook: Callable[..., None]) -> None:
+        """See ProcessGroup.register_post_hook of torch."""
+        self.observe()
+        _TorchGroup.register_post_hook(self, hook_id, hook)
 
     # --- reductions ---
 
     def allreduce(self, tensors: TensorList, opts: Reducing | None = None) -> Work:
         """See all_reduce."""
-        if modes():
-            return dispatched("allreduce", self, tensors, opts)
-        if opts is None:
-            return self._call(self.native.all_reduce_coalesced, tensors, None, _detached(tensors))
-        requested = opts.reduceOp
-        op = reduce_op.SUM if requested == _SUM else operation_of(requested)
-        if len(tensors) > 1:
-            return self._call(
-                self.native.all_reduce_coalesced, tensors, opts, _detached(tensors), op
-            )
-        if not opts.asyncOp and self._fast_all_reduce(tensors[0], op):
-            return ENDED
-        work = self._call(self.native.all_reduce, tensors, opts, _detached(tensors)[0], op)
-        if opts.asyncOp and tensors[0].numel() == 1:
-            self._flags.append(work)
-        return work
+        if self._is_observed():
+            with Answer() as answer:
+                chosen = opts or distributed_c10d.AllreduceOptions()
+                return answer.to(_TorchGroup.allreduce(self, tensors, chosen))
+        return Collectives.allreduce(self, tensors, opts)
 
     def allreduce_coalesced(self, tensors: TensorList, opts: Reducing | None = None) -> Work:
         """See all_reduce_coalesced."""
-        if modes():
-            return dispatched("allreduce_coalesced", self, tensors, opts)
-        method, op = self.native.all_reduce_coalesced, requested_operation(opts)
-        return self._call(method, tensors, opts, _detached(tensors), op)
+        if self._is_observed():
+            with Answer() as answer:
+                chosen = opts or distributed_c10d.AllreduceCoalescedOptions()
+                return answer.to(_TorchGroup.allreduce_coalesced(self, tensors, chosen))
+        return Collectives.allreduce_coalesced(self, tensors, opts)
 
-    def reduce(self, tensors: TensorList, opts: ReduceOptions) -> Work:
+    def reduce(self, tensors: TensorList, opts: Any) -> Work:
         """See reduce."""
-        if modes():
-            return dispatched("reduce", self, tensors, opts)
-        method, op = self.native.reduce, requested_operation(opts)
-        return self._call(method, tensors, opts, _detached(tensors)[0], opts.rootRank, op)
+        if self._is_observed():
+            with Answer() as answer:
+                return answer.to(_TorchGroup.reduce(self, tensors, opts))
+        return Collectives.reduce(self, tensors, opts)
 
     def reduce_scatter(
         self, outputs: TensorList, inputs: Sequence[TensorList], opts: Reducing | None = None
     ) -> Work:
         """See reduce_scatter."""
-        if modes():
-            return dispatched("reduce_scatter", self, outputs, inputs, opts)
-        (output,), (parts,) = _detached(outputs), inputs
-        method, op = self.native.reduce_scatter, requested_operation(opts)
-        return self._call(method, outputs, opts, output, _detached(parts), op)
+        if self._is_observed():
+            with Answer() as answer:
+                chosen = opts or distributed_c10d.ReduceScatterOptions()
+                return answer.to(_TorchGroup.reduce_scatter(self, outputs, inputs, chosen))
+        return Collectives.reduce_scatter(self, outputs, inputs, opts)
 
     def reduce_scatter_single(
         self, output: Tensor, input: Tensor, opts: Reducing | None = None
     ) -> Work:
         """See reduce_scatter_tensor."""
-        if modes():
-            return dispatched("reduce_scatter_single", self, output, input, opts)
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
+        if self._is_observed():
+            with Answer() as answer:
+                chosen = opts or distributed_c10d.ReduceScatterOptions()
+                return answer.to(_TorchGroup.reduce_scatter_single(self, output, input, chosen))
+        return Collectives.reduce_scatter_single(self, output, input, opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: TensorList, inputs: TensorList, opts: Reducing | None = None
     ) -> Work:
         """See reduce_scatter_tensor_coalesced."""
-        if modes():
-            return dispatched("reduce_scatter_single_coalesced", self, outputs, inputs, opts)
-        method, op = self.native.reduce_scatter_tensor_coalesced, requested_operation(opts)
-        return self._call(method, outputs, opts, _detached(outputs), _detached(inputs), op)
+        if self._is_observed():
+            with Answer() as answer:
+                chosen = opts or distributed_c10d.ReduceScatterOptions()
+                return answer.to(
+                    _TorchGroup.reduce_scatter_single_coalesced(self, outputs, inputs, chosen)
+                )
+        return Collectives.reduce_scatter_single_coalesced(self, outputs, inputs, opts)
 
     # --- movement ---
 
-    def broadcast(self, tensors: TensorList, opts: Rooted) -> Work:
+    def broadcast(self, tensors: TensorList, opts: RootedTensor) -> Work:
         """See broadcast."""
-        if modes():
-            return dispatched("broadcast", self, tensors, opts)
-        if len(tensors) == 1:
-            return self._call(
-                self.native.broadcast, tensors, opts, _detached(tensors)[0], opts.rootRank
-            )
-        return self._call(
-            self.native.broadcast_coalesced, tensors, opts, _detached(tensors), opts.rootRank
-        )
+        if self._is_observed():
+            with Answer() as answer:
+                return answer.to(_TorchGroup.broadcast(self, tensors, opts))
+        return Collectives.broadcast(self, tensors, opts)
 
     def allgather(
         self, outputs: Sequence[TensorList], inputs: TensorList, opts: Options | None = None
     ) -> Work:
         """See all_gather."""
-        if modes():
-            return dispatched("allgather", self, outputs, inputs, opts)
-        (targets,), (source,) = outputs, _detached(inputs)
-        return self._call(self.native.all_gather, outputs, opts, _detached(targets), source)
+        if self._is_observed():
+            with Answer() as answer:
+                chosen = opts or distributed_c10d.AllgatherOptions()
+                return answer.to(_TorchGroup.allgather(self, outputs, inputs, chosen))
+        return Collectives.allgather(self, outputs, inputs, opts)
 
     def allgather_coalesced(
         self, outputs: Sequence[TensorList], inputs: TensorList, opts: Options | None = None
     ) -> Work:
         """See all_gather; one list of outputs for each rank, one tensor of it for each input."""
-        if modes():
-            return dispatched("allgather_coalesced", self, outputs, inputs, opts)
-        works: list[Any] = [
-            self.native.all_gather(
-                _detached([row[place] for row in outputs]), source, async_op=True
-            )
-            for place, source in enumerate(_detached(inputs))
-        ]
-        return self._hand_out(WorkList(works), outputs, opts)
+        if self._is_observed():
+            with Answer() as answer:
+                chosen = opts or distributed_c10d.AllgatherOptions()
+                return answer.to(_TorchGroup.allgather_coalesced(self, outputs, inputs, chosen))
+        return Collectives.allgather_coalesced(self, outputs, inputs, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Options | None = None) -> Work:
         """See all_gather_into_tensor."""
-        if modes():
-            return dispatched("all_gather_single", self, output, input, opts)
-        return self.all_gather_single_coalesced([output], [input], opts)
+        if self._is_observed():
+            with Answer() as answer:
+                chosen = opts or distributed_c10d.AllgatherOptions()
+                return answer.to(_TorchGroup.all_gather_single(self, output, input, chosen))
+        return Collectives.all_gather_single(self, output, input, opts)
 
     def all_gather_single_coalesced(
         self, outputs: TensorList, inputs: TensorList, opts: Options | None = None
     ) -> Work:
         """See all_gather_into_tensor_coalesced."""
-        if modes():
-            return dispatched("all_gather_single_coalesced", self, outputs, inputs, opts)
-        method = self.native.all_gather_into_tensor_coalesced
-        return self._call(method, outputs, opts, _detached(outputs), _detached(inputs))
+        if self._is_observed():
+            with Answer() as answer:
+                chosen = opts or distributed_c10d.AllgatherOptions()
+                return answer.to(
+                    _TorchGroup.all_gather_single_coalesced(self, outputs, inputs, chosen)
+                )
+        return Collectives.all_gather_single_coalesced(self, outputs, inputs, opts)
 
     def gather(self, outputs: Sequence[TensorList], inputs: TensorList, opts: Rooted) -> Work:
         """See gather."""
-        if modes():
-            return dispatched("gather", self, outputs, inputs, opts)
-        targets = _detached(outputs[0]) if self.native.rank == opts.rootRank else None
-        return self._call(
-            self.native.gather, outputs, opts, _detached(inputs)[0], targets, opts.rootRank
-        )
+        if self._is_observed():
+            with Answer() as answer:
+                return answer.to(_TorchGroup.gather(self, outputs, inputs, opts))
+        return Collectives.gather(self, outputs, inputs, opts)
 
     def scatter(self, outputs: TensorList, inputs: Sequence[TensorList], opts: Rooted) -> Work:
         """See scatter."""
-        if modes():
-            return dispatched("scatter", self, outputs, inputs, opts)
-        sources = _detached(inputs[0]) if self.native.rank == opts.rootRank else None
-        return self._call(
-            self.native.scatter, outputs, opts, _detached(outputs)[0], sources, opts.rootRank
-        )
+        if self._is_observed():
+            with Answer() as answer:
+                return answer.to(_TorchGroup.scatter(self, outputs, inputs, opts))
+        return Collectives.scatter(self, outputs, inputs, opts)
 
     def alltoall(
         self, outputs: TensorList, inputs: TensorList, opts: Options | None = None
     ) -> Work:
         """See all_to_all."""
-        if modes():
-            return dispatched("alltoall", self, outputs, inputs, opts)
-        return self._call(
-            self.native.all_to_all, outputs, opts, _detached(outputs), _detached(inputs)
-        )
+        if self._is_observed():
+            with Answer() as answer:
+                chosen = opts or distributed_c10d.AllToAllOptions()
+                return answer.to(_TorchGroup.alltoall(self, outputs, inputs, chosen))
+        return Collectives.alltoall(self, outputs, inputs, opts)
 
     def all_to_all_single(
         self,
@@ -198,92 +231,127 @@ class TorchProcessGroup(ManagedGroup):
         opts: Options | None = None,
     ) -> Work:
         """See all_to_all_single."""
-        if modes():
-            return dispatched(
-                "all_to_all_single", self, output, input, output_sizes, input_sizes, opts
-            )
-        (target, source), method = _detached([output, input]), self.native.all_to_all_single
-        return self._call(method, [output], opts, target, source, output_sizes, input_sizes)
+        if self._is_observed():
+            with Answer() as answer:
+                chosen = opts or distributed_c10d.AllToAllOptions()
+                return answer.to(
+                    _TorchGroup.all_to_all_single(
+                        self, output, input, output_sizes or [], input_sizes or [], chosen
+                    )
+                )
+        return Collectives.all_to_all_single(self, output, input, output_sizes, input_sizes, opts)
 
     def barrier(self, opts: Options | None = None) -> Work:
         """See barrier; the wait applies a timeout in the options."""
-        if modes():
-            return dispatched("barrier", self, opts)
-        return self._call(self.native.barrier, [], opts)
-
-    # Names before torch 2.12.
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
+        if self._is_observed():
+            with Answer() as answer:
+                return answer.to(
+                    _TorchGroup.barrier(self, opts or distributed_c10d.BarrierOptions())
+                )
+        return Collectives.barrier(self, opts)
 
     # --- messages ---
 
     def send(self, tensors: TensorList, dst: int, tag: int = 0) -> Work:
         """See isend."""
-        if modes():
-            return dispatched("send", self, tensors, dst, tag)
-        return TorchWork(self.native.isend(_detached(tensors)[0], dst, tag), tensors)
+        if self._is_observed():
+            with Answer() as answer:
+                return answer.to(_TorchGroup.send(self, tensors, dst, tag))
+        return Collectives.send(self, tensors, dst, tag)
 
     def recv(self, tensors: TensorList, src: int, tag: int = 0) -> Work:
         """See irecv."""
-        if modes():
-            return dispatched("recv", self, tensors, src, tag)
-        return TorchReceive(self.native.irecv(_detached(tensors)[0], src, tag), tensors)
+        if self._is_observed():
+            with Answer() as answer:
+                return answer.to(_TorchGroup.recv(self, tensors, src, tag))
+        return Collectives.recv(self, tensors, src, tag)
 
     def recv_anysource(self, tensors: TensorList, tag: int = 0) -> Work:
         """See irecv."""
-        if modes():
-            return dispatched("recv_anysource", self, tensors, tag)
-        return TorchReceive(self.native.irecv(_detached(tensors)[0], None, tag), tensors)
+        if self._is_observed():
+            with Answer() as answer:
+                return answer.to(_TorchGroup.recv_anysource(self, tensors, tag))
+        return Collectives.recv_anysource(self, tensors, tag)
 
     # --- torch's coalescing manager ---
 
-    # Without these two methods, every all_reduce after the manager would silently do nothing.
+    def start_coalescing(self, device: torch.device | None = None) -> None:
+        """Begin a batch; torch's C++ calls it by this name."""
+        self.calls.begin_batch()
 
-    def _start_coalescing(self, device: torch.device | None = None) -> None:
-        self._batch, self._fast_all_reduce = [], _refuse
+    def end_coalescing(self, device: torch.device | None = None) -> Work:
+        """End the batch, and return one work for its calls."""
+        return self.calls.end_batch()
 
-    def _end_coalescing(self, device: torch.device | None = None) -> Work:
-        works, self._batch, self._fast_all_reduce = (
-            self._batch or [],
-            None,
-            self.native.all_reduce_at_once,
+    _start_coalescing = start_coalescing
+    _end_coalescing = end_coalescing
+
+    # --- management ---
+
+    def name(self) -> str:
+        """See ProcessGroup.name."""
+        return "mpidist"
+
+    getBackendName = name
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the timeout after which the watchdog reports."""
+        self.backend.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> TorchProcessGroup | None:
+        """Create a group of some ranks; see ``torch.distributed.split_group``.
+
+        Collective: over ``ranks``; other ranks get None.
+
+        Args:
+            ranks: Ranks of this group; the new group has them in ascending order.
+            timeout: Timeout of the new group; None for this group's.
+            opts: Not used.
+            group_name: Unique name; None for a generated one.
+            group_desc: Description for messages.
+            device_types: Not used: the new group supports the same devices.
+        """
+        native = self.native.new_group(sorted(ranks), group_name, timeout)
+        if native is None:
+            return None
+        store = dist.PrefixStore(f"{native.name}/", self.get_group_store())
+        child = TorchProcessGroup(native, store, native.name)
+        if group_desc is not None:
+            child._set_group_desc(group_desc)
+        return child
+
+    def merge_remote_group(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refuse, because the ranks of an MPI job are fixed at its start.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            f"{self.native.where('merge_remote_group')} is not supported: start all ranks in one "
+            "job of MPI"
         )
-        return TorchWork(WorkList(works), [])
 
-    def _call(
-        self, method: Callable[..., Any], result: object, opts: Options | None, *args: object
-    ) -> Work:
-        if opts is not None and not opts.asyncOp and self._batch is None:
-            method(*args)
-            return ENDED
-        return self._hand_out(method(*args, async_op=True), result, opts)
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """See ``ProcessGroup.monitored_barrier`` of ``comm/group``."""
+        self.native.monitored_barrier(timeout, wait_all_ranks)
 
-    def _hand_out(
-        self, native: NativeWork | WorkList, result: object, opts: Options | None
-    ) -> Work:
-        if self._batch is not None:
-            self._batch.append(native)
-        elif opts is not None and not opts.asyncOp:
-            native.wait()
-            return ENDED
-        return TorchWork(native, result)
+    def shutdown(self) -> None:
+        """Close the group."""
+        self.native.close()
 
-
-def _refuse(tensor: Tensor, op: NativeReduceOp) -> bool:
-    return False
-
-
-def _detached(tensors: TensorList) -> list[Tensor]:
-    # torch's own backends write to tensors that require grad without recording, and scripts rely on
-    # this; the native calls refuse leaves. A detached sparse tensor has its own indices and values,
-    # so results would not reach the caller's tensor.
-    return [
-        tensor.detach() if tensor.requires_grad and not tensor.is_sparse else tensor
-        for tensor in tensors
-    ]
-
-
-functional.register()
+    def abort(self) -> None:
+        """Fail new calls; running calls return with an error if the MPI library has ULFM."""
+        self.native.fail(GroupError(self.native.where("abort") + " was called"))
+        self.native.revoke()

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mpidist.c10d import ddp_name, names, overrides
+from mpidist.c10d import ddp_name, generation, names
 from mpidist.comm.mpi.torchrun_env import torch_variables
 
 VARIABLE = "MPIDIST_REPLACE"
@@ -119,7 +119,7 @@ def _patch(chosen: Replacement) -> None:
             # distributed_c10d keeps its own function, because it uses ProcessGroupNCCL if True.
             setattr(dist, f"is_{name}_available", _available(getattr(dist, f"is_{name}_available")))
     if "gloo" in chosen.backends:
-        overrides.override_monitored_barrier()
+        generation.replaced_functions()
     if chosen.ddp:
         ddp_name.install()
 

@@ -1,6 +1,6 @@
 """Backend object of a device, tested through the functions of torch that read it."""
 
-import copy
+import inspect
 from datetime import timedelta
 
 import pytest
@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from mpidist.c10d.device_backend import DeviceBackend
 from tests.support import agree
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group")]
@@ -17,7 +16,7 @@ pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_grou
 def test_the_backend_of_either_device_describes_the_group(world, default_group):
     for device in ("cpu", "cuda"):
         backend = default_group._get_backend(torch.device(device))
-        facts = backend.name(), backend.rank(), backend.size(), copy.deepcopy(backend.options)
+        facts = backend.name(), backend.rank(), backend.size()
         can = (
             backend.supports_coalescing
             or backend.supports_time_estimate
@@ -27,10 +26,10 @@ def test_the_backend_of_either_device_describes_the_group(world, default_group):
         backend.eager_connect_single_device(torch.device(device))
         agree(
             world,
-            facts == ("mpidist", world.rank, world.size, None) and not can and no_memory,
+            facts == ("mpidist", world.rank, world.size) and not can and no_memory,
             f"{device}: {facts}",
         )
-    with pytest.raises(RuntimeError, match="of the CPU and of CUDA; got device meta"):
+    with pytest.raises(RuntimeError, match="meta"):
         default_group._get_backend(torch.device("meta"))
 
 
@@ -46,7 +45,7 @@ def test_functions_of_torch_that_read_the_backend_work_or_refuse(world, default_
     assert distributed_c10d._get_process_group_uid(default_group) == -1
     distributed_c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=5))
     of_a_device = dist.new_group(list(range(world.size)), device_id=torch.device("cuda", 0))
-    assert isinstance(of_a_device._get_backend(torch.device("cuda", 0)), DeviceBackend)
+    assert of_a_device._get_backend(torch.device("cuda", 0)).name() == "mpidist"
     x = torch.ones(2)
     dist.all_reduce(x, group=of_a_device)
     dist.destroy_process_group(of_a_device)
@@ -57,7 +56,9 @@ def test_a_default_group_with_a_device_is_nothing_that_nccl_could_split(world, d
     before = default_group.bound_device_id
     default_group.bound_device_id = torch.device("cuda", 0)
     try:
-        source = distributed_c10d._get_split_source(default_group)
+        # torch 2.15 asks for the backend of the new group, too.
+        takes = len(inspect.signature(distributed_c10d._get_split_source).parameters)
+        source = distributed_c10d._get_split_source(*(default_group, "mpidist")[:takes])
         some = dist.new_group([0])
     finally:
         default_group.bound_device_id = before

@@ -9,8 +9,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from mpidist.c10d import overrides
-from mpidist.c10d.device_backend import DeviceBackend
+from mpidist.c10d.up_to_213 import overrides
+from mpidist.c10d.up_to_213.device_backend import DeviceBackend
 from mpidist.comm.group import ProcessGroup
 from mpidist.dynamo import untraced
 
@@ -140,5 +140,4 @@ class ManagedGroup(dist.ProcessGroup):
         self.native.monitored_barrier(timeout, wait_all_ranks)
 
 
-overrides.override_monitored_barrier()
-overrides.override_set_timeout()
+overrides.install()

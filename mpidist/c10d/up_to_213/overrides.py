@@ -13,19 +13,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from mpidist.c10d.native import native_of
+
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-    from mpidist.comm.group import ProcessGroup
 
 Function = Callable[..., Any]
 
 _overridden: set[str] = set()
-
-
-def native_of(group: object) -> ProcessGroup | None:
-    """Return the native group behind a torch group, or None for a group of another backend."""
-    return getattr(group, "native", None)
 
 
 def override(name: str, wrapper: Callable[[Function], Function]) -> None:
@@ -45,13 +40,9 @@ def override(name: str, wrapper: Callable[[Function], Function]) -> None:
             setattr(module, name, replacement)
 
 
-def override_monitored_barrier() -> None:
-    """Let ``torch.distributed.monitored_barrier`` take groups of mpidist."""
+def install() -> None:
+    """Let ``monitored_barrier`` and ``_set_pg_timeout`` take groups of mpidist."""
     override("monitored_barrier", _monitored_barrier)
-
-
-def override_set_timeout() -> None:
-    """Let ``distributed_c10d._set_pg_timeout`` change the timeout of groups of mpidist."""
     override("_set_pg_timeout", _set_timeout)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from mpidist.c10d.overrides import Function, native_of, override
+from mpidist.c10d.native import native_of
+from mpidist.c10d.up_to_213.overrides import Function, override
 
 
 def install() -> None:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
-from mpidist.c10d.overrides import native_of
+from mpidist.c10d.native import native_of
 
 Tensor = torch.Tensor
 # A group by its name, boxed, or the group itself.

@@ -1,0 +1,168 @@
+"""Calls of a native group in torch's three forms: synchronous, asynchronous, and in a batch.
+
+torch's option objects have ``asyncOp``; its coalescing manager begins and ends a batch, whose calls
+return at once and whose works are waited for as one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import Work
+
+from mpidist.c10d.reductions import Options
+from mpidist.c10d.work import ENDED, TorchReceive, TorchWork, WorkList
+from mpidist.comm.algorithms.reduce_op import ReduceOp as NativeReduceOp
+from mpidist.comm.group import ProcessGroup
+from mpidist.comm.work import RequestWork
+from mpidist.comm.work import Work as NativeWork
+from mpidist.dynamo import untraced
+
+_FLAGS = 1024  # one-element works kept alive
+_here = threading.local()  # .answer: the answer to this thread's operator call
+
+
+@untraced
+class Calls:
+    """Calls of one native group.
+
+    Args:
+        native: The native group.
+
+    Attributes:
+        native: The native group.
+        all_reduce_at_once: The native group's fast path; within a batch it refuses every call.
+        flags: Works of the latest asynchronous all-reduces of one element. torch's reducer keeps
+            that of Join in C++ until the first gradient. Without a Python reference the Python half
+            of the work would be freed, and C++ would wait in the base class without end.
+    """
+
+    def __init__(self, native: ProcessGroup) -> None:
+        self.native = native
+        self.all_reduce_at_once = native.all_reduce_at_once
+        self.flags: deque[Work] = deque(maxlen=_FLAGS)
+        self._batch: list[NativeWork | WorkList] | None = None
+
+    def call(
+        self, method: Callable[..., Any], result: object, opts: Options | None, *args: object
+    ) -> Work:
+        """Call a method of the native group as the options ask; the result is for the future."""
+        if opts is not None and not opts.asyncOp and self._batch is None:
+            method(*args)
+            return ENDED
+        return self.hand_out(method(*args, async_op=True), result, opts)
+
+    def hand_out(self, native: NativeWork | WorkList, result: object, opts: Options | None) -> Work:
+        """Return torch's work for a native one; wait for it before, if the options ask for it."""
+        if self._batch is not None:
+            self._batch.append(native)
+        elif opts is not None and not opts.asyncOp:
+            native.wait()
+            return ENDED
+        return TorchWork(native, result)
+
+    def sent(self, native: NativeWork | RequestWork, tensors: object) -> Work:
+        """Return torch's work for the native work of a send."""
+        return TorchWork(native, tensors)
+
+    def receive(self, native: NativeWork | RequestWork, tensors: object) -> Work:
+        """Return torch's work for the native work of a receive."""
+        return TorchReceive(native, tensors)
+
+    def begin_batch(self) -> None:
+        """Make the calls from here on parts of a batch."""
+        self._batch, self.all_reduce_at_once = [], _refuse
+
+    def end_batch(self) -> Work:
+        """Return one work for the calls of the batch."""
+        works, self._batch = self._batch or [], None
+        self.all_reduce_at_once = self.native.all_reduce_at_once
+        return TorchWork(WorkList(works), [])
+
+
+@untraced
+class AnsweringCalls:
+    """Calls of one native group that also answer the operator call which led to them.
+
+    torch's C++ hands a Python work on in a holder of its own, which forwards ``wait`` and
+    ``get_future`` alone; ``Answer`` brings the Python work itself back to the Python caller.
+
+    Args:
+        calls: The calls of the group that the operator was given.
+    """
+
+    def __init__(self, calls: Calls) -> None:
+        self.native = calls.native
+        self.begin_batch, self.flags, self._calls = calls.begin_batch, calls.flags, calls
+
+    def all_reduce_at_once(self, tensor: torch.Tensor, op: NativeReduceOp) -> bool:
+        """See ``Calls``."""
+        return self._calls.all_reduce_at_once(tensor, op) and _answered(ENDED) is ENDED
+
+    def call(
+        self, method: Callable[..., Any], result: object, opts: Options | None, *args: object
+    ) -> Work:
+        """See ``Calls``."""
+        return _answered(self._calls.call(method, result, opts, *args))
+
+    def hand_out(self, native: NativeWork | WorkList, result: object, opts: Options | None) -> Work:
+        """See ``Calls``."""
+        return _answered(self._calls.hand_out(native, result, opts))
+
+    def sent(self, native: NativeWork | RequestWork, tensors: object) -> Work:
+        """See ``Calls``."""
+        return _answered(self._calls.sent(native, tensors))
+
+    def receive(self, native: NativeWork | RequestWork, tensors: object) -> Work:
+        """See ``Calls``."""
+        return _answered(self._calls.receive(native, tensors))
+
+    def end_batch(self) -> Work:
+        """See ``Calls``."""
+        return _answered(self._calls.end_batch())
+
+
+@untraced
+class Answer:
+    """Answer to an operator call of this thread: the work of our Backend, or torch's own."""
+
+    def __init__(self) -> None:
+        self._work: Work | None = None
+
+    def __enter__(self) -> Answer:
+        self._before = getattr(_here, "answer", None)
+        _here.answer = self
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _here.answer = self._before
+
+    def to(self, handle: Work) -> Work:
+        """Return the work of our Backend if it served the call, else the operator's."""
+        return handle if self._work is None else self._work
+
+    def give(self, work: Work) -> None:
+        """Set the work of our Backend."""
+        self._work = work
+
+
+@untraced
+def _answered(work: Work) -> Work:
+    asked: Answer | None = getattr(_here, "answer", None)
+    if asked is not None:
+        asked.give(work)
+    return work
+
+
+def _refuse(tensor: torch.Tensor, op: NativeReduceOp) -> bool:
+    return False

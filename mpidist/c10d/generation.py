@@ -1,0 +1,59 @@
+"""Classes of groups for the torch that is installed.
+
+Since 2.14 a Python class may be a ``Backend`` of torch. ``up_to_213`` holds what older versions
+need instead, and goes with them; no other module knows the version.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from mpidist.comm.group import ProcessGroup
+
+# 2.13 has the name, but C++ does not call methods of a Python class there.
+HAS_BACKENDS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
+_FOLDER = "mpidist.c10d" if HAS_BACKENDS else "mpidist.c10d.up_to_213"
+
+
+def group_of_torch(native: ProcessGroup, store: Any, name: str) -> Any:
+    """Return torch's group over a native group.
+
+    Args:
+        native: The native group.
+        store: The store that torch creates the group with.
+        name: torch's name of the group.
+    """
+    return importlib.import_module(f"{_FOLDER}.process_group").TorchProcessGroup(
+        native, store, name
+    )
+
+
+def mixed_group(
+    native: ProcessGroup, store: Any, name: str, backends: Any, others: Any, device_id: Any
+) -> Any:
+    """Return torch's group over a native group and Backends of torch.
+
+    Args:
+        native: The native group.
+        store: The store that torch creates the group with.
+        name: torch's name of the group.
+        backends: Backend names by device type.
+        others: torch's BackendType and Backend by the names of the other backends.
+        device_id: The GPU that the group is bound to, or None.
+    """
+    made = importlib.import_module(f"{_FOLDER}.mixed").MixedProcessGroup(
+        native, store, name, backends, others
+    )
+    if device_id is not None:
+        made.bound_device_id = device_id
+    return made
+
+
+def replaced_functions() -> None:
+    """Let functions of ``torch.distributed`` take groups of mpidist that they refuse by name."""
+    if not HAS_BACKENDS:
+        importlib.import_module("mpidist.c10d.up_to_213.overrides").install()

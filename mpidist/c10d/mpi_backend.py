@@ -1,0 +1,125 @@
+"""torch's ``Backend`` on MPI: where callers in C++ find a group's collectives.
+
+torch's operators (``torch.ops.c10d``), functional collectives, and queries about capabilities look
+for the ``Backend`` that is registered on a group for a device type. Since 2.14 a Python class may
+be one: torch calls its methods by the names in PyBackend.hpp.
+
+Source: torch/csrc/distributed/c10d/py/PyBackend.hpp.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Backend
+from torch.distributed.distributed_c10d import Store, Work
+
+from mpidist.c10d.calls import AnsweringCalls, Calls
+from mpidist.c10d.collectives import Collectives
+from mpidist.c10d.reductions import Options
+from mpidist.dynamo import untraced
+from mpidist.errors import GroupError
+
+
+@untraced
+class MpiBackend(Collectives, Backend):
+    """A ``Backend`` over a native group.
+
+    Args:
+        calls: The calls of the group that it is registered on; a batch of either is one.
+
+    Attributes:
+        supports_coalescing: Whether ``batch_isend_irecv`` needs one launch for all calls; MPI
+            messages need none.
+        supports_shrinking: Whether ``shrink_group`` can leave ranks out.
+    """
+
+    supports_coalescing = False
+    supports_shrinking = False
+    # Whether Inductor can get a collective's duration without running it: torch 2.15, 2.14.
+    _supports_time_estimate = False
+    supports_time_estimate = False
+
+    def __init__(self, calls: Calls) -> None:
+        super().__init__(calls.native.rank, calls.native.size)
+        self.native = calls.native
+        self.calls = AnsweringCalls(calls)
+        self._options: Any = Backend.Options("mpidist", self._timeout)
+        self._options.group_name = calls.native.name
+
+    def name(self) -> str:
+        """Return the backend's name, as ``dist.get_backend`` does."""
+        return "mpidist"
+
+    getBackendName = name
+
+    @property
+    def options(self) -> Backend.Options:
+        """Name, timeout and ranks, in torch's form."""
+        return self._options
+
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self.native.timeout_s or 0)
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Permission of ``dist.split_group`` to divide the group.
+
+        False where torch looks for a communicator that the backend of a new group could split: a
+        group of mpidist is made without its parent, and torch 2.14 would pass this object to NCCL.
+        """
+        return sys._getframe(1).f_code.co_name != "_get_split_source"
+
+    # --- what C++ calls under other names than those of a group ---
+
+    def start_coalescing(self) -> None:
+        """Begin a batch."""
+        self.calls.begin_batch()
+
+    def end_coalescing(self) -> Work:
+        """End the batch, and return one work for its calls."""
+        return self.calls.end_batch()
+
+    def monitored_barrier(self, opts: Options, wait_all_ranks: bool = False) -> None:
+        """See ``ProcessGroup.monitored_barrier`` of ``comm/group``."""
+        self.native.monitored_barrier(opts.timeout, wait_all_ranks)
+
+    # --- management ---
+
+    def split(self, store: Store, ranks: Sequence[int], opts: object) -> MpiBackend | None:
+        """Return a backend for some ranks of the group, None on the others.
+
+        Collective: over ``ranks``.
+        """
+        child = self.native.new_group(sorted(ranks), None, None)
+        return None if child is None else MpiBackend(Calls(child))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the timeout after which the watchdog reports."""
+        self.native.timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        """Return False: MPI takes any memory and needs no special allocator."""
+        return False
+
+    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
+        """Do nothing, because MPI has connected the ranks."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        """Fail new calls; running calls return with an error if the MPI library has ULFM."""
+        self.native.fail(GroupError(self.native.where("abort") + " was called"))
+        self.native.revoke()
+
+    def shutdown(self) -> None:
+        """Close the group."""
+        self.native.close()
