@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from typing import ClassVar
 
 import torch
 
@@ -59,26 +61,37 @@ def given_gradient(rref, context_id):
 
 
 class Halving(torch.optim.Optimizer):
-    """An optimizer without a functional form."""
+    """An optimizer without a functional form, which refuses two steps of a parameter at a time."""
 
-    inside = threading.Lock()
+    # For all optimizers of this process: those of several trainers share a parameter. Steps of
+    # other parameters, as of a twin in the test's own thread, may run at the same time.
+    _guard = threading.Lock()
+    _in_step: ClassVar[set[int]] = set()
 
     def __init__(self, params, lr=0.5):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure=None):
-        # Raises if another thread is in a step.
-        if not self.inside.acquire(blocking=False):
-            raise RuntimeError("two steps at a time")
+        stepped = {id(own) for group in self.param_groups for own in group["params"]}
+        with self._guard:
+            if not self._in_step.isdisjoint(stepped):
+                raise RuntimeError("two steps at a time")
+            self._in_step.update(stepped)
         try:
-            for group in self.param_groups:
-                for own in group["params"]:
-                    if own.grad is not None:
-                        own.sub_(own.grad * group["lr"])
-                        self.state[own]["steps"] = self.state[own].get("steps", 0) + 1
+            # Lets another thread run: a step that is not in turn then begins here.
+            time.sleep(1e-3)
+            self.halve()
         finally:
-            self.inside.release()
+            with self._guard:
+                self._in_step.difference_update(stepped)
+
+    def halve(self):
+        for group in self.param_groups:
+            for own in group["params"]:
+                if own.grad is not None:
+                    own.sub_(own.grad * group["lr"])
+                    self.state[own]["steps"] = self.state[own].get("steps", 0) + 1
 
 
 class OwnAdam(torch.optim.Adam):
