@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import threading
 
@@ -46,13 +47,17 @@ def _print_only_the_thread_that_crashed(config):
 
 
 def pytest_itemcollected(item):
-    """Remove the folder's name from the keywords of tests/comm/mpi.
+    """Remove the folder's name from the keywords of tests/comm/mpi; refuse caplog in MPI tests.
 
-    pytest-mpi would take it for the mark and skip the tests without MPI there.
+    pytest-mpi would take the name for the mark and skip the tests without MPI there.
     """
     for node in item.listchain():
         if isinstance(node, pytest.Package):
             node.keywords._markers.pop("mpi", None)
+    if "caplog" in getattr(item, "fixturenames", ()) and item.get_closest_marker("mpi"):
+        raise pytest.UsageError(
+            f"{item.nodeid}: caplog drops what another rank's first messages log; use logged"
+        )
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -118,6 +123,31 @@ def group(world, request):
     gc.collect()
     left = [t.name for t in threading.enumerate() if t.name == f"mpidist-{name}"]
     agree(world, not left, f"threads left by {name}: {left}")
+
+
+class _Records(logging.Handler):
+    """Keeps the messages of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(self.format(record))
+
+
+@pytest.fixture
+def logged(world):
+    """Return the list of what mpidist logs on this rank from before any rank begins the test.
+
+    pytest's caplog forgets what was logged while this rank was still in its fixtures, where another
+    rank's first messages may reach it.
+    """
+    logger, handler = logging.getLogger("mpidist"), _Records()
+    logger.addHandler(handler)
+    world.barrier()
+    yield handler.texts
+    logger.removeHandler(handler)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

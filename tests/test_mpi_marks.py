@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpidist.comm.mpi import runtime
+from tests import conftest
 from tests.mpi_marks import MpiMarks, asked_for, at_size, may_hold
 from tests.support import ROOT
 
@@ -112,6 +113,21 @@ def test_every_case_runs_at_every_other_number_of_ranks():
         for size in (1, 2)
         for b in (True, False)
     )
+
+
+@pytest.mark.parametrize("marks", [["mpi"], []])
+def test_the_log_of_a_phase_is_refused_in_tests_of_all_ranks(marks):
+    item = SimpleNamespace(
+        nodeid="a.py::test",
+        fixturenames=["group", "caplog"],
+        listchain=list,
+        get_closest_marker=lambda name: name in marks or None,
+    )
+    if marks:
+        with pytest.raises(pytest.UsageError, match=r"a.py::test: caplog drops .*; use logged"):
+            conftest.pytest_itemcollected(item)
+    else:
+        conftest.pytest_itemcollected(item)
 
 
 def test_a_folder_named_mpi_marks_no_test():

@@ -26,8 +26,11 @@ def clean(group, workers):  # noqa: F811
     """Require at the end of a test that all contexts have been released."""
     yield
     group.barrier()
-    soon(lambda: not len(_engine.contexts), 20)
-    info = autograd._get_debug_info()
-    agree(
-        group, set(info.values()) == {"0"} and not _engine.initiator._passes, f"left over: {info}"
+    released = soon(
+        lambda: (
+            not len(_engine.contexts)
+            and set(autograd._get_debug_info().values()) == {"0"}
+            and not _engine.initiator._passes
+        )
     )
+    agree(group, released, f"left over: {autograd._get_debug_info()}")

@@ -148,7 +148,7 @@ def test_timeouts(group, workers, to):
         late.wait()
     rpc.rpc_sync(to, sets_event)
     assert rpc.rpc_sync(to, time.sleep, args=(0.2,), timeout=0) is None  # 0: none
-    assert len(seen) == 1
+    assert soon(lambda: len(seen) == 1)
     with pytest.raises(ValueError, match="timeout"):
         rpc.rpc_sync(to, echo, args=(1,), timeout=-3)
 
@@ -307,9 +307,8 @@ def spreads(depth, size):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_damaged_messages_are_refused_and_the_agent_lives(group, workers, to, caplog):
+def test_damaged_messages_are_refused_and_the_agent_lives(group, workers, to, logged):
     transport = api._get_current_rpc_agent().dispatcher._transport
-    group.barrier()  # what is refused before the test has begun is not in its records
     peer = (group.rank + 1) % group.size
     damaged = [b"", b"abc", b"\xff" * 40, b"x" * 32, b"x" * 1000]
     # Open MPI 5.0 writes past the receive's memory before it reports the truncation
@@ -328,11 +327,7 @@ def test_damaged_messages_are_refused_and_the_agent_lives(group, workers, to, ca
     inside.append((Kind.RREF_FORK, b"12345"))
     assert rpc.rpc_sync(to, echo, args=(1,)) == 1
     group.barrier()
-    refused = [
-        record.message
-        for record in caplog.records
-        if f"{api.get_worker_info()} refused a message" in record.message
-    ]
+    refused = [text for text in logged if f"{api.get_worker_info()} refused a message" in text]
     assert len(refused) == len(damaged) + len(inside), refused
 
 
