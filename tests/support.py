@@ -111,7 +111,10 @@ def printed(done: subprocess.CompletedProcess[str]) -> dict[int, dict[str, Any]]
 def started(
     command: Sequence[str], timeout_s: float, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command line in the repository's root as a job; it is ended after ``timeout_s``."""
+    """Run a command line in the repository's root as a job.
+
+    A job that has not ended after ``timeout_s`` is ended, and the test fails with its output.
+    """
     variables = {
         "OMP_NUM_THREADS": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -120,16 +123,35 @@ def started(
     # Two such jobs may run at the same time: a rank that polls must not keep the core of one that
     # computes.
     variables["OMPI_MCA_mpi_yield_when_idle"] = "1"
-    return subprocess.run(
+    process = subprocess.Popen(
         list(command),
         env={**without_launcher(os.environ), **variables, **(env or {})},
         cwd=ROOT,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout_s,
         stdin=subprocess.DEVNULL,
-        check=False,
     )
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        out, err = _ended(process)
+        pytest.fail(f"not ended after {timeout_s:g} s: {command}\n{out[-5000:]}\n{err[-5000:]}")
+    except BaseException:
+        _ended(process)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def _ended(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """End a process, and through it its ranks; return its output."""
+    # mpirun ends its ranks when it is asked to end. Killed at once, it would leave them running.
+    process.terminate()
+    try:
+        return process.communicate(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return "", "it did not end when it was asked to"
 
 
 class OnDevice(TorchFunctionMode):
