@@ -82,8 +82,8 @@ format: $(READY)
 unit: $(READY)
 	$(LIMIT) $(PYTEST_ONE) -m 'not mpi and not slow and $(ELSEWHERE)' $(TESTS)
 
-# Whole jobs wait for timeouts as much as they compute: three of them keep two cores busy. Each has a limit of its own; all benchmarks of
-# two ranks in turn have taken 99 s of the 120 after which a test counts as hung elsewhere.
+# Whole jobs wait for timeouts as much as they compute: three of them keep two cores busy. Each has a limit of its own, which ends before
+# that of its test (tests/test_support.py).
 slow: WORKERS := 3
 slow: $(READY) $(VENV)/.stamp-docs $(VENV)/.stamp-frameworks
 	$(LIMIT) $(PYTEST_ONE) -o faulthandler_timeout=240 -m 'slow and not mpi and $(ELSEWHERE)' $(TESTS)

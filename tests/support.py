@@ -21,6 +21,7 @@ from torch.utils._device import _device_constructors
 from mpidist.comm.mpi.launcher_env import without_launcher
 
 ROOT = Path(__file__).resolve().parents[1]
+END_S = 10  # the time in which a job ends that is asked to
 
 
 def require_tool(name: str) -> str:
@@ -148,7 +149,7 @@ def _ended(process: subprocess.Popen[str]) -> tuple[str, str]:
     # mpirun ends its ranks when it is asked to end. Killed at once, it would leave them running.
     process.terminate()
     try:
-        return process.communicate(timeout=10)
+        return process.communicate(timeout=END_S)
     except subprocess.TimeoutExpired:
         process.kill()
         return "", "it did not end when it was asked to"

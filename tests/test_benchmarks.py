@@ -38,8 +38,8 @@ def _found(_libraries, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-# One job for all programs of two ranks, because each would import torch, NumPy and matplotlib
-# again.
+# One job for many programs of two ranks, because each would import torch, NumPy and matplotlib
+# again; two jobs, because one for all would come near its limit where other tests run beside it.
 _IN_TURN = """
     import runpy, sys
     import torch.distributed as dist
@@ -52,53 +52,52 @@ _IN_TURN = """
         print("ended:", program, flush=True)
 """
 _TRAINING = ["--models", "many:2", "--rounds", "1", "--bucket-cap-mb", "1", "--link", "test"]
+_OF_CALLS = [
+    ["soak_rpc.py", "--calls", "5000", "--references", "500"],
+    ["bench_rpc.py", "--quick"],
+    ["tree_job.py", "rpc", "--quick"],
+    ["bench_rpc_scale.py", "--quick"],
+    ["bench_autograd.py", "--quick"],
+    ["bench_scaling.py", "--quick"],
+]
+_OF_COLLECTIVES = [
+    ["tree_job.py", "collectives", "--quick"],
+    ["tree_job.py", "ddp", "--quick"],
+    ["bench_collectives.py", "--quick"],
+    ["bench_execution.py", "--rounds", "1"],
+    ["bench_ddp.py", *_TRAINING],
+    ["bench_owners.py", *_TRAINING],
+    ["bench_powersgd.py", *_TRAINING],
+    ["bench_device.py", "--quick", "--device", "cpu"],
+    ["bench_oss.py", "--quick"],
+    ["bench_wire.py", "--numel", "20000", "--rounds", "1", "--burst-s", "0", "--link", "test"],
+    ["bench_oss_state.py", "--quick"],
+    ["bench_oss_overlap.py", "--layers", "2", "--width", "16", "--rounds", "1"],
+]
+
+
+def _run_in_turn(programs, folder):
+    """Run programs in one job of two ranks; return the folder of their records, and the output."""
+    with_output = [
+        [*program, *([] if program[0] == "soak_rpc.py" else ["--output", str(folder)])]
+        for program in programs
+    ]
+    script = _IN_TURN.format(folder=str(BENCHMARKS), programs=with_output)
+    done = job(2, script, "--bind-to", "none", timeout_s=200)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    return folder, done.stdout
 
 
 @pytest.fixture(scope="module")
-def of_two_ranks(_libraries, tmp_path_factory):
-    """Return the folder of the records of all benchmarks of two ranks, and their output."""
-    folder = tmp_path_factory.mktemp("records")
-    to = ["--output", str(folder)]
-    programs = [
-        ["soak_rpc.py", "--calls", "5000", "--references", "500"],
-        ["bench_rpc.py", "--quick", *to],
-        ["tree_job.py", "collectives", "--quick", *to],
-        ["tree_job.py", "ddp", "--quick", *to],
-        ["tree_job.py", "rpc", "--quick", *to],
-        ["bench_rpc_scale.py", "--quick", *to],
-        ["bench_autograd.py", "--quick", *to],
-        ["bench_collectives.py", "--quick", *to],
-        ["bench_execution.py", "--rounds", "1", *to],
-        ["bench_ddp.py", *_TRAINING, *to],
-        ["bench_scaling.py", "--quick", *to],
-        ["bench_owners.py", *_TRAINING, *to],
-        ["bench_powersgd.py", *_TRAINING, *to],
-        ["bench_device.py", "--quick", "--device", "cpu", *to],
-        ["bench_oss.py", "--quick", *to],
-        [
-            "bench_wire.py",
-            "--numel",
-            "20000",
-            "--rounds",
-            "1",
-            "--burst-s",
-            "0",
-            "--link",
-            "test",
-            *to,
-        ],
-        ["bench_oss_state.py", "--quick", *to],
-        ["bench_oss_overlap.py", "--layers", "2", "--width", "16", "--rounds", "1", *to],
-    ]
-    done = job(
-        2,
-        _IN_TURN.format(folder=str(BENCHMARKS), programs=programs),
-        "--bind-to",
-        "none",
-        timeout_s=200,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    return folder, done.stdout
+def of_calls(_libraries, tmp_path_factory):
+    """Return the folder of the records of the benchmarks of RPC and scaling, and their output."""
+    return _run_in_turn(_OF_CALLS, tmp_path_factory.mktemp("calls"))
+
+
+@pytest.fixture(scope="module")
+def of_collectives(_libraries, tmp_path_factory):
+    """Return the folder of the records of all other benchmarks of two ranks, and their output."""
+    return _run_in_turn(_OF_COLLECTIVES, tmp_path_factory.mktemp("collectives"))
 
 
 def record_of(folder, pattern, *, has_picture=True):
@@ -109,8 +108,8 @@ def record_of(folder, pattern, *, has_picture=True):
 
 
 @pytest.mark.slow
-def test_quick_run_records_all_contenders_and_the_environment(of_two_ranks):
-    record = record_of(of_two_ranks[0], "collectives-*-2.json")
+def test_quick_run_records_all_contenders_and_the_environment(of_collectives):
+    record = record_of(of_collectives[0], "collectives-*-2.json")
     assert record["results_checked"] is True
     assert {result["operation"] for result in record["results"]} == OPERATIONS
     for result in record["results"]:
@@ -130,8 +129,8 @@ def test_quick_run_records_all_contenders_and_the_environment(of_two_ranks):
 
 
 @pytest.mark.slow
-def test_ways_to_execute_are_compared_and_recorded(of_two_ranks):
-    record = record_of(of_two_ranks[0], "execution-*-2-unbound.json", has_picture=False)
+def test_ways_to_execute_are_compared_and_recorded(of_collectives):
+    record = record_of(of_collectives[0], "execution-*-2-unbound.json", has_picture=False)
     assert [result["operation"] for result in record["results"]] == ["looks"] + ["latency"] * 4 + [
         "overlap",
         "two threads",
@@ -145,8 +144,8 @@ def test_ways_to_execute_are_compared_and_recorded(of_two_ranks):
 
 
 @pytest.mark.slow
-def test_sharded_steps_are_compared_and_state_bytes_recorded(of_two_ranks):
-    record = record_of(of_two_ranks[0], "oss-[mo]*-2.json", has_picture=False)
+def test_sharded_steps_are_compared_and_state_bytes_recorded(of_collectives):
+    record = record_of(of_collectives[0], "oss-[mo]*-2.json", has_picture=False)
     cases = {result["operation"]: result["contenders"] for result in record["results"]}
     assert set(cases) == {
         "Adam, loop",
@@ -177,8 +176,8 @@ def test_sharded_steps_are_compared_and_state_bytes_recorded(of_two_ranks):
 
 
 @pytest.mark.slow
-def test_state_of_the_sharded_optimizer_is_measured_and_recorded(of_two_ranks):
-    record = record_of(of_two_ranks[0], "oss-state-*-2.json", has_picture=False)
+def test_state_of_the_sharded_optimizer_is_measured_and_recorded(of_collectives):
+    record = record_of(of_collectives[0], "oss-state-*-2.json", has_picture=False)
     assert record["results_checked"] is True
     ways = {"used again", "fresh", "all ranks"}
     if importlib.util.find_spec("fairscale") is not None:
@@ -193,8 +192,8 @@ def test_state_of_the_sharded_optimizer_is_measured_and_recorded(of_two_ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "owners", "powersgd"])
-def test_steps_of_training_are_compared_and_recorded(of_two_ranks, name):
-    record = record_of(of_two_ranks[0], f"{name}-*-2-test*.json")
+def test_steps_of_training_are_compared_and_recorded(of_collectives, name):
+    record = record_of(of_collectives[0], f"{name}-*-2-test*.json")
     (result,) = record["results"]
     contenders = result["contenders"]
     assert result["parameters"] == 120 * (128 * 128 + 128)
@@ -302,8 +301,8 @@ def test_pauses_during_steps_of_optimizers(tmp_path):
 
 
 @pytest.mark.slow
-def test_wires_are_compared_and_recorded(of_two_ranks):
-    record = record_of(of_two_ranks[0], "wire-*-2-test.json", has_picture=False)
+def test_wires_are_compared_and_recorded(of_collectives):
+    record = record_of(of_collectives[0], "wire-*-2-test.json", has_picture=False)
     (result,) = record["results"]
     sent = {name: values["bytes_of_a_rank"] for name, values in result["contenders"].items()}
     # 157 times 64 elements and the rest; 40 and 39 blocks of int8 with a scale each, padded to 16
@@ -322,8 +321,8 @@ def test_wires_are_compared_and_recorded(of_two_ranks):
 
 
 @pytest.mark.slow
-def test_ways_from_device_memory_are_compared_and_recorded(of_two_ranks):
-    record = record_of(of_two_ranks[0], "device-*-2-cpu.json")
+def test_ways_from_device_memory_are_compared_and_recorded(of_collectives):
+    record = record_of(of_collectives[0], "device-*-2-cpu.json")
     contenders = {result["operation"]: list(result["contenders"]) for result in record["results"]}
     assert contenders == {
         "all_reduce": ["library", "ring", "staged"],
@@ -333,8 +332,8 @@ def test_ways_from_device_memory_are_compared_and_recorded(of_two_ranks):
 
 
 @pytest.mark.slow
-def test_shards_within_and_behind_a_step_are_compared_and_recorded(of_two_ranks):
-    record = record_of(of_two_ranks[0], "oss-overlap-2-node.json", has_picture=False)
+def test_shards_within_and_behind_a_step_are_compared_and_recorded(of_collectives):
+    record = record_of(of_collectives[0], "oss-overlap-2-node.json", has_picture=False)
     assert [row["shards are brought"] for row in record["results"]] == [
         "in step()",
         "in the next forward pass",
@@ -343,8 +342,8 @@ def test_shards_within_and_behind_a_step_are_compared_and_recorded(of_two_ranks)
 
 
 @pytest.mark.slow
-def test_calls_are_compared_and_recorded(of_two_ranks):
-    record = record_of(of_two_ranks[0], "rpc-[mo]*-2.json", has_picture=False)
+def test_calls_are_compared_and_recorded(of_calls):
+    record = record_of(of_calls[0], "rpc-[mo]*-2.json", has_picture=False)
     shown = {
         (result["operation"], result["size_bytes"]): set(result["contenders"])
         for result in record["results"]
@@ -371,8 +370,8 @@ def test_calls_are_compared_and_recorded(of_two_ranks):
 
 
 @pytest.mark.slow
-def test_backward_passes_are_compared_and_recorded(of_two_ranks):
-    record = record_of(of_two_ranks[0], "autograd-*-2.json", has_picture=False)
+def test_backward_passes_are_compared_and_recorded(of_calls):
+    record = record_of(of_calls[0], "autograd-*-2.json", has_picture=False)
     shown = {result["operation"]: set(result["contenders"]) for result in record["results"]}
     assert list(shown) == ["1 layer", "4 layers", "4 layers and step"]
     assert all(names == {"tensorpipe", "mpidist", "smart"} for names in shown.values())
@@ -396,8 +395,8 @@ def test_backward_passes_are_compared_and_recorded(of_two_ranks):
 
 
 @pytest.mark.slow
-def test_start_memory_and_calls_of_all_are_recorded(of_two_ranks):
-    measured = record_of(of_two_ranks[0], "rpc-scale-*-2.json", has_picture=False)["contenders"][
+def test_start_memory_and_calls_of_all_are_recorded(of_calls):
+    measured = record_of(of_calls[0], "rpc-scale-*-2.json", has_picture=False)["contenders"][
         "mpidist"
     ]
     assert (
@@ -417,8 +416,8 @@ def test_start_memory_and_calls_of_all_are_recorded(of_two_ranks):
 
 
 @pytest.mark.slow
-def test_a_job_of_the_scaling_benchmark_is_recorded(of_two_ranks):
-    record = record_of(of_two_ranks[0], "scaling-*-2.json", has_picture=False)
+def test_a_job_of_the_scaling_benchmark_is_recorded(of_calls):
+    record = record_of(of_calls[0], "scaling-*-2.json", has_picture=False)
     assert (record["ranks"], record["nodes"], record["ranks_per_node"], record["machines"]) == (
         2,
         1,
@@ -443,7 +442,7 @@ def test_a_job_of_the_scaling_benchmark_is_recorded(of_two_ranks):
 
 
 @pytest.mark.slow
-def test_the_start_of_two_ranks_is_recorded(tmp_path):
+def test_the_start_of_collectives_is_recorded(tmp_path):
     program = [sys.executable, str(BENCHMARKS / "bench_scaling.py"), "startup", "--jobs", "2"]
     done = started([*program, "--output", str(tmp_path)], timeout_s=100)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -460,8 +459,8 @@ def test_the_start_of_two_ranks_is_recorded(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_soak_ends_with_nothing_left(of_two_ranks):
-    assert "5000 calls, 500 references" in of_two_ranks[1] and "nothing left" in of_two_ranks[1]
+def test_a_soak_ends_with_nothing_left(of_calls):
+    assert "5000 calls, 500 references" in of_calls[1] and "nothing left" in of_calls[1]
 
 
 @pytest.mark.slow

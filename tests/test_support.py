@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 
 import pytest
 
 from tests import support
+from tests.support import ROOT
 
 
 class Endless:
@@ -61,3 +64,39 @@ def test_a_job_is_ended_when_its_test_is_interrupted(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         support.started(["a", "job"], timeout_s=3)
     assert process.signals == ["SIGTERM"]
+
+
+def limits_of_jobs(text):
+    """Yield line and limit, in seconds, of each process that a file starts with a literal one."""
+    starts = {"run", "started", "job", "check_call", "check_output", "communicate", "wait"}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and (
+            getattr(node.func, "attr", None) in starts or getattr(node.func, "id", None) in starts
+        ):
+            for keyword in node.keywords:
+                if keyword.arg in ("timeout", "timeout_s") and isinstance(
+                    keyword.value, ast.Constant
+                ):
+                    yield node.lineno, keyword.value.value
+
+
+def test_limits_are_found():
+    text = "started(x, timeout_s=300)\nsubprocess.run(x, timeout=4)\njob(2, x, timeout_s=limit)"
+    assert list(limits_of_jobs(text)) == [(1, 300), (2, 4)]
+
+
+def test_a_job_ends_before_faulthandler_ends_its_test():
+    """Else the test's process ends without a word of the job's, and leaves its ranks running."""
+    settings = (ROOT / "setup.cfg").read_text() + (ROOT / "Makefile").read_text()
+    usual = int(re.search(r"faulthandler_timeout = (\d+)", settings)[1])
+    slow = int(re.search(r"-o faulthandler_timeout=(\d+) -m 'slow", settings)[1])
+    late = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        limit = slow if "mark.slow" in text else usual
+        late += [
+            f"{path.relative_to(ROOT)}:{line}: {found} s of {limit}"
+            for line, found in limits_of_jobs(text)
+            if found + support.END_S >= limit and "slurm" not in path.parts
+        ]
+    assert not late, "\n".join(late)

@@ -21,7 +21,7 @@ def run_program(ranks, program, tmp_path, *options):
         str(tmp_path),
         *options,
     ]
-    done = started(command, timeout_s=300)
+    done = started(command, timeout_s=200)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 

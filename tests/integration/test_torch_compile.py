@@ -369,6 +369,6 @@ SECOND_PROCESS = """
 def test_a_second_process_takes_what_the_first_compiled(tmp_path):
     require_translator(*TRANSLATORS)
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    runs = [printed(job(2, SECOND_PROCESS, env=env, timeout_s=110)) for _ in range(2)]
+    runs = [printed(job(2, SECOND_PROCESS, env=env, timeout_s=100)) for _ in range(2)]
     assert all(line["far"] < 1e-12 for run in runs for line in run.values()), json.dumps(runs)
     assert all(line["hits"] for line in runs[1].values()), json.dumps(runs)

@@ -125,7 +125,7 @@ def _compile(options: Sequence[str], text: str | None = None) -> str:
         input=text,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -95,7 +95,7 @@ def test_nvcc_compiles_without_warnings(file, defines, tmp_path):
         str(tmp_path / "out"),
     ]
     command += [*(f"-D{define}" for define in defines), str(load.folder() / file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -71,7 +71,7 @@ def test_what_would_hang_or_fault_ends_the_process(tmp_path, body, words):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=100,
         check=False,
     )
     assert done.returncode < 0 and words in done.stderr
