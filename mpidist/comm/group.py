@@ -15,7 +15,7 @@ from mpidist.comm.algorithms import tuning, tuning_runs
 from mpidist.comm.collectives import Collectives
 from mpidist.comm.group_settings import ABORT, GroupSettings
 from mpidist.comm.monitored_barrier import MonitoredBarrier
-from mpidist.comm.mpi import creation_barrier, mpi_errors, runtime
+from mpidist.comm.mpi import closed_communicators, creation_barrier, mpi_errors, runtime
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.objects import Objects
@@ -75,26 +75,27 @@ class ProcessGroup(Reductions, Collectives, PointToPoint, Objects, MonitoredBarr
         return table
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """End the queued operations, then the group's thread, and free the communicator.
+        """End the queued operations, then the group's thread, and give up the communicator.
 
-        Messages that have arrived and were not received are dropped, with a ResourceWarning. A
-        second call has no effect.
+        Messages that have arrived and were not received are dropped, with a ResourceWarning;
+        messages that arrive later are dropped as well, because the communicator is freed after the
+        last member has closed the group (``closed_communicators``). A second call has no effect.
 
-        Collective: over the group, because MPI frees a communicator together.
+        Collective: over the group; no rank waits for another.
         """
         global _default
         if self._closed:
             return
         self._progress.close(timeout_s)
-        self._closed = True
+        with self._revoking:
+            self._closed = True
         self._close_fast_path()
         self._receives.close()
         if _default is self:
             _default = None
         if self._failure is None and not MPI.Is_finalized():
             self._drop_messages()
-            for mpi in (*self._comm.children(), self._mpi):
-                mpi.Free()
+            closed_communicators.add(self._mpi, self._comm.children())
 
     def _drop_messages(self) -> None:
         with mpi_errors.death_tolerated():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -34,6 +35,9 @@ class Failing:
         self._mpi = comm.plain
         self._failure: MpidistError | None = None
         self._closed = False
+        # Held while the communicator is revoked, which the watchdog's thread does: ``close`` gives
+        # it up before or after that.
+        self._revoking = threading.Lock()
         # Cached by operation, because formatting takes longer than a call of MPI.
         self._wheres: dict[str, str] = {}
 
@@ -52,13 +56,20 @@ class Failing:
         self._close_fast_path()
 
     def revoke(self) -> bool:
-        """Revoke the group's communicator on all ranks (ULFM); return False without ULFM."""
-        try:
-            for mpi in (self._mpi, *self._comm.children()):
-                mpi.Revoke()
-        except Exception:  # MPI without ULFM: NotImplementedError, or MPI's own error
-            return False
-        return True
+        """Revoke the group's communicator on all ranks (ULFM).
+
+        Returns:
+            False without ULFM, or if the group is closed: its communicator may be freed.
+        """
+        with self._revoking:
+            if self._closed:
+                return False
+            try:
+                for mpi in (self._mpi, *self._comm.children()):
+                    mpi.Revoke()
+            except Exception:  # MPI without ULFM: NotImplementedError, or MPI's own error
+                return False
+            return True
 
     def _close_fast_path(self) -> None:
         """Send every later call through ``_launch`` and its checks."""

@@ -17,7 +17,7 @@ from mpidist.comm import arguments, watchdog
 from mpidist.comm.algorithms import tuning
 from mpidist.comm.execution import Execution
 from mpidist.comm.group_settings import ABORT, RAISE, GroupSettings
-from mpidist.comm.mpi import creation_barrier, nonblocking, runtime
+from mpidist.comm.mpi import closed_communicators, creation_barrier, nonblocking, runtime
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import Mpi
@@ -211,13 +211,13 @@ def create(kind: type[G], mpi: Mpi, settings: GroupSettings) -> G:
 def _require_same_end(mpi: Mpi, name: str, on_timeout: str) -> None:
     """Compare ``on_timeout`` of all ranks: blocking and non-blocking collectives do not match.
 
-    Collective: over a new communicator, which is freed if this raises.
+    Collective: over a new communicator, which is given up if this raises.
     """
     codes = {ABORT: 0, RAISE: 1}
     every = bytearray(mpi.Get_size())
     mpi.Allgather((bytes([codes.get(on_timeout, 2)]), 1, MPI.BYTE), (every, 1, MPI.BYTE))
     if max(every) == 2 or len(set(every)) > 1:
-        mpi.Free()
+        closed_communicators.add(mpi)
         words = [*codes, "another word"]
         values = ", ".join(
             f"{words[code]} on rank {every.index(code)}" for code in sorted(set(every))

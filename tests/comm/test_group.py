@@ -184,3 +184,36 @@ def test_messages_without_a_receive_do_not_reach_the_next_group(world):
         ok = objects == list(range(world.size)) if world.rank == root else objects is None
         agree(world, ok and bool((into == 7).all()), f"{into[:3]} {objects}")
         after.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_after_the_close_do_not_reach_the_next_group(world):
+    """Open MPI delivers them to the next communicator, where new messages are lost in exchange."""
+    for earlier in (0, 5):
+        group = world.clone("left")
+        for _ in range(earlier):
+            if world.rank == 1:
+                group.send(torch.ones(1), 0, 5)
+            elif world.rank == 0:
+                group.recv(torch.ones(1), 1, 5)
+        if world.rank == 1:
+            # Rank 0 has closed the group when the withdrawal of this rank's arrival comes.
+            with pytest.raises(CommTimeout, match="rank 0 did not come"):
+                group.monitored_barrier(0.2)
+        group.close()
+        world.barrier()
+        after = world.clone("next")
+        ok = True
+        for _ in range(2 * earlier + 3):
+            total = torch.ones(70_001, dtype=torch.int8)
+            after.all_reduce(total)
+            ok &= bool((total == world.size).all())
+            # At three ranks the all-reduce has no message from rank 1 to rank 0.
+            word = torch.full((1,), 7.0)
+            if world.rank == 1:
+                after.send(word, 0, 5)
+            elif world.rank == 0:
+                after.recv(word.zero_(), 1, 5)
+            ok &= word.item() == 7
+        agree(world, ok)
+        after.close()
