@@ -13,7 +13,6 @@ PACKAGES = (
     "mpidist.comm",
     "mpidist.ddp",
     "mpidist.ddp.hooks",
-    "mpidist.ddp.model_averaging",
     "mpidist.rpc",
     "mpidist.autograd",
     "mpidist.optim",

@@ -14,7 +14,6 @@ from mpidist.ddp.hooks.default import (
     noop_hook,
 )
 from mpidist.ddp.hooks.owners import to_owners
-from mpidist.ddp.hooks.post_localsgd import PostLocalSGDState, post_localSGD_hook
 from mpidist.ddp.hooks.powersgd import batched_powerSGD_hook, powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.hooks.quantization import quantization_perchannel_hook, quantization_pertensor_hook
@@ -26,7 +25,6 @@ __all__ = [
     "DDPCommHookType",
     "DistributedDataParallel",
     "GradBucket",
-    "PostLocalSGDState",
     "PowerSGDState",
     "allreduce_hook",
     "batched_powerSGD_hook",
@@ -36,7 +34,6 @@ __all__ = [
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "noop_hook",
-    "post_localSGD_hook",
     "powerSGD_hook",
     "quantization_perchannel_hook",
     "quantization_pertensor_hook",
@@ -49,14 +46,12 @@ __all__ = [
 # have these functions called.
 SAFE_GLOBALS = [
     Compressed,
-    PostLocalSGDState,
     PowerSGDState,
     allreduce_hook,
     batched_powerSGD_hook,
     bf16_compress_hook,
     fp16_compress_hook,
     noop_hook,
-    post_localSGD_hook,
     powerSGD_hook,
     quantization_perchannel_hook,
     quantization_pertensor_hook,

@@ -1,4 +1,4 @@
-"""Checks of numbers among the settings of hooks and averagers."""
+"""Checks of numbers among the settings of hooks."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from typing import Any
 _HOMES = {
     "DistributedOptimizer": "mpidist.optim.distributed_optimizer",
     "OSS": "mpidist.zero.optimizer",
-    "PostLocalSGDOptimizer": "mpidist.optim.post_localsgd",
     "ShardedGradScaler": "mpidist.zero.grad_scaler",
     "ZeroRedundancyOptimizer": "mpidist.zero.zero_redundancy",
     "functional_optim_map": "mpidist.optim.registry",
