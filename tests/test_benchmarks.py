@@ -72,7 +72,6 @@ _OF_COLLECTIVES = [
     ["bench_oss.py", "--quick"],
     ["bench_wire.py", "--numel", "20000", "--rounds", "1", "--burst-s", "0", "--link", "test"],
     ["bench_oss_state.py", "--quick"],
-    ["bench_oss_overlap.py", "--layers", "2", "--width", "16", "--rounds", "1"],
 ]
 
 
@@ -329,16 +328,6 @@ def test_ways_from_device_memory_are_compared_and_recorded(of_collectives):
         "ping_pong": ["library", "staged"],
     }
     assert record["results_checked"] is True and record["operations"] and len(record["goals"]) == 3
-
-
-@pytest.mark.slow
-def test_shards_within_and_behind_a_step_are_compared_and_recorded(of_collectives):
-    record = record_of(of_collectives[0], "oss-overlap-2-node.json", has_picture=False)
-    assert [row["shards are brought"] for row in record["results"]] == [
-        "in step()",
-        "in the next forward pass",
-    ]
-    assert all(0 < row["shortest"] <= row["step, ms (median)"] for row in record["results"])
 
 
 @pytest.mark.slow

@@ -147,8 +147,8 @@ COVERED_BY = {
     "rpc/wire": "rpc/test_message.py",
     "zero/master_weights": "zero/test_shards.py",
     "zero/buffer_set": "zero/test_shards.py",
-    "zero/modes": "zero/test_in_backward.py",  # and test_overlap, test_join
-    "zero/parameter_gather": "zero/test_overlap.py",
+    "zero/modes": "zero/test_in_backward.py",  # and test_join
+    "zero/parameter_gather": "zero/test_training.py",
     "c10d/backend": "integration/test_torch_groups.py",
     "c10d/up_to_213/dispatched": "integration/test_torch_profiler.py",
     "c10d/up_to_213/overrides": "integration/test_torch_api.py",

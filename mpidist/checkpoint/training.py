@@ -149,8 +149,6 @@ class Training:
             TypeError: A state is not plain data.
         """
         require_plain("extra", extra)  # checked on all ranks, written by rank 0
-        if self.sharded is not None:
-            self.sharded.wait()  # for parameters in transit
         content: dict[str, object] = {}
         if rank == 0:
             content[MODEL] = model_state.packed(model_state.bare(self.model).state_dict())

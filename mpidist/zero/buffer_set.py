@@ -5,13 +5,12 @@ Letters: W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, KeysView, Sequence
+from collections.abc import Iterator, KeysView
 
 import torch
 
 from mpidist.zero.buffer_plan import BufferPlan
 from mpidist.zero.flat_buffers import FlatBuffers
-from mpidist.zero.overlap import Gather
 
 Tensor = torch.Tensor
 
@@ -77,21 +76,6 @@ class BufferSet:
         """
         for allocation in self._allocations:
             allocation.gather()
-
-    def gather_in_buckets(self, cap_bytes: float, parameters: Sequence[Tensor]) -> list[Gather]:
-        """Start to copy every rank's shards, in slices; see ``FlatBuffers.gather_slices``.
-
-        Collective: over the group.
-
-        Args:
-            cap_bytes: Most bytes in one slice of all W shards.
-            parameters: By number.
-        """
-        return [
-            Gather([parameters[number] for number in numbers], works)
-            for allocation in self._allocations
-            for numbers, works in allocation.gather_slices(cap_bytes)
-        ]
 
     def shard_sizes(self, rank: int) -> dict[int, int]:
         """Return the elements of a rank's shard of each flat buffer, by place."""

@@ -5,21 +5,17 @@ Letters: W ranks; N elements of a buffer.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from mpidist.comm import shard_memory
 from mpidist.comm.group_types import Group
 from mpidist.comm.shard_memory import ShardMemory
-from mpidist.comm.work import Work
 from mpidist.kernels.view import is_dense, laid_out
-from mpidist.zero.buffer_plan import UNIT, BufferPlan
+from mpidist.zero.buffer_plan import BufferPlan
 
 Tensor = torch.Tensor
-Spans = list[tuple[int, int]]  # for each rank its elements, as first and end
 
 
 class FlatBuffers:
@@ -157,65 +153,16 @@ class FlatBuffers:
         Blocks: until this rank's copy is complete.
         """
         for memory, places in self._memories:
-            memory.gather(self._ranges(places, BufferPlan.parts))
+            memory.gather(self._ranges(places))
 
-    def gather_slices(self, cap_bytes: float) -> list[tuple[list[int], list[Work]]]:
-        """Start to copy every rank's shards to all ranks, one slice of each shard after the other.
-
-        Every slice has a part of each rank's shard, so all ranks send at the same time.
-
-        Collective: over the group, in the order of its operations.
-
-        Args:
-            cap_bytes: Most bytes of one slice of all shards together, up to rounding.
-
-        Returns:
-            For each slice the numbers of the parameters with elements in it, and its works.
-        """
-        count = max(math.ceil(sum(plan.nbytes for plan in self.plans) / cap_bytes), 1)
-        found = []
-        for index in range(count):
-            numbers: dict[int, None] = {}
-            works = []
-            for memory, places in self._memories:
-                sliced = partial(_slices, index=index, count=count)
-                for place in places:
-                    plan = self.plans[place]
-                    for first, end in sliced(plan):
-                        for slot in plan.slots:
-                            if first < slot.offset + slot.numel and slot.offset < end:
-                                numbers[slot.number] = None
-                work = memory.gather(self._ranges(places, sliced), async_op=True)
-                if work is not None:
-                    works.append(work)
-            found.append((list(numbers), works))
-        return found
-
-    def _ranges(
-        self, places: Sequence[int], parts: Callable[[BufferPlan], Sequence[tuple[int, int]]]
-    ) -> list[list[tuple[int, int]]]:
-        """Return for each rank the byte ranges of its part of each plan, within the plans' memory.
-
-        Args:
-            parts: Return a plan's elements of each rank, as first and end.
-        """
+    def _ranges(self, places: Sequence[int]) -> list[list[tuple[int, int]]]:
+        """Return for each rank the byte ranges of its shard of each plan, in the plans' memory."""
         ranges: list[list[tuple[int, int]]] = [[] for _ in range(self._group.size)]
         for place in places:
             start, size = self._starts[place], self.plans[place].dtype.itemsize
-            for rank, (first, end) in enumerate(parts(self.plans[place])):
+            for rank, (first, end) in enumerate(self.plans[place].parts()):
                 ranges[rank].append((start + first * size, start + end * size))
         return ranges
-
-
-def _slices(plan: BufferPlan, index: int, count: int) -> Spans:
-    """Return for each rank the ``index``-th of ``count`` slices of its shard."""
-    return [_sliced(low, high, index, count) for low, high in plan.parts()]
-
-
-def _sliced(low: int, high: int, index: int, count: int) -> tuple[int, int]:
-    """Return first and end of the ``index``-th of ``count`` slices of ``low`` to ``high``."""
-    bounds = [low + (high - low) * place // count // UNIT * UNIT for place in range(count)] + [high]
-    return bounds[index], bounds[index + 1]
 
 
 def in_memory_order(tensor: Tensor, parameter: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from mpidist.dynamo import untraced
 from mpidist.kernels.view import laid_out
 from mpidist.zero import groups
 from mpidist.zero.join import is_shadowing
-from mpidist.zero.parameter_gather import ParameterGather
 from mpidist.zero.pieces import Piece
 from mpidist.zero.shards import Shards
 
@@ -36,7 +35,6 @@ class Sharded(Protocol):
     optim: torch.optim.Optimizer
     param_groups: list[groups.ParamGroup]
     _shards: Shards
-    _gather: ParameterGather
 
 
 class BackwardSteps:
@@ -131,7 +129,6 @@ class BackwardSteps:
                 found.append((piece, piece.part_of(laid_out(part, parameter))))
         if not found:
             return
-        optimizer._gather.pending.wait_for([piece.parameter for piece, _ in found])
         shards.masters.renew(shards.pieces)
         groups.sync(optimizer.param_groups, optimizer.optim.param_groups)
         before = [piece.tensor.grad for piece, _ in found]

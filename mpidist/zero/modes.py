@@ -19,7 +19,6 @@ from mpidist.zero import groups
 from mpidist.zero.in_backward import BackwardEndHook, BackwardSteps, Hook, SteppingHook
 from mpidist.zero.join import BorrowedGradients, StepHook, require_named
 from mpidist.zero.parameter_changes import ParameterChanges
-from mpidist.zero.parameter_gather import ParameterGather
 
 
 @untraced
@@ -32,7 +31,6 @@ class Modes(ParameterChanges, Joinable):
     """
 
     before_step: Callable[[], object] | None = None
-    _gather: ParameterGather
 
     def _init_modes(self, process_group: AnyGroup) -> None:
         Joinable.__init__(self)
@@ -41,13 +39,6 @@ class Modes(ParameterChanges, Joinable):
         self._completes = False  # the end of a backward pass takes the rest of the step
         self._is_completing = self._is_joined = False
         self._borrowed = BorrowedGradients()
-
-    def wait(self) -> None:
-        """Wait for the parameters of the last step, which ``overlap=True`` leaves in transit.
-
-        Blocks: until this rank's parameters are complete.
-        """
-        self._gather.pending.wait()
 
     # --- steps within the backward pass ---
 
@@ -83,8 +74,7 @@ class Modes(ParameterChanges, Joinable):
     def complete_after(self, module: torch.nn.Module) -> None:
         """Take the rest of the step at the end of each averaged backward pass of ``module``.
 
-        ``step()`` then does nothing. The shards have arrived when the backward pass returns, with
-        ``overlap=True`` too.
+        ``step()`` then does nothing. The shards have arrived when the backward pass returns.
 
         Args:
             module: DistributedDataParallel, torch's or mpidist's, with a stepping hook. Its outputs
@@ -174,7 +164,6 @@ class Modes(ParameterChanges, Joinable):
                 stacklevel=4,
             )
             return False
-        self.wait()
         is_native = self.before_step is not None
         if not self._is_joined:
             if self.before_step is not None:

@@ -20,7 +20,7 @@ from mpidist.dynamo import untraced
 from mpidist.zero import clipping, groups
 from mpidist.zero import partition as partitions
 from mpidist.zero.modes import Modes
-from mpidist.zero.parameter_gather import ParameterGather
+from mpidist.zero.parameter_gather import gather_parameters
 from mpidist.zero.partition import GREEDY, Cost
 from mpidist.zero.pieces import Gradients
 from mpidist.zero.shards import Shards
@@ -71,13 +71,6 @@ class OSS(Modes):
             keeps and steps its shard in the parameters' dtype; all ranks, the owner too, see the
             rounded values. In-place writes to a parameter are kept. Writes through
             ``parameter.data`` or numpy are not detected, and the next step overwrites them.
-        overlap: ``step`` returns while the shards are in transit, in buckets. A torch function
-            that reads a parameter in the thread of ``step`` waits for its bucket. Call ``wait()``
-            before other reads (code on addresses, other threads without module calls). It gains
-            between nodes and on devices; within a node's host memory the copies take processor
-            time. Any synchronous collective of the group first waits for all buckets: a broadcast
-            of buffers before the forward pass too.
-        bucket_cap_mb: MiB in one such bucket, which holds a slice of each rank's shard.
         **defaults: Further arguments of ``optim``.
 
     Attributes:
@@ -87,7 +80,8 @@ class OSS(Modes):
 
     Raises:
         ValueError: An unknown or impossible choice.
-        TypeError: ``optim`` is no optimizer, or the group is another library's.
+        TypeError: ``optim`` is no optimizer, or the group is another library's; ``overlap`` or
+            ``bucket_cap_mb`` of earlier versions is given.
         DisagreementError: Ranks have different parameters or arguments, or one of them refused (all
             ranks).
 
@@ -107,8 +101,6 @@ class OSS(Modes):
         cost: str | Cost | None = None,
         one_copy: bool = False,
         wire: str | torch.dtype | None = None,
-        overlap: bool = False,
-        bucket_cap_mb: float = 16.0,
         **defaults: Any,
     ) -> None:
         if broadcast_buffer_size != -1 or force_broadcast_object:
@@ -120,6 +112,7 @@ class OSS(Modes):
         self._init_modes(group)
         self._one_copy = one_copy
         with comparing(self.group, "OSS") as rows:
+            _require_current(defaults)
             partitions.require(partition, optim)
             # The base optimizer adds the defaults, in the order of its class.
             super().__init__(params, {})
@@ -128,19 +121,13 @@ class OSS(Modes):
                 partitions.cost_of(cost, optim),
                 wire_of("fp16" if broadcast_fp16 and wire is None else wire),
             )
-            if not bucket_cap_mb > 0:
-                raise ValueError(f"bucket_cap_mb must be positive; got {bucket_cap_mb}")
             named_cost = cost if isinstance(cost, str) else None
             rows += [
                 ("arguments", (optim.__name__, partition, named_cost, one_copy, str(wire))),
-                ("overlap", (bool(overlap), bucket_cap_mb)),
                 ("defaults", groups.text(defaults)),
                 *groups.rows(self.param_groups),
                 ("owners", tuple(self._shards.owners)),
             ]
-        self._gather = ParameterGather(
-            self.group, self._shards, self._wire, overlap, bucket_cap_mb * (1 << 20), self
-        )
         with autograd_mode.allocating(), torch.no_grad():
             self._build(optim, defaults)
         self._is_constructed = True
@@ -186,8 +173,7 @@ class OSS(Modes):
 
         Collective: over the group.
 
-        Blocks: until this rank's parameters are complete; with ``overlap`` until this rank's shard
-        is stepped.
+        Blocks: until this rank's parameters are complete.
 
         Args:
             closure: Evaluates the model and returns the loss. The base optimizer calls it with
@@ -226,7 +212,7 @@ class OSS(Modes):
         if not self._state.is_flat(self.optim.state):
             self._flatten_state()
         with record_function("mpidist::oss::gather"):
-            self._gather.run(may_overlap=not self._is_completing)
+            gather_parameters(self.group, self._shards, self._wire)
         groups.sync(self.optim.param_groups, self.param_groups)
         if failed:
             require_same(self.group, "OSS.step", (), error)
@@ -280,3 +266,18 @@ class OSS(Modes):
             norm = clipping.clip(self.group, own, max_norm, norm_type, parameters[0].device)
             is_wide = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
             return norm if is_wide else norm.float()
+
+
+def _require_current(defaults: dict[str, Any]) -> None:
+    """Refuse arguments of ``OSS`` that no longer exist, which would reach the base optimizer.
+
+    Raises:
+        TypeError: One of them is given.
+    """
+    for name in ("overlap", "bucket_cap_mb"):
+        if name in defaults:
+            raise TypeError(
+                f"OSS has no argument {name} any more: step() returns with all parameters. "
+                "stepping_hook(hook) steps within the backward pass, beside the transfer of "
+                "gradients; wire= sends fewer bytes"
+            )

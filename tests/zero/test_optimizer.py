@@ -201,6 +201,9 @@ def test_bad_arguments_are_refused_on_all_ranks_and_the_group_goes_on(group):
         cost="time",
         lr=0.1,
     )
+    for gone in ({"overlap": True}, {"bucket_cap_mb": 4.0}):
+        words = f"no argument {next(iter(gone))} any more"
+        refused(group, TypeError, words, p(), sgd_class, group, lr=0.1, **gone)
     refused(group, ValueError, "empty parameter list", [], sgd_class, group, lr=0.1)
     refused(group, TypeError, "iterable", torch.ones(3), sgd_class, group, lr=0.1)
     refused(group, ValueError, "given twice", [p()[0]] * 2, sgd_class, group, lr=0.1)

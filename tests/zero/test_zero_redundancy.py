@@ -41,9 +41,7 @@ def test_the_hook_takes_the_step(group, in_thread, monkeypatch):
         first, *more = ([p for p in ddp.parameters()] for ddp in (plain, sharded))
         (second,) = more
         its = its_optim(first[:3], **settings)
-        zero = ZeroRedundancyOptimizer(
-            second[:3], its_optim, overlap_with_ddp=True, overlap=kind == "torch", **settings
-        )
+        zero = ZeroRedundancyOptimizer(second[:3], its_optim, overlap_with_ddp=True, **settings)
         for optimizer, parameters in ((its, first), (zero, second)):
             optimizer.add_param_group({"params": parameters[3:], "lr": 0.02})
         state = group if kind == "mpidist" else None
