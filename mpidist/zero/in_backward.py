@@ -1,8 +1,9 @@
 """Steps within the backward pass: a communication hook steps this rank's part of a bucket.
 
 For each bucket the groups of the base optimizer hold only that bucket's parameters. So each
-parameter is stepped once, with its own step count. The order differs from ``step()``; the bits do
-not, because no parameter's step depends on another's.
+parameter is stepped once, with its own step count, and a count of the group rises once a step
+(``SettingChanges``). The order differs from ``step()``; the bits do not, because no parameter's
+step depends on another's.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from mpidist.kernels.view import laid_out
 from mpidist.zero import groups
 from mpidist.zero.join import is_shadowing
 from mpidist.zero.pieces import Piece
+from mpidist.zero.setting_changes import SettingChanges
 from mpidist.zero.shards import Shards
 
 Tensor = torch.Tensor
@@ -48,6 +50,7 @@ class BackwardSteps:
         self._optimizer = optimizer
         self._reduced: set[int] = set()  # ids of parameters in reduced buckets
         self._stepped: set[Piece] = set()
+        self._changes = SettingChanges()
         self._error: Exception | None = None
         self._by_parameter: dict[int, Piece] = {}
         # Buckets between nodes complete on the group's thread, others on autograd's.
@@ -101,6 +104,7 @@ class BackwardSteps:
         """
         optim, pieces = self._optimizer.optim, self._optimizer._shards.pieces
         stepped, self._stepped = self._stepped, set()
+        changes, self._changes = self._changes, SettingChanges()
         error, self._error = self._error, None
         self._reduced.clear()
         if error is not None:
@@ -108,9 +112,11 @@ class BackwardSteps:
         rest = [piece for piece in pieces if piece not in stepped]
         if not stepped:
             return optim.step(**kwargs)
-        if all(piece.tensor.grad is None for piece in rest):
-            return None
-        return step_only(optim, [piece.tensor for piece in rest], **kwargs)
+        result = None
+        if any(piece.tensor.grad is not None for piece in rest):
+            result = step_only(optim, [piece.tensor for piece in rest], changes, **kwargs)
+        changes.set(optim)
+        return result
 
     def _step(
         self, parameters: Sequence[Tensor], has_gradient: Sequence[bool], flat: Tensor
@@ -135,7 +141,7 @@ class BackwardSteps:
         try:
             for piece, gradient in found:
                 piece.tensor.grad = gradient
-            step_only(optimizer.optim, [piece.tensor for piece, _ in found])
+            step_only(optimizer.optim, [piece.tensor for piece, _ in found], self._changes)
         finally:
             for (piece, _), gradient_before in zip(found, before, strict=True):
                 piece.tensor.grad = gradient_before
@@ -239,14 +245,24 @@ def _queue_callback(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-def step_only(optim: torch.optim.Optimizer, tensors: Iterable[Tensor], **kwargs: Any) -> Any:
-    """Step some of an optimizer's parameters; its groups hold only these during the step."""
+def step_only(
+    optim: torch.optim.Optimizer,
+    tensors: Iterable[Tensor],
+    changes: SettingChanges,
+    **kwargs: Any,
+) -> Any:
+    """Step some of an optimizer's parameters; its groups hold only these during the step.
+
+    Args:
+        changes: Receives what the step changes in the settings, which stay as they are.
+    """
     chosen = {id(tensor) for tensor in tensors}
     held = [group["params"] for group in optim.param_groups]
     try:
         for group, params in zip(optim.param_groups, held, strict=True):
             group["params"] = [tensor for tensor in params if id(tensor) in chosen]
-        return optim.step(**kwargs)
+        with changes.kept_back(optim):
+            return optim.step(**kwargs)
     finally:
         for group, params in zip(optim.param_groups, held, strict=True):
             group["params"] = params

@@ -13,6 +13,8 @@ from mpidist.ddp.module import DistributedDataParallel
 from mpidist.errors import DisagreementError
 from mpidist.zero.in_backward import step_only
 from mpidist.zero.optimizer import OSS
+from mpidist.zero.setting_changes import SettingChanges
+from mpidist.zero.zero_redundancy import ZeroRedundancyOptimizer, hook_with_zero_step
 from tests.support import agree, raises_on_all
 from tests.zero.models import SETTINGS, Model, backward, trained, unequal_parameters, wrapped
 
@@ -31,7 +33,7 @@ def test_a_subset_is_stepped_alone():
     for tensor in tensors:
         tensor.grad = torch.ones(2)
     optim = torch.optim.Adam([{"params": tensors[:2]}, {"params": tensors[2:]}], lr=0.1)
-    step_only(optim, [tensors[1]])
+    step_only(optim, [tensors[1]], SettingChanges())
     assert [bool(tensor.ne(1).any()) for tensor in tensors] == [False, True, False]
     assert [len(group["params"]) for group in optim.param_groups] == [2, 1] and list(
         optim.state
@@ -78,6 +80,87 @@ def test_bits_of_a_plain_optimizer(group, kind, in_thread, monkeypatch):
             differing += f" steps of {steps}" if steps else ""
         if differing:
             wrong.append(f"{name} {partition} {hook} view={as_view}: {differing}")
+    agree(group, not wrong, "; ".join(wrong))
+
+
+class CountsInGroup(torch.optim.Optimizer):
+    """Momentum with a bias correction by the group's count of steps, as apex and timm keep it.
+
+    Args:
+        kind: Holder of the count: ``"group"``, ``"tensor"`` in the group, ``"attribute"`` of the
+            optimizer, or ``"held"`` by groups that have parameters.
+    """
+
+    def __init__(self, params, lr=0.01, kind="group"):
+        super().__init__(params, {"lr": lr, "kind": kind})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += 1
+        for group in self.param_groups:
+            if group["kind"] == "held" and not group["params"]:
+                continue
+            if group["kind"] != "tensor":
+                group["step"] = group.get("step", 0) + 1
+            elif "step" in group:
+                group["step"] += 1
+            else:
+                group["step"] = torch.ones((), dtype=torch.int64)
+            count = self.count if group["kind"] == "attribute" else int(group["step"])
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if not state:
+                        state["mean"] = torch.zeros_like(parameter)
+                    state["mean"].lerp_(parameter.grad, 0.1)
+                    parameter.sub_(group["lr"] * state["mean"] / (1 - 0.9**count))
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("default_group")
+@pytest.mark.parametrize("count", ["group", "tensor", "attribute", "held"])
+def test_an_optimizer_that_counts_in_its_groups_counts_each_step_once(group, count):
+    wrong = []
+    for kind, completes, schedules in itertools.product(
+        ("mpidist", "torch"), (False, True), (False, True)
+    ):
+        plain, sharded = (
+            wrapped(group, kind, Model(), find_unused_parameters=True) for _ in range(2)
+        )
+        first, second = (
+            [
+                {"params": list(ddp.parameters())[:4]},
+                {"params": list(ddp.parameters())[4:], "lr": 0.02},
+            ]
+            for ddp in (plain, sharded)
+        )
+        its = CountsInGroup(first, kind=count)
+        hook, state = (
+            (allreduce_hook, group) if kind == "mpidist" else (torchs.allreduce_hook, None)
+        )
+        if completes:
+            oss = ZeroRedundancyOptimizer(second, CountsInGroup, overlap_with_ddp=True, kind=count)
+            stepping = hook_with_zero_step(hook, sharded, oss)
+        else:
+            oss = OSS(second, CountsInGroup, group, kind=count)
+            stepping = oss.stepping_hook(hook)
+        plain.register_comm_hook(state, hook)
+        sharded.register_comm_hook(state, stepping)
+        # A scheduler counts the calls of step().
+        schedules = schedules and not completes
+        trained(group, plain, its, range(4), schedules=schedules)
+        trained(group, sharded, oss, range(4), completes, schedules=schedules)
+        case = f"{kind} completes={completes} schedules={schedules}"
+        if names := unequal_parameters(sharded, plain):
+            wrong.append(f"{case}: {names}")
+        counts = [
+            int(one["step"])
+            for one, own in zip(oss.param_groups, oss.optim.param_groups, strict=True)
+            if own["params"] or count != "held"
+        ]
+        if set(counts) != {4} or oss.optim.count != 4:
+            wrong.append(f"{case}: counts {counts} and {oss.optim.count}")
     agree(group, not wrong, "; ".join(wrong))
 
 
