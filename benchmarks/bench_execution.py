@@ -2,9 +2,10 @@
 
 mpirun --bind-to none -n 2 python benchmarks/bench_execution.py    (also with --bind-to core)
 
-These are the figures of docs/decisions/0001. The case "looks" (``--only looks``) measures the
-checks that an operation makes for torch's tools while the tools are off: whether a profiler runs,
-and, in a torch group, the number of dispatch modes.
+These are the figures of docs/decisions/0001 and 0018: the case "torch" has the ways through
+``torch.distributed``, the observed one (under a TorchDispatchMode) among them. The case "looks"
+(``--only looks``) measures the checks that an operation makes for torch's tools while the tools are
+off: whether a profiler runs, and, in a torch group, the number of dispatch modes.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ import environment
 import report
 import timing
 import torch
+import torch.distributed as dist
 from tabulate import tabulate
 from timing import Contender
 from torch.autograd import profiler as torch_profiler
+from torch.distributed import _functional_collectives as functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpidist.comm
 
@@ -59,6 +63,34 @@ def latency(ways: Ways, numel: int) -> list[Contender]:
     """Start and wait at once: the cost of each way."""
     tensor = torch.zeros(numel)
     return [Contender(name, (call,), (tensor,)) for name, call in ways.all_reduces(tensor).items()]
+
+
+class Observer(TorchDispatchMode):
+    """A mode that sees every operator, and calls it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def through_torch(ways: Ways, numel: int) -> list[Contender]:
+    """All-reduce through torch's API: the price of each way in, beside mpi4py."""
+    tensor, mode = torch.zeros(numel), Observer()
+    message = [tensor.numpy(), ways.mpi.FLOAT]
+
+    def observed() -> None:
+        with mode:
+            dist.all_reduce(tensor)
+
+    calls = {
+        "mpi4py": lambda: ways.raw.Allreduce(ways.mpi.IN_PLACE, message),
+        "all_reduce": lambda: dist.all_reduce(tensor),
+        "all_reduce, async_op": lambda: dist.all_reduce(tensor, async_op=True).wait(),
+        "functional": lambda: functional.wait_tensor(
+            functional.all_reduce(tensor, "sum", dist.group.WORLD)
+        ),
+        "all_reduce, observed": observed,
+    }
+    return [Contender(name, (call,), (tensor,)) for name, call in calls.items()]
 
 
 def overlap(ways: Ways, numel: int) -> list[Contender]:
@@ -153,6 +185,7 @@ def cases(ways: Ways, pool: ThreadPoolExecutor) -> Iterator[tuple[str, int, list
     yield "looks", 0, looks()
     for size_bytes in _SIZES_BYTES:
         yield "latency", size_bytes, latency(ways, size_bytes // 4)
+    yield "torch", 8, through_torch(ways, 2)
     yield "overlap", _OVERLAP_BYTES, overlap(ways, _OVERLAP_BYTES // 4)
     yield "two threads", 8, two_threads(ways, pool)
 
@@ -173,7 +206,7 @@ def check(ways: Ways) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=_ROUNDS)
-    parser.add_argument("--only", help="one case: looks, latency, overlap, two threads")
+    parser.add_argument("--only", help="one case: looks, latency, torch, overlap, two threads")
     benchmark_options.add_output(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -182,6 +215,7 @@ def main() -> None:
     from mpi4py import MPI
 
     ways = Ways(MPI.COMM_WORLD.Dup(), MPI)
+    dist.init_process_group("mpidist")
     about = environment.describe(ways.raw)
     is_first = ways.group.rank == 0
     timing.touch_memory()
@@ -218,6 +252,7 @@ def main() -> None:
             path,
         )
         print(f"\n{environment.binding(about)}; written: {path.name}")
+    dist.destroy_process_group()
     ways.second.close()
     ways.group.close()
 

@@ -131,6 +131,7 @@ def test_quick_run_records_all_contenders_and_the_environment(of_collectives):
 def test_ways_to_execute_are_compared_and_recorded(of_collectives):
     record = record_of(of_collectives[0], "execution-*-2-unbound.json", has_picture=False)
     assert [result["operation"] for result in record["results"]] == ["looks"] + ["latency"] * 4 + [
+        "torch",
         "overlap",
         "two threads",
     ]

@@ -127,6 +127,20 @@ def from_environment(environ: Mapping[str, str]) -> Launch:
     return Launch("python", None, None)
 
 
+def is_on_one_node(environ: Mapping[str, str]) -> bool:
+    """Return whether the launcher's variables say that all ranks of this job share a node.
+
+    A process without a launcher is a world of one. A launcher whose variables do not tell gives
+    False.
+    """
+    launch = from_environment(environ)
+    if launch.launcher == "python" or launch.size == 1:
+        return True
+    if launch.launcher == "mpirun (Open MPI)":
+        return _number(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")) == launch.size
+    return launch.launcher == "srun" and environ.get("SLURM_STEP_NUM_NODES") == "1"
+
+
 def library_problem(launch: Launch, library: str) -> str | None:
     """Return why the launcher's ranks cannot start a library, or None if they can.
 

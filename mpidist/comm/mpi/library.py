@@ -14,6 +14,8 @@ import os
 import sys
 import threading
 import warnings
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ from mpidist.comm.mpi import cuda_context, launcher_env
 from mpidist.errors import LaunchError, MpidistError
 
 _NOT_MPIS = ("python", "torchrun")  # launchers whose processes are not ranks
+_TRANSPORTS = "OMPI_MCA_btl"
 _SHARED_MEMORY = "/dev/shm"
 _LEAST_FREE_BYTES = 16 << 20  # Open MPI maps this for each rank of a node
 _lock = threading.Lock()
@@ -42,6 +45,24 @@ def configure_environment() -> None:
     """
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     os.environ.setdefault("OMPI_MCA_btl_sm_eager_limit", "32768")
+
+
+@contextmanager
+def start_settings(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Set within the context what Open MPI reads at its start alone, unless the user has set it.
+
+    The transport btl/ofi serves one-sided traffic between nodes. Its initialisation sleeps for 1 s
+    in Open MPI's wheel, so a job of one node starts without it. The variable is not left behind: a
+    job that this rank starts later, perhaps on several nodes, would inherit it.
+    """
+    needs_none = launcher_env.is_on_one_node(environ) and _TRANSPORTS not in environ
+    if needs_none:
+        environ[_TRANSPORTS] = "^ofi"
+    try:
+        yield
+    finally:
+        if needs_none:
+            environ.pop(_TRANSPORTS, None)
 
 
 def load(makes_context: bool = True) -> ModuleType:
@@ -85,7 +106,10 @@ def load(makes_context: bool = True) -> ModuleType:
                 _require_matching_launcher(extension_file())
                 _warn_of_full_memory(_SHARED_MEMORY)
             if _pid_of_start is None:
-                with cuda_context.current_at_start(_is_running(), makes_context):
+                with (
+                    start_settings(os.environ),
+                    cuda_context.current_at_start(_is_running(), makes_context),
+                ):
                     _start()
             from mpi4py import MPI as module
         except (ImportError, RuntimeError, OSError) as error:
