@@ -2,7 +2,8 @@
 
 When a test fails on one rank, the others wait in its collective until faulthandler ends the job,
 before pytest prints its summary with the tracebacks. So the plugin prints each one immediately,
-past pytest's capture.
+past pytest's capture. When mpidist ends the job within a test, the reason goes to the file of that
+capture and ends with it: the plugin prints the reason, the test's name and what was captured.
 
 After a test has hung, a job can be started again for the remaining tests: ``MPIDIST_TESTS_BEGUN``
 names a file to which rank 0 appends the id of each test that begins, ``MPIDIST_TESTS_DONE`` a file
@@ -11,10 +12,14 @@ with the ids of tests to skip.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+
+from mpidist.comm.mpi import runtime
 
 # Duplicated at import, because pytest loads plugins named by -p before it redirects descriptor 2.
 _STDERR = os.dup(2)
@@ -23,28 +28,54 @@ _RANK = next(
 )
 
 
-def _write(report: pytest.CollectReport | pytest.TestReport) -> None:
-    """Write a failed report in one call, so that the lines of ranks are not interleaved."""
-    sections = [
-        f"----- {title}\n{text.rstrip()}\n" for title, text in report.sections if text.strip()
-    ]
-    text = (
-        f"\n{report.when} failed in {report.nodeid} on rank "
-        f"{_RANK}\n{report.longreprtext.rstrip()}\n{''.join(sections)}"
-    )
+def _write(text: str) -> None:
+    """Write in one call, so that the lines of ranks are not interleaved."""
     left = memoryview(text.encode(errors="backslashreplace"))
     while left:
         left = left[os.write(_STDERR, left) :]
 
 
+def _write_failed(report: pytest.CollectReport | pytest.TestReport) -> None:
+    sections = [
+        f"----- {title}\n{text.rstrip()}\n" for title, text in report.sections if text.strip()
+    ]
+    _write(
+        f"\n{report.when} failed in {report.nodeid} on rank "
+        f"{_RANK}\n{report.longreprtext.rstrip()}\n{''.join(sections)}"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        # pytest-xdist: the process that started this one gets the reports, and prints them.
+        config.pluginmanager.unregister(name="tests.instant_failures")
+        return
+    abort = runtime.abort
+    config.add_cleanup(lambda: setattr(runtime, "abort", abort))
+
+    def abort_visibly(message: str, *code: int) -> NoReturn:
+        if not os.path.sameopenfile(2, _STDERR):
+            test = os.environ.get("PYTEST_CURRENT_TEST", "no test")
+            captured = ""
+            with contextlib.suppress(Exception):
+                captured = "".join(
+                    config.pluginmanager.getplugin("capturemanager").read_global_capture()
+                )
+            _write(f"\nthe job is ended in {test} on rank {_RANK}: {message}\n{captured}")
+        abort(message, *code)
+        raise SystemExit  # not reached
+
+    runtime.abort = abort_visibly
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.failed:
-        _write(report)
+        _write_failed(report)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.failed:
-        _write(report)
+        _write_failed(report)
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

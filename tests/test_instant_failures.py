@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import instant_failures
-from tests.support import launcher, started
+from tests.support import launcher, require_tool, started
 
 # Rank 0 fails in each phase of a test and then waits, as the fixtures of a job do; rank 1 waits in
 # its test.
@@ -61,6 +61,79 @@ def test_a_failure_of_one_rank_is_written_before_the_job_is_ended(tmp_path):
         and done.stderr.count("printed by the test") >= 3
     )
     assert " on rank 1\n" not in done.stderr
+
+
+# Rank 1 fails, or a thread of mpidist does; the others wait for it in MPI.
+FAILS = """
+import mpidist.comm
+
+def test_fails():
+    world = mpidist.comm.init()
+    print("printed by the test")
+    assert world.rank != 1, "this rank has failed"
+    world.barrier()
+"""
+ABORTS = """
+import threading
+import mpidist.comm
+from mpidist.comm.mpi import runtime
+
+def fails():
+    raise ValueError("in a thread")
+
+def test_aborts():
+    world = mpidist.comm.init()
+    print("printed by the test")
+    if world.rank == 1:
+        threading.Thread(target=runtime.guard_thread(fails)).start()
+    world.barrier() if world.rank != 1 else threading.Event().wait()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (FAILS, ["call failed in test_it.py::test_fails on rank 1", "this rank has failed"]),
+        (
+            ABORTS,
+            [
+                "the job is ended in test_it.py::test_aborts (call) on rank 1: ValueError in thr",
+                "ValueError: in a thread",
+            ],
+        ),
+    ],
+    ids=["a failure", "an abort"],
+)
+def test_a_job_that_one_rank_ends_says_why(tmp_path, text, words):
+    (tmp_path / "test_it.py").write_text(text)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = ["-m", "mpi4py", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    command += ["-p", "tests.instant_failures", str(tmp_path)]
+    env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = started([*launcher(3), sys.executable, *command], timeout_s=60, env=env)
+    assert done.returncode != 0 and "MPI_ABORT was invoked on rank 1" in done.stderr
+    for expected in [*words, "printed by the test"]:
+        assert expected in done.stderr, done.stderr
+
+
+def test_every_stage_prints_failures_immediately():
+    """As make runs it, with and without ranks."""
+    make = [require_tool("make"), "--dry-run", "--always-make"]
+    stages = ["unit", "slow", "mpi-2", "mpich-3", "timing", "long", "conformance"]
+    done = started([*make, *stages], timeout_s=60)
+    commands = done.stdout.replace("\\\n", "").splitlines()
+    parallel = [line for line in commands if "-m mpi4py -m pytest" in line or "--dist" in line]
+    assert done.returncode == 0 and len(parallel) >= len(stages), done.stdout + done.stderr
+    for line in parallel:
+        assert "-p tests.instant_failures" in line, line
+
+
+def test_a_worker_of_several_leaves_the_printing_to_its_controller():
+    left = []
+    manager = SimpleNamespace(unregister=lambda name: left.append(name))
+    instant_failures.pytest_configure(SimpleNamespace(workerinput={}, pluginmanager=manager))
+    assert left == ["tests.instant_failures"]
 
 
 def test_tests_that_have_begun_are_noted_and_left_out_the_next_time(tmp_path, monkeypatch):

@@ -111,7 +111,8 @@ def test_a_receive_of_what_is_announced_and_not_sent_takes_no_memory(group):
     grown = 0
     if group.rank == 1:
         send(group, header(2 * GIB), 0, Tag.OBJECT_MESSAGE)
-    elif group.rank == 0:
+    group.barrier()
+    if group.rank == 0:
         before = resident_mib()
         group.timeout_s = 0.2
         with pytest.raises(CommTimeout):

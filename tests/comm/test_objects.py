@@ -187,7 +187,8 @@ def test_a_sender_that_stops_between_two_parts_is_a_timeout(group):
 
     if group.rank == 1:
         send(*parts[0])
-    elif group.rank == 0:
+    group.barrier()
+    if group.rank == 0:
         group.timeout_s = 0.2
         with pytest.raises(CommTimeout, match=r"recv_object did not end within 0\.2 s"):
             group.recv_object(1)

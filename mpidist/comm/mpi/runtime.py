@@ -148,7 +148,7 @@ def note_report(text: str) -> None:
 
 
 def write_stderr(text: str) -> None:
-    """Write to file descriptor 2, past torch's ``sys.excepthook`` and pytest's capture."""
+    """Write to file descriptor 2, past torch's ``sys.excepthook`` and ``sys.stderr``."""
     data = text.encode(errors="backslashreplace")
     with contextlib.suppress(OSError):
         while data:
