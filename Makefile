@@ -35,7 +35,7 @@ ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchm
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint-beside-mpi-1 lint format unit slow slurm timing long conformance fuzz fuzz-bytes gpu gpu-wheels bench bench-link docs clean distclean
+.PHONY: help demo test check lint-beside-mpi-1 lint format unit slow slurm timing long repeat conformance fuzz fuzz-bytes gpu gpu-wheels bench bench-link docs clean distclean
 
 help:
 	@echo 'make demo     digits on two ranks, then the next word on two trainers and an embedding server; look into demo-output/'
@@ -46,6 +46,8 @@ help:
 	@echo '              TESTS=tests/comm: those of a folder or file;  make unit mpi-2: after each change'
 	@echo 'make slurm    the job scripts of slurm/ on a Slurm of virtual nodes (root; python -m tests.slurm.cluster install brings it)'
 	@echo 'make timing   tests that assert a time, on an idle machine;  make long: the long forms of tests'
+	@echo 'make repeat   tests that have failed by a race 100 times beside two busy processes, each MPI stage five times; a later call goes on'
+	@echo '              (REPEAT="--times 30 --only mpi-4 --minutes 60"); hours'
 	@echo 'make conformance  all of PyTorch'"'"'s distributed_test.py on 2, 3 and 4 ranks, Gloo as the peer; prints the counts'
 	@echo 'make fuzz     random programs, and a tenth as many random models, against references (COUNT=1000 RANKS=3 SEED=0 WITHOUT=)'
 	@echo 'make fuzz-bytes  damaged and random messages, tables, frames and files, for all that reads foreign bytes (CASES=1000000 SEED=0)'
@@ -113,6 +115,10 @@ long: $(READY) $(VENV)/.stamp-frameworks
 	$(LIMIT) $(PY) -m pytest -q -m 'long and not mpi and not gpu' $(TESTS)
 	$(OPENMPI_RUN) -n 2 $(PYTEST_MPI) -m 'long and mpi and not gpu' $(TESTS)
 	$(OPENMPI_RUN) -n 6 $(PYTEST_MPI) -m mpi tests/conformance/test_ddp.py
+
+# Hours; what was done is in repeat-results/, and a later call does the rest.
+repeat: $(READY) $(MPICH)/.stamp
+	$(PY) -m tests.repeat $(REPEAT)
 
 # All of PyTorch's distributed_test.py at each number of ranks, with Gloo as the peer; `make test` runs each of its tests at one of them.
 conformance: $(READY)
@@ -189,7 +195,7 @@ docs: $(VENV)/.stamp-docs
 	NO_MKDOCS_2_WARNING=1 $(LIMIT) $(PY) -m mkdocs build --strict
 
 clean:
-	rm -rf build dist site *.egg-info demo-output gpu-results htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info demo-output gpu-results repeat-results htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
 
 distclean: clean
