@@ -61,8 +61,8 @@ def directives(name: str, chosen: Sequence[str] = ()) -> str:
 
 
 def _directive(package: str, name: str, value: Any) -> str:
-    if value.__name__ != name:
-        return f"[](){{#{package}.{name}}}\n## {name}\n\nAnother name of `{value.__name__}`."
+    if value.__qualname__ != name:
+        return f"[](){{#{package}.{name}}}\n## {name}\n\nAnother name of `{value.__qualname__}`."
     return "\n".join(
         [
             f"[](){{#{package}.{name}}}",

@@ -48,7 +48,10 @@ class GradBucket:
         return self._bucket.buffer is not None
 
     def names(self) -> tuple[str, ...]:
-        """Return the parameters' names, by which a hook keeps state: buckets are rebuilt."""
+        """Return the parameters' names, by which a hook keeps state: buckets are rebuilt.
+
+        In torch's DistributedDataParallel, whose buckets have no names, they are empty.
+        """
         return self._bucket.names
 
     def buffer(self) -> Tensor:

@@ -53,8 +53,8 @@ class Modes(ParameterChanges, Joinable):
         between the backward pass and ``step()``. Called by all ranks.
 
         Args:
-            hook: mpidist's for mpidist's DistributedDataParallel; torch's for torch's on the
-                backend ``mpidist``.
+            hook: mpidist's or torch's; torch's DistributedDataParallel is on the backend
+                ``mpidist``.
 
         Raises:
             ValueError: ``one_copy``: other ranks may still read what this rank would write.

@@ -30,6 +30,7 @@ from mpidist.ddp.hooks.stages import (
     run_stages,
     tensor_of,
 )
+from mpidist.ddp.hooks.torch_bucket import name_of, on_either_module
 from mpidist.ddp.ownership import Ownership, ownership_of
 from mpidist.future import Future, completed
 
@@ -37,18 +38,21 @@ Tensor = torch.Tensor
 
 
 @in_order
+@on_either_module
 def allreduce_hook(process_group: AnyGroup, bucket: GradBucket) -> Future[Tensor]:
     """Average the bucket."""
     return average(native_group(process_group), bucket.buffer(), bucket.node_tensor())
 
 
 @in_order
+@on_either_module
 def fp16_compress_hook(process_group: AnyGroup, bucket: GradBucket) -> Future[Tensor]:
     """Average the bucket in fp16: half the bytes of fp32. Complex numbers are not compressed."""
     return _compress(process_group, bucket, torch.float16)
 
 
 @in_order
+@on_either_module
 def bf16_compress_hook(process_group: AnyGroup, bucket: GradBucket) -> Future[Tensor]:
     """Average the bucket in bf16: half the bytes of fp32, with its exponent range.
 
@@ -57,7 +61,12 @@ def bf16_compress_hook(process_group: AnyGroup, bucket: GradBucket) -> Future[Te
     return _compress(process_group, bucket, torch.bfloat16)
 
 
+# torch's DistributedDataParallel refuses a hook whose name is torch's own where NCCL is missing.
+bf16_compress_hook.__name__ = "mpidist_bf16_compress_hook"
+
+
 @in_order
+@on_either_module
 def noop_hook(state: object, bucket: GradBucket) -> Future[Tensor]:
     """Leave each rank's gradients as they are, to measure a step without communication."""
     return completed(bucket.buffer())
@@ -82,6 +91,8 @@ class Compressed:
         # By ``slot()``, kept for all steps, because new memory is slow and hooks identify a buffer
         # by its address.
         self._narrow: dict[int, Tensor] = {}
+        # torch's DDP reads a hook's name.
+        self.__name__ = self.__qualname__ = f"{name_of(hook)} in {str(dtype).split('.')[1]}"
 
     @property
     def is_in_order(self) -> bool:
@@ -93,6 +104,7 @@ class Compressed:
         """Return the owners to which the wrapped hook reduces."""
         return ownership_of(self.hook)
 
+    @on_either_module
     def __call__(self, state: object, bucket: GradBucket) -> BucketFuture:
         """Compress the bucket, call the hook, and decompress the result."""
         buffer = bucket.buffer()

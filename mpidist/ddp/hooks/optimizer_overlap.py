@@ -15,6 +15,7 @@ import torch
 from mpidist.comm.memory.stream import used_here
 from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks.stages import BucketFuture, Completed, Hook, is_in_order, tensor_of
+from mpidist.ddp.hooks.torch_bucket import name_of, on_either_module
 
 Tensor = torch.Tensor
 
@@ -61,12 +62,15 @@ class hook_then_optimizer:
     def __init__(self, hook: Hook, optimizer_state: OptimizerHookState) -> None:
         self.hook = hook
         self.optimizer_state = optimizer_state
+        # torch's DDP reads a hook's name.
+        self.__name__ = self.__qualname__ = f"{name_of(hook)} then optimizer"
 
     @property
     def is_in_order(self) -> bool:
         """Say whether the wrapped hook keeps the order of collectives."""
         return is_in_order(self.hook)
 
+    @on_either_module
     def __call__(self, state: object, bucket: GradBucket) -> BucketFuture:
         """Average the bucket, then step its parameters."""
 

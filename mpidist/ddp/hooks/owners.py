@@ -19,7 +19,7 @@ Parameter Models", SC 2020 (arXiv 1910.02054), section 5.2, P_os+g.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -32,6 +32,7 @@ from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks.stages import BucketFuture, Hook, is_in_order, run_stages, tensor_of
+from mpidist.ddp.hooks.torch_bucket import torch_future
 from mpidist.ddp.ownership import (
     DEFAULT_BUFFERS,
     Bounds,
@@ -131,7 +132,7 @@ class ToOwners:
         if takes_turns:
             return future
 
-        def without_others() -> Tensor:
+        def without_others(_: object) -> Tensor:
             result = tensor_of(future)
             for rank, ranges in enumerate(parts.by_rank):
                 if rank != group.rank:
@@ -139,9 +140,10 @@ class ToOwners:
                         result.view(-1)[start:stop].zero_()
             return result
 
-        if own is not None or not isinstance(future, Future):
-            return future.then(lambda _: without_others())
-        return _torch_future(future, without_others, buffer.device)
+        result = future.then(without_others)
+        if own is None and isinstance(result, Future):
+            return torch_future(result, buffer.device)
+        return result
 
     def _group_of(self, state: AnyGroup, bucket: AnyBucket) -> Group:
         own = bucket.group() if isinstance(bucket, GradBucket) else None
@@ -219,16 +221,3 @@ def _unpack(packed: Tensor, flat: Tensor, ranges: Sequence[Range]) -> None:
     targets = [flat[start:stop] for start, stop in ranges]
     if targets and packed.data_ptr() != targets[0].data_ptr():
         torch._foreach_copy_(targets, list(packed.split([stop - start for start, stop in ranges])))
-
-
-def _torch_future(
-    future: Future[Tensor], result: Callable[[], Tensor], device: torch.device
-) -> torch.futures.Future[Tensor]:
-    """Return a future of torch's that holds ``result()`` when ours is complete."""
-    ended: torch.futures.Future[None] = torch.futures.Future(
-        devices=[device] if device.type == "cuda" else None
-    )
-    # Called in a callback, whose exception also fails torch's reducer.
-    outcome = ended.then(lambda _: result())
-    future.add_done_callback(lambda _: ended.set_result(None))
-    return outcome

@@ -36,6 +36,7 @@ from mpidist.ddp.hooks.default import average
 from mpidist.ddp.hooks.lowrank import Factors
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.hooks.stages import in_order, run_stages
+from mpidist.ddp.hooks.torch_bucket import on_either_module
 from mpidist.future import Future
 from mpidist.kernels import powersgd
 from mpidist.kernels.pack import pack, unpack
@@ -44,12 +45,14 @@ Tensor = torch.Tensor
 
 
 @in_order
+@on_either_module
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
     """Average approximations of the bucket's gradients by matrices of rank r."""
     return _after_start(state, bucket, _compress)
 
 
 @in_order
+@on_either_module
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
     """Average the bucket's approximation by one square matrix of rank r: faster and coarser."""
     return _after_start(state, bucket, _compress_as_square)
@@ -146,7 +149,7 @@ def _factors_of(state: PowerSGDState, bucket: GradBucket) -> Factors | None:
     key = (
         bucket.buffer().data_ptr(),
         bucket.buffer().dtype,
-        bucket.names(),
+        state.names_of(bucket),
         bucket.forms(),
         options,
     )
@@ -163,7 +166,7 @@ def _factors_of(state: PowerSGDState, bucket: GradBucket) -> Factors | None:
 def _placed(state: PowerSGDState, bucket: GradBucket) -> Factors | None:
     matrices: list[tuple[str, Tensor, Tensor | None]] = []
     whole, errors = [], {}
-    for name, gradient in zip(bucket.names(), bucket.gradients(), strict=True):
+    for name, gradient in zip(state.names_of(bucket), bucket.gradients(), strict=True):
         is_compressible = lowrank.is_compressible(
             gradient.shape, state.matrix_approximation_rank, state.min_compression_rate
         )
@@ -186,7 +189,7 @@ def _compress_as_square(
     flat = bucket.buffer()
     numel, side = flat.numel(), math.ceil(math.sqrt(flat.numel()))
     # Q belongs to this bucket; rebuilt buckets have a new one.
-    name = "square of " + ", ".join(bucket.names())
+    name = "square of " + ", ".join(state.names_of(bucket))
 
     def placed() -> Factors:
         square, error = flat.new_zeros(2, side, side)
@@ -205,7 +208,7 @@ def _compress_as_square(
     if x.e is not None:
         errors = [
             state.error_of(name, gradient)
-            for name, gradient in zip(bucket.names(), bucket.gradients(), strict=True)
+            for name, gradient in zip(state.names_of(bucket), bucket.gradients(), strict=True)
         ]
         pack(errors, x.e.view(-1)[:numel])
     compress = _prepare(state, factors, group, step)

@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 T = TypeVar("T")
 
 # Attributes that are neither saved nor copied.
-_OWN = ("process_group", "_cache")
+_OWN = ("process_group", "_cache", "_numbered")
 # Attributes that are saved, by type; for an int its least value.
 _INTS = {
     "matrix_approximation_rank": 1,
@@ -63,7 +63,8 @@ class PowerSGDState:
 
     Attributes:
         iter: Steps so far.
-        error_dict: By parameter name, the error (the parameter's shape).
+        error_dict: By parameter name, the error (the parameter's shape). Names in torch's
+            DistributedDataParallel: ``names_of``.
         q_memory_dict: By parameter name, the last Q (m × r).
 
     Raises:
@@ -112,6 +113,8 @@ class PowerSGDState:
         self.total_numel_after_compression = 0
         # Factors by bucket, with the key for which they were computed.
         self._cache: dict[int, tuple[object, Any]] = {}
+        # Parameters without names, with their names here, by id.
+        self._numbered: dict[int, tuple[Tensor, str]] = {}
 
     def state_dict(self) -> dict[str, object]:
         """Return all but the group as plain data and tensors, which are not copied."""
@@ -128,7 +131,7 @@ class PowerSGDState:
         """
         _require_state(state)
         self.__dict__.update(state)
-        self._cache = {}
+        self._cache, self._numbered = {}, {}
 
     def __getstate__(self) -> dict[str, object]:
         """Return all attributes but the group."""
@@ -144,6 +147,20 @@ class PowerSGDState:
             "another",
             stacklevel=2,
         )
+
+    def names_of(self, bucket: GradBucket) -> tuple[str, ...]:
+        """Return the names of a bucket's parameters.
+
+        In torch's DistributedDataParallel they are numbers, in the order of the first buckets: the
+        same on all ranks, and in a resumed run with the same buckets.
+        """
+        names = bucket.names()
+        if all(names):
+            return names
+        held = self._numbered
+        for parameter in bucket.parameters():
+            held.setdefault(id(parameter), (parameter, f"parameter {len(held)}"))
+        return tuple(held[id(parameter)][1] for parameter in bucket.parameters())
 
     def cached(self, index: int, key: object, make: Callable[[], T]) -> T:
         """Return the cached ``make()`` of a bucket; call it again if the key has changed."""
@@ -292,7 +309,7 @@ def _sibling(state: PowerSGDState) -> PowerSGDState:
     sibling.__dict__.update(
         {name: copy.copy(value) for name, value in state.__dict__.items() if name not in _OWN}
     )
-    sibling._cache = {}
+    sibling._cache, sibling._numbered = {}, {}
     sibling.process_group = state.process_group
     sibling.error_dict = {name: error.clone() for name, error in state.error_dict.items()}
     sibling.q_memory_dict = {name: q.clone() for name, q in state.q_memory_dict.items()}

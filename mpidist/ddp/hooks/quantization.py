@@ -27,6 +27,7 @@ from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks import uint8_blocks
 from mpidist.ddp.hooks.stages import in_order, run_stages
+from mpidist.ddp.hooks.torch_bucket import on_either_module
 from mpidist.ddp.settings_checks import require_int
 from mpidist.future import Future
 
@@ -42,12 +43,14 @@ _memory: weakref.WeakKeyDictionary[Group, dict[tuple[str, torch.device], Tensor]
 
 
 @in_order
+@on_either_module
 def quantization_pertensor_hook(process_group: AnyGroup, bucket: GradBucket) -> Future[Tensor]:
     """Average the bucket in uint8, with one scale: a quarter of the bytes of fp32."""
     return _reduced(process_group, bucket, None)
 
 
 @in_order
+@on_either_module
 def quantization_perchannel_hook(
     process_group: AnyGroup, bucket: GradBucket, bucket_size: int = CHANNEL
 ) -> Future[Tensor]:

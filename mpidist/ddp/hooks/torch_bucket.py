@@ -1,0 +1,71 @@
+"""Hooks on torch's ``DistributedDataParallel``: its bucket as ours, and our future as torch's."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from mpidist.comm.memory.stream import used_here
+from mpidist.ddp.bucket import Bucket
+from mpidist.ddp.grad_bucket import GradBucket
+from mpidist.ddp.hooks.stages import Hook, tensor_of
+from mpidist.future import Future
+
+Tensor = torch.Tensor
+H = TypeVar("H", bound=Hook)
+
+
+def on_either_module(hook: H) -> H:
+    """Return a hook, or the ``__call__`` of one, that torch's DistributedDataParallel may call too.
+
+    With torch's bucket ``hook`` gets a ``GradBucket`` of the same memory, and its future becomes
+    torch's. The signature has no annotations: torch's module compares them with its own types.
+    """
+
+    @functools.wraps(hook)
+    def either(*arguments: Any, **options: Any) -> Any:
+        # Reducers pass the bucket by its place.
+        if len(arguments) <= place or isinstance(arguments[place], GradBucket):
+            return hook(*arguments, **options)
+        bucket: dist.GradBucket = arguments[place]
+        own = native_bucket(bucket)
+        future = hook(*arguments[:place], own, *arguments[place + 1 :], **options)
+        if isinstance(future, Future):
+            return torch_future(future, bucket.buffer().device)
+        return future  # of a user's hook within ours
+
+    parameters = inspect.signature(hook).parameters
+    place = list(parameters).index("bucket")
+    either.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [one.replace(annotation=inspect.Parameter.empty) for one in parameters.values()]
+    )
+    return cast("H", either)
+
+
+def name_of(hook: Hook) -> str:
+    """Return a hook's name, as torch's DistributedDataParallel logs it."""
+    return str(getattr(hook, "__qualname__", type(hook).__name__))
+
+
+def native_bucket(bucket: dist.GradBucket) -> GradBucket:
+    """Return torch's bucket as a ``GradBucket`` of the same memory, with empty names."""
+    parameters = bucket.parameters()
+    held = Bucket(
+        range(len(parameters)), parameters, [""] * len(parameters), flat=bucket.buffer().view(-1)
+    )
+    return GradBucket(held, bucket.index(), bucket.is_last())
+
+
+def torch_future(future: Future[Tensor], device: torch.device) -> torch.futures.Future[Tensor]:
+    """Return a future of torch's with the value or the exception of ours, a tensor on a device."""
+    ended: torch.futures.Future[None] = torch.futures.Future(
+        devices=[device] if device.type == "cuda" else None
+    )
+    # Called in a callback, whose exception also fails torch's reducer.
+    outcome = ended.then(lambda _: used_here(tensor_of(future)))
+    future.add_done_callback(lambda _: ended.set_result(None))
+    return outcome
