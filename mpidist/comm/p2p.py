@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd import profiler as torch_profiler
@@ -212,7 +213,7 @@ class _Series:
     """Requests of one tensor past MPI's count limit, as one request."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        self._requests = list(requests)
+        self._requests: list[Any] = list(requests)
 
     def Test(self, status: MPI.Status | None = None) -> bool:
         while self._requests and self._requests[0].Test(status):

@@ -210,8 +210,11 @@ class RequestWork:
         return True
 
     def cancel(self) -> None:
-        """Withdraw a receive that is not matched; its tensor may be used again."""
-        if not self._done:
+        """Withdraw a receive that is not matched; its tensor may be used again.
+
+        No effect on a send, which MPI cannot withdraw safely (MPI-4.1 deprecates it).
+        """
+        if not self._done and self._finish is not None:
             with contextlib.suppress(Exception):
                 self._request.Cancel()
                 self._request.Wait()

@@ -110,6 +110,16 @@ def test_a_wait_that_is_too_short_may_be_repeated(group):
     agree(group, into.item() == left)
 
 
+def test_a_send_is_not_withdrawn(group):
+    """Its cancel() neither waits for the receiver nor calls MPI_Cancel."""
+    right, left = ring(group)
+    work = group.isend(torch.full((300_000,), float(group.rank)), right)
+    work.cancel()
+    into = torch.zeros(300_000)
+    group.recv(into, left)
+    agree(group, work.wait() and bool((into == left).all()))
+
+
 def test_a_receive_without_a_message_is_withdrawn_at_the_groups_timeout(group):
     group.timeout_s = 0.1
     into = torch.full((1,), 7.0)

@@ -42,11 +42,6 @@ class DeviceRequest:
         with self._device.as_current():
             return self._request.Wait(status)
 
-    def Cancel(self) -> None:
-        """See MPI_Cancel."""
-        with self._device.as_current():
-            self._request.Cancel()
-
 
 def start_request(device: Device | None, start: Callable[..., Request], *args: object) -> Request:
     """Start a request by ``start(*args)`` on a device's memory, or on host memory for None."""

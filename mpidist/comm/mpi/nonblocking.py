@@ -43,9 +43,6 @@ class Request(Protocol):
     def Wait(self, status: MPI.Status | None = None) -> object:
         """See MPI_Wait."""
 
-    def Cancel(self) -> None:
-        """See MPI_Cancel."""
-
 
 Wait: TypeAlias = "Callable[[Request | _Probe, MPI.Status | None], None]"
 # A communicator that executors call; as text, because a name of MPI starts MPI.

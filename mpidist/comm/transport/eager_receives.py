@@ -53,26 +53,90 @@ def post_receives(mpi: MPI.Comm, tag: int, count: int) -> list[EagerReceive]:
     return made
 
 
-def withdraw(receives: Iterable[tuple[Any, bytearray, object]], idle: object) -> list[Kept]:
-    """Cancel posted receives in the order of posting; return messages that had arrived, in order.
+def withdraw(
+    mpi: MPI.Comm,
+    tag: int,
+    receives: Iterable[tuple[Any, bytearray, object]],
+    idle: Any,
+    timeout_s: float | None = None,
+) -> list[Kept]:
+    """Complete posted receives by messages to this rank; return messages that had arrived.
+
+    MPI_Cancel is not called: another thread that polls may match the receive at the same time,
+    after which Open MPI's queue is damaged. Each posted receive gets one empty message of this rank
+    itself, behind those that have arrived. No other message has this rank as its source, because a
+    transport copies what it sends to itself.
 
     Args:
-        receives: Persistent requests, their memory, their ``Test``.
+        mpi: The communicator of the receives.
+        tag: Their tag.
+        receives: Persistent requests, their memory, their ``Test``, in the order of posting.
         idle: The request among them that was read and not started again, or None.
+        timeout_s: Longest wait for messages that are arriving; None for no limit.
+
+    Returns:
+        The messages in order, without this rank's own.
     """
-    kept: list[Kept] = []
-    status = MPI.Status()
+    posted = []
     for request, space, _ in receives:
-        if request is not idle:
-            request.Cancel()
-            try:
-                request.Wait(status)
-                if not status.Is_cancelled():
-                    kept.append((status.Get_source(), bytes(space[: status.Get_count(MPI.BYTE)])))
-            except Exception as error:
+        if request is idle:
+            request.Free()
+        else:
+            posted.append((request, space))
+    if not posted:
+        return []
+    try:
+        own = mpi.Get_rank()
+        sends = [mpi.Isend((b"", 0, MPI.BYTE), own, tag) for _ in posted]
+    except Exception:  # the communicator is freed, or revoked (ULFM)
+        _unfinished.extend(posted)
+        return []
+    kept: list[Kept] = []
+    status, ended, incomplete = MPI.Status(), 0, 0
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    for request, space in posted:
+        try:
+            if not _is_complete(mpi, request, status, deadline):
+                _unfinished.append((request, space))
+                incomplete += 1
+                continue
+            if status.Get_source() == own:
+                ended += 1
+            else:
+                kept.append((status.Get_source(), bytes(space[: status.Get_count(MPI.BYTE)])))
+        except Exception as error:
+            if status.Get_source() == own:
+                ended += 1
+            else:
                 kept.append((status.Get_source(), error))
         request.Free()
+    # Another rank's message has completed a receive in place of each of these.
+    with contextlib.suppress(Exception):  # as above
+        for _ in range(0 if incomplete else len(posted) - ended):
+            mpi.Recv((bytearray(1), 0, MPI.BYTE), own, tag)
+        for send in sends:
+            send.Wait()
     return kept
+
+
+def _is_complete(mpi: MPI.Comm, request: Any, status: MPI.Status, deadline: float | None) -> bool:
+    """Test a receive until it is complete; False at the deadline.
+
+    Raises:
+        Exception: The receive has failed.
+    """
+    while True:
+        try:
+            if request.Test(status):
+                return True
+        except Exception as error:
+            if not mpi_errors.is_mpi_error(error) or not mpi_errors.is_pending(error):
+                raise
+            # From any source, and a rank has died (ULFM): the receive is still posted.
+            mpi.Ack_failed()
+        if deadline is not None and time.monotonic() > deadline:
+            return False
+        time.sleep(_PAUSE_S)
 
 
 class ProbedReceive:

@@ -102,7 +102,9 @@ class Transport:
         else:
             in_order = self._posted[self._next :] + self._posted[: self._next]
             self._probed = eager_receives.ProbedReceive(
-                self._mpi, self._eager_tag, eager_receives.withdraw(in_order, self._consumed)
+                self._mpi,
+                self._eager_tag,
+                eager_receives.withdraw(self._mpi, self._eager_tag, in_order, self._consumed),
             )
             self._posted = [(self._probed, self._probed.space, self._probed.Test)] * _RECEIVES
             self._next, self._consumed = 0, None
@@ -234,7 +236,8 @@ class Transport:
         if self._probed is not None:
             self._probed.close(timeout_s)
         else:
-            eager_receives.withdraw(receives, self._consumed)
+            in_order = receives[self._next :] + receives[: self._next]
+            eager_receives.withdraw(self._mpi, self._eager_tag, in_order, self._consumed, timeout_s)
 
     def _accept(self, source: int, data: bytearray, fields: tuple[int, ...]) -> Incoming | None:
         generation = fields[3]

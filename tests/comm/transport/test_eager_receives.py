@@ -85,6 +85,60 @@ def test_messages_keep_their_order_over_changes(group, made, ways, polled):
     agree(group, not (wrong := disorder(seen, total)), f"{wrong}")
 
 
+class _Uncancelled:
+    """A persistent receive that must not be cancelled: another thread may match it meanwhile."""
+
+    def __init__(self, request):
+        self._request = request
+
+    def __getattr__(self, name):
+        assert name != "Cancel"
+        return getattr(self._request, name)
+
+
+@pytest.mark.parametrize("polled", [0, 1, 6])
+def test_receives_are_withdrawn_without_mpi_cancel(group, made, polled):
+    """MPI_Cancel and a match in another thread damage Open MPI's queue of receives."""
+    made.open_receives(is_probing=False)
+    numbered(made, group, 0)
+    group.barrier()
+    seen = []
+    for _ in range(polled):
+        if (one := made.poll(1)) is not None and one.is_new:
+            one.is_new = False
+            seen.append(one)
+    made._posted = [(_Uncancelled(request), space, test) for request, space, test in made._posted]
+    if made._consumed is not None:
+        place = (made._next - 1) % transport_module._RECEIVES
+        made._consumed = made._posted[place][0]
+    made.open_receives(is_probing=True)
+    seen += receive(made, COUNT * (group.size - 1) - len(seen))
+    # None of the transport's messages to itself is left.
+    group.barrier()
+    agree(group, made.poll(8) is None and not (wrong := disorder(seen, COUNT)), f"{wrong}")
+
+
+@pytest.mark.parametrize("count", [0, 2, 9])
+def test_a_closed_transport_leaves_no_receive_and_no_message_of_its_own(group, count):
+    transport = Transport(group)
+    transport.open_receives(is_probing=False)
+    group.barrier()
+    numbered(transport, group, 0, count)
+    group.barrier()
+    transport.close(1)
+    group.barrier()
+    tag, left, status = transport._eager_tag, [], MPI.Status()
+    while (message := transport._mpi.Improbe(MPI.ANY_SOURCE, tag, status)) is not None:
+        left.append(status.Get_source())
+        length = status.Get_count(MPI.BYTE)
+        message.Recv((bytearray(length), length, MPI.BYTE))
+    payloads = transport._payload_tag
+    while (message := transport._mpi.Improbe(MPI.ANY_SOURCE, payloads, status)) is not None:
+        length = status.Get_count(MPI.BYTE)
+        message.Recv((bytearray(length), length, MPI.BYTE))
+    agree(group, group.rank not in left, f"{left}")
+
+
 def test_a_message_under_way_comes_before_those_of_posted_receives(group, made):
     """A probed receive has matched the message; the change takes effect after it."""
     made.open_receives(is_probing=True)
