@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import OrderedDict
 from collections.abc import Iterable
+from typing import TypeAlias
 
 from mpidist.comm import receive_poller
 from mpidist.comm.memory.buffer import Buffer
@@ -27,6 +28,8 @@ from mpidist.errors import GroupError
 _PAUSE_S = 5e-4  # of a blocking wait between two tests
 _PROBES = 8
 
+Pattern: TypeAlias = tuple[int, int]  # source, or MPI.ANY_SOURCE, and tag
+
 
 class PostedReceive:
     """One receive, with the interface of an MPI request.
@@ -37,6 +40,7 @@ class PostedReceive:
         source: The sender's rank, or ``MPI.ANY_SOURCE``.
         tag: The message's tag.
         nbytes: Length of the memory.
+        number: Its place in the order of posting.
         error: The error that MPI raised, or None.
         sender: The sender's rank, once matched.
         received: Length of the message, once matched. A message longer than the memory is received
@@ -50,6 +54,7 @@ class PostedReceive:
         "_space",
         "error",
         "nbytes",
+        "number",
         "received",
         "sender",
         "source",
@@ -71,6 +76,7 @@ class PostedReceive:
         self.source = source
         self.tag = tag
         self.nbytes = space[1]
+        self.number = -1
         self.error: Exception | None = None
         self.sender = self.received = -1
 
@@ -95,10 +101,6 @@ class PostedReceive:
         """See MPI_Cancel: withdraw the receive unless it is matched."""
         self._queue.withdraw(self)
 
-    def accepts(self, source: int, tag: int) -> bool:
-        """Say whether a message from ``source`` with ``tag`` matches."""
-        return self.tag == tag and self.source in (source, MPI.ANY_SOURCE)
-
     def start(self, message: MPI.Message | MatchedMessage, sender: int, received: int) -> None:
         """Start MPI's receive of the matched message."""
         self.sender, self.received = sender, received
@@ -120,8 +122,10 @@ class ReceiveQueue:
 
     def __init__(self, mpi: Mpi) -> None:
         self._mpi = mpi
-        self._posted: list[PostedReceive] = []
-        self._patterns: Counter[tuple[int, int]] = Counter()  # (source, tag)
+        # By source and tag, in the order of posting. A dict of numbers and not a deque, because a
+        # receive in the middle is withdrawn in constant time.
+        self._posted: dict[Pattern, OrderedDict[int, PostedReceive]] = {}
+        self._posts = 0  # all receives so far; the number of the next one
         self._lock = threading.Lock()
         self._status = MPI.Status()  # guarded by the lock
 
@@ -141,12 +145,17 @@ class ReceiveQueue:
             device: Device of the memory; None for the host.
         """
         receive = PostedReceive(self, space, source, tag, device)
+        pattern = (source, tag)
         with self._lock:
-            self._posted.append(receive)
-            self._patterns[source, tag] += 1
+            receive.number = self._posts
+            self._posts += 1
+            same = self._posted.get(pattern)
+            if same is None:
+                same = self._posted[pattern] = OrderedDict()
+            same[receive.number] = receive
             # Only this pattern, because a probe for all patterns at each post costs the square of
             # their number.
-            self._match(((source, tag),))
+            self._match((pattern,))
         if self._posted and not waits:
             receive_poller.watch(self)
         return receive
@@ -161,25 +170,27 @@ class ReceiveQueue:
             return False
         try:
             if receive is None:
-                return self._match(tuple(self._patterns))
-            if len(self._posted) == 1 and self._posted[0] is receive:
-                return self._match_alone(receive)
-            return self._match(((receive.source, receive.tag),))
+                return self._match(tuple(self._posted))
+            pattern = (receive.source, receive.tag)
+            if len(self._posted) == 1:
+                same = self._posted.get(pattern)
+                if same is not None and len(same) == 1 and receive.number in same:
+                    return self._match_alone(receive)
+            return self._match((pattern,))
         finally:
             self._lock.release()
 
     def withdraw(self, receive: PostedReceive) -> None:
         """Remove a receive that no message has matched."""
         with self._lock:
-            if receive in self._posted:
+            if receive.number in self._posted.get((receive.source, receive.tag), ()):
                 self._fail((receive,), GroupError("the receive was withdrawn"))
 
     def close(self) -> None:
         """Withdraw all receives; the communicator may be freed afterwards."""
         with self._lock:
-            self._fail(
-                tuple(self._posted), GroupError("the group was closed while a receive was posted")
-            )
+            receives = [receive for same in self._posted.values() for receive in same.values()]
+            self._fail(receives, GroupError("the group was closed while a receive was posted"))
 
     def drain(self) -> list[tuple[int, int, int]]:
         """Receive messages that no receive has matched; return source, tag and length of each.
@@ -218,16 +229,11 @@ class ReceiveQueue:
         for pattern in patterns:
             # Each message goes to the first receive that accepts it, which may be an earlier one
             # for any source.
-            while pattern in self._patterns:
+            while pattern in self._posted:
                 try:
                     message = self._mpi.Improbe(*pattern, status)
                 except Exception as error:
-                    self._fail(
-                        tuple(
-                            other for other in self._posted if (other.source, other.tag) == pattern
-                        ),
-                        error,
-                    )
+                    self._fail(tuple(self._posted[pattern].values()), error)
                     break
                 if message is None:
                     break
@@ -236,18 +242,24 @@ class ReceiveQueue:
                     status.Get_tag(),
                     status.Get_count(MPI.BYTE),
                 )
-                receiver = next(other for other in self._posted if other.accepts(source, tag))
+                receiver = self._first(source, tag)
                 self._remove(receiver)
                 receiver.start(message, source, length)
                 has_matched = True
         return has_matched
 
+    def _first(self, source: int, tag: int) -> PostedReceive:
+        """Return the receive that was posted first of those that accept a message."""
+        candidates = (self._posted.get((source, tag)), self._posted.get((MPI.ANY_SOURCE, tag)))
+        number, same = min((next(iter(same)), same) for same in candidates if same)
+        return same[number]
+
     def _remove(self, receive: PostedReceive) -> None:
-        self._posted.remove(receive)
         pattern = (receive.source, receive.tag)
-        self._patterns[pattern] -= 1
-        if not self._patterns[pattern]:
-            del self._patterns[pattern]
+        same = self._posted[pattern]
+        del same[receive.number]
+        if not same:
+            del self._posted[pattern]
 
     def _fail(self, receives: Iterable[PostedReceive], error: Exception) -> None:
         for receive in receives:

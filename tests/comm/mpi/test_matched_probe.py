@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mpidist.comm import posted_receives, receive_poller
+from mpidist.comm.mpi.library import MPI
 from mpidist.errors import DisagreementError, MpidistError
 from tests.support import agree
 
@@ -198,3 +199,76 @@ def test_posting_and_testing_probe_for_one_pattern(group):
     assert not queue.match() and mpi.probes == 300
     queue.close()
     assert queue.is_empty() and all(receive.Test() for receive in receives)
+
+
+class _Counted(posted_receives.PostedReceive):
+    """A posted receive that counts how often it is looked at while a queue is searched."""
+
+    looks = 0
+
+    def __getattribute__(self, name):
+        type(self).looks += name in ("accepts", "source", "tag", "number")
+        return super().__getattribute__(name)
+
+    def __eq__(self, other):
+        type(self).looks += 1
+        return self is other
+
+    __hash__ = None
+
+
+def test_the_work_of_a_receive_does_not_grow_with_those_posted(group, monkeypatch):
+    """Messages arrive in the opposite order: each scan of a list would pass all receives."""
+    monkeypatch.setattr(posted_receives, "PostedReceive", _Counted)
+
+    class Arrived:
+        def __init__(self):
+            self.tags = []
+
+        def Improbe(self, source, tag, status):
+            if not self.tags or self.tags[-1] != tag:
+                return None
+            status.Set_source(self.sender)
+            status.Set_tag(self.tags.pop())
+            status.Set_elements(MPI.BYTE, 4)
+            return self
+
+        def Irecv(self, space):
+            return self
+
+        def Test(self):
+            return True
+
+    def looks(count):
+        mpi = Arrived()
+        queue = posted_receives.ReceiveQueue(mpi)
+        _Counted.looks = 0
+        receives = []
+        for tag in range(count):
+            # From one sender, from any, and one of the same pattern that is withdrawn.
+            receives.append(queue.post((bytearray(4), 4, None), -1 if tag % 2 else 3, tag, True))
+            queue.post((bytearray(4), 4, None), 3, tag, True).Cancel()
+        mpi.tags, mpi.sender = list(range(count)), 3
+        assert all(receive.Test() for receive in reversed(receives)) and queue.is_empty()
+        return _Counted.looks
+
+    few, many = looks(50), looks(500)
+    assert many <= 10 * few + 50
+
+
+def test_a_message_goes_to_the_receive_that_was_posted_first(group):
+    """Whichever pattern is probed, of one sender or of any, and also after a withdrawal."""
+    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    tensors = [torch.zeros(1) for _ in range(5)]
+    works = [
+        group.irecv(tensor, src, 3)
+        for tensor, src in zip(tensors, (left, None, left, None, left), strict=True)
+    ]
+    works[2].cancel()
+    group.barrier()
+    for number in range(4):
+        group.send(torch.full((1,), number + 1.0), right, 3)
+    for place in (4, 3, 1, 0):
+        works[place].wait()
+    got = [tensor.item() for tensor in tensors]
+    agree(group, got == [1, 2, 0, 3, 4], f"{got}")
