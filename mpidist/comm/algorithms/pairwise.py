@@ -10,6 +10,8 @@ Letters: W ranks of the group; N elements of a tensor.
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 
 from mpidist.comm.algorithms import reduce_op
@@ -18,7 +20,7 @@ from mpidist.comm.algorithms.reduce_op import COMBINE, Reduction
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
-from mpidist.comm.mpi.matched_probe import Receives
+from mpidist.comm.mpi.matched_probe import LengthError, Receives
 from mpidist.comm.mpi.scratch import Scratch
 from mpidist.comm.mpi.tags import Tag
 
@@ -49,7 +51,11 @@ def are_faster(comm: Communicator, nbytes: int, dtype: torch.dtype, plan: Reduct
 def all_reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
     """Reduce a flat tensor of N elements over all ranks, in place."""
     bounds = shard_bounds(flat.numel(), comm.size)
-    reduce_shard(comm, flat, bounds, plan)
+    received = _reduce_shard(
+        comm, flat, bounds, plan, flat[bounds[comm.rank] : bounds[comm.rank + 1]]
+    )
+    if received.is_wrong():
+        _refuse(comm, received, (bounds[comm.rank + 1] - bounds[comm.rank]) * flat.element_size())
     parts = [flat[bounds[place] : bounds[place + 1]] for place in range(comm.size)]
     exchange(comm, [parts[comm.rank]] * comm.size, parts)
 
@@ -90,12 +96,26 @@ def reduce_shard(
     Raises:
         LengthError: A rank's shards have other lengths.
     """
-    rank, size = comm.rank, comm.size
     if mine is None:
-        mine = flat[bounds[rank] : bounds[rank + 1]]
+        mine = flat[bounds[comm.rank] : bounds[comm.rank + 1]]
+    _reduce_shard(comm, flat, bounds, plan, mine).end()
+
+
+def _reduce_shard(
+    comm: Communicator,
+    flat: torch.Tensor,
+    bounds: list[int],
+    plan: Reduction,
+    mine: torch.Tensor,
+) -> Receives:
+    """Do the work of ``reduce_shard``; return its receives, which know wrong lengths."""
+    rank, size = comm.rank, comm.size
     itemsize, tag = flat.element_size(), comm.own_tag(Tag.PAIRWISE)
     chunk = max(CHUNK_BYTES // itemsize, 1)
     longest = max(bounds[i + 1] - bounds[i] for i in range(size))
+    if longest > chunk:
+        # Ranks whose sizes differ may send other numbers of chunks.
+        _require_same_size(comm, bounds[-1] * itemsize)
     slots = comm.scratch(min(chunk, longest) * size, flat.dtype).view(size, -1)
     peers = [(rank + distance) % size for distance in range(1, size)]
     base, slots_at, slot_bytes = flat.data_ptr(), slots.data_ptr(), slots.stride(0) * itemsize
@@ -119,6 +139,45 @@ def reduce_shard(
         comm.wait_all(requests)
         if length:
             _combine_in_rank_order(comm, mine[start : start + length], slots[:, :length], plan)
+    return received
+
+
+def _require_same_size(comm: Communicator, nbytes: int) -> None:
+    """Compare the sizes of all ranks' tensors.
+
+    Collective: over the group.
+
+    Raises:
+        LengthError: They differ (all ranks).
+    """
+    bounds = array("q", (nbytes, -nbytes))
+    comm.mpi.Allreduce(MPI.IN_PLACE, (bounds, 2, MPI.INT64_T), MPI.MAX)
+    if bounds[0] + bounds[1]:
+        raise LengthError(
+            f"the ranks' tensors have {-bounds[1]} to {bounds[0]} bytes, and this rank's has "
+            f"{nbytes}"
+        )
+
+
+def _refuse(comm: Communicator, received: Receives, nbytes: int) -> None:
+    """Send every rank a result of a wrong length, receive theirs, and raise the first error.
+
+    Another rank may have received the right lengths only, and must not return a number. If the
+    sizes of two ranks differ, so do the lengths of a shard, whose rank notices it.
+
+    Args:
+        comm: The group's communicator.
+        received: The receives of this rank's shard, one from each rank.
+        nbytes: Length of this rank's shard.
+    """
+    rank, size, tag = comm.rank, comm.size, comm.own_tag(Tag.MOVEMENT)
+    for distance in range(1, size):
+        dest, source = (rank + distance) % size, (rank - distance) % size
+        # A rank expects as many bytes of this shard as it has sent.
+        length = received.wrong.get(dest, nbytes) + 1
+        request = comm.mpi.Isend((bytes(length), length, MPI.BYTE), dest, tag)
+        received.receive((bytearray(nbytes), nbytes, MPI.BYTE), source, tag)
+        comm.wait_all([request])
     received.end()
 
 

@@ -8,6 +8,8 @@ of another length goes into memory of its own, because its sender waits until it
 
 from __future__ import annotations
 
+from typing import Any
+
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 
@@ -28,14 +30,18 @@ class Receives:
     """The blocking receives of one collective; ``end`` raises the first wrong length.
 
     All messages are received before that, because the other ranks wait for it.
+
+    Attributes:
+        wrong: Bytes that a rank has sent in place of the expected ones, by rank.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self._mpi = comm.mpi
         self._status = MPI.Status()
         self._error: LengthError | None = None
+        self.wrong: dict[int, int] = {}
 
-    def receive(self, space: tuple[MPI.buffer, int, MPI.Datatype], source: int, tag: int) -> None:
+    def receive(self, space: tuple[Any, int, MPI.Datatype], source: int, tag: int) -> None:
         """Receive one message.
 
         Args:
@@ -49,8 +55,13 @@ class Receives:
             message.Recv(space)
             return
         message.Recv((bytearray(sent), sent, MPI.BYTE))
+        self.wrong.setdefault(source, sent)
         if self._error is None:
             self._error = LengthError.of(source, sent, space[1])
+
+    def is_wrong(self) -> bool:
+        """Say whether a message had another length."""
+        return self._error is not None
 
     def end(self) -> None:
         """Raise the first error.

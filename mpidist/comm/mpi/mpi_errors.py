@@ -31,6 +31,11 @@ def translate(error: MPI.Exception, where: str) -> MpidistError:
         RankFailureError if a process died or the communicator was revoked, else MpidistError.
     """
     text = f"{where}: {error.Get_error_string()}"
+    if error.Get_error_class() == MPI.ERR_TRUNCATE or "truncat" in text.lower():
+        text += (
+            "; the ranks' tensors differ in size: with MPIDIST_DEBUG=1 all ranks compare before "
+            "they communicate"
+        )
     return RankFailureError(text) if is_failure(error) else MpidistError(text)
 
 

@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from mpidist.comm import posted_receives, receive_poller
+from mpidist.comm.mpi import mpi_errors
 from mpidist.comm.mpi.library import MPI
 from mpidist.errors import DisagreementError, MpidistError
-from tests.support import agree
+from tests.support import agree, raises_on_all
+
+HALF = torch.bfloat16
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -92,6 +95,28 @@ def test_collectives_of_different_sizes_keep_to_their_memory(group):
         if not is_untouched(behind):
             wrong.append(f"{name}: written past the end")
     agree(group, not wrong, "; ".join(wrong))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_our_reductions_of_different_sizes_return_on_no_rank(group):
+    """One rank has an element more: without a word to the others some would have a number."""
+    for numel, dtype in ((1 << 22, torch.float32), (1 << 22, torch.bfloat16), (100_000, HALF)):
+        for odd in {0, group.size - 1}:
+            tensor = torch.ones(numel + (group.rank == odd), dtype=dtype)
+            text = raises_on_all(
+                group, DisagreementError, lambda tensor=tensor: group.all_reduce(tensor), "bytes"
+            )
+            assert "MPIDIST_DEBUG=1" in text
+    total = torch.ones(100_000, dtype=HALF)
+    group.all_reduce(total)
+    agree(group, bool((total == group.size).all()))
+
+
+def test_the_error_of_one_call_of_mpi_names_the_debug_mode(group):
+    error = MPI.Exception(MPI.ERR_TRUNCATE)
+    assert "MPIDIST_DEBUG=1" in str(mpi_errors.translate(error, "rank 0: all_reduce"))
+    error = MPI.Exception(MPI.ERR_ARG)
+    assert "MPIDIST_DEBUG" not in str(mpi_errors.translate(error, "rank 0: all_reduce"))
 
 
 def test_lists_of_other_sizes_than_the_messages_keep_to_their_memory(group):
