@@ -25,12 +25,19 @@ __device__ __forceinline__ unsigned short float_to_half(float value) {
     return bits;
 }
 
-// Inline PTX, because CuPy compiles with -ftz=true, under which __fadd_rn and __fmul_rn flush
-// subnormals to zero. The compiler never contracts these two into a fused multiply-add.
+// Inline PTX, because CuPy compiles with -ftz=true, under which __fadd_rn, __fmul_rn and a negation
+// flush subnormals to zero. The compiler never contracts these into a fused multiply-add.
 __device__ __forceinline__ float add_rounded(float a, float b) {
     float sum;
     asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
     return sum;
+}
+
+// a - b in one instruction: add_rounded(a, -b) would negate by neg.ftz.
+__device__ __forceinline__ float subtract_rounded(float a, float b) {
+    float rest;
+    asm("sub.rn.f32 %0, %1, %2;" : "=f"(rest) : "f"(a), "f"(b));
+    return rest;
 }
 
 __device__ __forceinline__ float multiply_rounded(float a, float b) {
@@ -40,9 +47,11 @@ __device__ __forceinline__ float multiply_rounded(float a, float b) {
 }
 #else
 __device__ __forceinline__ float add_rounded(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ float subtract_rounded(float a, float b) { return __fadd_rn(a, -b); }
 __device__ __forceinline__ float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
 #endif
 __device__ __forceinline__ double add_rounded(double a, double b) { return __dadd_rn(a, b); }
+__device__ __forceinline__ double subtract_rounded(double a, double b) { return __dadd_rn(a, -b); }
 __device__ __forceinline__ double multiply_rounded(double a, double b) { return __dmul_rn(a, b); }
 
 // The type in which the arithmetic on an element type is done.

@@ -95,7 +95,8 @@ __device__ __forceinline__ void quantize(const T* x, const T* base, signed char*
 #pragma unroll
             for (int k = 0; k < VECTORS; k++)
 #pragma unroll
-                for (int j = 0; j < N; j++) v[k].at[j] = add_rounded(v[k].at[j], -from[k].at[j]);
+                for (int j = 0; j < N; j++)
+                    v[k].at[j] = subtract_rounded(v[k].at[j], from[k].at[j]);
         }
 
         auto largest = magnitude(T(0));
