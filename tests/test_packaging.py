@@ -25,7 +25,7 @@ def declared():
 
 
 def spec_names(text: str) -> dict[str, str]:
-    """Split requirements (`torch>=2.9`) into names and minimum versions."""
+    """Split requirements (`torch>=2.11`) into names and minimum versions."""
     found = (
         re.fullmatch(r"([\w-]+)(?:>=([\d.]+))?", line.strip()) for line in text.strip().splitlines()
     )

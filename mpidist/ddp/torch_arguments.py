@@ -68,11 +68,7 @@ def use_local_shards(module: torch.nn.Module, device_mesh: DeviceMesh) -> None:
     Source:
         torch's DDP, which does the same for tensor parallelism within data parallelism.
     """
-    if hasattr(device_mesh, "_get_root_mesh"):
-        root = device_mesh._get_root_mesh()
-    else:  # before torch 2.10
-        root = torch.distributed.device_mesh._mesh_resources.get_root_mesh(device_mesh)
-    if root != device_mesh:
+    if device_mesh._get_root_mesh() != device_mesh:
         from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
         _pre_dp_module_transform(module)

@@ -33,7 +33,7 @@ class PyMpidist(PythonPackage):
     depends_on("py-msgspec@0.20:", type="run")
     depends_on("py-numpy", type="run")
     # torch.distributed needs +distributed, but not its MPI backend.
-    depends_on("py-torch@2.9: +distributed", type="run")
+    depends_on("py-torch@2.11: +distributed", type="run")
 
     with when("+cuda"):
         depends_on("py-torch +cuda", type="run")

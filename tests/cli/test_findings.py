@@ -318,7 +318,7 @@ BROKEN = {
         PROBLEM,
         ALL,
         "torch is 2.8.1",
-        "torch>=2.9",
+        "torch>=2.11",
     ),
     "wrong value": (
         job(settings={"OMP_NUM_THREADS": "1", "MPIDIST_CUDA_AWARE": "yes"}),
