@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import benchmark_options
@@ -23,6 +24,7 @@ from oss_cases import WAYS, Peers, check, mlp, muons, optimizers
 from tabulate import tabulate
 from timing import Contender, Series
 
+from mpidist.zero.parameter_gather import gather_parameters
 from mpidist.zero.pieces import Gradients
 
 _ROUNDS, _BURST_S = 15, 0.05
@@ -48,7 +50,8 @@ def parts_of(peers: Peers, built: dict[str, Any]) -> list[Contender]:
             Gradients(oss._shards.pieces, []).attach()
         found.append(_contender(f"{name}: base optimizer", oss.optim.step))
         if "one copy" not in name:
-            found.append(_contender(f"{name}: gather", oss._gather.run))
+            gather = partial(gather_parameters, oss.group, oss._shards, oss._wire)
+            found.append(_contender(f"{name}: gather", gather))
     flat = built["mpidist flat"]._shards
     (plan,), rank = flat.buffers.plans, peers.native.rank
     own = plan.bounds[rank + 1] - plan.bounds[rank]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # 2.13 has the name, but C++ does not call methods of a Python class there.
 HAS_BACKENDS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
-_FOLDER = "mpidist.c10d" if HAS_BACKENDS else "mpidist.c10d.up_to_213"
+FOLDER = "mpidist.c10d" if HAS_BACKENDS else "mpidist.c10d.up_to_213"
 
 
 def group_of_torch(native: ProcessGroup, store: Any, name: str) -> Any:
@@ -27,9 +27,7 @@ def group_of_torch(native: ProcessGroup, store: Any, name: str) -> Any:
         store: The store that torch creates the group with.
         name: torch's name of the group.
     """
-    return importlib.import_module(f"{_FOLDER}.process_group").TorchProcessGroup(
-        native, store, name
-    )
+    return importlib.import_module(f"{FOLDER}.process_group").TorchProcessGroup(native, store, name)
 
 
 def mixed_group(
@@ -45,7 +43,7 @@ def mixed_group(
         others: torch's BackendType and Backend by the names of the other backends.
         device_id: The GPU that the group is bound to, or None.
     """
-    made = importlib.import_module(f"{_FOLDER}.mixed").MixedProcessGroup(
+    made = importlib.import_module(f"{FOLDER}.mixed").MixedProcessGroup(
         native, store, name, backends, others
     )
     if device_id is not None:

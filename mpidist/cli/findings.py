@@ -40,7 +40,8 @@ _VALUES = {
     "MPIDIST_ON_TIMEOUT": ("raise", "abort"),
     "MPIDIST_TRUST": ("data", "pickle"),
 }
-_LEAST_TORCH = (2, 9)
+_LEAST_TORCH = (2, 11)
+_NEWEST_TORCH = (2, 15)  # that the tests have run on
 _MAY_DIFFER = ("CUDA_VISIBLE_DEVICES", "OMP_PLACES")
 
 
@@ -220,6 +221,14 @@ def _old(ranks: Sequence[Facts]) -> Iterator[Finding]:
                 where,
                 f"torch is {text}; mpidist needs {least} or newer",
                 f"pip install 'torch>={least}'",
+            )
+        if numbers > _NEWEST_TORCH:
+            newest = ".".join(map(str, _NEWEST_TORCH))
+            yield Finding(
+                WARNING,
+                where,
+                f"torch is {text}, newer than {newest}, the newest that mpidist was tested on",
+                f"pip install 'torch=={newest}.*' if a call of torch.distributed fails",
             )
 
 

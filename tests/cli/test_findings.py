@@ -320,6 +320,13 @@ BROKEN = {
         "torch is 2.8.1",
         "torch>=2.11",
     ),
+    "new torch": (
+        job(versions={**VERSIONS, "torch": "2.16.0"}),
+        WARNING,
+        ALL,
+        "newer than 2.15",
+        "torch==2.15",
+    ),
     "wrong value": (
         job(settings={"OMP_NUM_THREADS": "1", "MPIDIST_CUDA_AWARE": "yes"}),
         PROBLEM,

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from mpidist.c10d import generation
 from tests.support import launcher, missing, printed, started
 
-OURS = "mpidist.c10d.process_group.TorchProcessGroup"
+OURS = f"{generation.FOLDER}.process_group.TorchProcessGroup"
 OUR_DDP, TORCHS_DDP = "mpidist.ddp.module", "torch.nn.parallel.distributed"
 CLOSE = 1e-6  # float32, sums in another order
 

@@ -29,9 +29,9 @@ def on_either_module(hook: H) -> H:
     @functools.wraps(hook)
     def either(*arguments: Any, **options: Any) -> Any:
         # Reducers pass the bucket by its place.
-        if len(arguments) <= place or isinstance(arguments[place], GradBucket):
+        bucket = arguments[place] if len(arguments) > place else None
+        if not isinstance(bucket, dist.GradBucket):
             return hook(*arguments, **options)
-        bucket: dist.GradBucket = arguments[place]
         own = native_bucket(bucket)
         future = hook(*arguments[:place], own, *arguments[place + 1 :], **options)
         if isinstance(future, Future):

@@ -271,7 +271,8 @@ def test_the_work_of_a_receive_does_not_grow_with_those_posted(group, monkeypatc
         receives = []
         for tag in range(count):
             # From one sender, from any, and one of the same pattern that is withdrawn.
-            receives.append(queue.post((bytearray(4), 4, None), -1 if tag % 2 else 3, tag, True))
+            source = MPI.ANY_SOURCE if tag % 2 else 3
+            receives.append(queue.post((bytearray(4), 4, None), source, tag, True))
             queue.post((bytearray(4), 4, None), 3, tag, True).Cancel()
         mpi.tags, mpi.sender = list(range(count)), 3
         assert all(receive.Test() for receive in reversed(receives)) and queue.is_empty()
