@@ -35,15 +35,17 @@ ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchm
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint-beside-mpi-1 lint format unit slow slurm timing long repeat conformance fuzz fuzz-bytes gpu gpu-wheels bench bench-link docs clean distclean
+.PHONY: help demo test check lint-beside-mpi-1 lint format unit slow torch-newest torch-versions slurm timing long repeat conformance fuzz fuzz-bytes gpu gpu-wheels bench bench-link docs clean distclean
 
 help:
 	@echo 'make demo     digits on two ranks, then the next word on two trainers and an embedding server; look into demo-output/'
-	@echo 'make test     everything CI runs: lint, unit, slow, mpi-1 .. mpi-4, mpich-2, mpich-3, slurm (check: the same)'
+	@echo 'make test     everything CI runs: lint, unit, slow, mpi-1 .. mpi-4, mpich-2, mpich-3, torch-newest, slurm (check: the same)'
 	@echo 'make lint     ruff check, ruff format --check, mypy;  make format: let ruff mend what it can'
 	@echo 'make unit     the tests of one process that take seconds at most;  make slow: those marked slow (whole jobs, benchmarks)'
 	@echo 'make mpi-N    the MPI tests on N ranks of Open MPI;  make mpich-N: of MPICH (mpich-2, -3: what depends on it)'
 	@echo '              TESTS=tests/comm: those of a folder or file;  make unit mpi-2: after each change'
+	@echo 'make torch-newest  README'"'"'s first program, doctor, tests/c10d and tests/integration on $(NEWEST_TORCH) (540 MB, 5.3 GB with its libraries)'
+	@echo 'make torch-versions  each supported torch over all tests of one process and of two ranks; gigabytes each, an hour'
 	@echo 'make slurm    the job scripts of slurm/ on a Slurm of virtual nodes (root; python -m tests.slurm.cluster install brings it)'
 	@echo 'make timing   tests that assert a time, on an idle machine;  make long: the long forms of tests'
 	@echo 'make repeat   tests that have failed by a race 100 times beside two busy processes, each MPI stage five times; a later call goes on'
@@ -66,7 +68,7 @@ demo: $(READY)
 # Of a product, each case at two of the four numbers of ranks (tests/mpi_marks.py), and on MPICH those that Open MPI leaves out at
 # that number; mpi-N and mpich-N by themselves run them all.
 test: export ALTERNATE := --alternate
-test: unit slow lint-beside-mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3 slurm
+test: unit slow lint-beside-mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3 torch-newest slurm
 check: test
 
 # One rank leaves a core to the linters.
@@ -102,6 +104,14 @@ mpich-%: $(READY) $(MPICH)/.stamp
 # on MPICH at two ranks, too; optim, nn, zero and PyTorch's suites on Open MPI at one to four.
 mpich-2: TESTS := tests/autograd tests/c10d tests/comm tests/ddp tests/fuzz tests/integration tests/kernels tests/rpc
 mpich-3: TESTS := tests/comm tests/rpc/test_calls.py tests/rpc/test_rrefs.py tests/integration/test_order.py tests/integration/test_torch_messages.py
+
+# What pip brings to a user; CI's other stages run the torch of constraints.txt. The last for Python 3.10 is 2.14.
+NEWEST_TORCH := $(shell $(PYTHON) -c 'import sys; print("2.15.0" if sys.version_info >= (3, 11) else "2.14.1")')
+torch-newest:
+	PYTHON=$(PYTHON) tests/torch_versions.sh $(NEWEST_TORCH)
+
+torch-versions:
+	PYTHON=$(PYTHON) tests/torch_versions.sh --all 2.11.0 2.12.1 2.13.0 2.14.1 $(filter-out 2.14.1,$(NEWEST_TORCH))
 
 # A Slurm of two nodes on this machine; skipped with the reason where it cannot run. All jobs share a few minutes.
 slurm: $(READY) $(MPICH)/.stamp
@@ -199,7 +209,7 @@ clean:
 	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(MPICH) .gpu
+	rm -rf $(VENV) $(MPICH) .gpu .torch
 
 # The environments. Each stamp is written last, so that an install cut short is done again. --no-compile: Python compiles what is
 # imported, once; pip would take 40 s to compile all of torch.

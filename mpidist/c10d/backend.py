@@ -188,6 +188,9 @@ def _create(
     options: BackendOptions, backend_options: object = None
 ) -> torch.distributed.ProcessGroup:
     """Create a process group for torch, which calls this on the group's members only."""
+    import torch
+
+    from mpidist import torch_version
     from mpidist.c10d import generation
     from mpidist.comm import group
     from mpidist.comm.mpi import runtime
@@ -216,6 +219,8 @@ def _create(
         _require_alike(
             native, ",".join(f"{device}:{backend}" for device, backend in backends.items())
         )
+        if native.rank == 0:
+            torch_version.warn_if_newer(torch.__version__)
     device_id = _local_of("_new_process_group_helper", "device_id")
     if is_shared:
         return other_backends.mixed_group(native, options, backends, device_id, backend_options)

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpidist import torch_version
+
 if TYPE_CHECKING:
     from mpidist.comm.group import ProcessGroup
 
 # 2.13 has the name, but C++ does not call methods of a Python class there.
-HAS_BACKENDS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
+HAS_BACKENDS = torch_version.numbers(torch.__version__) >= (2, 14)
 FOLDER = "mpidist.c10d" if HAS_BACKENDS else "mpidist.c10d.up_to_213"
 
 

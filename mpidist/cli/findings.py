@@ -11,6 +11,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
+from mpidist import torch_version
 from mpidist.cli import device_findings, node_findings
 from mpidist.cli.facts import Facts
 from mpidist.cli.finding import (
@@ -40,8 +41,6 @@ _VALUES = {
     "MPIDIST_ON_TIMEOUT": ("raise", "abort"),
     "MPIDIST_TRUST": ("data", "pickle"),
 }
-_LEAST_TORCH = (2, 11)
-_NEWEST_TORCH = (2, 15)  # that the tests have run on
 _MAY_DIFFER = ("CUDA_VISIBLE_DEVICES", "OMP_PLACES")
 
 
@@ -213,21 +212,22 @@ def _launchers(ranks: Sequence[Facts]) -> Iterator[Finding]:
 
 def _old(ranks: Sequence[Facts]) -> Iterator[Finding]:
     for text, where in values(ranks, lambda facts: facts.versions.get("torch", "")).items():
-        numbers = tuple(int(part) for part in text.split("+")[0].split(".")[:2] if part.isdigit())
-        if numbers and numbers < _LEAST_TORCH:
-            least = ".".join(map(str, _LEAST_TORCH))
+        numbers = torch_version.numbers(text)
+        if numbers and numbers < torch_version.OLDEST:
+            least = ".".join(map(str, torch_version.OLDEST))
             yield Finding(
                 PROBLEM,
                 where,
                 f"torch is {text}; mpidist needs {least} or newer",
                 f"pip install 'torch>={least}'",
             )
-        if numbers > _NEWEST_TORCH:
-            newest = ".".join(map(str, _NEWEST_TORCH))
+        newer = torch_version.newer_than_tested(text)
+        if newer is not None:
+            newest = ".".join(map(str, torch_version.NEWEST))
             yield Finding(
                 WARNING,
                 where,
-                f"torch is {text}, newer than {newest}, the newest that mpidist was tested on",
+                newer,
                 f"pip install 'torch=={newest}.*' if a call of torch.distributed fails",
             )
 
