@@ -3,14 +3,14 @@
 #
 #   packaging/pythons.sh [OUT]        OUT (default: a temporary folder) keeps the environments and summary.txt
 #
-# PYTHONS   versions to try (default: 3.10 3.11 3.12 3.13); pythonX.Y of the PATH, or $PYTHON_X_Y, or uv's
+# PYTHONS   versions to try (default: 3.10 3.11 3.12 3.13 3.14); pythonX.Y of the PATH, or $PYTHON_X_Y, or uv's
 # TORCH     what pip is asked for as torch, as in TORCH='torch==2.13.0+cpu'; empty: sources are compiled, and only what needs
 #           no torch is imported (the default; torch's wheels on PyPI weigh 0.5 GB and bring gigabytes of CUDA)
 # LIBRARIES a folder for LD_LIBRARY_PATH, for a torch whose CUDA libraries lie elsewhere
 # Status: 1 if any version failed; versions that cannot be had are named and do not count.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-PYTHONS=${PYTHONS:-3.10 3.11 3.12 3.13}
+PYTHONS=${PYTHONS:-3.10 3.11 3.12 3.13 3.14}
 TORCH=${TORCH:-}
 out=$(realpath -m "${1:-$(mktemp -d)}")
 builder=${BUILDER:-.venv/bin/python}
