@@ -29,6 +29,10 @@ def pytest_addoption(parser, pluginmanager):
         pluginmanager.register(mpi_marks.MpiMarks())
 
 
+# Timeouts of tests write no flight record into the home folder, except where a test asks for one.
+os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "0")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     # pytest-mpi would add a page about MPI to each rank's output.

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # The parts of mpidist, lowest first. A part imports lower ones only, and never another of its own
 # row.
 LAYERS = [
-    ["errors", "cache", "dynamo", "folder_sync"],
+    ["errors", "cache", "dynamo", "folder_sync", "torch_version"],
     ["future", "saved_file", "shipped"],
     ["kernels"],
     ["comm"],

@@ -139,4 +139,4 @@ def test_every_python_that_is_promised_is_tried(declared):
     tried = re.search(
         r"^PYTHONS=\$\{PYTHONS:-([^}]*)\}", (PACKAGING / "pythons.sh").read_text(), re.M
     )
-    assert tried and tried[1].split() == ["3.10", "3.11", "3.12", "3.13"]
+    assert tried and tried[1].split() == ["3.10", "3.11", "3.12", "3.13", "3.14"]

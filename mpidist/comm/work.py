@@ -263,7 +263,7 @@ class RequestWork:
                 self._future.set_result(self.tensors)
 
     def _poll(self, limit_s: float | None) -> None:
-        self._journal.enter_wait(id(self), self.operation, self.tensors[0])
+        self._journal.enter_wait(id(self), self.operation, self.tensors[0], self._peers)
         try:
             if not backoff.until(self._advance, self._check_peers, limit_s, _SPIN_S, _YIELD_S):
                 raise CommTimeout(f"{self.where} did not end within {limit_s:g} s")

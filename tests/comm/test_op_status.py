@@ -13,7 +13,11 @@ from mpidist.comm.op_status import Journal
 def clock(monkeypatch):
     """Return a list of one number, the time of the journal's clock in seconds."""
     now = [1000.0]
-    monkeypatch.setattr(journals, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(
+        journals,
+        "time",
+        SimpleNamespace(monotonic=lambda: now[0], time_ns=lambda: int(now[0] * 1e9)),
+    )
     return now
 
 
@@ -22,7 +26,7 @@ def test_an_operation_is_described_with_number_shape_dtype_and_time(clock):
     assert (
         str(journal.snapshot()[0]) == 'outside any collective of group "world"; there was none yet'
     )
-    journal.enter("all_reduce", torch.zeros(2, 3))
+    journal.enter("all_reduce", [torch.zeros(2, 3)])
     assert journal.observe() == 0.0
     clock[0] += 2.5
     assert journal.observe() == 2.5
@@ -47,11 +51,11 @@ def test_an_operation_is_described_with_number_shape_dtype_and_time(clock):
 
 def test_the_clock_starts_anew_with_each_operation(clock):
     journal = Journal("world", "key")
-    journal.enter("barrier", None)
+    journal.enter("barrier")
     journal.observe()
     clock[0] += 5
     journal.leave()
-    journal.enter("barrier", None)
+    journal.enter("barrier")
     assert journal.observe() == 0.0
     assert str(journal.snapshot()[0]).startswith("in number 2 barrier()")
 
@@ -72,7 +76,7 @@ def test_an_ended_operations_tensor_is_free():
     journal = Journal("world", "key")
     tensor = torch.zeros(3)
     alive = weakref.ref(tensor)
-    journal.enter("all_reduce", tensor)
+    journal.enter("all_reduce", [tensor], [tensor])
     journal.leave()
     del tensor
     assert alive() is None
@@ -90,3 +94,37 @@ def test_the_oldest_creation_under_way_is_returned():
     assert journal.creation()[0] != first and "in new_group()" in str(journal.snapshot()[1])
     second.__exit__(None, None, None)
     assert journal.creation() == (0, 0.0) and len(journal.snapshot()) == 2
+
+
+def test_the_last_operations_are_kept_with_bounds_of_their_times(clock, monkeypatch):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "3")
+    journal = Journal("world", "key")
+    assert journal.recorded() == []
+    for number in range(1, 6):
+        clock[0] = 1000.0 + number
+        journal.enter("all_gather_into_tensor", [torch.zeros(number)], [torch.zeros(2, number)])
+        journal.observe()
+        clock[0] += 0.5
+        if number < 5:
+            journal.leave()
+    found = journal.recorded()
+    assert [one.sequence for one in found] == [2, 3, 4, 5]
+    assert [one.is_over for one in found] == [True, True, True, False]
+    second, *_, last = found
+    assert second.description.inputs == ((torch.Size([2]), torch.float32),)
+    assert second.description.outputs == ((torch.Size([2, 2]), torch.float32),)
+    # Seen under way at 1002 and 1003: it began after the first had begun, and ended before the
+    # third was seen.
+    assert second.begun_ns <= 1002e9 and second.ended_ns == 1003e9
+    assert last.begun_ns <= 1005e9 and last.ended_ns is None
+
+
+def test_none_are_kept_where_torch_keeps_none(monkeypatch):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+    journal = Journal("world", "key")
+    journal.enter("barrier")
+    journal.observe()
+    assert journal.recorded() == []
+    journal.leave()
+    journal.observe()
+    assert journal.recorded() == []

@@ -23,7 +23,9 @@ def clock(monkeypatch):
     """Return a list of one number, the time of journals and watchdog in seconds."""
     now = [1000.0]
     time = SimpleNamespace(
-        monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
+        monotonic=lambda: now[0],
+        time_ns=lambda: int(now[0] * 1e9),
+        sleep=lambda seconds: now.__setitem__(0, now[0] + seconds),
     )
     for module in (journals, watchdog, watchdog_peers):
         monkeypatch.setattr(module, "time", time)
@@ -72,7 +74,7 @@ def test_a_collective_in_time_is_not_reported(dog, clock):
     watching, said = dog
     group = Group((0, 1))
     watching._check(group)
-    group.journal.enter("barrier", None)
+    group.journal.enter("barrier")
     watching._check(group)
     clock[0] += 4.9
     watching._check(group)
@@ -80,7 +82,7 @@ def test_a_collective_in_time_is_not_reported(dog, clock):
     clock[0] += 100
     watching._check(group)
     group.timeout_s = None
-    group.journal.enter("barrier", None)
+    group.journal.enter("barrier")
     watching._check(group)
     clock[0] += 1e6
     watching._check(group)
@@ -90,7 +92,7 @@ def test_a_collective_in_time_is_not_reported(dog, clock):
 def test_a_late_collective_is_reported_once_then_the_job_ends(dog, clock):
     watching, said = dog
     group = Group((0, 1))
-    group.journal.enter("barrier", None)
+    group.journal.enter("barrier")
     watching._check(group)
     clock[0] += 6
     watching._check(group)
@@ -116,14 +118,14 @@ def test_a_late_collective_is_reported_once_then_the_job_ends(dog, clock):
 def test_a_call_that_returns_does_not_end_the_job(dog, clock):
     watching, said = dog
     group = Group((0, 1))
-    group.journal.enter("barrier", None)
+    group.journal.enter("barrier")
     watching._check(group)
     clock[0] += 6
     watching._check(group)
     group.journal.leave()
     clock[0] += 10
     watching._check(group)
-    group.journal.enter("barrier", None)
+    group.journal.enter("barrier")
     watching._check(group)
     assert said.aborted == [] and len(said.written) == 1
 
@@ -136,13 +138,13 @@ def test_a_rank_that_has_ended_is_waited_for_two_seconds_only(dog, clock):
     watching.peers.left[3] = {group.key: 1}
     closed = Group((0, 3), timeout_s=1800.0, name="closed")
     for one in (group, closed):
-        one.journal.enter("barrier", None)
+        one.journal.enter("barrier")
         watching._check(one)
     clock[0] += 3
     for one in (group, closed):
         watching._check(one)
     assert said.written == [] and group.failure is None  # it took part in number 1
-    group.journal.enter("all_reduce", None)
+    group.journal.enter("all_reduce")
     watching._check(group)
     clock[0] += 3
     watching._check(group)
@@ -154,7 +156,7 @@ def test_a_rank_that_has_ended_is_waited_for_two_seconds_only(dog, clock):
 def test_another_rank_that_is_late_prints_if_it_was_the_first_to_ask(dog, clock):
     watching, said = dog
     group = Group((0, 1))
-    group.journal.enter("barrier", None)
+    group.journal.enter("barrier")
     watching._check(group)
     clock[0] += 6
     # The state after a question of a watchdog with a lower rank.
@@ -165,7 +167,7 @@ def test_another_rank_that_is_late_prints_if_it_was_the_first_to_ask(dog, clock)
     # The other watchdog did not print in time.
     assert len(said.written) == 1 and waited >= watchdog._PRINTED_S
     again = Group((0, 1), name="again")
-    again.journal.enter("barrier", None)
+    again.journal.enter("barrier")
     watching._check(again)
     clock[0] += 6
     subject = (again.key, "barrier number 1")
@@ -242,7 +244,7 @@ def test_the_thread_drops_invalid_messages_and_continues(group, logged):
 
 def test_a_report_names_the_operation_of_each_rank(clock, monkeypatch):
     group = Group((4, 0, 2))
-    group.journal.enter("barrier", None)
+    group.journal.enter("barrier")
     group.journal.observe()
     clock[0] += 6
     late = group.journal.snapshot()

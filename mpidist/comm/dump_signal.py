@@ -1,0 +1,58 @@
+"""Signal SIGUSR2: a request for the flight record of a process, also while MPI blocks it.
+
+Python runs a handler in the main thread, between two instructions of Python: not while that thread
+waits in MPI. The interpreter writes the signal's number into a pipe at once, and the watchdog's
+thread reads the pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from types import FrameType
+
+_NUMBER = signal.SIGUSR2
+
+
+class DumpSignal:
+    """The handler of SIGUSR2, and the pipe.
+
+    Not installed outside the main thread, nor if the process handles the signal itself, or hands
+    its signals to another pipe (``signal.set_wakeup_fd``).
+    """
+
+    def __init__(self) -> None:
+        self._reading = -1
+        self.is_installed = False
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(_NUMBER) is not signal.SIG_DFL:
+            return
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        os.set_blocking(writing, False)
+        former = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        if former != -1:
+            signal.set_wakeup_fd(former)
+            os.close(reading)
+            os.close(writing)
+            return
+        signal.signal(_NUMBER, _ignore)
+        self._reading, self.is_installed = reading, True
+
+    def has_arrived(self) -> bool:
+        """Say whether the signal has arrived since the last call; reads the pipe empty."""
+        if not self.is_installed:
+            return False
+        numbers = b""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._reading, 512):
+                numbers += data
+        # A handler of the user's that was installed later has taken the signal.
+        return _NUMBER in numbers and signal.getsignal(_NUMBER) is _ignore
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    pass
