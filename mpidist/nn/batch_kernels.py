@@ -11,7 +11,6 @@ float32.
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 Tensor = torch.Tensor
 
@@ -110,7 +109,9 @@ def input_gradient(
 def _normalised(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor
 ) -> Tensor:
-    return functional.batch_norm(x, mean, _variance(inverse), weight, bias, False, 0.0, 0.0)
+    # Below functional.batch_norm, which refuses an eps of 0 in torch 2.11; the variance has it.
+    variance = _variance(inverse)
+    return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, 0.0, False)
 
 
 def _variance(inverse: Tensor) -> Tensor:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
+from mpidist import torch_version
+
 _GLOOS_BARRIER = "asks for Gloo's own monitored_barrier: torch refuses every other backend by name"
 _LOGGER = "reads _get_ddp_logging_data, which torch's C++ reducer fills"
 _TEXTS = (
@@ -45,13 +49,13 @@ _OF_OUR_DDP = {
 }
 NOT_APPLICABLE = {"group": _OF_GROUP, "torch_ddp": {}, "our_ddp": _OF_OUR_DDP}
 # Failing tests, with reasons.
-_ASYNC = {
-    "test_ddp_profiling_torch_profiler": (
-        "wants events that begin in one thread and end in another, as Gloo's do; torch writes the "
-        "end of one into memory that it "
-        "has freed if the profiler ends first, so ours stay within a thread"
-    )
-}
+_OF_ONE_THREAD = (
+    "wants events that begin in one thread and end in another, as Gloo's do; torch writes the end "
+    "of one into memory that it has freed if the profiler ends first, so ours stay within a thread"
+)
+_ASYNC = {"test_ddp_profiling_torch_profiler": _OF_ONE_THREAD}
+if torch_version.numbers(torch.__version__) < (2, 13):
+    _ASYNC["test_ddp_profiling_autograd_profiler"] = _OF_ONE_THREAD
 KNOWN_FAILURES: dict[str, dict[str, str]] = {"group": {}, "torch_ddp": _ASYNC, "our_ddp": _ASYNC}
 # Not in CI: each takes more than 3 s.
 LONG = {

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._triton import has_triton
 
 from mpidist import ddp as mddp
+from mpidist import torch_version
 from mpidist.optim import OSS
 from tests.integration.training import STEPS, assert_trained, loss, net, reference, sgd, share
 from tests.support import agree, job, missing, printed
@@ -175,10 +176,15 @@ def test_a_whole_step_with_a_sharded_optimizer(world, default_group):
 
 # --- collectives ---
 
+IS_211 = torch_version.numbers(torch.__version__) == (2, 11)
+
 
 def gathered(x, dim):
     # before torch 2.13
     call = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+    if dim and torch_version.numbers(torch.__version__) < (2, 13):
+        # torch.compile does not trace the view that another dimension needs.
+        return torch.cat(call(x, 0, dist.group.WORLD).chunk(dist.get_world_size()), dim)
     return call(x, dim, dist.group.WORLD)
 
 
@@ -202,7 +208,8 @@ def every_functional(x):
         functional.all_to_all_single(x, None, None, group),
         functional.all_to_all_single(x.repeat(rows, 1)[:rows], *uneven, group),
         functional.broadcast(x, size - 1, group),
-        functional.permute_tensor(x.reshape(-1), to_next, group),
+        # torch.compile of 2.11 traces its own class of groups alone in there.
+        *([] if IS_211 else [functional.permute_tensor(x.reshape(-1), to_next, group)]),
         *functional.all_reduce_coalesced([x, x[0]], "sum", group),
         *functional.all_gather_into_tensor_coalesced([x, x[0] * 2], group),
         *functional.reduce_scatter_tensor_coalesced([x, x * 2], "sum", [0, 0], group),

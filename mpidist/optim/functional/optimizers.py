@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import torch.optim
+from typing import Any
+
+import torch
 
 from mpidist.optim.functional.optimizer import FunctionalOptimizer
 
@@ -21,6 +23,18 @@ class AdamW(FunctionalOptimizer, torch.optim.AdamW):  # type: ignore[misc]
 
 class Adagrad(FunctionalOptimizer, torch.optim.Adagrad):  # type: ignore[misc]
     """Adagrad; fused on the CPU. Takes sparse gradients, by torch's loop."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with their own settings; as torch's."""
+        super().add_param_group(param_group)
+        # torch 2.11 makes the state in the constructor alone, where this makes it first.
+        added = self.param_groups[-1]
+        start = added["initial_accumulator_value"]
+        for alias in added["params"]:
+            if not self.state[alias]:
+                value = complex(start, start) if alias.is_complex() else start
+                total = torch.full_like(alias, value, memory_format=torch.preserve_format)
+                self.state[alias].update(step=torch.tensor(0.0), sum=total)
 
 
 class Adadelta(FunctionalOptimizer, torch.optim.Adadelta):  # type: ignore[misc]
