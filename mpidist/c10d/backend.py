@@ -11,11 +11,13 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
+from urllib.parse import parse_qs, urlparse
 
 from mpidist.comm.mpi.launcher_env import from_environment
+from mpidist.comm.mpi.torchrun_env import disagreement
 
 if TYPE_CHECKING:
     import torch.distributed
@@ -28,6 +30,9 @@ Found: TypeAlias = "tuple[torch.distributed.Store, int, int]"
 
 _NAME = "mpidist"
 _SCHEME = "mpi"
+_OF_ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torch's env:// needs
+# "undefined" is torch's word for no name.
+_REPLACEABLE = ("gloo", "nccl", "mpi", "undefined")
 
 
 def autoload() -> None:
@@ -93,7 +98,7 @@ def _rendezvous(url: str, **kwargs: Any) -> Iterator[Found]:
 def _or_mpi(
     torch_handler: Callable[..., Iterator[Found]], scheme: str
 ) -> Callable[..., Iterator[Found]]:
-    """Return a handler that uses ``mpi://`` for mpidist if ``env://`` lacks its variables.
+    """Return a handler that uses ``mpi://`` for mpidist if ``env://`` lacks one of its variables.
 
     Other backends still get torch's error. With MPIDIST_REPLACE, ``env://`` and ``tcp://`` always
     use ``mpi://``.
@@ -104,22 +109,49 @@ def _or_mpi(
             return _with_advice(torch_handler(url, **kwargs))
         if os.environ.get("MPIDIST_REPLACE"):
             return _rendezvous(url, environ=os.environ if scheme == "env" else {}, **kwargs)
-        under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        if scheme == "env" and (under_torchrun or "RANK" not in os.environ):
-            return _rendezvous(url, **kwargs)
+        if scheme == "env":
+            numbers = _numbers_of_environment(url)
+            if "TORCHELASTIC_RUN_ID" in os.environ or not all(map(os.environ.get, _OF_ENV)):
+                return _rendezvous(url, environ=numbers, **kwargs)
+            _require_rank_of_launcher(numbers)
         return torch_handler(url, **kwargs)
 
     return handler
 
 
+def _numbers_of_environment(url: str) -> dict[str, str]:
+    """Return ``RANK`` and ``WORLD_SIZE`` as far as the caller has not given them as arguments."""
+    given = parse_qs(urlparse(url).query)
+    return {
+        name: os.environ[name]
+        for name in ("RANK", "WORLD_SIZE")
+        if name in os.environ and name.lower() not in given
+    }
+
+
+def _require_rank_of_launcher(numbers: Mapping[str, str]) -> None:
+    """Refuse a ``RANK`` of another rank, before torch's rendezvous waits for the missing one."""
+    launch = from_environment(os.environ)
+    if launch.rank is None or launch.size in (None, 1) or "RANK" not in numbers:
+        return
+    problem = disagreement({"RANK": numbers["RANK"]}, launch.rank, launch.size)
+    if problem is not None:
+        raise ValueError(f"rank {launch.rank} of {launch.size}: {problem}")
+
+
 def _with_advice(results: Iterator[Found]) -> Iterator[Found]:
-    """Add advice to torch's error about missing variables if an MPI launcher started the ranks."""
+    """Add advice to torch's error about missing variables if an MPI launcher started the ranks.
+
+    The advice is for groups of the backends that MPIDIST_REPLACE replaces.
+    """
+    is_replaceable = any(name in _REPLACEABLE for name in _requested_backends())
     try:
         yield from results
     except ValueError as error:
         launch = from_environment(os.environ)
         if (
-            "expected, but not set" not in str(error)
+            not is_replaceable
+            or "expected, but not set" not in str(error)
             or launch.launcher == "torchrun"
             or (launch.size or 1) == 1
         ):
@@ -133,9 +165,13 @@ def _with_advice(results: Iterator[Found]) -> Iterator[Found]:
 
 
 def _initialises_mpidist() -> bool:
+    return _NAME in _requested_backends()
+
+
+def _requested_backends() -> list[str]:
     # torch passes no backend name to a rendezvous handler.
     named = str(_local_of("init_process_group", "backend")).lower().split(",")
-    return any(part.split(":")[-1] == _NAME for part in named)
+    return [part.split(":")[-1] for part in named]
 
 
 def _local_of(function: str, name: str) -> Any:

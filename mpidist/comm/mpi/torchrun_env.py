@@ -75,11 +75,11 @@ def torch_variables(environ: Mapping[str, str], hostname: str) -> dict[str, str]
 
 def disagreement(environ: Mapping[str, str], rank: int, size: int) -> str | None:
     """Return why ``RANK`` or ``WORLD_SIZE`` contradicts this job, or None."""
-    for name, truth in (("RANK", rank), ("WORLD_SIZE", size)):
+    for name, what, truth in (("RANK", "process as", rank), ("WORLD_SIZE", "job with", size)):
         value = environ.get(name, "")
         if value and value != str(truth):
             return (
-                f"{name}={value} is set, but MPI started this job with {name}={truth}: a framework "
+                f"{name}={value} is set, but MPI started this {what} {name}={truth}: a framework "
                 f"that reads {name} would train "
                 f"as another rank than the one that communicates. Unset {name} in the job script, "
                 "or start as many ranks with "

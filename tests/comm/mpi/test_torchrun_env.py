@@ -73,7 +73,7 @@ def test_the_users_variables_stay_and_inherited_ones_of_ours_do_not():
 def test_variables_of_another_job_are_an_error():
     assert disagreement({}, 1, 2) is None
     assert disagreement({"RANK": "1", "WORLD_SIZE": "2"}, 1, 2) is None
-    assert "RANK=0 is set, but MPI started this job with RANK=1" in (
+    assert "RANK=0 is set, but MPI started this process as RANK=1" in (
         disagreement({"RANK": "0"}, 1, 2) or ""
     )
     assert "Unset WORLD_SIZE" in (disagreement({"RANK": "1", "WORLD_SIZE": "8"}, 1, 2) or "")
