@@ -12,6 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import parse_qs, urlparse
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import _DistributedBackendOptions as BackendOptions
 
     from mpidist.comm.group import ProcessGroup
+    from mpidist.comm.mpi.world import World
 
 # Result of a rendezvous: the store, this rank, and the number of ranks.
 Found: TypeAlias = "tuple[torch.distributed.Store, int, int]"
 
 _NAME = "mpidist"
 _SCHEME = "mpi"
+_MEETING_S = 60.0  # longest wait for the members of a group that meet by a store of the user's
 _OF_ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torch's env:// needs
 # "undefined" is torch's word for no name.
 _REPLACEABLE = ("gloo", "nccl", "mpi", "undefined")
@@ -221,6 +224,27 @@ def _native_of_default() -> ProcessGroup:
     return native
 
 
+def _members(options: BackendOptions, world: World) -> list[int]:
+    """Return the world ranks of a default group of fewer ranks than the job has.
+
+    Collective: over the members, which find each other by the group's store.
+
+    Raises:
+        ValueError: A rank of MPI has come twice (all members).
+    """
+    keys = [f"mpidist/{options.group_id}/{rank}" for rank in range(options.group_size)]
+    options.store.set(keys[options.group_rank], str(world.rank))
+    options.store.wait(keys, timedelta(seconds=_MEETING_S))
+    members = [int(options.store.get(key)) for key in keys]
+    if len(set(members)) < len(members):
+        raise ValueError(
+            f"rank {world.rank} of {world.size}: init_process_group got "
+            f"world_size={options.group_size} from processes that are MPI's ranks {members}: "
+            "they are not distinct ranks of one job of MPI"
+        )
+    return members
+
+
 def _create(
     options: BackendOptions, backend_options: object = None
 ) -> torch.distributed.ProcessGroup:
@@ -230,7 +254,7 @@ def _create(
     from mpidist import torch_version
     from mpidist.c10d import generation
     from mpidist.comm import group
-    from mpidist.comm.mpi import runtime
+    from mpidist.comm.mpi import creation_barrier, runtime
 
     config = _local_of("_new_process_group_helper", "backend_config")
     backends = dict(config.get_device_backend_map()) if config is not None else {}
@@ -238,21 +262,25 @@ def _create(
     if is_shared:
         other_backends = importlib.import_module("mpidist.c10d.other_backends")
         other_backends.require_known(backends)
-    world = runtime.world()
+    world = runtime.world(creation_barrier.start_limit(options.timeout.total_seconds() or None))
     ranks = list(options.global_ranks_in_group)
     name, timeout = str(options.group_id), options.timeout
     if ranks:
         native = _native_of_default().new_group(ranks, name, timeout)
         assert native is not None
     else:
-        if options.group_size != world.size:
+        if options.group_size > world.size:
             raise ValueError(
                 f"rank {world.rank} of {world.size}: init_process_group got "
                 f"world_size={options.group_size}, but MPI started "
                 f"{world.size} rank(s); start as many with mpirun or srun, or use "
                 "init_method='mpi://', which asks MPI"
             )
-        native = group.from_world(name if name != "0" else "world", timeout, key=options.group_rank)
+        shown = name if name != "0" else "world"
+        if options.group_size < world.size:
+            native = group.from_members(_members(options, world), shown, timeout)
+        else:
+            native = group.from_world(shown, timeout, key=options.group_rank)
         _require_alike(
             native, ",".join(f"{device}:{backend}" for device, backend in backends.items())
         )

@@ -182,6 +182,32 @@ def from_world(
     return subgroups.create(ProcessGroup, mpi, settings)
 
 
+def from_members(
+    members: Sequence[int], name: str, timeout: float | timedelta | None
+) -> ProcessGroup:
+    """Make a group of some ranks of the job.
+
+    Collective: over ``members``. The other ranks take no part, but must start MPI, as all ranks of
+    a job must.
+
+    Args:
+        members: World ranks, in the new group's order.
+        name, timeout: As of ``init``.
+
+    Raises:
+        CommTimeout: Not all members called it in time.
+        RankFailureError: A member's program ended more than 2 s ago.
+        DisagreementError: ``MPIDIST_ON_TIMEOUT`` differs between members (all members).
+    """
+    limit = seconds(timeout)
+    mpi, key = creation_barrier.create_world_group(
+        "init", members, creation_barrier.start_limit(limit)
+    )
+    on_timeout = os.environ.get(ENV_ON_TIMEOUT) or ABORT
+    settings = GroupSettings(name, key, tuple(members), limit, None, on_timeout)
+    return subgroups.create(ProcessGroup, mpi, settings)
+
+
 def default() -> ProcessGroup:
     """Return the group that ``init`` made.
 

@@ -1,6 +1,6 @@
 """Rendezvous ``mpi://`` of torch: a key-value store over MPI, without address, port or environment.
 
-A thread of world rank 0 keeps the table and answers the other ranks (``store_server``). A request
+A thread of the first rank keeps the table and answers the other ranks (``store_server``). A request
 is a frame of data (``key_value_table``). A request for a key that is not set yet is answered when
 the key is set. Messages that are not requests are logged and dropped. A training step does not use
 the store.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -22,6 +22,7 @@ from mpidist.comm import key_value_table, watchdog
 from mpidist.comm.key_value_table import BYE, REPLY_TAGS, WAIT
 from mpidist.comm.mpi import creation_barrier, exited_ranks, mpi_errors, runtime, torchrun_env
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.nonblocking import Mpi
 from mpidist.comm.store_server import REQUEST_TAG, StoreServer
 from mpidist.errors import CommTimeout
 
@@ -29,20 +30,21 @@ _DEFAULT_TIMEOUT_S = 300.0
 _REQUEST_S = 1.0  # longest time of one request of a wait
 
 _lock = threading.Lock()
-# Referenced for the life of the process, because C++ holds no reference.
-_store: MPIStore | None = None
-_uses = itertools.count()
+# By world ranks. Referenced for the life of the process, because C++ holds no reference.
+_stores: dict[tuple[int, ...], MPIStore] = {}
 
 
 def rendezvous(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:
     """Serve ``init_method="mpi://"``: yield (store, rank, world size).
 
-    Collective: over all ranks of the job.
+    Collective: over all ranks of the job. With a ``world_size`` below the job's and MPI's own
+    ``rank``, over the first ``world_size`` ranks.
 
     Raises:
         ValueError: ``rank`` or ``world_size``, or ``RANK`` or ``WORLD_SIZE`` in the keyword
-            ``environ``, differs from MPI's value.
-        CommTimeout: Not all ranks called it within torch's ``timeout``, at least 60 s.
+            ``environ``, differs from MPI's value, and this is not one of the first ``world_size``
+            ranks with its own ``rank``.
+        CommTimeout: Not all of these ranks called it within torch's ``timeout``, at least 60 s.
         RankFailureError: A rank's program ended more than 2 s ago.
     """
     timeout: timedelta | None = kwargs.get("timeout")
@@ -52,49 +54,87 @@ def rendezvous(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]
     )
     world = runtime.world(limit)
     query = parse_qs(urlparse(url).query)
-    for name, truth in (("rank", world.rank), ("world_size", world.size)):
-        given = int(query.get(name, ["-1"])[0])
-        if given not in (-1, truth):
-            raise ValueError(
-                f"rank {world.rank} of {world.size}: init_process_group was given {name}={given}, "
-                "but MPI started this job with "
-                f"{name}={truth}; leave it out, MPI knows it"
-            )
-    problem = torchrun_env.disagreement(environ, world.rank, world.size)
+    rank, size = (int(query.get(name, ["-1"])[0]) for name in ("rank", "world_size"))
+    is_of_first = rank == world.rank < size < world.size
+    problem = None if is_of_first else _wrong_number(world, rank, size)
+    problem = problem or torchrun_env.disagreement(environ, world.rank, world.size)
     if problem is not None:
         raise ValueError(f"rank {world.rank} of {world.size}: {problem}")
-    yield dist.PrefixStore(f"use{next(_uses)}", shared_store(limit)), world.rank, world.size
+    store = shared_store(limit, range(size) if is_of_first else None)
+    yield store.next_use(), world.rank, size if is_of_first else world.size
 
 
-def shared_store(timeout_s: float | None = None) -> MPIStore:
-    """Return the world's store.
+def _wrong_number(world: runtime.World, rank: int, size: int) -> str | None:
+    """Return why arguments of ``init_process_group`` contradict this job, or None (-1: not given).
 
-    Collective: the first call, over all ranks of the job, which waits for them at most
-    ``timeout_s``.
+    Pure.
     """
-    global _store
+    for name, given, truth in (("rank", rank, world.rank), ("world_size", size, world.size)):
+        if given not in (-1, truth):
+            problem = (
+                f"init_process_group was given {name}={given}, but MPI started this job with "
+                f"{name}={truth}; leave it out, MPI knows it"
+            )
+            return problem + (group_of_some(size) if 0 < size < world.size else "")
+    return None
+
+
+def group_of_some(size: int) -> str:
+    """Return what to write for a group of fewer ranks than the job has. Pure."""
+    return (
+        f". With world_size={size} and MPI's own rank as rank=, ranks 0 to {size - 1} of the job "
+        "form a group without the others. For other ranks write, on all ranks of the job, "
+        'dist.init_process_group("mpidist"); group = dist.new_group([...]), and give that group to '
+        "the collectives and to DDP (process_group=group)"
+    )
+
+
+def shared_store(timeout_s: float | None = None, members: Sequence[int] | None = None) -> MPIStore:
+    """Return the store of all ranks of the job, or of ``members``.
+
+    Collective: the first call, over these ranks, which waits for them at most ``timeout_s``.
+    """
+    operation = "the rendezvous mpi://"
     world = runtime.world(timeout_s)
+    ranks = tuple(range(world.size) if members is None else members)
     with _lock:
-        if _store is None or _store.generation != world.generation:
-            creation_barrier.wait_for_world("the rendezvous mpi://", timeout_s)
+        store = _stores.get(ranks)
+        if store is None or store.generation != world.generation:
+            if members is None:
+                creation_barrier.wait_for_world(operation, timeout_s)
+                mpi = world.comm.Dup()
+            else:
+                mpi, _ = creation_barrier.create_world_group(operation, ranks, timeout_s)
             watchdog.start(world)
-            _store = MPIStore(world)
-        return _store
+            store = _stores[ranks] = MPIStore(mpi, ranks, world.generation)
+        return store
 
 
 class MPIStore(dist.Store):
-    """The store on one rank; torch's C++ calls its methods."""
+    """The store on one rank; torch's C++ calls its methods.
 
-    def __init__(self, world: runtime.World) -> None:
+    Args:
+        mpi: Communicator of the ranks that share the store, for this store alone.
+        world_ranks: Their world ranks.
+        generation: Of the world.
+    """
+
+    def __init__(self, mpi: Mpi, world_ranks: Sequence[int], generation: int) -> None:
         super().__init__()
-        self.generation = world.generation
-        self._mpi = world.comm.Dup()
-        self._others = [rank for rank in range(world.size) if rank != world.rank]
+        self.generation = generation
+        self._mpi = mpi
+        rank = mpi.Get_rank()
+        self._others = [other for place, other in enumerate(world_ranks) if place != rank]
         self._numbers = itertools.count()
+        self._uses = itertools.count()
         self._timeout_s = _DEFAULT_TIMEOUT_S
-        self._server = StoreServer(self._mpi, world.size) if world.rank == 0 else None
+        self._server = StoreServer(self._mpi, len(world_ranks)) if rank == 0 else None
         if self._server is None:
             runtime.close_at_exit(self, stage=2)
+
+    def next_use(self) -> dist.PrefixStore:
+        """Return the store with keys of its own, for one rendezvous of these ranks."""
+        return dist.PrefixStore(f"use{next(self._uses)}", self)
 
     def close(self, timeout_s: float) -> None:
         """Send the server the end of this rank's requests."""

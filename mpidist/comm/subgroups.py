@@ -7,7 +7,6 @@ Every group has a communicator of its own. A child inherits its parent's timeout
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -28,7 +27,6 @@ from mpidist.errors import DisagreementError
 
 # "raise" or "abort": for groups that are made from the world without on_timeout
 ENV_ON_TIMEOUT = "MPIDIST_ON_TIMEOUT"
-_HIGHEST_CREATE_TAG = 32_000  # MPI guarantees tags up to 32767
 
 G = TypeVar("G", bound="Subgroups")
 
@@ -91,10 +89,7 @@ class Subgroups(Execution):
         creation_key = f"{digest}#{self._creations[digest]}"
         with self.journal.creating("new_group"), self._explained("new_group"):
             self._creation.wait(where, creation_key, ranks, lambda missing: self._raise_failure())
-            members = self._mpi.Get_group().Incl(ranks)
-            # The tag separates two groups that two threads make at the same time.
-            mpi = self._mpi.Create_group(members, zlib.crc32(identity) % _HIGHEST_CREATE_TAG)
-            members.Free()
+            mpi = creation_barrier.create_group(self._mpi, ranks, identity)
         return self._child(mpi, name, f"{self.key}/{creation_key}", timeout, on_timeout)
 
     def split(

@@ -46,10 +46,7 @@ _watchdog: Watchdog | None = None
 
 
 def start(world: runtime.World) -> None:
-    """Start the watchdog's thread.
-
-    Collective: over the world, because the watchdogs get a communicator of their own.
-    """
+    """Start the watchdog's thread, if it does not run."""
     global _watchdog
     with _lock:
         if _watchdog is None or _watchdog.world is not world:

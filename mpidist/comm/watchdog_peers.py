@@ -45,7 +45,7 @@ class Peers:
         self.answers: dict[int, list[Entry]] = {}
         self.printers: dict[Subject, int] = {}
         self.printed: set[Subject] = set()
-        self._mpi = world.comm.Dup()
+        self._mpi = world.watchdogs
         self._sends: list[tuple[MPI.Request, bytes]] = []
         self._round = 0
 

@@ -1,5 +1,7 @@
 """Starts of jobs as users' scripts do them: exported variables, other launchers, parts of a job."""
 
+import socket
+
 import pytest
 
 from tests.support import launcher, short_job
@@ -15,6 +17,14 @@ _TRAINS = """
     dist.all_reduce(total)
     print(f"rank {{dist.get_rank()}} of {{total.item():.0f}} as {{os.environ['RANK']}}")
 """
+
+
+@pytest.fixture
+def free_port():
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
 
 
 def exporting(exports, script, **variables):
@@ -53,3 +63,86 @@ def test_a_rank_that_is_not_mpis_is_refused_with_both(exports, variables):
     assert done.returncode != 0
     assert "RANK=0 is set, but MPI started this process as RANK=1" in done.stderr
     assert "as 0" not in done.stdout
+
+
+# --- a group of some ranks of the job ---
+
+# As torch's example of DDP with RPC does: two trainers, a master and a parameter server.
+_TRAINERS_OF_FOUR = """
+    import os, torch, torch.distributed as dist
+    import mpidist.rpc as rpc
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    if rank <= 1:
+        dist.init_process_group(
+            {backend!r}, rank=rank, world_size=2, init_method="tcp://localhost:{port}"
+        )
+    rpc.init_rpc(f"worker{{rank}}", rank=rank, world_size=4)
+    if rank <= 1:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+        model(torch.full((1, 2), float(rank))).backward()
+        again = dist.new_group([0, 1])
+        dist.barrier(again)
+        seen = rpc.rpc_sync("worker3", len, args=("four",))
+        assert model.module.weight.grad.tolist() == [[0.5, 0.5]], model.module.weight.grad
+        print(dist.get_world_size(), dist.get_backend(), seen)
+        dist.destroy_process_group()
+    rpc.shutdown()
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "variables"),
+    [("mpidist", {}), ("gloo", {"MPIDIST_REPLACE": "gloo"})],
+    ids=["by_tcp", "replaced"],
+)
+def test_two_of_four_ranks_make_a_group(backend, variables, free_port):
+    script = _TRAINERS_OF_FOUR.format(backend=backend, port=free_port)
+    done = short_job(4, script, env=variables)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["2 mpidist 4"] * 2
+
+
+def test_any_ranks_that_meet_by_a_store_make_a_group(free_port):
+    done = short_job(
+        4,
+        f"""
+        import torch, torch.distributed as dist, mpidist.comm
+        world = mpidist.comm.init()
+        if world.rank in (1, 3):
+            numbers = dict(rank=[3, 1].index(world.rank), world_size=2)
+            address = "tcp://localhost:{free_port}"
+            dist.init_process_group("mpidist", init_method=address, **numbers)
+            got = [None, None]
+            dist.all_gather_object(got, world.rank)
+            print(dist.get_rank(), got)
+            dist.destroy_process_group()
+        dist.init_process_group("mpidist")  # and one of all ranks after it
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total == 4
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 [3, 1]", "1 [3, 1]"]
+
+
+def test_ranks_that_cannot_be_the_first_get_the_lines_that_do_it():
+    done = short_job(
+        4,
+        """
+        import torch.distributed as dist, mpidist.comm
+        world = mpidist.comm.init()
+        if world.rank >= 2:
+            for given in (dict(rank=world.rank - 2), dict(rank=world.rank), {}):
+                try:
+                    dist.init_process_group(
+                        "mpidist", init_method="mpi://", world_size=2, **given
+                    )
+                except ValueError as error:
+                    print(error)
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 6
+    assert all("group = dist.new_group([...])" in line and "ranks 0 to 1" in line for line in lines)

@@ -13,8 +13,10 @@ import hashlib
 import itertools
 import threading
 import time
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from mpidist.comm.mpi import backoff, exited_ranks, mpi_errors, runtime
 from mpidist.comm.mpi.library import MPI
@@ -25,6 +27,7 @@ _TOKEN_BYTES = 16
 _SPIN_S = 500e-6
 _CHECK_S = 20e-3  # between two checks for exited and dead members
 _LEAST_START_S = 60.0
+_HIGHEST_CREATE_TAG = 32_000  # MPI guarantees tags up to 32767
 _WORLD_TAG = 1  # on the world's own communicator, where nothing else is sent
 
 _lock = threading.Lock()
@@ -150,10 +153,54 @@ def start_limit(timeout_s: float | None) -> float | None:
     return None if timeout_s is None else max(timeout_s, _LEAST_START_S)
 
 
-def wait_for_world(operation: str, timeout_s: float | None) -> None:
-    """Block until all ranks have called this function equally often for one operation.
+def create_group(mpi: Mpi, members: Sequence[int], identity: bytes) -> Mpi:
+    """Return a communicator of some ranks of another.
 
-    Collective: over all ranks of the job.
+    Collective: over ``members``, in the new communicator's order, after a barrier of them.
+
+    Args:
+        mpi: The other communicator.
+        members: Its ranks that become members.
+        identity: Separates two communicators that two threads create at the same time.
+    """
+    all_ranks = mpi.Get_group()
+    some = all_ranks.Incl(members)
+    created = cast("MPI.Intracomm", mpi).Create_group(
+        some, zlib.crc32(identity) % _HIGHEST_CREATE_TAG
+    )
+    some.Free()
+    all_ranks.Free()
+    return created
+
+
+def create_world_group(
+    operation: str, members: Sequence[int], timeout_s: float | None
+) -> tuple[Mpi, str]:
+    """Wait for some ranks of the job; return a communicator of them, and its name.
+
+    Collective: over ``members``, world ranks in the new communicator's order.
+
+    Args:
+        operation: As of ``wait_for_world``.
+        members: World ranks, this one among them.
+        timeout_s: Longest wait; None for no limit.
+
+    Raises:
+        CommTimeout, RankFailureError: As of ``wait_for_world``.
+    """
+    subject = wait_for_world(operation, timeout_s, members)
+    return create_group(runtime.world().comm, members, subject.encode()), subject
+
+
+def wait_for_world(
+    operation: str, timeout_s: float | None, members: Sequence[int] | None = None
+) -> str:
+    """Block until all members have called this function equally often for one operation.
+
+    Collective: over ``members``, world ranks; over all ranks of the job if None.
+
+    Returns:
+        The name of this wait, the same on all members.
 
     Raises:
         CommTimeout: Not all ranks called it within ``timeout_s`` (None: no limit); names those
@@ -165,19 +212,21 @@ def wait_for_world(operation: str, timeout_s: float | None) -> None:
     with _lock:
         if _world_barrier is None or _world_barrier._mpi is not world.comm:
             _world_barrier = CreationBarrier(world.comm, _WORLD_TAG, range(world.size))
-        subject = f"{operation} {next(_calls[operation])}"
+        ranks = list(range(world.size) if members is None else members)
+        named = operation if members is None else f"{operation} of ranks {ranks}"
+        subject = f"{named} {next(_calls[named])}"
     where = f"rank {world.rank} of {world.size}: {operation}"
+    awaited = "all ranks of the job" if members is None else f"ranks {ranks}"
     start = time.monotonic()
 
     def check(missing: Sequence[int]) -> None:
         if timeout_s is not None and time.monotonic() - start > timeout_s:
             reason = (
                 f"rank {', '.join(map(str, missing))} did not come"
-                if world.rank == 0
-                else "rank 0 did not let it begin"
+                if world.rank == ranks[0]
+                else f"rank {ranks[0]} did not let it begin"
             )
-            raise CommTimeout(
-                f"{where} waits for all ranks of the job; {reason} within {timeout_s:g} s"
-            )
+            raise CommTimeout(f"{where} waits for {awaited}; {reason} within {timeout_s:g} s")
 
-    _world_barrier.wait(where, subject, range(world.size), check)
+    _world_barrier.wait(where, subject, ranks, check)
+    return subject

@@ -28,6 +28,7 @@ class World:
 
     Attributes:
         comm: A duplicate of MPI_COMM_WORLD; under MPI_THREAD_SERIALIZED its ``serialized`` form.
+        watchdogs: Another duplicate, for the messages of the watchdogs alone.
         generation: Number of rebuilds after a failure.
         rank: This rank.
         size: Number of ranks.
@@ -41,6 +42,7 @@ class World:
     """
 
     comm: Mpi
+    watchdogs: Mpi
     generation: int
     rank: int
     size: int
@@ -111,8 +113,12 @@ def join(comm_world: MPI.Comm, launch: Launch, timeout_s: float | None) -> World
     if problem:
         raise LaunchError(problem)
     level = MPI.Query_thread()
+    safe = serialized(comm) if level == MPI.THREAD_SERIALIZED else comm
     return World(
-        comm=serialized(comm) if level == MPI.THREAD_SERIALIZED else comm,
+        comm=safe,
+        # Made here, where all ranks are: a group of some ranks of the job starts their watchdogs
+        # without the others.
+        watchdogs=safe.Dup(),
         generation=0, rank=comm.Get_rank(), size=comm.Get_size(),
         local_rank=local_rank, local_size=local_size, launcher=launch.launcher,
         thread_level=level, highest_tag=highest_tag, nodes=nodes,
