@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import parse_qs, urlparse
 
-from mpidist.comm.mpi.launcher_env import from_environment
+from mpidist.comm.mpi.launcher_env import alone, from_environment
 from mpidist.comm.mpi.torchrun_env import disagreement
 
 if TYPE_CHECKING:
@@ -270,12 +270,14 @@ def _create(
         assert native is not None
     else:
         if options.group_size > world.size:
-            raise ValueError(
-                f"rank {world.rank} of {world.size}: init_process_group got "
-                f"world_size={options.group_size}, but MPI started "
-                f"{world.size} rank(s); start as many with mpirun or srun, or use "
+            text = (
+                alone(options.group_size, f"init_process_group's world_size={options.group_size}")
+                if world.size == 1
+                else f"init_process_group got world_size={options.group_size}, but MPI started "
+                f"{world.size} ranks; start as many with mpirun or srun, or use "
                 "init_method='mpi://', which asks MPI"
             )
+            raise ValueError(f"rank {world.rank} of {world.size}: {text}")
         shown = name if name != "0" else "world"
         if options.group_size < world.size:
             native = group.from_members(_members(options, world), shown, timeout)

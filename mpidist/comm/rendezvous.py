@@ -20,7 +20,14 @@ import torch.distributed as dist
 
 from mpidist.comm import key_value_table, watchdog
 from mpidist.comm.key_value_table import BYE, REPLY_TAGS, WAIT
-from mpidist.comm.mpi import creation_barrier, exited_ranks, mpi_errors, runtime, torchrun_env
+from mpidist.comm.mpi import (
+    creation_barrier,
+    exited_ranks,
+    launcher_env,
+    mpi_errors,
+    runtime,
+    torchrun_env,
+)
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import Mpi
 from mpidist.comm.store_server import REQUEST_TAG, StoreServer
@@ -69,6 +76,8 @@ def _wrong_number(world: runtime.World, rank: int, size: int) -> str | None:
 
     Pure.
     """
+    if world.size == 1 < size:
+        return launcher_env.alone(size, f"init_process_group's world_size={size}")
     for name, given, truth in (("rank", rank, world.rank), ("world_size", size, world.size)):
         if given not in (-1, truth):
             problem = (

@@ -60,7 +60,7 @@ def transport_of(rank: int, world_size: int | None, group: ProcessGroup | None) 
 def _group(world_size: int | None) -> ProcessGroup:
     if not runtime.is_initialized() and world_size is not None:
         launched_size = launcher_env.from_environment(os.environ).size
-        if launched_size is not None and launched_size != world_size:
+        if launched_size is not None and launched_size > 1 and launched_size != world_size:
             raise MpidistError(
                 f"init_rpc was given world_size {world_size}, but the job has {launched_size} "
                 "ranks; for fewer, call mpidist.comm.init() on all ranks first, or give group="
@@ -68,6 +68,8 @@ def _group(world_size: int | None) -> ProcessGroup:
     world = groups.init()
     if world_size is None or world_size == world.size:
         return world
+    if world.size == 1 < world_size:
+        raise MpidistError(launcher_env.alone(world_size, f"init_rpc's world_size={world_size}"))
     if not 1 < world_size < world.size:
         raise MpidistError(
             f"init_rpc was given world_size {world_size}, but the job has {world.size} ranks; "

@@ -1,10 +1,11 @@
 """Starts of jobs as users' scripts do them: exported variables, other launchers, parts of a job."""
 
 import socket
+import sys
 
 import pytest
 
-from tests.support import launcher, short_job
+from tests.support import launcher, short_job, started
 
 pytestmark = pytest.mark.slow
 
@@ -146,3 +147,57 @@ def test_ranks_that_cannot_be_the_first_get_the_lines_that_do_it():
     lines = done.stdout.splitlines()
     assert len(lines) == 6
     assert all("group = dist.new_group([...])" in line and "ranks 0 to 1" in line for line in lines)
+
+
+# --- processes that no MPI launcher has started ---
+
+_SPAWNS = """
+import os, torch.multiprocessing as mp
+
+def run(rank, port):
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port)
+    try:
+        {call}
+        print("went on")
+    except Exception as error:
+        print(type(error).__name__, " ".join(str(error).split()))
+
+if __name__ == "__main__":
+    mp.spawn(run, args=("{port}",), nprocs=2)
+"""
+_CALLS = {
+    "arguments": "import torch.distributed as dist; "
+    "dist.init_process_group('mpidist', rank=rank, world_size=2)",
+    "tcp": "import torch.distributed as dist; dist.init_process_group('mpidist', rank=rank, "
+    "world_size=2, init_method=f'tcp://localhost:{port}')",
+    "variables": "os.environ.update(RANK=str(rank), WORLD_SIZE='2'); "
+    "import torch.distributed as dist; dist.init_process_group('mpidist')",
+    "WORLD_SIZE": "os.environ.update(WORLD_SIZE='2'); "
+    "import torch.distributed as dist; dist.init_process_group('mpidist')",
+    "native": "os.environ.update(RANK=str(rank), WORLD_SIZE='2'); "
+    "import mpidist.comm; mpidist.comm.init()",
+    "rpc": "import mpidist.rpc; mpidist.rpc.init_rpc(f'worker{rank}', rank=rank, world_size=2)",
+}
+
+
+def spawning(folder, call, port, *start):
+    """Run a program that calls something in two processes of its own; return what they print."""
+    program = folder / "program.py"
+    program.write_text(_SPAWNS.format(call=_CALLS[call], port=port))
+    done = started([*start, sys.executable, str(program)], 90)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, lines
+    return lines
+
+
+@pytest.mark.parametrize("call", _CALLS)
+def test_processes_without_a_launcher_are_sent_to_mpirun(tmp_path, call, free_port):
+    for line in spawning(tmp_path, call, free_port):
+        assert "'mpirun -n 2 python ...'" in line and "each would train alone" in line, line
+        assert "mpi://" not in line
+
+
+def test_processes_that_a_rank_spawns_are_sent_to_mpirun(tmp_path, free_port):
+    for line in spawning(tmp_path, "rpc", free_port, *launcher(1)):
+        assert "'mpirun -n N python ...'" in line and "call run(rank) in each rank" in line, line

@@ -5,7 +5,7 @@ Pure: works before MPI starts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 
@@ -186,6 +186,33 @@ def singleton_problem(launch: Launch, mpi_size: int) -> str | None:
         "Python loads do not belong together. Use the mpirun of that library, or srun --mpi=pmix "
         "(Open MPI) / --mpi=pmi2 (MPICH)"
     )
+
+
+def alone(size: int, source: str) -> str:
+    """Return the error of a process that is one of several, and that MPI made a world of one.
+
+    Args:
+        size: The number of processes.
+        source: What says so, for example ``WORLD_SIZE=2``.
+    """
+    return (
+        f"{source} says {size} processes, but no MPI launcher has connected them: MPI sees a world "
+        "of one, and each would train alone. torchrun, torch.multiprocessing.spawn and Ray start "
+        f"processes without MPI; start the script with 'mpirun -n {size} python ...' or 'srun -n "
+        f"{size} python ...' instead, which start all {size}, and spawn none in it"
+    )
+
+
+def announced_size(environ: Mapping[str, str], ours: Collection[str]) -> int | None:
+    """Return ``WORLD_SIZE`` where a launcher has set it and ``RANK``, else None.
+
+    Args:
+        environ: Usually ``os.environ``.
+        ours: Names of variables that mpidist has set for a parent process.
+    """
+    if "RANK" not in environ or {"RANK", "WORLD_SIZE"} & set(ours):
+        return None
+    return _number(environ.get("WORLD_SIZE"))
 
 
 def _number(text: str | None) -> int | None:

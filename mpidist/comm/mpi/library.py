@@ -96,9 +96,10 @@ def load(makes_context: bool = True) -> ModuleType:
         ):
             raise MpidistError(
                 "this process was started by multiprocessing within an MPI rank: it is no rank of "
-                "the job and cannot use MPI; "
-                "keep collectives and calls in the parent, or give the process a group of torch's "
-                "own (Gloo)"
+                "the job and cannot use MPI. In the place of torch.multiprocessing.spawn(run, "
+                "nprocs=N), start 'mpirun -n N python ...' or 'srun -n N python ...' and call "
+                "run(rank) in each rank; else keep collectives and calls in the parent, or give "
+                "the process a group of torch's own (Gloo)"
             )
         configure_environment()
         try:

@@ -75,6 +75,12 @@ def torch_variables(environ: Mapping[str, str], hostname: str) -> dict[str, str]
 
 def disagreement(environ: Mapping[str, str], rank: int, size: int) -> str | None:
     """Return why ``RANK`` or ``WORLD_SIZE`` contradicts this job, or None."""
+    announced = environ.get("WORLD_SIZE", "")
+    if size == 1 and announced.isdigit() and int(announced) > 1:
+        return (
+            launcher_env.alone(int(announced), f"WORLD_SIZE={announced}")
+            + ". Unset WORLD_SIZE where one process is meant"
+        )
     for name, what, truth in (("RANK", "process as", rank), ("WORLD_SIZE", "job with", size)):
         value = environ.get(name, "")
         if value and value != str(truth):
@@ -86,6 +92,12 @@ def disagreement(environ: Mapping[str, str], rank: int, size: int) -> str | None
                 "mpirun or srun"
             )
     return None
+
+
+def started_alone(environ: Mapping[str, str]) -> str | None:
+    """Return why this process must not be a world of one, or None."""
+    size = launcher_env.announced_size(environ, environ.get(SET_BY_US, "").split(","))
+    return disagreement({"WORLD_SIZE": str(size)}, 0, 1) if size is not None else None
 
 
 def _ranks_on_node(launcher: str, environ: Mapping[str, str]) -> int | None:

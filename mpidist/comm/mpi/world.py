@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from mpidist.comm.mpi import backoff, launcher_env, trust
+from mpidist.comm.mpi import backoff, launcher_env, torchrun_env, trust
 from mpidist.comm.mpi.launcher_env import Launch
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import Mpi
@@ -68,7 +68,8 @@ def check_start(comm_world: MPI.Comm) -> Launch:
     """Return the launcher's variables, if MPI's thread level and size fit.
 
     Raises:
-        LaunchError: The thread level is too low, or the launcher started more tasks than MPI sees.
+        LaunchError: The thread level is too low, or the launcher started more tasks than MPI sees,
+            or ``RANK`` and ``WORLD_SIZE`` say several processes and MPI sees one.
     """
     level = MPI.Query_thread()
     if level < MPI.THREAD_SERIALIZED:
@@ -80,7 +81,10 @@ def check_start(comm_world: MPI.Comm) -> Launch:
             "library that was built with threads"
         )
     launch = launcher_env.from_environment(os.environ)
-    problem = launcher_env.singleton_problem(launch, comm_world.Get_size())
+    size = comm_world.Get_size()
+    problem = launcher_env.singleton_problem(launch, size)
+    if problem is None and size == 1:
+        problem = torchrun_env.started_alone(os.environ)
     if problem:
         raise LaunchError(problem)
     return launch
