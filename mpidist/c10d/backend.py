@@ -34,6 +34,10 @@ _NAME = "mpidist"
 _SCHEME = "mpi"
 _MEETING_S = 60.0  # longest wait for the members of a group that meet by a store of the user's
 _OF_ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torch's env:// needs
+_ADVICE = (
+    "set MPIDIST_REPLACE={} in their environment, and {} is mpidist's, which needs none of these "
+    "variables; so does {}"
+)
 # "undefined" is torch's word for no name.
 _REPLACEABLE = ("gloo", "nccl", "mpi", "undefined")
 
@@ -145,25 +149,28 @@ def _require_rank_of_launcher(numbers: Mapping[str, str]) -> None:
 def _with_advice(results: Iterator[Found]) -> Iterator[Found]:
     """Add advice to torch's error about missing variables if an MPI launcher started the ranks.
 
-    The advice is for groups of the backends that MPIDIST_REPLACE replaces.
+    The advice is for RPC, and for groups of the backends that MPIDIST_REPLACE replaces.
     """
-    is_replaceable = any(name in _REPLACEABLE for name in _requested_backends())
+    advice = None
+    if _local_of("init_rpc", "name") is not None:
+        advice = _ADVICE.format("rpc", "torch.distributed.rpc", "import mpidist.rpc as rpc")
+    elif any(name in _REPLACEABLE for name in _requested_backends()):
+        advice = _ADVICE.format(
+            "gloo,nccl,mpi", "the group", 'backend="mpidist" where the script names it'
+        )
     try:
         yield from results
     except ValueError as error:
         launch = from_environment(os.environ)
         if (
-            not is_replaceable
+            advice is None
             or "expected, but not set" not in str(error)
             or launch.launcher == "torchrun"
             or (launch.size or 1) == 1
         ):
             raise
         raise ValueError(
-            f"{error}. {launch.launcher} started {launch.size} ranks: set "
-            "MPIDIST_REPLACE=gloo,nccl,mpi in their environment, and "
-            "the group is mpidist's, which needs none of these variables; so does "
-            'backend="mpidist" where the script names it'
+            f"{error}. {launch.launcher} started {launch.size} ranks: {advice}"
         ) from error
 
 

@@ -1,9 +1,10 @@
-"""Replacement of torch's backends by mpidist: ``MPIDIST_REPLACE=gloo,nccl,mpi,ddp``.
+"""Replacement of torch's backends by mpidist: ``MPIDIST_REPLACE=gloo,nccl,mpi,ddp,rpc``.
 
 ``import torch`` calls ``install`` if the variable is set. Groups that a script or framework creates
 under torch's backend names are then groups of mpidist (``names``). ``is_nccl_available`` and
 ``is_mpi_available`` of ``torch.distributed`` return True, and ``monitored_barrier`` takes the
-groups. With the word ``ddp``, ``DistributedDataParallel`` is replaced, too (``ddp_name``).
+groups. With the word ``ddp``, ``DistributedDataParallel`` is replaced, too (``ddp_name``); with
+``rpc``, RPC, distributed autograd, its optimizer and ``RemoteModule`` (``rpc_names``).
 
 ``install`` also sets torchrun's environment variables from the launcher's, because frameworks read
 them. It starts neither MPI nor CUDA.
@@ -19,12 +20,13 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mpidist.c10d import ddp_name, generation, names
+from mpidist.c10d import ddp_name, generation, names, rpc_names
 from mpidist.comm.mpi.torchrun_env import torch_variables
 
 VARIABLE = "MPIDIST_REPLACE"
 BACKENDS = ("gloo", "nccl", "mpi")
 DDP = "ddp"
+RPC = "rpc"
 
 _NOT_GIVEN = "undefined"  # torch's word
 _ASKING_FOR_NCCL_ITSELF = ("torch.nn.", "torch._inductor.")
@@ -37,11 +39,14 @@ class Replacement:
     Attributes:
         backends: Names of the replaced backends.
         ddp: torch's DistributedDataParallel is replaced.
-        problem: Error text if nothing can be replaced, raised when a group is created; else None.
+        rpc: torch's RPC and distributed autograd are replaced.
+        problem: Error text if nothing can be replaced, raised when a group is created and in
+            ``init_rpc``; else None.
     """
 
     backends: tuple[str, ...] = ()
     ddp: bool = False
+    rpc: bool = False
     problem: str | None = None
 
     def backend(self, named: str) -> str:
@@ -70,24 +75,25 @@ def parse(environ: Mapping[str, str]) -> Replacement | None:
         return None
     # "," is a mistake, not an empty list.
     words = [word.strip().lower() for word in text.split(",") if word.strip()] or [text]
-    unknown = [word for word in words if word not in (*BACKENDS, DDP)]
+    unknown = [word for word in words if word not in (*BACKENDS, DDP, RPC)]
     problem = None
     if unknown:
         problem = (
             f"{VARIABLE}={text!r} has {', '.join(map(repr, unknown))}, which it does not know; "
             "write a list of "
-            f"{', '.join(BACKENDS)} and {DDP}, as {VARIABLE}=gloo,nccl,mpi, or unset it"
+            f"{', '.join(BACKENDS)}, {DDP} and {RPC}, as {VARIABLE}=gloo,nccl,mpi, or unset it"
         )
     elif "TORCHELASTIC_RUN_ID" in environ:
         size = environ.get("WORLD_SIZE", "N")
         problem = (
-            f"{VARIABLE}={text} has MPI carry this script's groups, but torchrun, or a launcher "
+            f"{VARIABLE}={text} has MPI carry this script's messages, but torchrun, or a launcher "
             "built on it, started the "
             f"script, and MPI does not know its processes. Start it with 'mpirun -n {size} python "
             f"...' or 'srun -n {size} "
             f"python ...' instead, or unset {VARIABLE}"
         )
-    return Replacement(tuple(name for name in BACKENDS if name in words), DDP in words, problem)
+    backends = tuple(name for name in BACKENDS if name in words)
+    return Replacement(backends, DDP in words, RPC in words, problem)
 
 
 def install() -> Callable[[str], str]:
@@ -101,6 +107,8 @@ def install() -> Callable[[str], str]:
         return str
     if chosen.problem is None:
         _patch(chosen)
+    else:
+        rpc_names.refuse(chosen.problem)
     return functools.partial(_in_rank, chosen)
 
 
@@ -122,6 +130,8 @@ def _patch(chosen: Replacement) -> None:
         generation.replaced_functions()
     if chosen.ddp:
         ddp_name.install()
+    if chosen.rpc:
+        rpc_names.install()
 
 
 def _available(original: Callable[[], bool]) -> Callable[[], bool]:

@@ -17,12 +17,13 @@ def test_the_variable_lists_backends_and_ddp():
     assert parse({}) is None and parse({"MPIDIST_REPLACE": " "}) is None
     assert parse({"MPIDIST_REPLACE": "NCCL, gloo"}) == Replacement(("gloo", "nccl"))
     assert parse({"MPIDIST_REPLACE": "ddp"}) == Replacement(ddp=True)
+    assert parse({"MPIDIST_REPLACE": "rpc"}) == Replacement(rpc=True)
 
 
 @pytest.mark.parametrize("text", ["gloo,ncl", "1", "all", ","])
 def test_an_unknown_word_is_answered_with_the_known_ones(text):
     found = parse({"MPIDIST_REPLACE": text})
-    with pytest.raises(ValueError, match="gloo, nccl, mpi and ddp"):
+    with pytest.raises(ValueError, match="gloo, nccl, mpi, ddp and rpc"):
         found.backend("gloo")
     assert repr(text if text == "," else text.split(",")[-1]) in found.problem
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.support import launcher, short_job, started
+from tests.support import ROOT, launcher, short_job, started
 
 pytestmark = pytest.mark.slow
 
@@ -178,13 +178,17 @@ _CALLS = {
     "import mpidist.comm; mpidist.comm.init()",
     "rpc": "import mpidist.rpc; mpidist.rpc.init_rpc(f'worker{rank}', rank=rank, world_size=2)",
 }
+_OF_REPLACED = {
+    "torchs_rpc": "import torch.distributed.rpc as rpc; "
+    "rpc.init_rpc(f'worker{rank}', rank=rank, world_size=2)",
+}
 
 
-def spawning(folder, call, port, *start):
+def spawning(folder, call, port, *start, **variables):
     """Run a program that calls something in two processes of its own; return what they print."""
     program = folder / "program.py"
-    program.write_text(_SPAWNS.format(call=_CALLS[call], port=port))
-    done = started([*start, sys.executable, str(program)], 90)
+    program.write_text(_SPAWNS.format(call=(_CALLS | _OF_REPLACED)[call], port=port))
+    done = started([*start, sys.executable, str(program)], 90, variables)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 2, lines
@@ -201,3 +205,84 @@ def test_processes_without_a_launcher_are_sent_to_mpirun(tmp_path, call, free_po
 def test_processes_that_a_rank_spawns_are_sent_to_mpirun(tmp_path, free_port):
     for line in spawning(tmp_path, "rpc", free_port, *launcher(1)):
         assert "'mpirun -n N python ...'" in line and "call run(rank) in each rank" in line, line
+
+
+# --- torch's names of RPC ---
+
+_RPC_PROGRAM = ROOT / "tests" / "integration" / "torch_rpc_program.py"
+
+
+def test_a_program_on_torchs_rpc_changes_its_launcher_alone():
+    command = [*launcher(2), sys.executable, str(_RPC_PROGRAM)]
+    done = started(command, 90, {"MPIDIST_REPLACE": "gloo,rpc"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "loss 0.000000",
+        "batch [3.0, 3.0]",
+        "pipeline [0.0, 6.0, 12.0, 18.0]",
+        "module [1, 1]",
+        "mpidist.rpc.agent",
+    ]
+
+
+def test_torchs_example_of_ddp_with_rpc_runs_as_it_stands(free_port):
+    script = f"""
+        import os, torch, torch.distributed as dist, torch.distributed.autograd as dist_autograd
+        import torch.distributed.rpc as rpc
+        from torch.distributed.nn import RemoteModule
+        from torch.distributed.optim import DistributedOptimizer
+        from torch.nn.parallel import DistributedDataParallel as DDP
+
+        rank = int(os.environ["RANK"])
+        options = rpc.TensorPipeRpcBackendOptions(init_method="tcp://localhost:{free_port}")
+
+        def train(remote, rank):
+            model = DDP(torch.nn.Linear(2, 1, bias=False))
+            torch.nn.init.ones_(model.module.weight)
+            parameters = remote.remote_parameters()
+            parameters += [rpc.RRef(parameter) for parameter in model.parameters()]
+            optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=1.0)
+            with dist_autograd.context() as context_id:
+                loss = model(remote(torch.full((1, 2), float(rank)))).sum()
+                dist_autograd.backward(context_id, [loss])
+                optimizer.step(context_id)
+            return model.module.weight.tolist()
+
+        if rank < 2:
+            dist.init_process_group(
+                backend="gloo", rank=rank, world_size=2, init_method="tcp://localhost:1"
+            )
+        name = ["trainer0", "trainer1", "master", "ps"][rank]
+        rpc.init_rpc(name, rank=rank, world_size=4, rpc_backend_options=options)
+        if name == "master":
+            remote = RemoteModule("ps", torch.nn.Identity)
+            futures = [rpc.rpc_async(f"trainer{{r}}", train, args=(remote, r)) for r in (0, 1)]
+            print([future.wait() for future in futures])
+        rpc.shutdown()
+    """
+    done = short_job(4, script, env={"MPIDIST_REPLACE": "gloo,ddp,rpc"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[[[0.5, 0.5]], [[0.5, 0.5]]]"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({}, "set MPIDIST_REPLACE=rpc in their environment"),
+        ({"MPIDIST_REPLACE": "gloo,rcp"}, "'rcp', which it does not know"),
+    ],
+    ids=["unset", "misspelt"],
+)
+def test_rpc_without_the_word_says_what_to_set(variables, words):
+    script = """
+        import os, torch.distributed.rpc as rpc
+        rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+    """
+    done = short_job(2, script, env=variables)
+    assert done.returncode != 0 and words in done.stderr, done.stderr
+
+
+def test_torchs_rpc_in_spawned_processes_is_sent_to_mpirun(tmp_path, free_port):
+    for line in spawning(tmp_path, "torchs_rpc", free_port, MPIDIST_REPLACE="rpc"):
+        assert "'mpirun -n 2 python ...'" in line, line
