@@ -70,7 +70,8 @@ def _register() -> None:
     c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
     if hasattr(c10d, "_FR_SELF_RECORDING_BACKENDS"):
         c10d._FR_SELF_RECORDING_BACKENDS.add(_NAME)
-    importlib.import_module("mpidist.c10d.flight_dump").install()
+    for module in ("flight_dump", "hooks"):
+        importlib.import_module(f"mpidist.c10d.{module}").install()
     if _SCHEME not in rendezvous._rendezvous_handlers:
         rendezvous.register_rendezvous_handler(_SCHEME, _rendezvous)
         # init_process_group("mpidist") without a URL uses env://, which needs RANK, WORLD_SIZE,

@@ -177,6 +177,8 @@ class Execution(Failing):
             A Work if ``async_op``, else what ``operation.execute`` has returned.
         """
         self._require_usable(operation.name)
+        if torch_profiler._is_profiler_enabled:
+            operation.title = profiling.requested_name()
         if not operation.is_direct():
             operation = self._copied(operation, async_op)
         if not async_op and self._progress.try_enter():

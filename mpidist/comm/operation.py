@@ -38,6 +38,7 @@ class Operation:
         results: Value of a Work's future, if neither the outputs nor the inputs.
         device: Device of the operation, if it has no tensors; None for the host.
         events: Filled by ``execute`` on a device: the results are complete behind these events.
+        title: Name of its profiler event, if another than the operation's.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Operation:
     results: Tensors = ()
     device: Device | None = None
     events: Sequence[Event] = ()
+    title: str = ""
 
     def is_direct(self) -> bool:
         """Say whether MPI can work on the memory of all tensors."""

@@ -22,7 +22,7 @@ crashes without that object (2.13).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, cast
 
@@ -89,7 +89,25 @@ def event(
             if there are none.
         outputs: Tensors that this rank receives.
         fields: Further fields; underscores in their names become spaces.
+
+    The event's name is that of ``dist.record_comm`` if the calling thread is within one.
     """
+    return _event(group, operation, requested_name(), inputs, outputs, fields)
+
+
+def requested_name() -> str:
+    """Return the name of this thread's ``dist.record_comm``, "" outside; torch 2.15."""
+    return _requested() if _requested is not None else ""
+
+
+def _event(
+    group: Group,
+    operation: str,
+    title: str,
+    inputs: Tensors,
+    outputs: Tensors,
+    fields: Mapping[str, int | str],
+) -> AbstractContextManager[object]:
     tensors = inputs or outputs
     about = dict(_about_group(group.name, group.world_ranks, group.rank))
     about["Collective name"] = _COLLECTIVE_NAMES.get(operation, operation)
@@ -99,7 +117,7 @@ def event(
         about["Out msg nelems"] = sum(tensor.numel() for tensor in outputs)
     for name, value in fields.items():
         about[name.replace("_", " ")] = value
-    return _Event(_name(operation), list(tensors), about)
+    return _Event(title or _name(operation), list(tensors), about)
 
 
 def executing(
@@ -110,7 +128,9 @@ def executing(
     def run(comm: Communicator, inputs: Tensors, outputs: Tensors, *args: object) -> Any:
         shown = outputs or operation.results
         sequence = group.journal.sequence
-        with event(group, operation.name, inputs, shown, Seq=sequence):
+        fields = {"Seq": sequence}
+        # The group's thread may execute what another thread has issued.
+        with _event(group, operation.name, operation.title, inputs, shown, fields):
             return execute(comm, inputs, outputs, *args)
 
     return run
@@ -158,6 +178,11 @@ def calling(function: F, group: Group, operation: str) -> F:
 def waiting(wait: F, operation: str) -> F:
     """Wrap a wait for an operation, so that the wait is an event of the waiting thread."""
     return _within(_Event(_name(operation) + ":wait", [], {}), wait)
+
+
+_requested: Callable[[], str] | None = getattr(
+    getattr(torch._C, "_distributed_c10d", None), "_get_comm_profiling_name", None
+)
 
 
 def _within(context: AbstractContextManager[object], function: F) -> F:
