@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.frameworks.jobs import CLOSE, OUR_DDP, each_class_of_theirs, ranks_of, require
+from tests.support import launcher, started
 
 pytestmark = pytest.mark.slow
 
@@ -37,3 +40,13 @@ def test_training_equals_that_of_one_process(tmp_path, words, module):
         assert "write devices=2, num_nodes=1, or start 3 with mpirun or srun" in wrong["devices"], (
             wrong
         )
+
+
+@pytest.mark.parametrize("words", ["gloo", pytest.param("gloo,ddp", marks=pytest.mark.long)])
+def test_a_job_of_lightnings_own_strategy_ends_by_itself(tmp_path, words):
+    require("lightning")
+    program = [sys.executable, "-m", "tests.frameworks.lightning_alone", str(tmp_path)]
+    done = started([*launcher(2), *program], 150, {"MPIDIST_REPLACE": words})
+    assert done.returncode == 0, done.stderr
+    ends = sorted(line for line in done.stdout.splitlines() if line.startswith("ended as"))
+    assert ends == ["ended as 0 of 2", "ended as 1 of 2"]
