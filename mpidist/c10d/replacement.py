@@ -13,12 +13,14 @@ them. It starts neither MPI nor CUDA.
 from __future__ import annotations
 
 import functools
+import importlib
 import multiprocessing
 import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import TracebackType
 
 from mpidist.c10d import ddp_name, generation, names, rpc_names
 from mpidist.comm.mpi.torchrun_env import torch_variables
@@ -132,6 +134,25 @@ def _patch(chosen: Replacement) -> None:
         ddp_name.install()
     if chosen.rpc:
         rpc_names.install()
+    _end_with_exceptions()
+
+
+def _end_with_exceptions() -> None:
+    """Let an uncaught exception end the job where a framework has started MPI by mpi4py.
+
+    Lightning does so to find its ranks, before the first group.
+    """
+    previous = sys.excepthook
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        runtime = importlib.import_module("mpidist.comm.mpi.runtime")
+        if multiprocessing.parent_process() is None:
+            runtime.end_job_for_uncaught(kind, error)
+        previous(kind, error, trace)
+
+    sys.excepthook = excepthook
 
 
 def _available(original: Callable[[], bool]) -> Callable[[], bool]:

@@ -107,6 +107,7 @@ def replaced(world, monkeypatch):
         monkeypatch.setattr(dist, name, getattr(dist, name))
     # The environment variables would stay set.
     monkeypatch.setattr(replacement, "torch_variables", lambda environ, hostname: {})
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     names.install(replacement.install())
     world.barrier()
     yield

@@ -286,3 +286,20 @@ def test_rpc_without_the_word_says_what_to_set(variables, words):
 def test_torchs_rpc_in_spawned_processes_is_sent_to_mpirun(tmp_path, free_port):
     for line in spawning(tmp_path, "torchs_rpc", free_port, MPIDIST_REPLACE="rpc"):
         assert "'mpirun -n 2 python ...'" in line, line
+
+
+# --- the end ---
+
+
+def test_an_exception_ends_a_job_whose_framework_has_started_mpi_itself():
+    # As Lightning does to find its ranks; the other rank waits for this one.
+    script = """
+        from mpi4py import MPI
+        import torch, torch.distributed as dist
+        if MPI.COMM_WORLD.Get_rank() == 1:
+            raise KeyError("the culprit")
+        dist.init_process_group("gloo")
+    """
+    done = short_job(2, script, env={"MPIDIST_REPLACE": "gloo"})
+    assert done.returncode != 0
+    assert "[rank 1] KeyError: 'the culprit'" in done.stderr

@@ -165,6 +165,23 @@ def abort(message: str, code: int = _ABORT_CODE) -> None:
     os._exit(code)
 
 
+def end_job_for_uncaught(kind: type[BaseException], error: BaseException) -> None:
+    """End the job for an uncaught exception if the program has started MPI by mpi4py itself.
+
+    Such a rank would otherwise wait in MPI_Finalize for ranks that wait for it. After this process
+    has joined the world, its own hook ends the job.
+    """
+    module = sys.modules.get("mpi4py.MPI")
+    if (
+        _world is None
+        and module is not None
+        and module.Is_initialized()
+        and not module.Is_finalized()
+        and module.COMM_WORLD.Get_size() > 1
+    ):
+        _end_job_for(kind, error, "uncaught")
+
+
 def guard_thread(target: Callable[..., None]) -> Callable[..., None]:
     """Wrap a thread's body: an uncaught exception ends the job, with its traceback.
 
