@@ -62,7 +62,7 @@ def describe(comm: Any, device: torch.device | None = None) -> dict[str, Any]:
         "numpy": np.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "physical_cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
         # The load before the benchmark: near 0 on a quiet machine.
@@ -113,7 +113,8 @@ def _nodes(comm: Any) -> int:
     return sum(comm.allgather(first))
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """Return the processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

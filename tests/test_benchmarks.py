@@ -107,6 +107,17 @@ def record_of(folder, pattern, *, has_picture=True):
 
 
 @pytest.mark.slow
+def test_starts_of_whole_jobs_are_timed(_libraries, tmp_path):
+    program = [str(BENCHMARKS / "bench_startup.py"), "--rounds", "1", "--output", str(tmp_path)]
+    done = started([sys.executable, *program], 100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = record_of(tmp_path, "startup-2.json", has_picture=False)
+    assert {"gloo", "mpidist", "gloo, torchrun"} == record["seconds"].keys()
+    assert all(len(found) == 1 and found[0] > 0 for found in record["seconds"].values())
+    assert "mpidist" in done.stdout
+
+
+@pytest.mark.slow
 def test_quick_run_records_all_contenders_and_the_environment(of_collectives):
     record = record_of(of_collectives[0], "collectives-*-2.json")
     assert record["results_checked"] is True

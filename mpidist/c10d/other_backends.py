@@ -18,7 +18,9 @@ from mpidist.comm.group import ProcessGroup
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import _DistributedBackendOptions as BackendOptions
 
-_GLOO, _NCCL = "gloo", "nccl"
+_GLOO = "gloo"
+# torch 2.15 has three of them, and "nccl" is one.
+_NCCL = frozenset({"nccl", "nccl2", "nccl-lazy", "nccl-legacy"})
 
 
 def require_known(backends: Mapping[str, str]) -> None:
@@ -27,11 +29,11 @@ def require_known(backends: Mapping[str, str]) -> None:
     Raises:
         ValueError: On all ranks, because all have the same list.
     """
-    unknown = sorted(set(backends.values()) - {OURS, _GLOO, _NCCL})
+    unknown = sorted(set(backends.values()) - {OURS, _GLOO} - _NCCL)
     if unknown:
         listed = ",".join(f"{device}:{backend}" for device, backend in backends.items())
         raise ValueError(
-            f'a group cannot be shared between backends as "{listed}" asks: {_GLOO} and {_NCCL} '
+            f'a group cannot be shared between backends as "{listed}" asks: gloo and nccl '
             f"share one with {OURS}, "
             f"{', '.join(unknown)} does not. Make a group of its own for it: "
             f'torch.distributed.new_group(backend="{unknown[0]}")'
@@ -41,7 +43,7 @@ def require_known(backends: Mapping[str, str]) -> None:
 def obstacle(backends: Mapping[str, str]) -> str | None:
     """Return why a backend of the list cannot be created on this machine, or None."""
     names = set(backends.values())
-    if _NCCL in names:
+    if names & _NCCL:
         missing = None
         # With MPIDIST_REPLACE, torch.distributed.is_nccl_available is replaced; this one is not.
         if not distributed_c10d.is_nccl_available():
@@ -114,6 +116,10 @@ def _created(name: str, options: BackendOptions, given: Any) -> tuple[Any, Any]:
     """
     kind = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
     store = dist.PrefixStore(f"other/{name}/", options.store)
+    # torch 2.15 registers a backend at its first use.
+    register = getattr(dist.Backend, "_ensure_backend_registered", None)
+    if register is not None and name in _NCCL:
+        register(name)
     plugin = dist.Backend._plugins.get(name.upper())
     if plugin is not None and plugin.extended_api:
         made = plugin.creator_fn(_with_store(options, store), given if name != _GLOO else None)

@@ -16,11 +16,13 @@ def test_a_backend_that_cannot_share_is_named():
 
 
 def test_nccl_without_cuda_says_what_to_write(monkeypatch):
-    listed = {"cpu": "mpidist", "cuda": "nccl"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for built, words in ((False, "was built without it"), (True, "no CUDA device")):
-        monkeypatch.setattr(distributed_c10d, "is_nccl_available", lambda built=built: built)
-        assert words in obstacle(listed) and 'backend="mpidist"' in obstacle(listed)
+    for name in ("nccl", "nccl2", "nccl-lazy"):
+        listed = {"cpu": "mpidist", "cuda": name}
+        require_known(listed)
+        for built, words in ((False, "was built without it"), (True, "no CUDA device")):
+            monkeypatch.setattr(distributed_c10d, "is_nccl_available", lambda built=built: built)
+            assert words in obstacle(listed) and 'backend="mpidist"' in obstacle(listed)
 
 
 def test_gloo_needs_an_interface(monkeypatch):
