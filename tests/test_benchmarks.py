@@ -107,7 +107,8 @@ def record_of(folder, pattern, *, has_picture=True):
 
 
 @pytest.mark.slow
-def test_starts_of_whole_jobs_are_timed(_libraries, tmp_path):
+@pytest.mark.usefixtures("_libraries")
+def test_starts_of_whole_jobs_are_timed(tmp_path):
     program = [str(BENCHMARKS / "bench_startup.py"), "--rounds", "1", "--output", str(tmp_path)]
     done = started([sys.executable, *program], 100)
     assert done.returncode == 0, done.stdout + done.stderr
