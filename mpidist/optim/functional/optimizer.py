@@ -9,6 +9,7 @@ have their own ``.grad``. So the arithmetic, the checks of arguments and the for
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -21,6 +22,10 @@ from mpidist.optim.parameter_locks import ParameterLocks
 
 Tensor = torch.Tensor
 
+# torch's fused kernels are exact to rounding in these. In narrower dtypes that of SGD in torch 2.13
+# is wrong from 16 elements on, and Adam's differ from the loop.
+_FUSED = (torch.float32, torch.float64)
+
 _add_param_group = inspect.unwrap(Optimizer.add_param_group)
 _state_dict = inspect.unwrap(Optimizer.state_dict)
 _load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
@@ -30,8 +35,9 @@ class FunctionalOptimizer(Optimizer):
     """Optimizer with gradients as arguments of ``step``; a base class in front of torch's class.
 
     The arguments are those of torch's class. On the CPU a group uses the fused kernel if there is
-    one and all its tensors are dense, real and contiguous, else the loop over parameters; on a CUDA
-    device the foreach kernels. ``fused`` and ``foreach``, if given, override this choice.
+    one and all its tensors are dense, contiguous and of float32 or float64, else the loop over
+    parameters; on a CUDA device the foreach kernels. ``fused`` and ``foreach``, if given, override
+    this choice. An ``eps`` that is 0 in a parameter's dtype gets a warning.
 
     Attributes:
         parameters: The parameters, in the order of the gradients of ``step``.
@@ -82,6 +88,7 @@ class FunctionalOptimizer(Optimizer):
         self.locks.add(new)
         self.parameters += new
         self._aliases += aliases
+        _warn_of_no_eps(self.param_groups[-1])
         self._contiguous.clear()
 
     def remove_last_group(self) -> None:
@@ -232,4 +239,25 @@ def _has_same_memory(alias: Tensor, parameter: Tensor) -> bool:
 
 
 def _is_contiguous(alias: Tensor) -> bool:
-    return alias.device.type == "cpu" and alias.is_floating_point() and alias.is_contiguous()
+    return alias.device.type == "cpu" and alias.dtype in _FUSED and alias.is_contiguous()
+
+
+def _warn_of_no_eps(group: Mapping[str, Any]) -> None:
+    """Warn of an ``eps`` that is 0 in the dtype of a parameter, where it is added."""
+    eps = group.get("eps")
+    # Adafactor has a pair of them, and squares one in float32.
+    if not isinstance(eps, float) or eps == 0:
+        return
+    lost = {
+        alias.dtype
+        for alias in group["params"]
+        if alias.is_floating_point() and not torch.tensor(eps, dtype=alias.dtype)
+    }
+    for dtype in lost:
+        least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        warnings.warn(
+            f"eps={eps:g} is 0 in {str(dtype).removeprefix('torch.')}, the dtype of a parameter "
+            "and its state: a gradient of 0 is divided by 0, and the parameter becomes NaN or inf. "
+            f"Give eps of at least {least:.1g}, or keep the parameters in float32 or bfloat16",
+            stacklevel=2,
+        )

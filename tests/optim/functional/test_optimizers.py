@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -162,3 +163,44 @@ def test_same_bits_as_torch_on_a_device(name):
         ours.step([parameter.grad.clone() for parameter in theirs])
         torchs.step()
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", sorted({name for name, _ in CASES}))
+def test_every_dtype_and_size_steps_as_torchs_loop(name, dtype):
+    """Sizes around those of a vector register, where a kernel has a loop and a rest."""
+    options = {"SGD": {"momentum": 0.9}, "Rprop": {}}.get(name, {"eps": 1e-4})
+    options = {"lr": 0.1, **options}
+    generator = torch.Generator().manual_seed(3)
+    starts = [torch.randn(size, generator=generator).to(dtype) for size in range(1, 301)]
+    mine = [torch.nn.Parameter(start.clone()) for start in starts]
+    theirs = [torch.nn.Parameter(start.clone()) for start in starts]
+    ours = getattr(functional, name)(mine, **options)
+    loop = {"foreach": False, **({"fused": False} if name in FUSED else {})}
+    torchs = getattr(torch.optim, name)(theirs, **options, **loop)
+    for _ in range(3):
+        found = [torch.randn(start.shape, generator=generator).to(dtype) for start in starts]
+        ours.step(found)
+        for parameter, gradient in zip(theirs, found, strict=True):
+            parameter.grad = gradient
+        torchs.step()
+    # Below float32 both take the same loop.
+    tolerance = {torch.float32: 2e-6, torch.float64: 1e-13}.get(dtype, 0.0)
+    wrong = [
+        one.numel()
+        for one, other in zip(mine, theirs, strict=True)
+        if not torch.allclose(one, other, rtol=tolerance, atol=tolerance)
+    ]
+    assert not wrong
+
+
+def test_an_eps_that_the_dtype_does_not_hold_gets_a_warning():
+    narrow = [torch.nn.Parameter(torch.ones(3, dtype=torch.float16))]
+    with pytest.warns(UserWarning, match="eps=1e-08 is 0 in float16.*Give eps of at least 6e-08"):
+        functional.AdamW(narrow)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        functional.AdamW(narrow, eps=1e-4)
+        functional.SGD(narrow, lr=0.1)
+        for dtype in (torch.bfloat16, torch.float32):
+            functional.AdamW([torch.nn.Parameter(torch.ones(3, dtype=dtype))])
