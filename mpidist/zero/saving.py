@@ -195,7 +195,7 @@ class Saving(Loading):
         for group in self.param_groups:
             number += len(group["params"])
             if piece.number < number:
-                return first_state(type(self.optim), group, self.defaults, piece)
+                return first_state(self.optim, group, piece)
         raise AssertionError(f"no group has parameter {piece.number}")
 
     def _require_recipient(

@@ -243,3 +243,74 @@ def test_torchs_own_optimizer_saves_for_it_and_loads_from_it(group, folder):
     dcp.load(content, checkpoint_id=f"{folder}/ours")
     set_optimizer_state_dict(last, target, content["optimizer"])
     agree(group, same_run(optimizer, target, range(4, 6)), "into torch's")
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer whose constructor takes what its defaults do not hold, and vice versa."""
+
+    def __init__(self, params, model):
+        super().__init__(params, {"rate": 0.5, "name": "own"})
+        self.scale = model["scale"]
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    total = self.state[parameter].setdefault("total", torch.zeros_like(parameter))
+                    total += parameter.grad
+                    parameter.data.add_(total, alpha=-group["rate"] * self.scale)
+
+
+EVERY = [
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    *(
+        (getattr(torch.optim, name), {})
+        for name in (
+            *("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta"),
+            *("ASGD", "RMSprop", "Rprop", "Adafactor"),
+        )
+    ),
+    (torch.optim.AdamW, {"amsgrad": True}),
+    (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    (Own, {"model": {"scale": 0.25}}),
+]
+
+
+@pytest.mark.parametrize(
+    "kind", EVERY, ids=lambda kind: "-".join([kind[0].__name__, *map(str, kind[1])])
+)
+def test_every_class_is_loaded_into_an_optimizer_without_state(group, folder, kind):
+    source = sharded(group, kind, names=True)
+    train(source, range(2))
+    dcp.save({"optimizer": source.sharded_state_dict()}, checkpoint_id=folder)
+    target = sharded(group, kind, names=True)
+    take_parameters(target, source)
+    content = {"optimizer": target.sharded_state_dict()}
+    dcp.load(content, checkpoint_id=folder)
+    target.load_sharded_state_dict(content["optimizer"])
+    agree(group, same(target.state_dict(all_ranks=True), source.state_dict(all_ranks=True)))
+    agree(group, same_run(target, source, range(2, 4)))
+
+
+def test_a_matrix_optimizer_is_loaded_into_one_without_state(group, folder):
+    made = []
+    for _ in range(2):
+        weights = [torch.nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4)) for _ in range(4)]
+        made.append(OSS(weights, torch.optim.Muon, group, lr=0.1))
+    source, target = made
+    train(source, range(2))
+    dcp.save({"optimizer": source.sharded_state_dict()}, checkpoint_id=folder)
+    take_parameters(target, source)
+    content = {"optimizer": target.sharded_state_dict()}
+    dcp.load(content, checkpoint_id=folder)
+    target.load_sharded_state_dict(content["optimizer"])
+    agree(group, same_run(target, source, range(2, 4)))
+
+
+def test_hooks_do_not_see_the_step_that_makes_the_first_state(group):
+    seen = []
+    target = sharded(group, (Own, {"model": {"scale": 1.0}}), names=True)
+    target.optim.register_step_pre_hook(lambda *given: seen.append(given))
+    target.sharded_state_dict()
+    agree(group, not seen and not target.optim.state)
