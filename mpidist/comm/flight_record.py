@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mpidist import torch_version
+from mpidist import torch_version, whole_file
 from mpidist.comm.op_status import Form, Journal, Recorded
 
 _FORMAT = "2.10"  # version of the form, as torch 2.13 to 2.15 write it
@@ -134,13 +134,8 @@ def write(groups: Iterable[Group], rank: int) -> Path:
     file = path(rank, os.environ)
     file.parent.mkdir(parents=True, exist_ok=True)
     data = pickle.dumps(record(groups))
-    # A reader sees the old file or the new one.
-    part = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        part.write_bytes(data)
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
+    with whole_file.replacing(file, is_synced=False) as written:
+        written.write(data)
     return file
 
 

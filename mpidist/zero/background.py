@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpidist import whole_file
 from mpidist.comm.group_types import Group
 from mpidist.comm.work import Work
 from mpidist.errors import MpidistError
-from mpidist.folder_sync import sync_folder
 from mpidist.zero.consolidation import gathered
 from mpidist.zero.result_memory import KeptMemory
 from mpidist.zero.shard_image import ShardImage
@@ -127,19 +127,9 @@ class Background:
 
 
 def write(state_dict: StateDict, path: Path) -> None:
-    """Write a file atomically: to ``<name>.part``, synced to the disk, then renamed."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        with open(part, "wb") as file:
-            torch.save(state_dict, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise
-    sync_folder(path.parent)  # the new name
+    """Write a file that is complete, and on the disk, when it has its name."""
+    with whole_file.replacing(path) as file:
+        torch.save(state_dict, file)
 
 
 def _lower_priority() -> None:

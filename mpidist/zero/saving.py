@@ -91,8 +91,8 @@ class Saving(Loading):
 
         Args:
             recipient_rank: Rank in the group; -1 for all.
-            path: File for the state dict, written by the recipient (``torch.save``): first as
-                ``.part``, synced to the disk, then renamed, so the name exists once it is complete.
+            path: File for the state dict, written by the recipient (``torch.save``) under
+                another name, synced to the disk, then renamed: what has the name is complete.
             chunk_bytes: Longest message.
 
         Returns:

@@ -1,0 +1,49 @@
+"""Replacement of a file as a whole: a reader sees the old content or the new, never a part.
+
+The content is written to a file of its own name in the same folder, which nobody else can have made
+before (``O_EXCL``, ``O_NOFOLLOW``), and renamed when it is complete. Where others may write the
+folder, a link that they plant is therefore not followed, and two writers do not mix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from mpidist.folder_sync import sync_folder
+
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, is_synced: bool = True) -> Iterator[IO[bytes]]:
+    """Return a binary file that takes the name ``path`` at the end of the context.
+
+    An exception within the context removes the file, and ``path`` stays as it was.
+
+    Args:
+        path: Of the file; a link of this name is replaced itself.
+        is_synced: Write the content, and then the name, to the disk (POSIX fsync).
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    handle = os.open(part, _FLAGS, 0o666)
+    try:
+        with open(handle, "wb") as file:
+            yield file
+            if is_synced:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+    if is_synced:
+        sync_folder(path.parent)

@@ -1,0 +1,92 @@
+"""Replacement of a file as a whole."""
+
+import os
+import threading
+
+import pytest
+
+from mpidist.whole_file import replacing
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("is_synced", [True, False])
+def test_the_name_appears_with_the_whole_content(tmp_path, is_synced):
+    path = tmp_path / "state.pt"
+    for content in (b"first", b"second"):
+        before = path.read_bytes() if path.exists() else None
+        with replacing(path, is_synced=is_synced) as file:
+            file.write(content)
+            file.flush()
+            assert (path.read_bytes() if path.exists() else None) == before
+        assert path.read_bytes() == content
+    assert names(tmp_path) == ["state.pt"]
+
+
+def test_an_error_leaves_the_old_file_and_no_part(tmp_path):
+    path = tmp_path / "state.pt"
+    path.write_bytes(b"old")
+
+    def fail():
+        with replacing(path) as file:
+            file.write(b"half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert path.read_bytes() == b"old" and names(tmp_path) == ["state.pt"]
+
+
+def test_planted_links_are_not_followed(tmp_path):
+    """Neither under the name that an earlier version wrote first, nor under the final one."""
+    victim, path = tmp_path / "victim", tmp_path / "state.pt"
+    victim.write_bytes(b"precious")
+    (tmp_path / "state.pt.part").symlink_to(victim)
+    path.symlink_to(victim)
+    with replacing(path) as file:
+        file.write(b"new")
+    assert victim.read_bytes() == b"precious"
+    assert path.read_bytes() == b"new" and not path.is_symlink()
+
+
+def test_a_guessed_name_is_refused(tmp_path, monkeypatch):
+    class Known:
+        hex = "0"
+
+    monkeypatch.setattr("mpidist.whole_file.uuid.uuid4", Known)
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    (tmp_path / ".state.pt.0.part").symlink_to(victim)
+    with pytest.raises(FileExistsError), replacing(tmp_path / "state.pt") as file:
+        file.write(b"new")
+    assert victim.read_bytes() == b"precious"
+
+
+def test_two_writers_do_not_mix(tmp_path):
+    path, both = tmp_path / "state.pt", threading.Barrier(2)
+
+    def write(byte):
+        with replacing(path) as file:
+            both.wait()
+            for _ in range(100):
+                file.write(byte * 1000)
+            both.wait()
+
+    threads = [threading.Thread(target=write, args=(byte,)) for byte in (b"a", b"b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert path.read_bytes() in (b"a" * 100_000, b"b" * 100_000) and names(tmp_path) == ["state.pt"]
+
+
+def test_permissions_follow_the_umask(tmp_path):
+    former = os.umask(0o027)
+    try:
+        with replacing(tmp_path / "state.pt"):
+            pass
+    finally:
+        os.umask(former)
+    assert (tmp_path / "state.pt").stat().st_mode & 0o777 == 0o640
