@@ -187,8 +187,8 @@ class Allowed:
             raise Refused(f'instances of "{printable_name(name)}" may not be made: {_NOT_LISTED}')
         if not records.is_record(found):
             raise Refused(
-                f'instances of "{class_dicts.name_of(found)}" may not be made: it is no dataclass '
-                "and no named tuple that consists of its fields"
+                f'instances of "{class_dicts.name_of(found)}" may not be made: it '
+                f"{records.obstacle(found)}"
             )
         return found
 

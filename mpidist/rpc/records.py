@@ -5,6 +5,10 @@ A record is rebuilt without running code of its class: no ``__init__``, ``__post
 a message contains an instance. So the checks of ``__post_init__`` do not run, and a field may have
 any value that a message can contain; a function that takes records from others must check them.
 
+A class with ``__del__`` has no records: it would run with fields that the sender chose, also
+where the message is refused. ``__hash__`` and ``__eq__`` run where a record is the key of a dict or
+in a set.
+
 Only fields are sent. An instance with further state (attributes that ``__post_init__`` adds, the
 contents of a subclass of ``dict``) is not a record, because it would arrive incomplete. Values of
 ``functools.cached_property`` are dropped.
@@ -91,6 +95,8 @@ def complaint(obj: object) -> str:
     ):
         return ""
     layout = _layout_of(cls)
+    if layout is None and _has_finalizer(cls):
+        return "its class has __del__, which would run with fields that a sender chooses"
     if layout is None:
         return "its class has a base in C, or a field that a descriptor sets"
     if not callee.is_found_at(cls, layout.module, layout.qualname):
@@ -106,6 +112,13 @@ def is_record(cls: type) -> bool:
     return _layout_of(cls) is not None
 
 
+def obstacle(cls: type) -> str:
+    """Return why a class has no records, as the end of a sentence about it."""
+    if _has_finalizer(cls):
+        return "has __del__, which would run with fields that a sender chooses"
+    return "is neither a dataclass nor a named tuple that is made by its fields"
+
+
 def make_record(cls: type, values: Sequence[object]) -> object:
     """Make a record.
 
@@ -119,10 +132,7 @@ def make_record(cls: type, values: Sequence[object]) -> object:
     """
     layout = _layout_of(cls)
     if layout is None:
-        raise FrameError(
-            f'"{class_dicts.name_of(cls)}" is neither a dataclass nor a named tuple that is made '
-            "by its fields"
-        )
+        raise FrameError(f'"{class_dicts.name_of(cls)}" {obstacle(cls)}')
     if len(values) != len(layout.fields):
         raise FrameError(
             f'"{class_dicts.name_of(cls)}" has {len(layout.fields)} fields; the message has '
@@ -175,6 +185,8 @@ def _make_layout(cls: type) -> _Layout | None:
     # The methods of a base class in C rely on state that its constructor initialises.
     if any(_is_compiled(base) for base in bases if base is not object and base is not tuple):
         return None
+    if _has_finalizer(cls):
+        return None
     attributes = class_dicts.attributes(cls)
     if is_tuple:
         fields: Any = attributes.get("_fields")
@@ -199,6 +211,10 @@ def _make_layout(cls: type) -> _Layout | None:
     ]
     slots = tuple(found for found in members if type(found) is MemberDescriptorType)
     return _Layout(module, qualname, fields, is_tuple, cached, slots)
+
+
+def _has_finalizer(cls: type) -> bool:
+    return any("__del__" in class_dicts.own(base) for base in class_dicts.mro(cls))
 
 
 def _is_compiled(cls: type) -> bool:

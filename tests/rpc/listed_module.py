@@ -261,6 +261,18 @@ class Point:
         ran.append("__post_init__")
 
 
+@dataclasses.dataclass
+class Closing:
+    path: str
+
+    def __del__(self):
+        ran.append(f"closed {self.path}")
+
+
+class ClosingHeir(Closing):
+    pass
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frozen:
     x: int
@@ -378,6 +390,11 @@ class OfUnhashableClass(metaclass=Unhashable):
 class Pair(NamedTuple):
     left: int
     right: str = "r"
+
+
+class ClosingPair(Pair):
+    def __del__(self):
+        ran.append("closed")
 
 
 class PairHeir(Pair):

@@ -554,7 +554,16 @@ def test_records_are_listed_dataclasses_and_named_tuples():
     for name in (f"{NAME}.Point", "Point", "builtins:dict", "mpidist.rpc.worker:WorkerInfo", ""):
         refused(allowed.record, name, match="may not be made")
     for name in ("Server", "OfDict"):
-        refused(allowed.record, f"{NAME}:{name}", match="no dataclass and no named tuple")
+        refused(allowed.record, f"{NAME}:{name}", match="neither a dataclass nor a named tuple")
+
+
+@pytest.mark.parametrize("name", ["Closing", "ClosingHeir", "ClosingPair"])
+def test_instances_of_a_class_with_a_finalizer_are_refused(name, ran):
+    """Its constructor and methods are admitted, which run as the class means them."""
+    found = getattr(module, name)
+    allowed = Allowed([found])
+    refused(allowed.record, f"{NAME}:{name}", match="has __del__, which would run with fields")
+    assert allowed.value(f"{NAME}:{name}") is found and ran == []
 
 
 def test_exceptions_are_pythons_own_the_librarys_and_listed_ones():

@@ -155,6 +155,16 @@ def test_other_classes_are_not_made(cls, ran):
     assert ran == []
 
 
+@pytest.mark.parametrize("cls", [module.Closing, module.ClosingHeir, module.ClosingPair])
+def test_a_class_with_a_finalizer_has_no_records(cls, ran):
+    assert not records.is_record(cls)
+    with pytest.raises(FrameError, match="has __del__, which would run with fields"):
+        records.make_record(cls, ["/etc/passwd"])
+    assert ran == []
+    obj = cls("mine")
+    assert records.fields_of(obj) is None and "has __del__" in records.complaint(obj)
+
+
 @pytest.mark.parametrize("cls", [module.Point, module.Frozen, module.Pair, module.Triple])
 @pytest.mark.parametrize("values", [[], [1], [1, 2, 3, 4]])
 def test_the_number_of_values_is_checked(cls, values):
