@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from mpidist import state_scalars
 from mpidist.checkpoint import files, manifest, model_state, rng
 from mpidist.checkpoint.manifest import MODEL, OPTIMIZER, TRAINING
 from mpidist.checkpoint.reading import Reader, reporting_damage
@@ -252,6 +255,8 @@ class _Loading:
             training.load_own_buffers(state.own["buffers"])
         if state.whole is not None and training.optimizer is not None and training.sharded is None:
             training.optimizer.load_state_dict(state.whole)
+            if isinstance(training.optimizer, torch.optim.Optimizer):
+                state_scalars.restore(training.optimizer, state.whole)
 
     def _load_collectively(self, state: _State) -> None:
         """Load the objects that communicate as they load. Collective: over the group."""

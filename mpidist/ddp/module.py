@@ -66,6 +66,8 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
         batched_grad_copy: Without effect: gradients that need a copy are always copied together.
         forward_sync_buffers: Broadcast rank 0's buffers before each forward pass; True if neither
             this nor ``broadcast_buffers`` is given.
+        lazy_bucket_allocation: Without effect, and True gets a warning: buckets are memory that the
+            ranks of a node share, made once; ``gradient_as_bucket_view`` saves the second copy.
         most_buckets: Largest number of buckets; more are merged (not in torch).
 
     Raises:
@@ -76,7 +78,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
             ``init_sync``).
 
     Source:
-        ``torch.nn.parallel.DistributedDataParallel`` of torch 2.13, whose names and meanings these
+        ``torch.nn.parallel.DistributedDataParallel`` of torch 2.15, whose names and meanings these
         are.
     """
 
@@ -105,6 +107,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         most_buckets: int | None = None,
     ) -> None:
@@ -118,6 +121,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
                 mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce
             )
             torch_arguments.require_supported(module, self.parameters_to_ignore)
+            torch_arguments.warn_of_lazy_buckets(lazy_bucket_allocation)
             self._use_device(device_ids, output_device, dim, check_reduction)
             self.settings = Settings(
                 limits=plan.limits_of(bucket_cap_mb, bucket_cap_mb_list),

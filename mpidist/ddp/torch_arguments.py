@@ -35,6 +35,16 @@ def require_default(mixed_precision: object, delayed: object, hook_of_delayed: o
         )
 
 
+def warn_of_lazy_buckets(requested: bool) -> None:
+    """Warn that buckets are allocated once, where they were requested for one pass each."""
+    if requested:
+        warnings.warn(
+            "lazy_bucket_allocation has no effect: buckets are memory that the ranks of a node "
+            "share, made once; gradient_as_bucket_view=True saves the second copy",
+            stacklevel=3,
+        )
+
+
 def resolve_group(device_mesh: DeviceMesh | None, process_group: AnyGroup) -> AnyGroup:
     """Return the group that the arguments name, or the default one.
 

@@ -29,6 +29,7 @@ class TorchSettings(BufferSyncing):
 
     mixed_precision = None
     batched_grad_copy = True  # gradients that need a copy are always copied together
+    lazy_bucket_allocation = False  # buckets are made once
     broadcast_bucket_size = 250 << 20
     is_multi_device_module = False
     _use_python_reducer = False

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from mpidist import state_scalars
 from mpidist.optim import fused
 from mpidist.optim.parameter_locks import ParameterLocks
 
@@ -98,6 +99,7 @@ class GradAttributeOptimizer:
         """Load a state of the same optimizer."""
         with self.locks:
             self._optimizer.load_state_dict(state_dict)
+            state_scalars.restore(self._optimizer, state_dict)
 
     def _lay_out(self) -> None:
         """Copy gradients and state for fused kernels to their parameter's strides."""

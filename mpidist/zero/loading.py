@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpidist import state_scalars
 from mpidist.comm.consistency import comparing, raising_on_all
 from mpidist.comm.group_types import Group
 from mpidist.comm.mpi import autograd_mode
@@ -147,7 +148,9 @@ class Loading(torch.optim.Optimizer):
         before = (self.optim.state, self.optim.param_groups)
         try:
             with raising_on_all(self.group, where):
-                self.optim.load_state_dict(local())
+                given = local()
+                self.optim.load_state_dict(given)
+                state_scalars.restore(self.optim, given)
         except Exception:
             self.optim.__setstate__({"state": before[0], "param_groups": before[1]})
             raise
@@ -164,7 +167,9 @@ class Loading(torch.optim.Optimizer):
         """
         if self._unowned.hand_over(self.group, self._shards, self.optim.state):
             # Converts dtype and device by torch's rules.
-            self.optim.load_state_dict(self.optim.state_dict())
+            held = self.optim.state_dict()
+            self.optim.load_state_dict(held)
+            state_scalars.restore(self.optim, held)
             self.state = self.optim.state
             self._flatten_state()
 

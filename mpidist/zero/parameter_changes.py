@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.profiler import record_function
 
+from mpidist import state_scalars
 from mpidist.comm.consistency import comparing, maximum, raising_on_all, require_same
 from mpidist.comm.mpi import autograd_mode
 from mpidist.dynamo import untraced
@@ -64,9 +65,10 @@ class ParameterChanges(Saving):
         self._state = FlatState()
         state = self.optim.state
         kept = {piece.tensor: state[piece.tensor] for piece in same if piece.tensor in state}
-        # load_state_dict converts state by torch's rules, scalars too; so unchanged pieces keep
-        # their own.
-        self.optim.load_state_dict(self.optim.state_dict())
+        # load_state_dict converts state by torch's rules; unchanged pieces keep their own.
+        held = self.optim.state_dict()
+        self.optim.load_state_dict(held)
+        state_scalars.restore(self.optim, held)
         self.optim.state.update(kept)
         self.state = self.optim.state
         self._flatten_state()

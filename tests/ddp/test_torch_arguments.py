@@ -131,8 +131,11 @@ def test_torchs_arguments_by_place_have_torchs_meaning(group):
             True,
             False,
             batched_grad_copy=True,
+            lazy_bucket_allocation=True,
         )
-    agree(group, any("check_reduction" in str(w.message) for w in warned_of))
+    texts = [str(w.message) for w in warned_of]
+    agree(group, any("check_reduction" in text for text in texts), str(texts))
+    agree(group, any("lazy_bucket_allocation has no effect" in text for text in texts), str(texts))
     agree(
         group,
         ddp.device_ids is None

@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from mpidist import state_scalars
 from mpidist.optim import fused
 from mpidist.optim.parameter_locks import ParameterLocks
 
@@ -150,6 +151,7 @@ class FunctionalOptimizer(Optimizer):
         with self.locks:
             _check_state(state_dict, self._aliases)
             _load_state_dict(self, state_dict)
+            state_scalars.restore(self, state_dict)
             # Fused kernels need the same strides in a parameter and its state.
             for alias, state in self.state.items():
                 for name, value in state.items():

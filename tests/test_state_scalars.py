@@ -1,0 +1,108 @@
+"""Scalars of a loaded state: the bits that were saved, in bfloat16 too."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from mpidist import state_scalars
+from mpidist.optim.grad_attribute import GradAttributeOptimizer
+from mpidist.zero.optimizer import OSS
+from tests.support import agree
+
+SHAPES = [(5, 7), (), (3,)]
+KINDS = [
+    (torch.optim.NAdam, {"lr": 0.01}),
+    (torch.optim.ASGD, {"lr": 0.1, "t0": 2.0, "lambd": 1e-2}),
+    (torch.optim.Adam, {"lr": 0.01}),
+]
+by_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind[0].__name__)
+
+
+def parameters():
+    generator = torch.Generator().manual_seed(2)
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in SHAPES
+    ]
+
+
+def train(optimizer, params, steps):
+    for step in steps:
+        for number, parameter in enumerate(params):
+            generator = torch.Generator().manual_seed(100 * step + number)
+            parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16()
+        optimizer.step()
+
+
+def bits(state):
+    """Return dtype and value of each tensor."""
+    return {
+        number: {name: (value.dtype, value.tolist()) for name, value in held.items()}
+        for number, held in state.items()
+    }
+
+
+def resumed(source, params, target, others, load):
+    """Load, and return whether state and the next steps are those of the source."""
+    train(source, params, range(3))
+    given = copy.deepcopy(source.state_dict())
+    with torch.no_grad():
+        for one, other in zip(others, params, strict=True):
+            one.copy_(other)
+    load(given)
+    ok = bits(target.state_dict()["state"]) == bits(given["state"])
+    train(source, params, range(3, 5))
+    train(target, others, range(3, 5))
+    return ok and all(map(torch.equal, params, others))
+
+
+@by_kind
+def test_scalars_are_restored_after_torchs_load(kind):
+    made, settings = kind
+    params, others = parameters(), parameters()
+    source, target = made(params, **settings), made(others, **settings)
+
+    def load(given):
+        target.load_state_dict(given)
+        state_scalars.restore(target, given)
+
+    assert resumed(source, params, target, others, load)
+
+
+def test_torch_itself_rounds_them():
+    """If this fails, torch keeps them, and ``state_scalars`` can go."""
+    params, others = parameters(), parameters()
+    source, target = torch.optim.NAdam(params), torch.optim.NAdam(others)
+    train(source, params, range(3))
+    target.load_state_dict(source.state_dict())
+    assert target.state[others[0]]["mu_product"].dtype == torch.bfloat16
+
+
+@by_kind
+def test_an_owner_of_remote_parameters_loads_them(kind):
+    made, settings = kind
+    params, others = parameters(), parameters()
+    source, owner = made(params, **settings), GradAttributeOptimizer(made, others, **settings)
+    assert resumed(source, params, owner._optimizer, others, owner.load_state_dict)
+
+
+@pytest.mark.mpi(min_size=1)
+@by_kind
+@pytest.mark.parametrize("way", ["whole", "rank-local"])
+def test_the_sharded_optimizer_loads_them(group, kind, way):
+    made, settings = kind
+    params, others = parameters(), parameters()
+    source, target = (OSS(each, made, group, **settings) for each in (params, others))
+    train(source, params, range(3))
+    wanted = copy.deepcopy(source.state_dict(all_ranks=True))
+    with torch.no_grad():
+        for one, other in zip(others, params, strict=True):
+            one.copy_(other)
+    given = wanted if way == "whole" else source.rank_local_state_dict()
+    target.load_state_dict(given)
+    ok = bits(target.state_dict(all_ranks=True)["state"]) == bits(wanted["state"])
+    train(source, params, range(3, 5))
+    train(target, others, range(3, 5))
+    agree(group, ok and all(map(torch.equal, params, others)))
