@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
@@ -123,7 +124,8 @@ def cases(draw: Any, valid: tuple[bytes, ...] = ()) -> bytes:
 _names = st.sampled_from(
     ["../x", "/etc/passwd", "model.pt", "rank-0-of-2.pt", _SHA, "whole", "shards"]
 )
-_containers = st.sampled_from([[], {}, [[]], {"bytes": 1, "sha256": _SHA}])
+# Copied, because a drawn one may be changed, and may come to hold itself.
+_containers = st.sampled_from([[], {}, [[]], {"bytes": 1, "sha256": _SHA}]).map(copy.deepcopy)
 _scalars = st.none() | st.booleans() | _numbers | st.integers(-5, 5) | st.floats()
 _values = _scalars | st.text(max_size=5) | _names | _containers
 
