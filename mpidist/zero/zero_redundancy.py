@@ -16,13 +16,14 @@ from mpidist.comm.group_types import AnyGroup
 from mpidist.zero.consolidation import CHUNK_BYTES
 from mpidist.zero.in_backward import Hook, SteppingHook
 from mpidist.zero.optimizer import OSS
+from mpidist.zero.partition import BALANCED
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
 
 class ZeroRedundancyOptimizer(OSS):
-    """``OSS`` with torch's arguments.
+    """``OSS`` with torch's arguments, and its partition: in each group the largest parameter first.
 
     Collective: over the group; see ``OSS``, whose other keyword arguments are valid too.
 
@@ -51,6 +52,8 @@ class ZeroRedundancyOptimizer(OSS):
         overlap_with_ddp: bool = False,
         **defaults: Any,
     ) -> None:
+        if "partition" not in defaults:
+            defaults.update(partition=BALANCED, cost=defaults.get("cost", torch.numel))
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._overlap_with_ddp = overlap_with_ddp
         # Checked when OSS iterates over them, where it reports errors to all ranks. OSS itself

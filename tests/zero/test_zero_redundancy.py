@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 
 import pytest
 import torch
+import torch.distributed.optim
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torchs
 
 from mpidist import optim
 from mpidist.ddp.hooks.default import allreduce_hook, fp16_compress_wrapper
 from mpidist.errors import DisagreementError
 from mpidist.optim import ZeroRedundancyOptimizer, hook_with_zero_step
+from mpidist.zero.partition import BALANCED, Owners
 from tests.support import agree, raises_on_all
 from tests.zero.models import SETTINGS, Model, backward, trained, unequal_parameters, wrapped
 
@@ -110,3 +113,42 @@ def test_arguments(group):
     before = model.last.weight.detach().clone()
     without.step()
     agree(group, not torch.equal(before, model.last.weight), "no step")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_parameters_are_divided_as_torch_divides_them(ranks):
+    """Over random sizes, with equal ones among them, in one to three groups."""
+    theirs = torch.distributed.optim.ZeroRedundancyOptimizer
+    random.seed(ranks)
+    for _ in range(30):
+        sizes = [
+            [random.choice((1, 7, 64, 64, 1000, random.randint(1, 5000))) for _ in range(number)]
+            for number in (random.randint(1, 9) for _ in range(random.randint(1, 3)))
+        ]
+        params = [[torch.zeros(size, requires_grad=True) for size in group] for group in sizes]
+        bare = object.__new__(theirs)
+        bare.world_size, bare._partition_parameters_cache = ranks, []
+        bare.param_groups = [{"params": group} for group in params]
+        expected = {
+            id(parameter): rank
+            for rank, groups in enumerate(bare._partition_parameters())
+            for group in groups
+            for parameter in group["params"]
+        }
+        ours = Owners(BALANCED, torch.numel, ranks)
+        for group in params:
+            ours.add(group)
+        assert ours == [expected[id(p)] for group in params for p in group]
+
+
+def test_the_partition_is_torchs_by_default(group):
+    sizes = [10, 30, 20, 30, 5]
+    params = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
+    zero = ZeroRedundancyOptimizer(params, torch.optim.SGD, group, lr=0.1)
+    expected = Owners(BALANCED, torch.numel, group.size)
+    expected.add(params)
+    agree(group, list(zero._shards.owners) == list(expected))
+    greedy = ZeroRedundancyOptimizer(params, torch.optim.SGD, group, lr=0.1, partition="greedy")
+    expected = Owners("greedy", torch.numel, group.size)
+    expected.add(params)
+    agree(group, list(greedy._shards.owners) == list(expected))
