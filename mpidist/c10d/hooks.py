@@ -18,7 +18,7 @@ def install() -> None:
     """Let ``attach`` of each class tell a group that it is observed, once per process."""
     c10d: Any = importlib.import_module("torch._C._distributed_c10d")
     for name in _CLASSES:
-        hook = getattr(c10d, name, None)  # since torch 2.15
+        hook = getattr(c10d, name, None)  # since torch 2.14
         if hook is not None and not hasattr(hook.attach, "__wrapped__"):
             hook.attach = staticmethod(_telling(hook.attach))
 

@@ -96,7 +96,7 @@ def event(
 
 
 def requested_name() -> str:
-    """Return the name of this thread's ``dist.record_comm``, "" outside; torch 2.15."""
+    """Return the name of this thread's ``dist.record_comm``, "" outside; torch 2.13."""
     return _requested() if _requested is not None else ""
 
 

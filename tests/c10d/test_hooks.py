@@ -1,4 +1,4 @@
-"""Hooks that torch attaches in C++, and names of profiler events: torch 2.15."""
+"""Hooks that torch attaches in C++, and names of profiler events."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mpidist.c10d import hooks
 from tests.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
-of_215 = pytest.mark.skipif(not hasattr(c10d, "NanCheckHook"), reason="torch has them from 2.15 on")
+of_214 = pytest.mark.skipif(not hasattr(c10d, "NanCheckHook"), reason="torch has them from 2.14 on")
 
 
-@of_215
+@of_214
 def test_an_attached_hook_sees_every_call(world, default_group):
     poisoned, fine = torch.full((3,), float("nan")), torch.ones(3)
     group = dist.new_group()
@@ -42,7 +42,7 @@ def test_hooks_are_replaced_once(world):
     assert attach == [getattr(c10d, name).attach for name in hooks._CLASSES if hasattr(c10d, name)]
 
 
-@pytest.mark.skipif(not hasattr(dist, "record_comm"), reason="torch has it from 2.15 on")
+@pytest.mark.skipif(not hasattr(dist, "record_comm"), reason="torch has it from 2.13 on")
 def test_record_comm_names_the_events(world, default_group):
     x = torch.ones(4)
     with profile(activities=[ProfilerActivity.CPU]) as done:
