@@ -145,7 +145,6 @@ COVERED_BY = {
     "rpc/requests": "rpc/test_calls.py",
     "rpc/rref": "rpc/test_rrefs.py",
     "rpc/wire": "rpc/test_message.py",
-    "zero/master_weights": "zero/test_shards.py",
     "zero/buffer_set": "zero/test_shards.py",
     "zero/modes": "zero/test_in_backward.py",  # and test_join
     "zero/parameter_gather": "zero/test_training.py",

@@ -228,12 +228,16 @@ class _Loading:
         """Return the optimizer's state, merged from the shards of all ranks."""
         shards = [_shard_of(self._of_rank(rank)) for rank in range(self._world_size)]
         whole = merged(shards)
-        if any(shard["masters"] for shard in shards):
+        if any(shard["masters"] for shard in shards) and not self._takes_masters():
             self._warn(
-                "a narrow wire's master copies are renewed from the parameters, which have rounded "
-                "values"
+                "the master copies of a wire are not loaded: this optimizer steps the parameters "
+                "themselves, which have rounded values"
             )
         return whole
+
+    def _takes_masters(self) -> bool:
+        sharded = self._training.sharded
+        return sharded is not None and bool(sharded.rank_local_state_dict(copies=False)["masters"])
 
     def _require_fits(self, state: _State) -> None:
         # A rank's own shard has the groups of the whole.

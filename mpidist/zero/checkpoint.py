@@ -23,7 +23,14 @@ from mpidist.zero.boxes import boxes, view_of
 from mpidist.zero.groups import Groups
 from mpidist.zero.pieces import Piece
 from mpidist.zero.shard_image import InFlat, Loose, ShardImage
-from mpidist.zero.state_dict import ParamState, for_base, packed_groups
+from mpidist.zero.state_dict import (
+    MASTERS,
+    ParamState,
+    StateByNumber,
+    assembled,
+    for_base,
+    packed_groups,
+)
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
@@ -133,8 +140,9 @@ def sharded(
         state[names[number]] = {
             name: _held(image, own.get(number), value) for name, value in held.items()
         }
+    result = assembled(state, packed_groups(groups, names))
     for piece in pieces:
-        if piece.number not in image.entries and piece.parameter.requires_grad:
+        if names[piece.number] not in result["state"] and piece.parameter.requires_grad:
             form = image.forms[piece.number]
             first = first_state(piece).items()
             made: ParamState = {
@@ -143,8 +151,8 @@ def sharded(
                 if isinstance(value, torch.Tensor)
             }
             if made:
-                state[names[piece.number]] = made
-    return {"state": state, "param_groups": packed_groups(groups, names)}
+                result["state"][names[piece.number]] = made
+    return result
 
 
 def names_of(groups: Groups) -> list[str]:
@@ -162,14 +170,20 @@ def restored(
     names = names_of(groups)
 
     def held_by(piece: Piece) -> ParamState | None:
-        held = given["state"].get(names[piece.number])
-        if not held or not all(
-            value.is_known for value in held.values() if isinstance(value, PartOfTensor)
-        ):
-            return None
-        return {name: _value(value, piece) for name, value in held.items()}
+        return _known(given["state"].get(names[piece.number]), piece)
 
     return for_base(given["param_groups"], base_groups, pieces, held_by)
+
+
+def masters_in(given: StateDict, pieces: Sequence[Piece], groups: Groups) -> StateByNumber:
+    """Return this rank's part of the master copies that were loaded, by parameter number."""
+    names, masters = names_of(groups), given.get(MASTERS, {})
+    found = {
+        piece.number: _known(masters.get(names[piece.number]), piece)
+        for piece in pieces
+        if piece.home is not None
+    }
+    return {number: held for number, held in found.items() if held}
 
 
 def as_torch(given: StateDict, groups: Groups) -> StateDict:
@@ -202,6 +216,15 @@ def _held(image: ShardImage, piece: Piece | None, value: object) -> object:
             piece.start,
         )
     return image.loose[value.place] if isinstance(value, Loose) else value
+
+
+def _known(held: ParamState | None, piece: Piece) -> ParamState | None:
+    """Return a piece's part of its state; None if it was not loaded."""
+    if not held or not all(
+        value.is_known for value in held.values() if isinstance(value, PartOfTensor)
+    ):
+        return None
+    return {name: _value(value, piece) for name, value in held.items()}
 
 
 def _wanted(piece: Piece, form: Tensor, value: Tensor) -> PartOfTensor:

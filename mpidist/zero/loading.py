@@ -17,8 +17,10 @@ from mpidist.zero import state_dict as state_dicts
 from mpidist.zero.flat_state import FlatState
 from mpidist.zero.groups import Groups
 from mpidist.zero.local_state import RankLocalState
+from mpidist.zero.master_weights import elements_of
 from mpidist.zero.shard_image import ShardImage, image_of
 from mpidist.zero.shards import Shards
+from mpidist.zero.state_dict import MASTER, SEEN, StateByNumber
 from mpidist.zero.unowned_state import UnownedState, unowned_part
 
 if TYPE_CHECKING:
@@ -48,8 +50,11 @@ class Loading(torch.optim.Optimizer):
         """Load a state dict of any world size, in the format of torch, FairScale or this class.
 
         All ranks pass the same state, or each its own ``rank_local_state_dict``. The argument is
-        not changed. Load the parameters first: a wire's master copies are renewed from parameters
-        that were written.
+        not changed.
+
+        The parameters may be loaded before or after. With a wire, the next step compares them with
+        the state's master copies, and renews those of other parameters; so does a state without
+        masters for parameters that were written.
 
         Collective: over the group.
 
@@ -93,6 +98,22 @@ class Loading(torch.optim.Optimizer):
             plain["param_groups"],
             UnownedState(self._unowned.owners, held),
         )
+        self._load_masters(
+            checkpoint.masters_in(state_dict, self._shards.pieces, self.param_groups)
+        )
+
+    def _load_masters(self, masters: StateByNumber) -> None:
+        """Load master copies of this rank's pieces, by parameter number."""
+        copies = self._shards.masters
+        if not copies.flats:
+            return
+        with torch.no_grad():
+            for piece in self._shards.pieces:
+                held = masters.get(piece.number)
+                if held and piece.home is not None:
+                    value, seen = held[MASTER], held.get(SEEN)
+                    assert isinstance(value, torch.Tensor)
+                    copies.load(piece, value, seen.clone() if torch.is_tensor(seen) else None)
 
     def _load(self, given: Any) -> None:
         where = "OSS.load_state_dict"
@@ -119,9 +140,7 @@ class Loading(torch.optim.Optimizer):
                 given["param_groups"],
                 unowned_there,
             )
-            for master, saved in zip(self._shards.masters.flats, given["masters"], strict=True):
-                master.copy_(saved)
-            self._shards.masters.mark_current(self._shards.pieces)
+            self._load_masters(self._masters_in(given))
         else:
             self._install(
                 where,
@@ -130,6 +149,17 @@ class Loading(torch.optim.Optimizer):
                 unowned_part(
                     state_dicts.by_number(given, self.param_groups), self._shards, self.rank
                 ),
+            )
+            masters = state_dicts.by_number(given, self.param_groups, state_dicts.MASTERS)
+            self._load_masters(
+                {
+                    piece.number: {
+                        name: state_dicts.part(value, piece)
+                        for name, value in masters[piece.number].items()
+                    }
+                    for piece in self._shards.pieces
+                    if piece.number in masters
+                }
             )
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -173,8 +203,18 @@ class Loading(torch.optim.Optimizer):
             self.state = self.optim.state
             self._flatten_state()
 
+    def _masters_in(self, given: RankLocalState) -> StateByNumber:
+        found = local_state.masters_in(given, self._shards.pieces)
+        if self._shards.masters.saves_seen and not given.get("seen"):
+            # Of an earlier version: the parameters, loaded before, are taken for those of the save.
+            for piece in self._shards.pieces:
+                if piece.number in found:
+                    found[piece.number][SEEN] = elements_of(piece)
+        return found
+
     def _image(self) -> ShardImage:
         self._flatten_state()
+        self._shards.masters.renew_written(self._shards.pieces)
         return image_of(self._shards, self._state, self.optim.state, self._unowned.held, self.rank)
 
     def _flatten_state(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from mpidist.zero.groups import Groups, ParamGroup
 from mpidist.zero.pieces import Piece
 from mpidist.zero.shard_image import InFlat, KindKey, Loose, ShardImage
-from mpidist.zero.state_dict import ParamState, for_base
+from mpidist.zero.state_dict import MASTER, SEEN, ParamState, StateByNumber, for_base
 from mpidist.zero.unowned_state import UnownedState
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class RankLocalState(TypedDict):
     flats: list[Tensor]
     loose: list[Tensor]
     masters: list[Tensor]
+    seen: list[Tensor]  # states of earlier versions have none
     entries: dict[int, list[Entry]]
     parked: dict[int, int]  # the rank that keeps the state of each parameter without a piece
     param_groups: list[ParamGroup]
@@ -75,6 +76,7 @@ def packed(
         "flats": list(image.flats),
         "loose": list(image.loose),
         "masters": list(image.masters),
+        "seen": list(image.seen),
         "entries": {
             number: [described(name, value) for name, value in held.items()]
             for number, held in image.entries.items()
@@ -134,12 +136,12 @@ def require_fits(given: RankLocalState, image: ShardImage, world_size: int) -> N
             "the rank-local state dict is damaged: its flat tensors have other lengths than its "
             "layout"
         )
-    if [(held.shape, held.dtype) for held in given["masters"]] != [
-        (held.shape, held.dtype) for held in image.masters
-    ]:
-        raise ValueError(
-            "the rank-local state dict is damaged: its master copies do not fit its layout"
-        )
+    forms = [(held.shape, held.dtype) for held in image.masters]
+    for held in (given["masters"], given.get("seen") or image.masters):
+        if [(flat.shape, flat.dtype) for flat in held] != forms:
+            raise ValueError(
+                "the rank-local state dict is damaged: its master copies do not fit its layout"
+            )
 
 
 def restored(given: RankLocalState, pieces: Sequence[Piece], base_groups: Groups) -> StateDict:
@@ -150,6 +152,19 @@ def restored(given: RankLocalState, pieces: Sequence[Piece], base_groups: Groups
         return None if rows is None else {name: _value(given, piece, *row) for name, *row in rows}
 
     return for_base(given["param_groups"], base_groups, pieces, held_by)
+
+
+def masters_in(given: RankLocalState, pieces: Sequence[Piece]) -> StateByNumber:
+    """Return views of a rank-local state dict's master copies, by parameter number."""
+    return {
+        piece.number: {
+            name: piece.state_view(flats[piece.home[0]])
+            for name, flats in ((MASTER, given["masters"]), (SEEN, given.get("seen", [])))
+            if flats
+        }
+        for piece in pieces
+        if piece.home is not None and given["masters"]
+    }
 
 
 def unowned_in(given: RankLocalState) -> UnownedState:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpidist.kernels.view import laid_out
-from mpidist.zero.local_state import FLAT, LOOSE, RankLocalState, is_rank_local
+from mpidist.zero.local_state import FLAT, LOOSE, Layout, RankLocalState, is_rank_local
 from mpidist.zero.shard_image import KindKey
-from mpidist.zero.state_dict import StateByNumber
+from mpidist.zero.state_dict import MASTER, MASTERS, SEEN, StateByNumber
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 
 def merged(states: Sequence[RankLocalState]) -> StateDict:
-    """Return the state of one optimizer over all parameters, without a wire's master copies.
+    """Return the state of one optimizer over all parameters, with a wire's master copies.
 
     Args:
         states: The ``rank_local_state_dict`` of each rank, by rank.
@@ -49,17 +49,45 @@ def merged(states: Sequence[RankLocalState]) -> StateDict:
             for name, where, value in rows:
                 if where == FLAT:
                     kind = state["kinds"][value]
-                    flat = _elements(states, places, kind, *slots[kind[0], number])
-                    form = torch.empty_strided(
-                        layout["shapes"][number], layout["strides"][number], device="meta"
-                    )
-                    values[name] = laid_out(flat, form)
+                    flats = [
+                        state["flats"][place[kind]] if kind in place else None
+                        for state, place in zip(states, places, strict=True)
+                    ]
+                    flat = _elements(states, kind, flats, *slots[kind[0], number])
+                    values[name] = _formed(flat, layout, number)
                 else:
                     values[name] = state["loose"][value] if where == LOOSE else copy.copy(value)
-    return {
+    result = {
         "state": dict(sorted(found.items())),
         "param_groups": copy.deepcopy(states[0]["param_groups"]),
     }
+    masters = _masters(states, slots)
+    return {**result, MASTERS: masters} if masters else result
+
+
+def _masters(
+    states: Sequence[RankLocalState], slots: Mapping[tuple[int, int], tuple[int, int]]
+) -> StateByNumber:
+    """Return the masters by number, and what was seen beside them if all states hold it."""
+    layout = states[0]["layout"]
+    found: StateByNumber = {}
+    for name, held in (
+        (MASTER, [state["masters"] for state in states]),
+        (SEEN, [state.get("seen", []) for state in states]),
+    ):
+        if not all(held):
+            continue
+        for (place, number), (offset, numel) in sorted(slots.items(), key=lambda row: row[0][1]):
+            flats = [own[place] if place < len(own) else None for own in held]
+            kind = (place, name, held[0][0].dtype)
+            flat = _elements(states, kind, flats, offset, numel)
+            found.setdefault(number, {})[name] = _formed(flat, layout, number)
+    return found
+
+
+def _formed(flat: Tensor, layout: Layout, number: int) -> Tensor:
+    shape, strides = layout["shapes"][number], layout["strides"][number]
+    return laid_out(flat, torch.empty_strided(shape, strides, device="meta"))
 
 
 def _require_of_one(states: Sequence[RankLocalState]) -> None:
@@ -80,19 +108,18 @@ def _require_of_one(states: Sequence[RankLocalState]) -> None:
 
 def _elements(
     states: Sequence[RankLocalState],
-    places: Sequence[Mapping[KindKey, int]],
     kind: KindKey,
+    flats: Sequence[Tensor | None],
     offset: int,
     numel: int,
 ) -> Tensor:
     """Return ``numel`` elements of a flat buffer's state from ``offset`` on, from their owners."""
     bounds = states[0]["layout"]["plans"][kind[0]][2]
     parts = []
-    for rank, state in enumerate(states):
+    for rank, flat in enumerate(flats):
         first, end = max(offset, bounds[rank]), min(offset + numel, bounds[rank + 1])
         if first >= end:
             continue
-        flat = state["flats"][places[rank][kind]] if kind in places[rank] else None
         if flat is None or flat.numel() != bounds[rank + 1] - bounds[rank]:
             raise ValueError(
                 f"the rank-local state dict of rank {rank} is damaged: it lacks elements of "

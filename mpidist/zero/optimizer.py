@@ -144,7 +144,14 @@ class OSS(Modes):
         groups.require_host_memory(self.param_groups if self._one_copy else [])
         groups.require_distinct(self.param_groups)
         one_copy = self._one_copy and self.world_size > 1
-        shards = Shards(self.group, partition, cost, one_copy, self._wire is not None)
+        shards = Shards(
+            self.group,
+            partition,
+            cost,
+            one_copy,
+            has_masters=self._wire is not None,
+            saves_seen=self._wire is not None and not self._wire.is_rounding,
+        )
         for group in self.param_groups:
             shards.add(group["params"])
         return shards

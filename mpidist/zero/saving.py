@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -69,7 +70,7 @@ class Saving(Loading):
         """
         self._require_recipient("OSS.consolidate_state_dict", recipient_rank, chunk_bytes)
         with record_function("mpidist::oss::consolidate"):
-            self._consolidation.run(self._image(), recipient_rank, chunk_bytes)
+            self._consolidation.run(self._image().with_masters(), recipient_rank, chunk_bytes)
 
     def consolidate_async(
         self,
@@ -108,11 +109,11 @@ class Saving(Loading):
         with record_function("mpidist::oss::consolidate_async"):
             groups_now = state_dict.packed_groups(self.param_groups, itertools.count())
             return self._background.start(
-                self._image(),
+                self._image().with_masters(),
                 recipient_rank,
                 chunk_bytes,
                 path,
-                lambda state: {"state": state, "param_groups": groups_now},
+                lambda state: state_dict.assembled(state, groups_now),
             )
 
     def close(self) -> None:
@@ -124,6 +125,10 @@ class Saving(Loading):
 
     def state_dict(self, all_ranks: bool = False) -> StateDict:
         """Return the state as ``optim`` over all parameters on one rank would.
+
+        With a wire there is also ``"masters"``, by parameter number, which torch's optimizers do
+        not read: ``"value"``, the master copy, and ``"seen"`` with a wire of int8, what all ranks
+        saw beside it; both in the parameter's shape and dtype.
 
         Args:
             all_ranks: First consolidate on all ranks; collective over the group. Otherwise it is
@@ -165,7 +170,7 @@ class Saving(Loading):
 
     # --- torch.distributed.checkpoint ---
 
-    def sharded_state_dict(self, *, copies: bool = True) -> StateDict:
+    def sharded_state_dict(self, *, copies: bool = True, masters: bool = True) -> StateDict:
         """Return this rank's state for ``torch.distributed.checkpoint``, to save or to load.
 
         The dict may be part of a larger one, with a model's state. Keys are those of torch's
@@ -181,10 +186,14 @@ class Saving(Loading):
             copies: Return copies in host memory, unchanged by later steps, as ``async_save`` needs;
                 a load is then complete before ``load_sharded_state_dict`` changes anything. Else
                 return the optimizer's own tensors.
+            masters: With a wire, include its master copies: ``masters.<name>.value``, and
+                ``masters.<name>.seen`` of int8. Else a load needs a checkpoint without them, and
+                masters start from the parameters.
         """
         from mpidist.zero import checkpoint  # late: imports torch.distributed.checkpoint
 
         image = self._image()
+        image = image.with_masters() if masters else replace(image, masters=(), seen=())
         image = image.copied(self._copies) if copies else image
         return checkpoint.sharded(image, self._shards.pieces, self.param_groups, self._first_state)
 

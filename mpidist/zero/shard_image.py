@@ -7,6 +7,7 @@ readers that work while training continues.
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
@@ -16,7 +17,7 @@ from mpidist.zero.buffer_plan import BufferPlan
 from mpidist.zero.flat_state import FlatState, Kind, State
 from mpidist.zero.result_memory import KeptMemory
 from mpidist.zero.shards import Shards
-from mpidist.zero.state_dict import StateByNumber
+from mpidist.zero.state_dict import MASTER_KIND, SEEN_KIND, StateByNumber
 
 Tensor = torch.Tensor
 
@@ -49,6 +50,7 @@ class ShardImage:
         entries: By parameter number and name of the state: InFlat, Loose, or the value.
         masters: The rank's full-precision shard of each flat buffer; empty if the base optimizer
             steps the parameters themselves.
+        seen: What all ranks see of these shards; empty if the masters give it.
         plans: Of the flat buffers.
         forms: For each parameter a tensor on the meta device with its shape and strides.
     """
@@ -59,6 +61,7 @@ class ShardImage:
     loose: tuple[Tensor, ...]
     entries: StateByNumber
     masters: tuple[Tensor, ...]
+    seen: tuple[Tensor, ...]
     plans: tuple[BufferPlan, ...]
     forms: tuple[Tensor, ...]
 
@@ -68,19 +71,38 @@ class ShardImage:
         Args:
             memory: For the copies; reused from an earlier image if none of its tensors is alive.
         """
-        own = (*self.flats, *self.loose, *self.masters)
+        own = (*self.flats, *self.loose, *self.masters, *self.seen)
         copies = memory.tensors(
             {place: (tensor.numel(), tensor.dtype) for place, tensor in enumerate(own)}
         )
         for place, tensor in enumerate(own):
             copies[place] = copies[place].view(tensor.shape).copy_(tensor)
         made = [copies[place] for place in range(len(own))]
-        flats, loose = len(self.flats), len(self.loose)
+        rest = iter(made)
+
+        def taken(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(itertools.islice(rest, len(tensors)))
+
         return replace(
             self,
-            flats=tuple(made[:flats]),
-            loose=tuple(made[flats : flats + loose]),
-            masters=tuple(made[flats + loose :]),
+            flats=taken(self.flats),
+            loose=taken(self.loose),
+            masters=taken(self.masters),
+            seen=taken(self.seen),
+        )
+
+    def with_masters(self) -> ShardImage:
+        """Return an image whose masters, and what is seen of them, are kinds of state."""
+        kinds, flats = list(self.kinds), list(self.flats)
+        entries = {number: dict(values) for number, values in self.entries.items()}
+        for name, tensors in ((MASTER_KIND, self.masters), (SEEN_KIND, self.seen)):
+            for place, flat in enumerate(tensors):
+                for span in self.plans[place].spans(self.rank):
+                    entries.setdefault(span.number, {})[name] = InFlat(len(kinds))
+                kinds.append((place, name, flat.dtype))
+                flats.append(flat)
+        return replace(
+            self, kinds=tuple(kinds), flats=tuple(flats), entries=entries, masters=(), seen=()
         )
 
 
@@ -119,6 +141,7 @@ def image_of(
         loose=tuple(loose.tensors),
         entries=entries,
         masters=tuple(shards.masters.flats),
+        seen=tuple(shards.seen()),
         plans=tuple(shards.buffers.plans),
         forms=tuple(
             torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")

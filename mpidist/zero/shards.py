@@ -34,6 +34,7 @@ class Shards:
         cost: Of a parameter, for ``"balanced"``.
         one_copy: The ranks of a node hold one copy of the parameters.
         has_masters: This rank steps copies of its shards, not the parameters themselves.
+        saves_seen: See ``Masters``.
 
     Attributes:
         parameters: By number.
@@ -44,13 +45,19 @@ class Shards:
     """
 
     def __init__(
-        self, group: Group, partition: str, cost: Cost, one_copy: bool, has_masters: bool
+        self,
+        group: Group,
+        partition: str,
+        cost: Cost,
+        one_copy: bool,
+        has_masters: bool,
+        saves_seen: bool = False,
     ) -> None:
         self.parameters: list[Tensor] = []
         self.owners = Owners(partition, cost, group.size)
         self.pieces: list[Piece] = []
         self.buffers = BufferSet()
-        self.masters = Masters()
+        self.masters = Masters(saves_seen)
         self._group = group
         self._partition = partition
         self._one_copy = one_copy
@@ -173,6 +180,7 @@ class Shards:
         old, self.buffers = self.buffers, BufferSet()
         kept: Mapping[int, Tensor] = {}
         if self._has_masters:
+            self.masters.settle(self.pieces)
             kept = exact_masters(self.pieces, {number: old.view(number) for number in old.numbers})
         self.masters.flats = []
         for former in old:
@@ -194,6 +202,15 @@ class Shards:
                 piece.tensor.detach().copy_(kept[piece.number])
         self.masters.mark_current([piece for piece in self.pieces if piece.number in kept])
         self.masters.renew(self.pieces)
+
+    def seen(self) -> list[Tensor]:
+        """Return copies of what ranks see of this rank's shards; empty if it is not saved."""
+        rank = self._group.rank
+        own = (
+            flat[plan.bounds[rank] : plan.bounds[rank + 1]]
+            for plan, flat in zip(self.buffers.plans, self.buffers.flats, strict=True)
+        )
+        return self.masters.seen(self.pieces, own)
 
     def owned(self) -> list[list[int]]:
         """Return for each rank the numbers of the parameters that it owns, whole or in part."""

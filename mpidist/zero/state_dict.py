@@ -6,7 +6,7 @@ import copy
 import itertools
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 ParamState: TypeAlias = dict[str, object]  # of one parameter: values by name
 StateByNumber: TypeAlias = dict[int, ParamState]
+
+# A wire's master copies are beside the state, under a key that torch's optimizers do not read:
+# among a parameter's state they would pass for the state of a first step. By parameter, each has
+# a dict of the master, and of the values that all ranks saw if the master does not give them.
+MASTERS, MASTER, SEEN = "masters", "value", "seen"
+# Names of both among a parameter's state, on the way there.
+_NAMES = {"mpidist.master": MASTER, "mpidist.seen": SEEN}
+MASTER_KIND, SEEN_KIND = _NAMES
 
 # Names of the state that torch's optimizers keep for each parameter.
 _KINDS: dict[type, frozenset[str]] = {
@@ -39,10 +47,25 @@ _KINDS: dict[type, frozenset[str]] = {
 
 def packed(groups: Groups, state: StateByNumber) -> StateDict:
     """Return a state dict: ``state`` by number, and the groups with numbers for parameters."""
-    return {
-        "state": {key: dict(values) for key, values in state.items()},
-        "param_groups": packed_groups(groups, itertools.count()),
-    }
+    return assembled(state, packed_groups(groups, itertools.count()))
+
+
+def assembled(
+    state: Mapping[Any, Mapping[str, object]], packed_groups: list[ParamGroup]
+) -> StateDict:
+    """Return a state dict of packed groups, with the masters among the state beside it."""
+    plain: dict[Any, ParamState] = {}
+    masters: dict[Any, ParamState] = {}
+    for key, values in state.items():
+        found = {_NAMES[name]: value for name, value in values.items() if name in _NAMES}
+        if found:
+            masters[key] = found
+        if len(values) > len(found) or not found:
+            plain[key] = {name: value for name, value in values.items() if name not in _NAMES}
+    result: StateDict = {"state": plain, "param_groups": packed_groups}
+    if masters:
+        result[MASTERS] = masters
+    return result
 
 
 def packed_groups(groups: Groups, keys: Iterable[Hashable]) -> list[ParamGroup]:
@@ -81,6 +104,7 @@ def require_fits(given: StateDict, groups: Groups, optim: torch.optim.Optimizer)
                 f"the state dict has state of {key!r}, which none of its parameter groups names"
             )
         _require_values(key, values, parameters[key].shape, type(optim))
+    _require_masters(given.get(MASTERS, {}), parameters)
 
 
 def _require_form(given: object) -> None:
@@ -135,6 +159,28 @@ def _require_values(key: object, values: object, shape: torch.Size, optim: type)
                 f"the state dict is of another model: {kind} of parameter {key} has shape "
                 f"{tuple(value.shape)}, the parameter {tuple(shape)}"
             )
+
+
+def _require_masters(masters: object, parameters: Mapping[Hashable, Tensor]) -> None:
+    if not isinstance(masters, Mapping):
+        raise ValueError(
+            f"the masters of a state dict are a dict by parameter; got {type(masters).__name__}"
+        )
+    for key, held in masters.items():
+        if key not in parameters:
+            raise ValueError(
+                f"the state dict has a master of {key!r}, which none of its parameter groups names"
+            )
+        if not isinstance(held, Mapping) or not isinstance(held.get(MASTER), torch.Tensor):
+            raise ValueError(f"the master of parameter {key} is a dict with {MASTER!r}, a tensor")
+        for name in (MASTER, SEEN):
+            value, shape = held.get(name, held[MASTER]), parameters[key].shape
+            if not isinstance(value, torch.Tensor) or value.shape != shape:
+                found = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+                raise ValueError(
+                    f"the state dict is of another model: the master's {name} of parameter {key} "
+                    f"has shape {found}, the parameter {tuple(shape)}"
+                )
 
 
 def local(
@@ -216,8 +262,12 @@ def part(value: object, piece: Piece) -> object:
     )
 
 
-def by_number(given: StateDict, groups: Groups) -> StateByNumber:
-    """Return the state by this optimizer's parameter numbers, for a state dict that fits."""
+def by_number(given: StateDict, groups: Groups, part: str = "state") -> StateByNumber:
+    """Return the state by this optimizer's parameter numbers, for a state dict that fits.
+
+    Args:
+        part: ``"state"`` or ``"masters"``.
+    """
     places = {
         id(parameter): number
         for number, parameter in enumerate(p for group in groups for p in group["params"])
@@ -226,14 +276,14 @@ def by_number(given: StateDict, groups: Groups) -> StateByNumber:
         key: places[id(parameter)]
         for key, parameter in _by_id(given["param_groups"], groups).items()
     }
-    return {numbers[key]: held for key, held in given["state"].items()}
+    return {numbers[key]: held for key, held in given.get(part, {}).items()}
 
 
 def summary(given: StateDict) -> str:
     """Return a text that is equal for state dicts with the same names and shapes."""
     rows = sorted(
         (str(key), name, tuple(value.shape) if isinstance(value, torch.Tensor) else None)
-        for key, held in given["state"].items()
+        for key, held in (*given["state"].items(), *given.get(MASTERS, {}).items())
         for name, value in held.items()
     )
     return f"{len(given['state'])} parameters, checksum {zlib.crc32(repr(rows).encode()):08x}"

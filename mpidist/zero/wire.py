@@ -31,9 +31,11 @@ class Wire(Protocol):
 
     Attributes:
         name: As ``wire_of`` takes it.
+        is_rounding: The values that all ranks see are the master, rounded to a half type.
     """
 
     name: str
+    is_rounding: bool
 
     def master_dtype(self, flat_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of masters of a flat buffer: the buffer's own.

@@ -30,6 +30,8 @@ class HalfWire:
         ValueError: Another dtype.
     """
 
+    is_rounding = True
+
     def __init__(self, dtype: torch.dtype) -> None:
         if dtype not in _NAMES:
             raise ValueError(f"HalfWire needs {' or '.join(map(str, _NAMES))}; got {dtype}")

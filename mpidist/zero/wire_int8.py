@@ -35,6 +35,7 @@ class Int8Wire:
     """
 
     name = "int8"
+    is_rounding = False
 
     def __init__(self) -> None:
         self._scratch = Scratch()
