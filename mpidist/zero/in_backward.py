@@ -113,7 +113,13 @@ class BackwardSteps:
         if not stepped:
             return optim.step(**kwargs)
         result = None
-        if any(piece.tensor.grad is not None for piece in rest):
+        # A group of which no parameter was stepped may count its steps all the same.
+        own = {id(piece.tensor) for piece in stepped}
+        is_missed = any(
+            group["params"] and own.isdisjoint(map(id, group["params"]))
+            for group in optim.param_groups
+        )
+        if is_missed or any(piece.tensor.grad is not None for piece in rest):
             result = step_only(optim, [piece.tensor for piece in rest], changes, **kwargs)
         changes.set(optim)
         return result
