@@ -6,8 +6,9 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from mpidist import state_scalars
+from mpidist import checkpoint, state_scalars
 from mpidist.optim.grad_attribute import GradAttributeOptimizer
 from mpidist.zero.optimizer import OSS
 from tests.support import agree
@@ -106,3 +107,61 @@ def test_the_sharded_optimizer_loads_them(group, kind, way):
     train(source, params, range(3, 5))
     train(target, others, range(3, 5))
     agree(group, ok and all(map(torch.equal, params, others)))
+
+
+@pytest.fixture
+def folder(world, tmp_path):
+    """One folder for all ranks: rank 0's."""
+    return world.broadcast_object(str(tmp_path), 0)
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.usefixtures("default_group")
+@by_kind
+@pytest.mark.parametrize("partition", ["greedy", "flat"])
+def test_a_distributed_checkpoint_holds_them(group, folder, kind, partition):
+    made, settings = kind
+    params, others = parameters(), parameters()
+    source, target = (
+        OSS(each, made, group, partition=partition, **settings) for each in (params, others)
+    )
+    train(source, params, range(3))
+    dcp.save({"optimizer": source.sharded_state_dict()}, checkpoint_id=folder)
+    write(others, params)
+    content = {"optimizer": target.sharded_state_dict()}
+    dcp.load(content, checkpoint_id=folder)
+    target.load_sharded_state_dict(content["optimizer"])
+    states = [bits(one.state_dict(all_ranks=True)["state"]) for one in (target, source)]
+    train(source, params, range(3, 5))
+    train(target, others, range(3, 5))
+    agree(group, states[0] == states[1] and all(map(torch.equal, params, others)))
+
+
+@pytest.mark.mpi(min_size=1)
+@by_kind
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_of_the_training_holds_them(group, folder, kind, sharded):
+    made, settings = kind
+    models = [torch.nn.ParameterList(parameters()) for _ in range(2)]
+    source, target = (
+        OSS(model, made, group, **settings) if sharded else made(model, **settings)
+        for model in models
+    )
+    train(source, models[0], range(3))
+    checkpoint.save(folder, 3, model=models[0], optimizer=source, group=group)
+    checkpoint.load(folder, model=models[1], optimizer=target, group=group)
+    states = [
+        bits((one.state_dict(all_ranks=True) if sharded else one.state_dict())["state"])
+        for one in (target, source)
+    ]
+    train(source, models[0], range(3, 5))
+    train(target, models[1], range(3, 5))
+    ok = states[0] == states[1] and all(map(torch.equal, *models))
+    agree(group, ok)
+
+
+def write(targets, sources):
+    """Write parameters, as loading a model does."""
+    with torch.no_grad():
+        for one, other in zip(targets, sources, strict=True):
+            one.copy_(other)
