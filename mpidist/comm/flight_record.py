@@ -44,14 +44,14 @@ _KINDS = {
     "reduce_scatter_tensor": "_reduce_scatter_base",
     "all_to_all": "all_to_all",
     "all_to_all_single": "all_to_all",
-    "split": "split",
 }
-# Of an operation that torchfrtrace has no name for, and of tensors that differ between ranks.
-_OTHER = "barrier"
-# torchfrtrace of torch <= 2.14 reads the entries of these libraries alone, and no message whose
-# sender is not known.
+# NCCL's name of a barrier; also of an operation that torchfrtrace has no name for, and of tensors
+# that differ between ranks. The entry's frame has the operation's own name.
+_OTHER = "all_reduce_barrier"
+# torchfrtrace of torch <= 2.14 reads entries of certain libraries alone, among which NCCL is in all
+# versions, and no message whose sender is not known.
 _LIBRARY, _HAS_ANY_SOURCE = (
-    ("mpidist", True) if torch_version.numbers(torch.__version__) >= (2, 15) else ("gloo", False)
+    ("mpidist", True) if torch_version.numbers(torch.__version__) >= (2, 15) else ("nccl", False)
 )
 
 Entry = dict[str, Any]

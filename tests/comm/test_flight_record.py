@@ -37,19 +37,19 @@ def perform(journal, operation, inputs=(), outputs=()):
     ("operation", "inputs", "outputs", "kind", "input_sizes", "output_sizes"),
     [
         ("all_reduce", [(2, 3)], [(2, 3)], "all_reduce", [[2, 3]], [[2, 3]]),
-        ("barrier", [], [], "barrier", [[]], [[]]),
+        ("barrier", [], [], "all_reduce_barrier", [[]], [[]]),
         # A root reads it, the others write it; torch gives every rank both.
         ("broadcast", [(4,)], [], "broadcast", [[4]], [[4]]),
         ("broadcast", [], [(4,)], "broadcast", [[4]], [[4]]),
         ("reduce", [(4,)], [], "reduce", [[4]], [[4]]),
         ("all_gather", [(4,)], [(4,), (4,)], "all_gather", [[4]], [[8]]),
-        ("all_gather", [(4,)], [(4,), (5,)], "barrier", [[]], [[]]),
+        ("all_gather", [(4,)], [(4,), (5,)], "all_reduce_barrier", [[]], [[]]),
         ("all_gather_into_tensor", [(4,)], [(8,)], "_all_gather_base", [[4]], [[8]]),
         ("reduce_scatter", [(4,), (4,)], [(4,)], "reduce_scatter", [[8]], [[4]]),
         ("reduce_scatter_tensor", [(8,)], [(4,)], "_reduce_scatter_base", [[8]], [[4]]),
         ("all_to_all", [(1,), (2,)], [(3,), (4,)], "all_to_all", [[3]], [[7]]),
         ("scatter", [], [(3,)], "scatter", [[]], [[3]]),
-        ("all_gather_object", [], [], "barrier", [[]], [[]]),
+        ("all_gather_object", [], [], "all_reduce_barrier", [[]], [[]]),
     ],
 )
 def test_operations_have_the_names_and_sizes_of_torchfrtrace(
