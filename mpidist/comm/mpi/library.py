@@ -7,15 +7,19 @@ mpi4py import MPI`` shares the one library in either import order.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import multiprocessing
 import os
+import re
+import shutil
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +28,7 @@ from mpidist.errors import LaunchError, MpidistError
 
 _NOT_MPIS = ("python", "torchrun")  # launchers whose processes are not ranks
 _TRANSPORTS = "OMPI_MCA_btl"
+_SETS_TRANSPORTS = re.compile(r"^\s*btl\s*=", re.MULTILINE)
 _SHARED_MEMORY = "/dev/shm"
 _LEAST_FREE_BYTES = 16 << 20  # Open MPI maps this for each rank of a node
 _lock = threading.Lock()
@@ -55,7 +60,11 @@ def start_settings(environ: MutableMapping[str, str]) -> Iterator[None]:
     in Open MPI's wheel, so a job of one node starts without it. The variable is not left behind: a
     job that this rank starts later, perhaps on several nodes, would inherit it.
     """
-    needs_none = launcher_env.is_on_one_node(environ) and _TRANSPORTS not in environ
+    needs_none = (
+        launcher_env.is_on_one_node(environ)
+        and _TRANSPORTS not in environ
+        and not names_transports(parameter_files(environ))
+    )
     if needs_none:
         environ[_TRANSPORTS] = "^ofi"
     try:
@@ -63,6 +72,27 @@ def start_settings(environ: MutableMapping[str, str]) -> Iterator[None]:
     finally:
         if needs_none:
             environ.pop(_TRANSPORTS, None)
+
+
+def parameter_files(environ: Mapping[str, str]) -> list[Path]:
+    """Return the files in which a user and a site set parameters of Open MPI; some may not exist.
+
+    A variable of the environment overrides both.
+    """
+    mpirun = shutil.which("mpirun", path=environ.get("PATH"))
+    prefixes = [environ.get("OPAL_PREFIX"), mpirun and str(Path(mpirun).resolve().parents[1])]
+    own = Path(environ.get("HOME", "/"), ".openmpi", "mca-params.conf")
+    sites = [Path(prefix, "etc", "openmpi-mca-params.conf") for prefix in prefixes if prefix]
+    return [own, *sites]
+
+
+def names_transports(files: Iterable[Path]) -> bool:
+    """Say whether one of the files sets ``btl``."""
+    for file in files:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if _SETS_TRANSPORTS.search(file.read_text(encoding="utf-8")):
+                return True
+    return False
 
 
 def load(makes_context: bool = True) -> ModuleType:

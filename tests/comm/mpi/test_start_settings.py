@@ -36,3 +36,42 @@ def test_the_users_transports_stay():
     with start_settings(environ):
         assert environ == {"OMPI_MCA_btl": "self,tcp"}
     assert environ == {"OMPI_MCA_btl": "self,tcp"}
+
+
+@pytest.mark.parametrize(
+    ("where", "text", "is_set"),
+    [
+        ("home", "# btl = self\nbtl_tcp_if_include = eth0\n", False),
+        ("home", "mpi_yield_when_idle = 1\n  btl = self,sm,tcp\n", True),
+        ("site", "btl=^openib\n", True),
+        ("prefix", "btl = ^uct\n", True),
+        (None, "", False),
+    ],
+)
+def test_a_transport_of_the_user_or_the_site_stays(tmp_path, where, text, is_set):
+    """Else a job on one node starts without btl/ofi, which sleeps for a second."""
+    folders = {
+        "home": tmp_path / "home" / ".openmpi",
+        "site": tmp_path / "mpi" / "etc",
+        "prefix": tmp_path / "opal" / "etc",
+    }
+    for folder in folders.values():
+        folder.mkdir(parents=True)
+    mpirun = tmp_path / "mpi" / "bin" / "mpirun"
+    mpirun.parent.mkdir()
+    mpirun.touch(mode=0o755)
+    if where is not None:
+        name = "mca-params.conf" if where == "home" else "openmpi-mca-params.conf"
+        (folders[where] / name).write_text(text)
+    environ = {
+        "HOME": str(tmp_path / "home"),
+        "PATH": str(mpirun.parent),
+        "OPAL_PREFIX": str(tmp_path / "opal"),
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    }
+    with start_settings(environ):
+        assert environ.get("OMPI_MCA_btl") == (None if is_set else "^ofi")
+    assert "OMPI_MCA_btl" not in environ
