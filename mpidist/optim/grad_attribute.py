@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from mpidist import state_scalars
-from mpidist.optim import fused
+from mpidist.optim import fused, precision
 from mpidist.optim.parameter_locks import ParameterLocks
 
 Tensor = torch.Tensor
@@ -38,6 +38,8 @@ class GradAttributeOptimizer:
         **kwargs: object,
     ) -> None:
         self._optimizer = optimizer_class(params, *args, **kwargs)
+        for group in self.param_groups:
+            precision.warn_of_no_eps(group)
         self.locks = ParameterLocks()
         self.locks.add(self.parameters)
 

@@ -9,7 +9,6 @@ have their own ``.grad``. So the arithmetic, the checks of arguments and the for
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from mpidist import state_scalars
-from mpidist.optim import fused
+from mpidist.optim import fused, precision
 from mpidist.optim.parameter_locks import ParameterLocks
 
 Tensor = torch.Tensor
@@ -89,7 +88,7 @@ class FunctionalOptimizer(Optimizer):
         self.locks.add(new)
         self.parameters += new
         self._aliases += aliases
-        _warn_of_no_eps(self.param_groups[-1])
+        precision.warn_of_no_eps(self.param_groups[-1])
         self._contiguous.clear()
 
     def remove_last_group(self) -> None:
@@ -242,24 +241,3 @@ def _has_same_memory(alias: Tensor, parameter: Tensor) -> bool:
 
 def _is_contiguous(alias: Tensor) -> bool:
     return alias.device.type == "cpu" and alias.dtype in _FUSED and alias.is_contiguous()
-
-
-def _warn_of_no_eps(group: Mapping[str, Any]) -> None:
-    """Warn of an ``eps`` that is 0 in the dtype of a parameter, where it is added."""
-    eps = group.get("eps")
-    # Adafactor has a pair of them, and squares one in float32.
-    if not isinstance(eps, float) or eps == 0:
-        return
-    lost = {
-        alias.dtype
-        for alias in group["params"]
-        if alias.is_floating_point() and not torch.tensor(eps, dtype=alias.dtype)
-    }
-    for dtype in lost:
-        least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-        warnings.warn(
-            f"eps={eps:g} is 0 in {str(dtype).removeprefix('torch.')}, the dtype of a parameter "
-            "and its state: a gradient of 0 is divided by 0, and the parameter becomes NaN or inf. "
-            f"Give eps of at least {least:.1g}, or keep the parameters in float32 or bfloat16",
-            stacklevel=2,
-        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -192,15 +191,3 @@ def test_every_dtype_and_size_steps_as_torchs_loop(name, dtype):
         if not torch.allclose(one, other, rtol=tolerance, atol=tolerance)
     ]
     assert not wrong
-
-
-def test_an_eps_that_the_dtype_does_not_hold_gets_a_warning():
-    narrow = [torch.nn.Parameter(torch.ones(3, dtype=torch.float16))]
-    with pytest.warns(UserWarning, match="eps=1e-08 is 0 in float16.*Give eps of at least 6e-08"):
-        functional.AdamW(narrow)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        functional.AdamW(narrow, eps=1e-4)
-        functional.SGD(narrow, lr=0.1)
-        for dtype in (torch.bfloat16, torch.float32):
-            functional.AdamW([torch.nn.Parameter(torch.ones(3, dtype=dtype))])
