@@ -116,6 +116,10 @@ class Failing:
             # Recorded by the watchdog or another thread, and more precise than MPI's error.
             return self._failure
         explained = mpi_errors.translate(error, self.where(operation))
+        if mpi_errors.may_hide_death(error) and mpi_errors.failed_ranks(
+            self._mpi, self.world_ranks
+        ):
+            explained = RankFailureError(str(explained))
         if isinstance(explained, RankFailureError):
             # Another rank may have revoked the group because of a rank that has ended normally,
             # which MPI does not count as failed.

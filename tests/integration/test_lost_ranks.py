@@ -194,3 +194,42 @@ def test_with_ulfm_calls_to_a_dead_worker_fail_and_the_living_go_on():
         assert len(line) == 7
         for place, (name, text) in line.items():
             assert name == "RankFailureError" and "worker2" in text, (place, name, text)
+
+
+@pytest.mark.parametrize(
+    ("call", "on_timeout"),
+    [
+        ("all_reduce(x)", "abort"),
+        ("all_reduce(x)", "raise"),
+        ("all_reduce(x, async_op=True)", "raise"),
+        ("broadcast(x, k % 3)", "abort"),
+    ],
+)
+def test_survivors_of_a_rank_that_dies_in_a_long_collective_get_its_number(call, on_timeout):
+    """MPI's own error may be of any class: MPI_ERR_IN_STATUS and MPI_ERR_OTHER were seen."""
+    done = run(
+        3,
+        f"""
+        import json, os, signal, threading, time, torch
+        import mpidist.comm
+        from mpidist.errors import RankFailureError
+        world = mpidist.comm.init()
+        group = world.clone("long", on_timeout="{on_timeout}")
+        x = torch.ones(4 << 20)
+        if world.rank == 2:
+            threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        try:
+            for k in range(1 << 30):
+                work = group.{call}
+                if work is not None:
+                    work.wait()
+        except RankFailureError as error:
+            print(json.dumps({{"rank": world.rank, "lost": error.ranks}}), flush=True)
+            time.sleep(3)  # so that the other survivor sees one death
+            os._exit(0)
+        """,
+        *_ULFM,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    expected = [{"rank": rank, "lost": [2]} for rank in (0, 1)]
+    assert sorted(found, key=lambda one: one["rank"]) == expected, done.stdout + done.stderr

@@ -115,6 +115,19 @@ def is_over(request: Request) -> bool:
         return True
 
 
+def may_hide_death(error: MPI.Exception) -> bool:
+    """Say whether an error of another class may come of a death in the middle of a collective.
+
+    Open MPI's collectives of several messages return the class of the request that failed, or none.
+    """
+    return error.Get_error_class() in (
+        MPI.ERR_OTHER,
+        MPI.ERR_IN_STATUS,
+        MPI.ERR_INTERN,
+        MPI.ERR_UNKNOWN,
+    )
+
+
 def is_failure(error: MPI.Exception) -> bool:
     """Say whether an MPI error means that a process died or the communicator was revoked."""
     # mpi4py has the names for every MPI; their values are distinct only in libraries with ULFM.
