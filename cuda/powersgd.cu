@@ -260,7 +260,7 @@ __device__ __forceinline__ void reconstruct_rows(const Item& item, long long row
             for (int k = 0; k < N; k++) {
                 narrow(products[i][k], &approximation.at[k]);
                 if (e)
-                    narrow(add_rounded(widen(x[i].at[k]), -widen(approximation.at[k])),
+                    narrow(subtract_rounded(widen(x[i].at[k]), widen(approximation.at[k])),
                            &x[i].at[k]);
             }
             store<N>(m + i * columns + c, approximation);
