@@ -11,7 +11,7 @@ import torch
 
 from mpidist.comm import device_p2p
 from mpidist.comm.memory import buffer
-from mpidist.comm.transport import incoming, loopback
+from mpidist.comm.transport import eager_message, incoming, loopback
 from mpidist.comm.transport.eager_message import EAGER_BYTES, HEADER_BYTES, pack_parts, unpack_parts
 from mpidist.comm.transport.incoming import Incoming
 from mpidist.comm.transport.transport import Transport
@@ -249,6 +249,80 @@ def test_a_part_for_a_device_waits_for_no_work_of_users(monkeypatch, group, tran
             "its memory is let go too early",
         )
     group.barrier()
+
+
+@pytest.mark.parametrize("count", [512, 513, 514, 600, 4200])
+def test_any_number_of_parts_for_devices_travels(monkeypatch, group, transport, count):
+    device = LazyDevice(None)
+    monkeypatch.setattr(device_p2p, "device_at", lambda where: device)
+    monkeypatch.setattr(device_p2p, "device_of", lambda tensors: None)
+    monkeypatch.setattr(buffer, "is_direct", lambda tensor: False)
+    sizes = [0, 1, 5, 129, 3000, 20_000]
+    parts = [
+        torch.full((sizes[place % 6],), place % 251, dtype=torch.int16) for place in range(count)
+    ]
+    devices = [None if place % 7 == 3 else place % 2 for place in range(count)]
+    if group.size > 1:
+        to = (group.rank + 1) % group.size
+        transport.send(to, 1, header=b"many", parts=parts, devices=devices)
+        transport.send(to, 2, header=b"next", parts=[bytes(100_000)])
+        many, following = receive(transport, 2)
+        copy = torch._foreach_copy_
+        # On a device the copies run on the reader's stream.
+        monkeypatch.setattr(
+            torch, "_foreach_copy_", lambda *lists: device.current().do(lambda: copy(*lists))
+        )
+        many.to_devices()
+        device.current().record().synchronize()
+        agree(group, many.damage is None and following.damage is None, str(many.damage))
+        agree(
+            group,
+            [bytes(np.asarray(part)) for part in many.parts]
+            == [part.numpy().tobytes() for part in parts],
+            "the parts",
+        )
+        agree(group, [len(part) for part in following.parts] == [100_000], "the next message")
+        memory = {
+            part.untyped_storage().data_ptr()
+            for part in many.parts
+            if isinstance(part, torch.Tensor) and part.nbytes
+        }
+        alone = sum(
+            1 for part, to in zip(parts, devices, strict=True) if part.nbytes and to is not None
+        )
+        agree(group, len(memory) == alone, "parts share memory, and one keeps all others alive")
+    group.barrier()
+
+
+def test_damaged_numbers_of_joined_parts_are_refused(monkeypatch):
+    monkeypatch.setattr(eager_message, "MAX_PAYLOADS", 2)
+    parts = [torch.full((size,), size % 251, dtype=torch.uint8) for size in (3, 700, 200, 5)]
+    section, payloads, devices = pack_parts(parts, [0, 0, 0, 0])
+    assert [part.nbytes for part in payloads] == [700, 512] and devices == [0, 0]
+
+    def unpacked(section, payloads=payloads):
+        one = Incoming(0, 1, 0, 0, 0, bytearray(), 0, 0)
+        one.section, one.parts = section, payloads
+        unpack_parts(one)
+        assert not (one.damage and one.parts)
+        return one
+
+    whole = unpacked(section)
+    whole.to_devices()
+    assert [part.tolist() for part in whole.parts] == [part.tolist() for part in parts]
+    assert all(
+        isinstance(unpacked(section[:end]).damage, FrameError) for end in range(len(section))
+    )
+    for place in range(4, len(section)):
+        for bit in range(8):
+            damaged = bytearray(section)
+            damaged[place] ^= 1 << bit
+            one = unpacked(damaged)
+            # A part of another size within the same 128 bytes cannot be told from a right one.
+            assert one.damage is not None or sum(part.nbytes for part in one.parts) <= 700 + 512
+    assert isinstance(unpacked(section, payloads[:1]).damage, FrameError)
+    assert isinstance(unpacked(section, [*payloads, payloads[0]]).damage, FrameError)
+    assert isinstance(unpacked(section, [payloads[0], payloads[1][:256]]).damage, FrameError)
 
 
 def test_a_part_to_oneself_comes_behind_the_stream_that_copies_it(monkeypatch, group, transport):
