@@ -11,7 +11,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import torch
+
+from mpidist.comm.memory.stream import device_at
 from mpidist.comm.mpi import exited_ranks, runtime
+from mpidist.comm.serialization.tensor_format import HOST
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import CommTimeout, RankFailureError
 from mpidist.rpc import interceptor, message
@@ -48,6 +52,7 @@ class Agent:
         transport: Sends and receives its messages; its generation is this agent's.
         workers: All workers.
         device_maps: All workers' device maps, by rank: worker name to device index to device index.
+            ``HOST`` stands for host memory.
         options: This worker's settings.
         allowed: The list of what others may call here; None for anything.
         make_reference: Makes a reference from (agent, reference, fork, owner's rank).
@@ -73,6 +78,7 @@ class Agent:
             self.dispatcher.poll, options.num_worker_threads, f"rpc-{workers.me.name}"
         )
         self.wire = _make_wire(transport, workers, options, device_maps)
+        devices = _devices(workers, options, device_maps)
         self.reader = Reader(allowed)
         self.calls = Calls(
             workers,
@@ -80,7 +86,7 @@ class Agent:
             self.reader,
             self.polling,
             options.rpc_timeout,
-            options.devices,
+            devices,
             allowed,
             lambda late: self.references.drop(late),
         )
@@ -92,6 +98,7 @@ class Agent:
             self.calls,
             self.polling,
             partial(make_reference, self),
+            [device for one in devices if (device := device_at(one)) is not None],
         )
         self.quiescence = Quiescence(
             workers.me.id,
@@ -184,13 +191,36 @@ def _make_wire(
     device_maps: Sequence[Mapping[str, Mapping[int, int]]],
 ) -> Wire:
     """Make the wire: requests use this worker's own map, answers the inverse of the caller's."""
-    request_maps = {workers.rank_of(name): pairs for name, pairs in options.device_maps.items()}
+    request_maps = {
+        workers.rank_of(name): _moves(pairs) for name, pairs in options.device_maps.items()
+    }
     answer_maps = {
-        rank: {there: here for here, there in maps.get(workers.me.name, {}).items()}
+        rank: _moves({there: here for here, there in maps.get(workers.me.name, {}).items()})
         for rank, maps in enumerate(device_maps)
     }
     data_only = {rank: workers.infos[rank].name for rank in workers.data_only}
     return Wire(transport, request_maps, answer_maps, data_only)
+
+
+def _devices(
+    workers: Workers,
+    options: RpcBackendOptions,
+    device_maps: Sequence[Mapping[str, Mapping[int, int]]],
+) -> list[torch.device]:
+    """Return the CUDA devices here that send or receive tensors, by any worker's device map.
+
+    Devices that are not here are left out: futures of them cannot be made, and a tensor for one is
+    refused on arrival.
+    """
+    targets = [there for maps in device_maps for there in maps.get(workers.me.name, {}).values()]
+    found = [*options.devices, *(torch.device("cuda", index) for index in targets if index != HOST)]
+    count = torch.cuda.device_count() if found else 0
+    return [device for device in dict.fromkeys(found) if device.index < count]
+
+
+def _moves(device_map: Mapping[int, int]) -> dict[int, int]:
+    """Return a device map without the host's memory mapped to itself, as without a map."""
+    return {here: there for here, there in device_map.items() if (here, there) != (HOST, HOST)}
 
 
 def _send_words(wire: Wire, workers: Workers, is_verdict: bool, words: Sequence[int]) -> None:

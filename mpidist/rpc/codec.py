@@ -23,7 +23,7 @@ import torch
 
 from mpidist.comm.serialization import inline_rows, tensor_table
 from mpidist.comm.serialization.inline_rows import COUNTS_OF_ONE
-from mpidist.comm.serialization.tensor_format import Buffer, Part, Tabled
+from mpidist.comm.serialization.tensor_format import HOST, Buffer, Part, Tabled
 from mpidist.rpc import pickles, remote_error
 from mpidist.rpc.pickles import Reference
 from mpidist.rpc.plain_data import MARK, SCALARS, NotPlain, Walk
@@ -113,7 +113,7 @@ class Content:
         flags = self.flags
         parts: list[Part] = []
         devices: list[int | None] = []
-        if self.table is not None:
+        if self.table is not None and not (device_map and HOST in device_map):
             pieces = list(self.table)
         else:
             table, parts, devices = tensor_table.describe(self.objects, device_map, self.is_dense)

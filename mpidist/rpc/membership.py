@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from mpidist.comm import group as groups
 from mpidist.comm.group import ProcessGroup
 from mpidist.comm.mpi import launcher_env, runtime
+from mpidist.comm.serialization.tensor_format import HOST
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import MpidistError
 from mpidist.rpc.options import RpcBackendOptions
@@ -199,7 +200,9 @@ def _validate(rank: int, description: Any) -> _Description:
             and (problem is None or type(problem) is str)
             and all(type(worker) is str for worker in maps)
             and all(
-                type(index) is int and 0 <= index < _MAX_DEVICES for pair in pairs for index in pair
+                type(index) is int and HOST <= index < _MAX_DEVICES
+                for pair in pairs
+                for index in pair
             )
         )
     except (TypeError, ValueError, AttributeError):

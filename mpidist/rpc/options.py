@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 
+from mpidist.comm.serialization.tensor_format import HOST
 from mpidist.rpc.constants import DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC
 from mpidist.rpc.worker import WorkerInfo
 
@@ -32,12 +33,14 @@ class RpcBackendOptions:
         init_method: Ignored, because MPI assigns the ranks; for torch's signature.
         num_worker_threads: The maximum number of handlers that run at once. Handlers that wait for
             an answer do not count.
-        device_maps: By worker name: maps a CUDA device here to the device of that worker that
-            receives its tensors. Answers use the inverse map.
+        device_maps: By worker name: maps a device here, a CUDA device or ``"cpu"``, to the device
+            of that worker that receives its tensors. Answers use the inverse map. Host tensors
+            stay on the host unless ``"cpu"`` is named.
         devices: CUDA devices here that send or receive tensors; those of ``device_maps`` are added.
 
     Raises:
-        ValueError: A device is not a CUDA device, two devices map to one, or a timeout is below 0.
+        ValueError: A device is neither a CUDA device nor the CPU, two devices map to one, or a
+            timeout is below 0.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class RpcBackendOptions:
 
         Args:
             to: The worker's name.
-            device_map: From CUDA devices here to CUDA devices of that worker.
+            device_map: From devices here to devices of that worker.
 
         Raises:
             ValueError: A device is mapped already, or two devices map to one.
@@ -78,8 +81,8 @@ class RpcBackendOptions:
             source_index, target_index = _index(source), _index(target)
             if merged.get(source_index, target_index) != target_index:
                 raise ValueError(
-                    f"device map for {name}: cuda:{source_index} goes to "
-                    f"cuda:{merged[source_index]} already"
+                    f"device map for {name}: {_name(source_index)} goes to "
+                    f"{_name(merged[source_index])} already"
                 )
             merged[source_index] = target_index
         if len(set(merged.values())) < len(merged):
@@ -88,14 +91,23 @@ class RpcBackendOptions:
                 f"{merged}"
             )
         self.device_maps[name] = merged
-        self.set_devices([*self.devices, *(torch.device("cuda", index) for index in merged)])
+        self.set_devices(
+            [
+                *self.devices,
+                *(torch.device("cuda", index) for index in merged if index != HOST),
+            ]
+        )
 
     def set_devices(self, devices: Sequence[Device]) -> None:
-        """Set the CUDA devices here that send or receive tensors."""
-        self.devices = [
-            torch.device("cuda", index)
-            for index in dict.fromkeys(_index(device) for device in devices)
-        ]
+        """Set the CUDA devices here that send or receive tensors.
+
+        Raises:
+            ValueError: One is not a CUDA device.
+        """
+        indices = [_index(device) for device in devices]
+        if HOST in indices:
+            raise ValueError("devices= and set_devices() take CUDA devices; got the CPU")
+        self.devices = [torch.device("cuda", index) for index in dict.fromkeys(indices)]
 
     def __repr__(self) -> str:
         return (
@@ -142,10 +154,14 @@ def seconds(timeout: object) -> float:
 
 
 def _index(device: Device) -> int:
+    """Return the index of a CUDA device, ``HOST`` for the CPU."""
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if found.type == "cpu":
+        return HOST
     if found.type != "cuda":
-        raise ValueError(
-            "device maps are of CUDA devices; tensors on the CPU go to the CPU by themselves; got "
-            f"{device!r}"
-        )
+        raise ValueError(f"device maps are of CUDA devices and the CPU; got {device!r}")
     return found.index or 0
+
+
+def _name(index: int) -> str:
+    return "cpu" if index == HOST else f"cuda:{index}"

@@ -7,6 +7,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
+
+from mpidist.comm.memory.stream import Device, device_of, events_here
 from mpidist.comm.transport.incoming import Incoming
 from mpidist.errors import FrameError
 from mpidist.rpc import callee, message
@@ -37,6 +40,7 @@ class References:
         calls: Starts the calls of ``remote``.
         polling: Polls while a thread waits for a value.
         make: Makes a reference from (reference, fork, owner's rank).
+        devices: On their current streams values may be computed.
 
     Attributes:
         store: The owned values, with their forks.
@@ -51,6 +55,7 @@ class References:
         calls: Calls,
         polling: Polling,
         make: Callable[[int, int, int], Reference],
+        devices: Sequence[Device] = (),
     ) -> None:
         self.store = RRefStore(workers.me.id)
         self.deletes: deque[tuple[int, int, int]] = deque()
@@ -62,6 +67,7 @@ class References:
         self._calls = calls
         self._polling = polling
         self._make = make
+        self._devices = devices
         reader.make_reference = self._make_checked
         wire.announce = self.announce
 
@@ -159,6 +165,15 @@ class References:
         """Delete the forks that a message names."""
         for reference, fork in message.unpack_pairs(incoming.data, incoming.start, incoming.end):
             self.store.delete_fork(reference, fork)
+
+    def set_value(self, entry: Entry, value: object) -> None:
+        """Set a value, behind the work on the calling thread's current streams (pytorch 54932)."""
+        devices = self._devices
+        if isinstance(value, torch.Tensor):
+            own = device_of((value,))
+            if own is not None and own not in devices:
+                devices = (*devices, own)
+        entry.set(value, events=events_here(devices) if devices else ())
 
     def wait_for_entry(self, entry: Entry, timeout_s: float, creation: Creation | None) -> None:
         """Wait until a value of this worker is set, or its creation is lost.

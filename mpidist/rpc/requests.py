@@ -201,7 +201,7 @@ class RemoteRequest(Request):
                 )
             )
             return
-        self._entry.set(value)
+        self._agent.references.set_value(self._entry, value)
         try:
             self._answer(Kind.REMOTE_DONE, EMPTY)
         except BaseException as error:
@@ -244,7 +244,7 @@ class FetchRequest(Request):
         if self._entry.error is not None:
             self.fail(self._entry.error)
         else:
-            self.succeed(self._entry.value)
+            self.succeed(self._entry.value_here())
 
 
 class EngineRequest(Request):

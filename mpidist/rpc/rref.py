@@ -51,7 +51,7 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
                 "calling `rpc.init_rpc`)?"
             )
         entry = Entry(agent.references.store.make_id())
-        entry.set(value)
+        agent.references.set_value(entry, value)
         self._set_up(agent, agent.workers.me, entry.reference, None, entry, None)
 
     def is_owner(self) -> bool:
@@ -164,7 +164,7 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
                 self._require_made()
         if entry.error is not None:
             raise entry.error
-        value: T = entry.value
+        value: T = entry.value_here()
         return value
 
     def _get_future(self) -> torch.futures.Future:

@@ -40,9 +40,10 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from mpidist.comm.memory.stream import Event
 from mpidist.errors import FrameError
 
 # An id: the rank that has made it in the upper bits, a running number in the lower ones.
@@ -75,10 +76,11 @@ class Entry:
 
     Attributes:
         reference: Its id.
-        value: The value once ``is_set``; None if there is an ``error``.
+        value: The value once ``is_set``; None if there is an ``error``. See ``value_here``.
         error: The exception of its creation.
         forks: The known forks.
         early: Forks that were deleted before they were known.
+        events: Behind the work on devices that computes the value.
         created: Its REMOTE_* message has arrived, its value is set, or this worker is about to send
             itself such a message.
         is_taken: Its REMOTE_* message has arrived, or its value is set: a second REMOTE_* message
@@ -90,6 +92,7 @@ class Entry:
         "created",
         "early",
         "error",
+        "events",
         "forks",
         "is_set",
         "is_taken",
@@ -104,6 +107,7 @@ class Entry:
         self.is_set = self.is_taken = self.created = False
         self.forks: set[int] = set()
         self.early: set[int] = set()
+        self.events: Sequence[Event] = ()
         self._waiting: list[Callable[[Entry], None]] = []
 
     def when_set(self, act: Callable[[Entry], None]) -> None:
@@ -114,7 +118,18 @@ class Entry:
                 return
         act(self)
 
-    def set(self, value: object = None, error: BaseException | None = None) -> None:
+    def value_here(self) -> Any:
+        """Return the value; the calling thread's current streams wait for the work behind it."""
+        for event in self.events:
+            event.block_current_stream()
+        return self.value
+
+    def set(
+        self,
+        value: object = None,
+        error: BaseException | None = None,
+        events: Sequence[Event] = (),
+    ) -> None:
         """Set the value, or the error of its creation, and run the callbacks of ``when_set``.
 
         A second call does nothing.
@@ -122,7 +137,7 @@ class Entry:
         with _lock:
             if self.is_set:
                 return
-            self.value, self.error = value, error
+            self.value, self.error, self.events = value, error, events
             self.is_set = self.created = self.is_taken = True
             waiting, self._waiting = self._waiting, []
         for act in waiting:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
+from mpidist.comm.serialization.tensor_format import HOST
 from mpidist.comm.transport.eager_message import HEADER_BYTES
 from mpidist.comm.transport.transport import Transport
 from mpidist.rpc import codec, data_codec, interceptor, message
@@ -32,7 +33,8 @@ class Wire:
 
     Args:
         transport: Sends the bytes.
-        request_maps: Device maps for requests by rank: index here to index at the receiver.
+        request_maps: Device maps for requests by rank: index here to index at the receiver;
+            ``HOST`` stands for host memory.
         answer_maps: Device maps for answers.
         data_only: The names, by rank, of the workers that read data only.
 
@@ -61,6 +63,10 @@ class Wire:
         self.announce: Callable[[int, Sequence[tuple[int, int]]], None]
         self._request_maps = request_maps
         self._answer_maps = answer_maps
+        # Host tensors of some messages go to devices, and do not travel within the header.
+        self._maps_host = any(
+            HOST in one for one in (*request_maps.values(), *answer_maps.values())
+        )
         self._send = transport.send
 
     def has_device_map(self, to: int) -> bool:
@@ -90,7 +96,13 @@ class Wire:
             Exception: The message cannot be sent; nothing has been sent.
         """
         table, references = content.table, content.references
-        if table is None or content.slots or content.buffers or len(references) > 1:
+        if (
+            table is None
+            or content.slots
+            or content.buffers
+            or len(references) > 1
+            or (table and self._maps_host)
+        ):
             self._post(to, kind, sequence, context, prefix, content)
             return
         flags, body = content.flags, content.skeleton

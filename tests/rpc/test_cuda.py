@@ -71,6 +71,50 @@ def test_views_share_and_mixed_devices_travel(on_gpu):
     )
 
 
+def test_hundreds_of_tensors_travel_in_one_message(on_gpu):
+    tensors = [torch.full((place % 50,), place, device="cuda") for place in range(600)]
+    found = rpc.rpc_sync(on_gpu, echo, args=(tensors,))
+    assert all(map(torch.equal, found, tensors))
+    assert len({one.untyped_storage().data_ptr() for one in found if one.numel()}) == sum(
+        1 for one in found if one.numel()
+    )
+
+
+def test_a_reference_is_fetched_behind_the_stream_that_computes_it(on_gpu):
+    side, value = torch.cuda.Stream(), torch.ones(1_000_000, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        value += 1
+        reference = rpc.RRef(value)
+    assert rpc.rpc_sync(on_gpu, fetched_sum, args=(reference,)) == 2_000_000
+    assert reference.local_value().sum().item() == 2_000_000
+
+
+def fetched_sum(reference):
+    return reference.to_here().sum().item()
+
+
+def doubled_on(x, device):
+    assert x.device == torch.device(device), x.device
+    return x * 2
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("here", "there"), [("cpu", "cuda:0"), ("cuda:0", "cpu")])
+@pytest.mark.parametrize("numel", [1, 100_003])
+def test_a_map_moves_tensors_between_host_and_device(group, here, there, numel):
+    group.all_reduce(torch.ones(1, device="cuda"))
+    to = f"worker{(group.rank + 1) % group.size}"
+    options = rpc.RpcBackendOptions(device_maps={to: {here: there}})
+    rpc.init_rpc(f"worker{group.rank}", group=group, rpc_backend_options=options)
+    x = torch.arange(numel, dtype=torch.float32, device=here)
+    found = rpc.rpc_sync(to, doubled_on, args=(x, there))
+    assert found.device == x.device and torch.equal(found, x * 2)
+    assert torch.equal(rpc.remote(to, doubled_on, args=(x, there)).to_here(), x * 2)
+    rpc.shutdown()
+
+
 def test_a_device_without_a_map_is_refused(group):
     rpc.init_rpc(f"worker{group.rank}", group=group)
     with pytest.raises(ValueError, match="set_device_map"):

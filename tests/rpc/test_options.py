@@ -17,9 +17,14 @@ def test_options():
     assert options.rpc_timeout == 2.0 and options.device_maps == {"w": {0: 1, 1: 0}}
     assert [str(device) for device in options.devices] == ["cuda:0", "cuda:1", "cuda:2"]
     assert TensorPipeRpcBackendOptions is RpcBackendOptions
-    for wrong in ({"w": {0: 1, 2: 1}}, {"w": {"cpu": 0}}):
+    host = RpcBackendOptions(device_maps={"w": {"cpu": 0, 1: "cpu"}})
+    assert host.device_maps == {"w": {-1: 0, 1: -1}}
+    assert [str(device) for device in host.devices] == ["cuda:1"]
+    for wrong in ({"w": {0: 1, 2: 1}}, {"w": {"cpu": 0, 1: 0}}, {"w": {"meta": 0}}):
         with pytest.raises(ValueError, match="device"):
             RpcBackendOptions(device_maps=wrong)
+    with pytest.raises(ValueError, match="CUDA devices"):
+        RpcBackendOptions(devices=["cpu"])
     with pytest.raises(ValueError, match="timeout"):
         RpcBackendOptions(rpc_timeout=-1)
     with pytest.raises(ValueError, match="num_worker_threads"):

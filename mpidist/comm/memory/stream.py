@@ -195,6 +195,18 @@ class CudaDevice:
             return torch.empty(numel, dtype=dtype, device=self.device)
 
 
+def events_here(devices: Iterable[Device]) -> list[Event]:
+    """Return events after the work queued so far on the calling thread's current streams.
+
+    CUDA is not started: where it has not been used, there is no work.
+    """
+    return [
+        device.record_current_stream()
+        for device in devices
+        if not isinstance(device, CudaDevice) or torch.cuda.is_initialized()
+    ]
+
+
 def used_here(tensor: Tensor) -> Tensor:
     """Return the tensor; its memory is kept until the calling thread's current stream is done."""
     if tensor.is_cuda:

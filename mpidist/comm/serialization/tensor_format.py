@@ -29,6 +29,7 @@ COUNTS = struct.Struct("<II")
 ROW = struct.Struct("<BBBBI")  # dtype, form, flags, dimensions, part; then the shape
 FIRST = struct.Struct("<IIBBBBI")  # the counts and the first row: a table has one at least
 SHAPES = [struct.Struct(f"<{dims}q") for dims in range(9)]
+HOST = -1  # in the place of a device's index in a device map: the host's memory
 OFFSET = struct.Struct("<q")
 SCALE = struct.Struct("<dq")
 DENSE, ARRAY, BYTEARRAY, PER_TENSOR, PER_CHANNEL, COO = range(6)

@@ -29,6 +29,7 @@ from mpidist.comm.serialization.tensor_format import (
     COUNTS,
     DENSE,
     DTYPE_NUMBERS,
+    HOST,
     OFFSET,
     PARAMETER,
     PER_CHANNEL,
@@ -75,7 +76,8 @@ def describe(
     """Describe objects for which ``is_describable`` holds, and list the memory to be sent.
 
     Args:
-        device_map: From this rank's CUDA device indices to the receiver's.
+        device_map: From this rank's CUDA device indices to the receiver's; ``HOST`` stands for the
+            memory of the host, where host tensors stay unless it is named.
         is_dense: For a strict reader (``tensor_rebuild``): a tensor with more elements than memory,
             for example an expanded one, is copied without strides; bools share no memory with other
             dtypes, and sparse and quantized tensors share none at all.
@@ -87,10 +89,11 @@ def describe(
     Raises:
         ValueError: A tensor is on a device that ``device_map`` does not name.
     """
-    table = inline_table(objects)
+    stays_on_host = not device_map or HOST not in device_map
+    table = inline_table(objects) if stays_on_host else None
     if table is not None:
         return b"".join(table), [], []
-    if len(objects) == 1 and _is_whole(objects[0]):
+    if stays_on_host and len(objects) == 1 and _is_whole(objects[0]):
         # The content of most messages with large tensors.
         obj = objects[0]
         flags = WHOLE | REQUIRES_GRAD * obj.requires_grad | PARAMETER * (type(obj) is not Tensor)
@@ -217,17 +220,15 @@ class _TableLayout:
             storage = tensor.untyped_storage()
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             self.parts.append(flat.set_(storage, low - storage.data_ptr(), (high - low,), (1,)))
-        if tensor.is_cpu:
-            self.devices.append(None)
-            return
-        index = tensor.device.index
-        if index not in self._device_map:
+        index = HOST if tensor.is_cpu else tensor.device.index
+        to = self._device_map.get(index, HOST if tensor.is_cpu else None)
+        if to is None:
             raise ValueError(
                 f"a tensor on {tensor.device} cannot be sent: the device map for this worker names "
-                f"{sorted(self._device_map) or 'no device'}; set it with "
+                f"{sorted(set(self._device_map) - {HOST}) or 'no device'}; set it with "
                 "RpcBackendOptions.set_device_map, or send tensor.cpu()"
             )
-        self.devices.append(self._device_map[index])
+        self.devices.append(None if to == HOST else to)
 
 
 def _flat(heads: Iterable[Any], rows: Sequence[bytes]) -> Iterable[bytes]:

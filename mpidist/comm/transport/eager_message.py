@@ -179,33 +179,30 @@ def _is_host(part: Part, device: int | None) -> bool:
 
 def _join(parts: Sequence[Part], devices: Sequence[int | None]) -> _Joined:
     """Copy the smallest of the parts on devices or for devices, if they are more than payloads."""
+    to = devices or [None] * len(parts)
     apart = [
-        (nbytes_of(part), place)
-        for place, (part, device) in enumerate(zip(parts, devices, strict=False))
-        if not _is_host(part, device)
+        (nbytes_of(part), index)
+        for index, part in enumerate(parts)
+        if not _is_host(part, to[index])
     ]
     if len(apart) <= MAX_PAYLOADS:
         return _Joined([], [], {}, len(apart))
-    pairs = {(_device_of(parts[place]), devices[place]) for _, place in apart}
+    pairs = {(_device_of(parts[index]), to[index]) for _, index in apart}
     n_joined = len(apart) + len(pairs) - MAX_PAYLOADS
     # A part of its own is received without a copy, so that the largest stay alone.
     members: defaultdict[tuple[torch.device, int | None], list[int]] = defaultdict(list)
-    for place in sorted(place for _, place in sorted(apart)[:n_joined]):
-        members[_device_of(parts[place]), devices[place]].append(place)
+    for index in sorted(index for _, index in sorted(apart)[:n_joined]):
+        members[_device_of(parts[index]), to[index]].append(index)
     payloads: list[Part] = []
     numbers: dict[int, int] = {}
-    for (source, _), places in members.items():
-        numbers.update(dict.fromkeys(places, len(payloads)))
-        payloads.append(_joined(source, [_bytes_of(parts[place]) for place in places]))
-    return _Joined(
-        payloads,
-        [device for _, device in members],
-        numbers,
-        len(apart) - n_joined + len(payloads),
-    )
+    for (source, _), indices in members.items():
+        numbers.update(dict.fromkeys(indices, len(payloads)))
+        payloads.append(_joined(source, [_bytes_of(parts[index]) for index in indices]))
+    n_payloads = len(apart) - n_joined + len(payloads)
+    return _Joined(payloads, [device for _, device in members], numbers, n_payloads)
 
 
-def _joined(source: torch.device, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _joined(source: torch.device, parts: list[torch.Tensor]) -> torch.Tensor:
     """Return flat memory on a device with the bytes of parts that lie there."""
     offsets = list(_offsets([part.nbytes for part in parts]))
     flat = torch.empty(offsets[-1], dtype=torch.uint8, device=source)
@@ -237,7 +234,7 @@ _HOST = torch.device("cpu")
 def _bytes_of(part: Part) -> torch.Tensor:
     """Return a part's memory as a flat tensor of bytes."""
     if isinstance(part, torch.Tensor):
-        return _slice(part, part.storage_offset() * part.element_size(), part.nbytes)
+        return _slice(part, int(part.storage_offset()) * part.element_size(), part.nbytes)
     if not nbytes_of(part):
         return torch.empty(0, dtype=torch.uint8, device=_HOST)
     return torch.frombuffer(bytearray(part), dtype=torch.uint8)
@@ -332,7 +329,7 @@ class _JoinedPayloads:
             raise LookupError
         self._offsets[index] = start + _aligned(nbytes)
         if isinstance(payload, torch.Tensor):
-            return _slice(payload, payload.storage_offset() + start, nbytes)
+            return _slice(payload, int(payload.storage_offset()) + start, nbytes)
         return memoryview(bytearray(payload[start : start + nbytes]))
 
     def are_used_up(self) -> bool:

@@ -45,6 +45,8 @@ def _device_copy(part: Part, device: int, arrive: list[Arrive]) -> torch.Tensor:
 
 
 def _host_copy(part: Part, memory: BufferPool) -> memoryview:
+    if isinstance(part, torch.Tensor) and not part.is_cpu:
+        part = part.cpu()
     source = memoryview(
         buffer.memory(part.data_ptr(), part.nbytes) if isinstance(part, torch.Tensor) else part
     ).cast("B")
