@@ -56,7 +56,7 @@ def descriptions(generation: int) -> dict[str, Any]:
         "maps_number": [name, generation, {5: {0: 0}}, False, None],
         "maps_text": [name, generation, {"worker0": "00"}, False, None],
         "maps_unknown": [name, generation, {"worker77": {0: 0}}, False, None],
-        "maps_below": [name, generation, {"worker0": {-1: 0}}, False, None],
+        "maps_below": [name, generation, {"worker0": {-2: 0}}, False, None],
         "maps_far": [name, generation, {"worker0": {0: 1 << 40}}, False, None],
         "maps_bool": [name, generation, {"worker0": {True: 0}}, False, None],
         "maps_float": [name, generation, {"worker0": {0: 0.0}}, False, None],
