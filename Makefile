@@ -19,7 +19,7 @@ LIMIT  := timeout --foreground -k 10 900
 # instant_failures: the others wait for a rank that has failed, and no rank may reach pytest's summary.
 PYTEST_MPI := $(PY) -m mpi4py -m pytest -q -x --color=no -o console_output_style=classic -p tests.instant_failures --only-mpi
 # loadscope: the tests of a module share a worker, and so its fixtures.
-PYTEST_ONE := $(PY) -m pytest -q -n $(WORKERS) --dist loadscope -p tests.instant_failures
+PYTEST_ONE = $(PY) -m pytest -q -n $(WORKERS) --dist loadscope -p tests.instant_failures
 # Not in `make test`: what needs a GPU, an idle machine, or minutes.
 ELSEWHERE  := not gpu and not timing and not long and not slurm
 
