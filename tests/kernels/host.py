@@ -65,7 +65,7 @@ def _address(arg: torch.Tensor | int | None) -> int:
 @functools.cache
 def _library(file: str, defines: tuple[str, ...]) -> ctypes.CDLL:
     expanded = _expanded(file, defines)
-    names = re.findall(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(", expanded)
+    names = kernel_names(file, defines)
     text = "\n".join(
         [f'#include "{_SHIM}"', f'#include "{load.folder() / file}"', *map(_launcher, names)]
     )
@@ -86,6 +86,12 @@ def _library(file: str, defines: tuple[str, ...]) -> ctypes.CDLL:
         if is_ours:
             os.replace(library, kept)
         return loaded
+
+
+def kernel_names(file: str, defines: Sequence[str]) -> list[str]:
+    """Return the names of a source's kernels."""
+    expanded = _expanded(file, defines)
+    return re.findall(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(", expanded)
 
 
 def _launcher(name: str) -> str:
@@ -112,6 +118,7 @@ def _options(defines: Sequence[str]) -> list[str]:
     ]
 
 
+@functools.cache
 def _expanded(file: str, defines: Sequence[str]) -> str:
     # Macros define the entry points.
     text = (load.folder() / file).read_text().replace('#include "common.cuh"', "")

@@ -171,6 +171,17 @@ template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
     return shim::exchange(value, (shim::current % 32) ^ mask);
 }
+// HIP's shuffle on a wavefront of 64 lanes, of which width take part. The other half may have left
+// the branch, as AMD's devices allow, so lanes wait for their own 32 alone, and may read no others.
+template <class T>
+T __shfl_xor(T value, int mask, int width) {
+    const int lane = shim::current % 64, other = lane ^ mask;
+    if (other / width != lane / width || other / 32 != lane / 32) {
+        fprintf(stderr, "lane %d reads lane %d of a wavefront, in groups of %d\n", lane, other, width);
+        abort();
+    }
+    return shim::exchange(value, other % 32);
+}
 template <class T>
 T __ldcg(const T* p) {
     return *p;

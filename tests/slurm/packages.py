@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 
+from tests import debian_packages
+
 PACKAGES = ("slurm-wlm", "munge", "libpmix2", "libpmix-dev")
 
 
@@ -35,37 +37,8 @@ def install() -> str | None:
     """Install missing packages; return the reason for a failure, or None."""
     if (missing := problem()) is None:
         return None
-    if os.geteuid() != 0:
-        return f"{missing}; only root can install and start it"
-    if shutil.which("apt-get") is None:
-        return f"{missing}; no apt-get here: install the equivalents of {', '.join(PACKAGES)}"
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    # -o: wait for the lock, because another apt-get may run.
-    apt = [
-        "apt-get",
-        "-qq",
-        "-y",
-        "-o",
-        "DPkg::Lock::Timeout=60",
-        "-o",
-        "Acquire::Retries=2",
-        "-o",
-        "Acquire::http::Timeout=30",
-    ]
-    for words in (["update"], ["install", "--no-install-recommends", *PACKAGES]):
-        done = subprocess.run(
-            [*apt, *words],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode != 0:
-            return (
-                f"{missing}; apt-get {words[0]} failed: "
-                f"{(done.stderr or done.stdout).strip()[-400:]}"
-            )
-    return problem()
+    failure = debian_packages.install(PACKAGES)
+    return f"{missing}; {failure}" if failure is not None else problem()
 
 
 def path_of(name: str) -> str | None:
