@@ -54,6 +54,7 @@ class MixedProcessGroup(TorchProcessGroup):
     ) -> None:
         self._names, self._others = dict(backends), dict(others)
         super().__init__(native, store, name)
+        self.backend.supports_shrinking = False  # the other backends would keep all ranks
         held: Any = _TorchGroup(store, native.rank, native.size)
         for device, backend in backends.items():
             if backend != OURS:

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import Store, Work
 from mpidist.c10d.calls import AnsweringCalls, Calls
 from mpidist.c10d.collectives import Collectives
 from mpidist.c10d.reductions import Options
+from mpidist.c10d.shrinking import shrunk
 from mpidist.dynamo import untraced
 from mpidist.errors import GroupError
 
@@ -35,11 +36,12 @@ class MpiBackend(Collectives, Backend):
     Attributes:
         supports_coalescing: Whether ``batch_isend_irecv`` needs one launch for all calls; MPI
             messages need none.
-        supports_shrinking: Whether ``shrink_group`` can leave ranks out.
+        supports_shrinking: Whether ``shrink_group`` can leave ranks out; not where other backends
+            share the group.
     """
 
     supports_coalescing = False
-    supports_shrinking = False
+    supports_shrinking = True
     # Whether Inductor can get a collective's duration without running it: torch 2.15, 2.14.
     _supports_time_estimate = False
     supports_time_estimate = False
@@ -98,6 +100,15 @@ class MpiBackend(Collectives, Backend):
         """
         child = self.native.new_group(sorted(ranks), None, None)
         return None if child is None else MpiBackend(Calls(child))
+
+    def shrink(
+        self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: object = None
+    ) -> MpiBackend:
+        """Return a backend for the ranks that remain; see ``torch.distributed.shrink_group``.
+
+        Collective: over the ranks that remain.
+        """
+        return MpiBackend(Calls(shrunk(self.native, ranks_to_exclude, shrink_flags)))
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the timeout after which the watchdog reports."""

@@ -23,7 +23,7 @@ from mpidist.comm.mpi.nonblocking import Mpi
 from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.operation import Operation, Tensors
 from mpidist.comm.work import seconds
-from mpidist.errors import DisagreementError
+from mpidist.errors import CommTimeout, DisagreementError, GroupError
 
 # "raise" or "abort": for groups that are made from the world without on_timeout
 ENV_ON_TIMEOUT = "MPIDIST_ON_TIMEOUT"
@@ -122,6 +122,84 @@ class Subgroups(Execution):
         child = self._split(node, self.rank, timeout, f"{self.name}/node{node}", None)
         assert child is not None
         return child
+
+    def shrink(
+        self: G,
+        exclude: Sequence[int],
+        abort: bool = False,
+        name: str | None = None,
+        timeout: float | timedelta | None = None,
+        on_timeout: str | None = None,
+    ) -> G:
+        """Make a group of this group's ranks without some, which may be dead.
+
+        Without a death it works on any MPI. After one it needs ULFM (``mpirun --with-ft ulfm``),
+        and also works on a group that has failed. This group stays open; close it, or drop it if it
+        has failed.
+
+        Collective: over the ranks that remain, in any state of the excluded ones, which must not
+        call it.
+
+        Args:
+            exclude: Distinct ranks of this group, at least one and not all; the others keep their
+                order. The same on all ranks that remain.
+            abort: First fail this group, so that its operations under way return with an error
+                (with ULFM; else they go on until MPI has ended them). Without it the group must
+                have no operation under way or queued.
+            name: The name in messages; derived from this group's if None.
+            timeout: Seconds or a timedelta, 0 for no limit; this group's if None.
+            on_timeout: See ``init``; this group's if None.
+
+        Blocks: until all ranks that remain have called it, at most the new group's timeout.
+
+        Raises:
+            ValueError: Ranks repeated or out of range, none, all, or this rank itself.
+            GroupError: The group is closed, or has an operation under way or queued.
+            CommTimeout: Not all ranks that remain called it in time, with the same ``exclude``.
+            RankFailureError: A rank that should remain is dead, or has ended.
+
+        Source: MPI_Comm_create_group, MPI_Comm_create_from_group (MPI-4.1 §7.4.2).
+        """
+        where = self.where("shrink")
+        if self.is_closed:
+            raise GroupError(f"{where} was called on a closed group")
+        gone = list(exclude)
+        arguments.ranks(where, gone, self.size)
+        if not gone or len(gone) == self.size:
+            raise ValueError(f"{where} must exclude some ranks, and not all; got {gone}")
+        if self.rank in gone:
+            raise ValueError(
+                f"{where} is called by the ranks that remain; this one is excluded ({gone})"
+            )
+        if abort:
+            self.fail(GroupError(f"{where} was called with abort=True"))
+            self.revoke()
+        elif self._failure is None and (pending := self._progress.pending):
+            raise GroupError(
+                f"{where} with {pending} operations under way or queued: wait for them, or give "
+                "abort=True, which fails them"
+            )
+        members = [
+            world_rank for rank, world_rank in enumerate(self.world_ranks) if rank not in gone
+        ]
+        limit = self.timeout_s if timeout is None else seconds(timeout)
+        try:
+            mpi, key = creation_barrier.create_world_group(
+                f"shrink of {self.key}", members, limit, survives=True
+            )
+        except CommTimeout as error:
+            raise CommTimeout(
+                f"{where}: {error}; all ranks that remain must exclude the same ranks, here {gone}"
+            ) from error
+        settings = GroupSettings(
+            name or f"{self.name}/shrunk",
+            key,
+            tuple(members),
+            limit,
+            self._debug,
+            on_timeout or self.on_timeout,
+        )
+        return create(type(self), mpi, settings)
 
     def clone(self: G, name: str | None = None, on_timeout: str | None = None) -> G:
         """Make a group of the same ranks with an order of its own.

@@ -8,12 +8,25 @@ mpidist returns this object.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from mpidist.c10d.shrinking import shrunk
+from mpidist.comm.group import ProcessGroup
 from mpidist.dynamo import untraced
+
+
+class ShrunkBackend(NamedTuple):
+    """What ``shrink`` returns to torch, which hands it on to ``shrinking``.
+
+    Attributes:
+        native: The native group of the ranks that remain.
+    """
+
+    native: ProcessGroup
 
 
 @untraced
@@ -24,16 +37,32 @@ class DeviceBackend:
         supports_coalescing: Whether ``batch_isend_irecv`` needs one launch for all calls; MPI
             messages need none.
         supports_time_estimate: Whether Inductor can get a collective's duration without running it.
-        supports_shrinking: Whether ``shrink_group`` can leave ranks out; torch would put a C++
-            ``Backend`` into the new group.
     """
 
     supports_coalescing = False
     supports_time_estimate = False
-    supports_shrinking = False
 
     def __init__(self, group: Any) -> None:
         self._group = group
+
+    @property
+    def supports_shrinking(self) -> bool:
+        """Permission of ``shrink_group``: not where other backends share the group."""
+        return bool(self._group.supports_shrinking)
+
+    @property
+    def native(self) -> ProcessGroup:
+        """The native group."""
+        return self._group.native
+
+    def shrink(
+        self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: object = None
+    ) -> ShrunkBackend:
+        """Return the native group of the ranks that remain, in the place of a Backend.
+
+        Collective: over the ranks that remain.
+        """
+        return ShrunkBackend(shrunk(self.native, ranks_to_exclude, shrink_flags))
 
     @property
     def supports_splitting(self) -> bool:

@@ -26,7 +26,10 @@ class ManagedGroup(dist.ProcessGroup):
 
     Attributes:
         native: The native group, whose methods torch's API partly lacks.
+        supports_shrinking: Whether ``shrink_group`` can leave ranks out.
     """
+
+    supports_shrinking = True
 
     def __init__(self, native: ProcessGroup, store: dist.Store, name: str) -> None:
         super().__init__(native.rank, native.size)  # type: ignore[call-arg]

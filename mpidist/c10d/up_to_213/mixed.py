@@ -76,6 +76,8 @@ class MixedProcessGroup(TorchProcessGroup):
             registered on a ProcessGroup of torch's class.
     """
 
+    supports_shrinking = False  # the other backends would keep all ranks
+
     def __init__(
         self,
         native: ProcessGroup,

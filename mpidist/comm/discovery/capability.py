@@ -24,7 +24,7 @@ from mpidist.comm.discovery.trial_operations import OPERATIONS, REDUCTIONS, WORK
 from mpidist.comm.mpi import cuda_context, launcher_env, runtime
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.cuda_context import ENV_CUDA_AWARE
-from mpidist.comm.mpi.library import MPI, library_name
+from mpidist.comm.mpi.library import MPI, has_ulfm, library_name
 from mpidist.comm.mpi.nonblocking import NONBLOCKING, MpiCalls
 from mpidist.errors import MpidistError
 
@@ -78,7 +78,7 @@ def capabilities() -> Capabilities:
         library=library_name(),
         standard=MPI.Get_version(),
         thread_level=library_report.thread_level(),
-        survives_failures=library_report.has_ulfm(),
+        survives_failures=has_ulfm(),
         cuda_aware=cuda_aware,
         cuda_source=source,
         cuda_before_mpi=cuda_context.is_first(),

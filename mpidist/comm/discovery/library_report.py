@@ -19,13 +19,6 @@ def thread_level() -> str:
     )
 
 
-def has_ulfm() -> bool:
-    """Say whether ULFM is there and switched on."""
-    # Without ``mpirun --with-ft ulfm`` Open MPI has the calls, but Revoke has no effect.
-    switch = os.environ.get("OMPI_MCA_mpi_ft_enable", "0")  # noqa: SIM112
-    return "Open MPI" in library_name() and switch.lower() in ("1", "true", "yes")
-
-
 @functools.cache
 def cuda_support() -> tuple[bool | None, str]:
     """Return whether the library takes device pointers, None if unknown, and the source of this.

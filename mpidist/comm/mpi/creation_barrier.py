@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from mpidist.comm.mpi import backoff, exited_ranks, mpi_errors, runtime
-from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.library import MPI, has_ulfm
 from mpidist.comm.mpi.nonblocking import Mpi
+from mpidist.comm.mpi.serialized import locked
 from mpidist.errors import CommTimeout, RankFailureError
 
 _TOKEN_BYTES = 16
@@ -153,6 +154,32 @@ def start_limit(timeout_s: float | None) -> float | None:
     return None if timeout_s is None else max(timeout_s, _LEAST_START_S)
 
 
+def create_surviving_group(members: Sequence[int], identity: str) -> Mpi:
+    """Return a communicator of some ranks of the job, of which others may be dead.
+
+    MPI_Comm_create_group fails in Open MPI as soon as any rank of its communicator is dead (seen on
+    5.0), MPI_Comm_create_from_group does not (MPI-4.1 §7.4.2). It takes milliseconds, so it is used
+    where a rank can die and the job goes on, with ULFM.
+
+    Collective: over ``members``, world ranks in the new communicator's order, after a barrier of
+    them.
+
+    Args:
+        members: World ranks, this one among them.
+        identity: Separates two communicators that are created at the same time.
+    """
+    comm = runtime.world().comm
+    if not has_ulfm():
+        return create_group(comm, members, identity.encode())
+    all_ranks = comm.Get_group()
+    some = all_ranks.Incl(members)
+    try:
+        return locked(lambda: MPI.Intracomm.Create_from_group(some, f"mpidist {identity}"))
+    finally:
+        some.Free()
+        all_ranks.Free()
+
+
 def create_group(mpi: Mpi, members: Sequence[int], identity: bytes) -> Mpi:
     """Return a communicator of some ranks of another.
 
@@ -174,7 +201,7 @@ def create_group(mpi: Mpi, members: Sequence[int], identity: bytes) -> Mpi:
 
 
 def create_world_group(
-    operation: str, members: Sequence[int], timeout_s: float | None
+    operation: str, members: Sequence[int], timeout_s: float | None, survives: bool = False
 ) -> tuple[Mpi, str]:
     """Wait for some ranks of the job; return a communicator of them, and its name.
 
@@ -184,11 +211,14 @@ def create_world_group(
         operation: As of ``wait_for_world``.
         members: World ranks, this one among them.
         timeout_s: Longest wait; None for no limit.
+        survives: Other ranks of the job may be dead.
 
     Raises:
         CommTimeout, RankFailureError: As of ``wait_for_world``.
     """
     subject = wait_for_world(operation, timeout_s, members)
+    if survives:
+        return create_surviving_group(members, subject), subject
     return create_group(runtime.world().comm, members, subject.encode()), subject
 
 

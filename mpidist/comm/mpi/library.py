@@ -254,3 +254,10 @@ else:
 def library_name() -> str:
     """Return the library's name and version: the first line of its version text."""
     return " ".join(MPI.Get_library_version().split("\n")[0].replace("\0", "").split())
+
+
+def has_ulfm() -> bool:
+    """Return whether ULFM is there and switched on."""
+    # Without ``mpirun --with-ft ulfm`` Open MPI has the calls, but Revoke has no effect.
+    switch = os.environ.get("OMPI_MCA_mpi_ft_enable", "0")  # noqa: SIM112
+    return "Open MPI" in library_name() and switch.lower() in ("1", "true", "yes")

@@ -8,10 +8,11 @@ call becomes a non-blocking one and a loop of tests, and the lock is free betwee
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, cast
 
 from mpidist.comm.mpi.library import MPI
-from mpidist.comm.mpi.nonblocking import MpiCalls, wait_yielding
+from mpidist.comm.mpi.nonblocking import Mpi, MpiCalls, wait_yielding
 
 _lock = threading.RLock()
 
@@ -22,6 +23,14 @@ def serialized(comm: MPI.Comm) -> MpiCalls:
     What the communicator creates (requests, messages, communicators) is locked in the same way.
     """
     return MpiCalls(cast("MPI.Comm", _Locked(comm)), wait_yielding)
+
+
+def locked(create: Callable[[], MPI.Intracomm]) -> Mpi:
+    """Return the communicator that ``create`` makes, in this thread level's form."""
+    if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+        return create()
+    with _lock:
+        return serialized(create())
 
 
 class _Locked:
