@@ -18,6 +18,8 @@ from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import Device, Event, device_at, device_of
 
 Tensor = torch.Tensor
+# The other rank's memory may be the host's, which this rank does not know.
+_NEEDED = ("point_to_point", "point_to_point_with_host")
 
 
 def to_send(tensor: Tensor) -> tuple[Tensor, Device | None]:
@@ -102,4 +104,4 @@ def _ready_fence(device: Device | None, tensor: Tensor) -> StreamFence | None:
 
 def _takes_messages(tensor: Tensor) -> bool:
     known = capability.known_operations(tensor.device)
-    return known is not None and "point_to_point" in known and buffer.is_plain(tensor)
+    return known is not None and known.issuperset(_NEEDED) and buffer.is_plain(tensor)

@@ -25,7 +25,7 @@ AllReduce = Callable[[Communicator, StreamFence, torch.Tensor, ReduceOp], None]
 _CHOICES = "device all-reduces"  # in Communicator.kept
 _MAX_CHOICES = 256
 # A single rank sends nothing, so algorithms built on messages run on the device alone.
-_SINGLE_RANK = frozenset({"point_to_point"})
+_SINGLE_RANK = frozenset({"point_to_point", "point_to_point_with_host"})
 
 
 def choose(comm: Communicator, flat: torch.Tensor, operation: ReduceOp) -> AllReduce:

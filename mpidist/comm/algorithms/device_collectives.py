@@ -37,6 +37,8 @@ Tensors = Sequence[torch.Tensor]
 Execute = Callable[..., None]
 # The device form of an executor; returns False, with all tensors unchanged, where MPI cannot do it.
 DeviceForm = Callable[..., bool]
+# ``exchange`` receives a message of an unexpected length in host memory.
+_EXCHANGE = ("point_to_point", "point_to_point_with_host")
 
 
 def placed(
@@ -219,7 +221,7 @@ def _all_gather(comm: Communicator, fence: StreamFence, inputs: Tensors, outputs
     # Short tensors are gathered through one flat host buffer.
     if max(tensor.nbytes for tensor in outputs) <= movement.FLAT_BYTES:
         return False
-    return _on_device(("point_to_point",), movement.all_gather)(comm, fence, inputs, outputs)
+    return _on_device(_EXCHANGE, movement.all_gather)(comm, fence, inputs, outputs)
 
 
 _DEVICE_FORMS: dict[Execute, DeviceForm] = {
@@ -228,11 +230,9 @@ _DEVICE_FORMS: dict[Execute, DeviceForm] = {
     reductions.reduce_scatter_tensor: _reduce_scatter_tensor,
     movement.broadcast: _broadcast,
     movement.all_gather: _all_gather,
-    movement.all_gather_into: _on_device(("Allgather", "point_to_point"), movement.all_gather_into),
-    movement.all_to_all: _on_device(("point_to_point",), movement.all_to_all),
-    movement.all_to_all_single: _on_device(
-        ("Alltoallv", "point_to_point"), movement.all_to_all_single
-    ),
+    movement.all_gather_into: _on_device(("Allgather", *_EXCHANGE), movement.all_gather_into),
+    movement.all_to_all: _on_device(_EXCHANGE, movement.all_to_all),
+    movement.all_to_all_single: _on_device(("Alltoallv",), movement.all_to_all_single),
 }
 
 

@@ -20,7 +20,7 @@ import torch
 
 from mpidist import cache
 from mpidist.comm.discovery import capability_trial, library_report, visible_devices
-from mpidist.comm.discovery.trial_operations import OPERATIONS, REDUCTIONS, WORKS
+from mpidist.comm.discovery.trial_operations import OPERATIONS, REDUCTIONS, VERSION, WORKS
 from mpidist.comm.mpi import cuda_context, launcher_env, runtime
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.cuda_context import ENV_CUDA_AWARE
@@ -251,7 +251,6 @@ def _try_operations(device: torch.device, is_cuda_first: bool) -> dict[str, str]
 
 
 def _is_table(held: object) -> bool:
-    # Another version of mpidist may have tried other operations.
     return (
         isinstance(held, dict)
         and tuple(held) == OPERATIONS
@@ -266,6 +265,7 @@ def _name(device: torch.device) -> str:
 def _key(device: torch.device, is_cuda_first: bool) -> dict[str, object]:
     is_cuda = device.type == "cuda"
     return {
+        "trial": VERSION,
         "library": library_name(),
         "thread_level": library_report.thread_level(),
         "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
