@@ -41,10 +41,14 @@ def gather_statistics(
             channels, batch_statistics.REFUSED, needs_gradient, None, None
         )
     elif not input.numel():
-        row = batch_statistics.row_of(channels, 0, needs_gradient, None, None).to(input.device)
+        row = batch_statistics.row_of(channels, 0, needs_gradient, None, None, input.device)
     else:
         row = batch_statistics.row_of(
-            channels, input.numel() // channels, needs_gradient, *batch_kernels.statistics(input)
+            channels,
+            input.numel() // channels,
+            needs_gradient,
+            *batch_kernels.statistics(input),
+            input.device,
         )
     rows = row.new_empty(group.size, row.numel())
     group.all_gather_into_tensor(rows, row)

@@ -22,7 +22,12 @@ _HEAD = 2  # n_r, needs a gradient
 
 
 def row_of(
-    channels: int, count: float, needs_gradient: bool, mean: Tensor | None, variance: Tensor | None
+    channels: int,
+    count: float,
+    needs_gradient: bool,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Return one rank's row of 2 + 2·C float64 elements.
 
@@ -32,11 +37,16 @@ def row_of(
         needs_gradient: The input needs a gradient.
         mean: C elements; None for an empty or refused batch, whose statistics are zeros.
         variance: C elements, or None.
+        device: Of the row; None for the host.
     """
-    head = torch.tensor([count, float(needs_gradient)], dtype=torch.float64, device="cpu")
+    head = torch.empty(_HEAD, dtype=torch.float64, device=device or "cpu")
+    # Kernels take the numbers as arguments; a copy from the host's memory would wait for all work
+    # queued on the device.
+    for element, value in zip(head.split(1), (count, float(needs_gradient)), strict=True):
+        element.fill_(value)
     if mean is None or variance is None:
-        return torch.cat([head, torch.zeros(2 * channels, dtype=torch.float64, device="cpu")])
-    return torch.cat([head.to(mean.device), mean.double(), variance.double()])
+        return torch.cat([head, head.new_zeros(2 * channels)])
+    return torch.cat([head, mean.double(), variance.double()])
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from mpidist.nn.batch_statistics import REFUSED, merge, row_of
+from tests.transfers import CUDA, counted, no_waits
 
 
 def row(values, needs=True):
@@ -57,3 +58,28 @@ def test_what_all_ranks_refuse(rows, own, words):
     with pytest.raises(ValueError, match="SyncBatchNorm") as caught:
         merge(torch.stack(rows), own)
     assert words in str(caught.value)
+
+
+def test_a_row_has_the_numbers_of_its_statistics():
+    mean, variance = torch.randn(3), torch.rand(3)
+    expected = torch.cat([torch.tensor([7.0, 1.0]).double(), mean.double(), variance.double()])
+    assert torch.equal(row_of(3, 7, True, mean, variance), expected)
+    expected = torch.tensor([REFUSED, *[0.0] * 7], dtype=torch.float64)
+    assert torch.equal(row_of(3, REFUSED, False, None, None), expected)
+
+
+def test_a_row_on_a_device_takes_nothing_from_the_hosts_memory():
+    with counted() as counts:
+        mean = torch.ones(3, device=CUDA)
+        for each in (mean, None):
+            row = row_of(3, 7, True, each, each, CUDA)
+            assert row.device == CUDA and row.dtype is torch.float64
+        assert counts.up == []
+
+
+@pytest.mark.gpu
+def test_a_row_on_a_gpu_waits_for_nothing():
+    mean = torch.ones(3, device=CUDA)
+    with no_waits():
+        row = row_of(3, 7, True, mean, 2 * mean, CUDA)
+    assert row.tolist() == [7, 1, 1, 1, 1, 2, 2, 2]
