@@ -6,6 +6,7 @@ Source: ``torch.nn.utils.clip_grad_norm_``, with the same result; each rank sums
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -68,7 +69,7 @@ def clip(
     dense = [
         gradient.coalesce().values() if gradient.is_sparse else gradient for _, gradient in own
     ]
-    norms = [_norm(each, norm_type).to(device) for each in dense if each.numel()]
+    norms = _norms([each for each in dense if each.numel()], norm_type, device)
     if math.isinf(norm_type):
         total = (
             torch.stack(norms).max()
@@ -87,14 +88,37 @@ def clip(
     scale = (max_norm / (total + _TINY)).clamp(max=1.0)
     # The host does not read the norm, so a CUDA stream is not synchronized. As in torch, a NaN norm
     # makes all gradients NaN.
+    for places in _by_kind([gradient for _, gradient in own]):
+        gradients = [own[place][1] for place in places]
+        factor = scale.to(gradients[0].device, _real(gradients[0].dtype))
+        if gradients[0].layout is torch.strided:
+            torch._foreach_mul_(gradients, factor)
+        else:
+            for gradient in gradients:
+                gradient.mul_(factor)
     for piece, gradient in own:
-        gradient.mul_(scale.to(gradient.device, _real(gradient.dtype)))
         piece.put_back(gradient)
     return total
 
 
-def _norm(tensor: Tensor, norm_type: float) -> Tensor:
-    return torch.linalg.vector_norm(tensor, norm_type, dtype=_wide(tensor.dtype)).double()
+def _norms(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> list[Tensor]:
+    """Return the norm of each tensor, in fp64 on ``device``; some launches for each kind."""
+    norms: list[Tensor | None] = [None] * len(tensors)
+    for places in _by_kind(tensors):
+        alike = [tensors[place] for place in places]
+        found = torch._foreach_norm(alike, norm_type, dtype=_wide(alike[0].dtype))
+        together = torch.stack(found).to(device, torch.float64)
+        for place, norm in zip(places, together.unbind(), strict=True):
+            norms[place] = norm
+    return [norm for norm in norms if norm is not None]
+
+
+def _by_kind(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
+    """Return the places of tensors of one device, dtype and layout, for each of these kinds."""
+    places: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+    for place, tensor in enumerate(tensors):
+        places[tensor.device, tensor.dtype, tensor.layout].append(place)
+    return places.values()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype | None:

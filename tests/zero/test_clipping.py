@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mpidist.errors import DisagreementError
+from mpidist.zero import clipping
 from mpidist.zero.optimizer import OSS
 from tests.support import agree, raises_on_all
+from tests.transfers import CUDA, counted, no_waits
 from tests.zero import nets
 
 pytestmark = pytest.mark.mpi
@@ -177,3 +180,71 @@ def test_the_norm_is_over_the_group_and_not_the_world(world):
         agree(half, torch.allclose(sharded.clip_grad_norm(1.0), expected))
     world.barrier()
     half.close()
+
+
+class Alone:
+    """A group of one rank."""
+
+    def all_reduce(self, tensor, op):
+        """Leave the tensor as it is."""
+
+
+def owned(gradients):
+    return [(SimpleNamespace(put_back=lambda gradient: None), each) for each in gradients]
+
+
+def some(number, device, dtypes=(torch.float32, torch.bfloat16)):
+    return [
+        torch.ones(place % 7 + 1, device=device).to(dtypes[place % len(dtypes)])
+        for place in range(number)
+    ]
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
+def test_norm_and_gradients_have_the_bits_of_one_gradient_after_the_other(norm_type):
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+    torch.manual_seed(1)
+    gradients = [torch.randn(place * 97).to(dtypes[place % 5]) for place in range(40)]
+    wide = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+    norms = torch.stack(
+        [
+            torch.linalg.vector_norm(each, norm_type, dtype=wide.get(each.dtype)).double()
+            for each in gradients
+            if each.numel()
+        ]
+    )
+    is_max = math.isinf(norm_type)
+    expected = norms.max() if is_max else (norms**norm_type).sum() ** (1 / norm_type)
+    scale = (1.5 / (expected + 1e-6)).clamp(max=1.0)
+    scaled = [
+        each * scale.to(each.dtype.to_real() if each.is_complex() else each.dtype)
+        for each in gradients
+    ]
+    norm = clipping.clip(Alone(), owned(gradients), 1.5, norm_type, torch.device("cpu"))
+    assert torch.equal(norm, expected)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, scaled, strict=True))
+
+
+def test_the_launches_do_not_grow_with_the_number_of_gradients():
+    totals = []
+    for number in (4, 100):
+        with counted() as counts:
+            gradients = some(number, CUDA)
+            counts.launches.clear()
+            clipping.clip(Alone(), owned(gradients), 1.0, 2.0, CUDA)
+            totals.append(counts.launches.total())
+            assert counts.down == counts.up == []
+    assert totals[0] == totals[1]
+
+
+@pytest.mark.gpu
+def test_clipping_on_a_gpu_waits_for_nothing():
+    gradients = some(100, CUDA)
+    with no_waits():
+        norm = clipping.clip(Alone(), owned(gradients), 1.0, 2.0, CUDA)
+    host = some(100, "cpu")
+    torch.testing.assert_close(
+        norm.cpu(), clipping.clip(Alone(), owned(host), 1.0, 2.0, torch.device("cpu"))
+    )
+    for one, other in zip(gradients, host, strict=True):
+        torch.testing.assert_close(one.cpu(), other)
