@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
+from mpidist.comm.memory import host_values
 from mpidist.ddp.module import DistributedDataParallel
 
 Module = torch.nn.Module
@@ -63,7 +64,7 @@ def packed(state: Mapping[str, object]) -> dict[str, Any]:
             return value
         key = (value.data_ptr(), value.dtype, value.shape, value.stride())
         if key not in copies:
-            copies[key] = value.cpu().clone()
+            copies[key] = host_values.copy_of(value)
         return copies[key]
 
     return {name: compact(value) for name, value in state.items()}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mpidist.autograd import api as autograd
+from mpidist.comm.memory import host_values
 
 Tensor = torch.Tensor
 
@@ -52,6 +53,8 @@ def norms(gradients: Sequence[Tensor | None], norm_type: float) -> Tensor:
     """Return the norm of each gradient that is not None, in one tensor on the CPU.
 
     Rows that occur twice in a sparse gradient are summed first.
+
+    Blocks: until the gradients are computed, once for each device.
     """
     present = [_values(gradient) for gradient in gradients if gradient is not None]
     if not present:
@@ -59,9 +62,8 @@ def norms(gradients: Sequence[Tensor | None], norm_type: float) -> Tensor:
     dtype = present[0].dtype
     for gradient in present:
         dtype = torch.promote_types(dtype, gradient.dtype)
-    return torch.stack(
-        [norm.to("cpu", dtype.to_real()) for norm in torch._foreach_norm(present, norm_type)]
-    )
+    found = [norm.to(dtype.to_real()) for norm in torch._foreach_norm(present, norm_type)]
+    return torch.stack(host_values.copies_of(found))
 
 
 def total_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -11,12 +11,13 @@ references to. No name in a message is used as an attribute.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from mpidist.comm.memory import host_values
 from mpidist.optim import gradients, local_optimizer
 from mpidist.optim.local_optimizer import LocalOptimizer
 from mpidist.rpc.rref import RRef
@@ -114,10 +115,18 @@ def _number(value: object) -> float:
 
 
 def _copied(value: Any) -> Any:
+    """Return a copy with tensors in host memory; lists, tuples and dicts are copied as well."""
+    tensors: list[torch.Tensor] = []
+    _with_tensors(value, tensors.append)
+    copies = iter(host_values.copies_of(tensors))
+    return _with_tensors(value, lambda tensor: next(copies))
+
+
+def _with_tensors(value: Any, replacement: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+        return replacement(value)
     if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
+        return {key: _with_tensors(item, replacement) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(map(_copied, value))
+        return type(value)([_with_tensors(item, replacement) for item in value])
     return value

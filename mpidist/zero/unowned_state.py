@@ -11,6 +11,7 @@ from collections.abc import Mapping, MutableMapping
 import torch
 
 from mpidist.comm.group_types import Group
+from mpidist.comm.memory import host_values
 from mpidist.zero import state_dict
 from mpidist.zero.shards import Shards
 from mpidist.zero.state_dict import ParamState, StateByNumber
@@ -74,6 +75,6 @@ def unowned_part(given: StateByNumber, shards: Shards, rank: int) -> UnownedStat
 
 def _copied(held: ParamState) -> ParamState:
     return {
-        name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+        name: host_values.copy_of(value) if isinstance(value, torch.Tensor) else value
         for name, value in held.items()
     }

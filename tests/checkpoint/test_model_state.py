@@ -4,8 +4,10 @@ import io
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mpidist.checkpoint import model_state
+from tests.transfers import CUDA, counted
 
 
 class Wrapper(torch.nn.Module):
@@ -64,3 +66,12 @@ def test_how_models_differ(change, words):
 def test_a_state_that_is_no_dict_is_refused():
     with pytest.raises(ValueError, match="got list"):
         model_state.require_fits(torch.nn.Linear(1, 1), [])
+
+
+def test_a_view_on_a_device_is_copied_once(monkeypatch):
+    monkeypatch.setattr(FakeTensor, "data_ptr", lambda tensor: id(tensor), raising=False)
+    with counted() as counts:
+        flat = torch.ones(20, device=CUDA)
+        made = model_state.packed({"a": flat.narrow(0, 0, 5), "b": flat.as_strided((9,), (2,))})
+        assert [value.device.type for value in made.values()] == ["cpu", "cpu"]
+        assert counts.copies == counts.down == ["_to_copy", "_to_copy"]

@@ -7,6 +7,7 @@ import torch
 
 from mpidist.errors import MpidistError
 from mpidist.optim import gradients
+from tests.transfers import CUDA, counted, waits
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, 0.0, float("inf")])
@@ -43,3 +44,26 @@ def test_gradients_in_the_order_of_the_parameters(given):
     assert torch.equal(found[1], torch.zeros(1))
     with pytest.raises(MpidistError, match="Could not find autograd context with id: 9"):
         gradients.of_parameters(9, [first])
+
+
+def mixed(device):
+    return [
+        torch.ones(place + 1, device=device).to((torch.float32, torch.bfloat16)[place % 2])
+        for place in range(40)
+    ]
+
+
+def test_norms_of_a_device_are_one_transfer_to_the_host():
+    with counted() as counts:
+        norms = gradients.norms([None, *mixed(CUDA)], 2.0)
+        assert norms.device.type == "cpu" and norms.shape == (40,)
+        assert counts.down == ["_to_copy"]
+
+
+@pytest.mark.gpu
+def test_norms_of_a_gpu_wait_once():
+    given = mixed(CUDA)
+    with waits() as found:
+        norms = gradients.norms(given, 2.0)
+    assert len(found) == 1
+    torch.testing.assert_close(norms, gradients.norms([each.cpu() for each in given], 2.0))

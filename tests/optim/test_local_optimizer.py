@@ -12,6 +12,7 @@ import mpidist.rpc as rpc
 from mpidist.optim import local
 from mpidist.rpc.rref import RRef
 from tests.optim import owners
+from tests.transfers import CUDA, counted
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -343,3 +344,14 @@ def test_an_optimizer_made_with_the_fused_kernel_keeps_it(given, attribute_optim
     local.step(fused, 1, {0: {"lr": 0.25, "fused": True}})
     local.add_group(fused, [RRef(owners.parameter([1.0]))], {"fused": True})
     assert [group["fused"] for group in fused.local_value().settings()] == [True, True]
+
+
+def test_steps_counted_on_a_device_are_copied_to_the_host_together():
+    with counted() as counts:
+        state = {
+            place: {"step": torch.ones((), device=CUDA), "seen": [torch.ones(2), ("text", place)]}
+            for place in range(20)
+        }
+        copy = local._copied(state)
+        assert counts.down == ["_to_copy"] and copy[3]["step"].device.type == "cpu"
+        assert copy[3]["seen"][1] == ("text", 3) and copy[3]["seen"] is not state[3]["seen"]
