@@ -154,7 +154,6 @@ COVERED_BY = {
     "zero/first_state": "zero/test_checkpoint.py",
     "zero/unowned_state": "zero/test_loading.py",
     "zero/saving": "zero/test_consolidation.py",
-    "zero/shard_image": "zero/test_consolidation.py",
     "tune": "comm/algorithms/test_tuning.py",
     "zero/wire_half": "zero/test_wire.py",
     "zero/wire_int8": "zero/test_wire.py",

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import torch
 
+from mpidist.comm.algorithms import staging
 from mpidist.comm.consistency import raising_on_all
 from mpidist.comm.group_types import Group
 from mpidist.kernels.view import laid_out
@@ -105,8 +106,7 @@ def gathered(
             whole[kind][slice(*image.plans[kind[0]].bounds[rank : rank + 2])] for kind in kinds
         ] + loose[rank]
         if rank == group.rank:
-            for place, tensor in zip(places, own, strict=True):
-                place.copy_(tensor)
+            staging.copy_to_host(places, own)
         for place in places:
             for chunk in _chunks(place, chunk_bytes):
                 if recipient == -1:

@@ -13,6 +13,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from mpidist.comm.algorithms import staging
+from mpidist.comm.memory import host_values
 from mpidist.zero.buffer_plan import BufferPlan
 from mpidist.zero.flat_state import FlatState, Kind, State
 from mpidist.zero.result_memory import KeptMemory
@@ -75,9 +77,8 @@ class ShardImage:
         copies = memory.tensors(
             {place: (tensor.numel(), tensor.dtype) for place, tensor in enumerate(own)}
         )
-        for place, tensor in enumerate(own):
-            copies[place] = copies[place].view(tensor.shape).copy_(tensor)
-        made = [copies[place] for place in range(len(own))]
+        made = [copies[place].view(tensor.shape) for place, tensor in enumerate(own)]
+        staging.copy_to_host(made, own)
         rest = iter(made)
 
         def taken(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -134,6 +135,7 @@ def image_of(
         }
     for number, kept in unowned.items():
         entries[number] = {name: loose.entry(value) for name, value in kept.items()}
+    _copy_scalars(entries)
     return ShardImage(
         rank=rank,
         kinds=tuple((kind.buffer, kind.name, kind.dtype) for kind in flat.kinds),
@@ -157,10 +159,23 @@ class _LooseTensors:
         self.tensors: list[Tensor] = []
 
     def entry(self, value: object) -> object:
-        """Return the entry of a value: a copy of a number or scalar tensor, else its place here."""
+        """Return the entry of a value: a copy of a number, a scalar tensor, else its place here."""
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
         if value.dim() == 0:
-            return value.detach().cpu().clone()
+            return value
         self.tensors.append(value.detach())
         return Loose(len(self.tensors) - 1)
+
+
+def _copy_scalars(entries: StateByNumber) -> None:
+    """Replace scalar tensors by copies in host memory; fused steps count on the device."""
+    found = [
+        (values, name, value)
+        for values in entries.values()
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor)
+    ]
+    copies = host_values.copies_of([value for _, _, value in found])
+    for (values, name, _), value in zip(found, copies, strict=True):
+        values[name] = value
