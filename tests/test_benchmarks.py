@@ -55,6 +55,7 @@ _TRAINING = ["--models", "many:2", "--rounds", "1", "--bucket-cap-mb", "1", "--l
 _OF_CALLS = [
     ["soak_rpc.py", "--calls", "5000", "--references", "500"],
     ["bench_rpc.py", "--quick"],
+    ["bench_rpc.py", "--quick", "--growth"],
     ["tree_job.py", "rpc", "--quick"],
     ["bench_rpc_scale.py", "--quick"],
     ["bench_autograd.py", "--quick"],
@@ -72,6 +73,7 @@ _OF_COLLECTIVES = [
     ["bench_oss.py", "--quick"],
     ["bench_wire.py", "--numel", "20000", "--rounds", "1", "--burst-s", "0", "--link", "test"],
     ["bench_oss_state.py", "--quick"],
+    ["bench_oss_state.py", "--quick", "--growth"],
 ]
 
 

@@ -59,7 +59,6 @@ COVERED_BY = {
     "comm/mpi/mpi_errors": "comm/test_watchdog.py",
     "comm/transport/eager_message": "comm/transport/test_transport.py",
     "comm/transport/incoming": "comm/transport/test_transport.py",
-    "comm/transport/sends": "comm/transport/test_transport.py",
     "comm/transport/loopback": "comm/transport/test_transport.py",
     "comm/monitored_barrier": "comm/test_group.py",
     "comm/key_value_table": "comm/test_rendezvous.py",

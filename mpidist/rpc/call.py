@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,9 +13,6 @@ from mpidist.comm.transport.incoming import Incoming
 from mpidist.errors import CommTimeout, MpidistError
 from mpidist.rpc import interceptor
 from mpidist.rpc.pool import CALLBACKS, Action
-
-# In messages to users: a text, or a function's wire name, the function, and a prefix.
-Subject: TypeAlias = str | tuple[bytes, object] | tuple[bytes, object, str]
 
 _RawFuture = torch._C.Future
 _parking = threading.Lock()
@@ -28,7 +25,8 @@ class Call:
     Attributes:
         sequence: Its number on this worker.
         to: The callee's rank.
-        what: The call in messages to users.
+        what: The call in messages to users: a text, or the wire name of ``function``.
+        function: The function that is called; None for other requests.
         deadline: The time at which it fails (``time.monotonic``); infinite for no timeout.
         incoming: The answer, not decoded.
         error: Why the call has failed without an answer.
@@ -43,6 +41,7 @@ class Call:
         "deadline",
         "done",
         "error",
+        "function",
         "incoming",
         "latches",
         "sequence",
@@ -55,10 +54,14 @@ class Call:
     lane = CALLBACKS
     may_block = False
 
-    def __init__(self, to: int, what: Subject, timeout_s: float) -> None:
+    def __init__(
+        self, to: int, what: str | bytes, timeout_s: float, function: object = None
+    ) -> None:
         self.sequence = -1
         self.to = to
+        # Not one tuple: the garbage collector scans every container of an outstanding call.
         self.what = what
+        self.function = function
         self.timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s if timeout_s > 0 else float("inf")
         self.incoming: Any = None  # Incoming
@@ -127,9 +130,14 @@ class AsyncCall(Call):
     __slots__ = ("_result_of", "future")
 
     def __init__(
-        self, to: int, what: Subject, timeout_s: float, result_of: Callable[[Call], object]
+        self,
+        to: int,
+        what: str | bytes,
+        timeout_s: float,
+        result_of: Callable[[Call], object],
+        function: object = None,
     ) -> None:
-        super().__init__(to, what, timeout_s)
+        super().__init__(to, what, timeout_s, function)
         self.future: RpcFuture | None = None
         self._result_of = result_of
 

@@ -78,8 +78,9 @@ class Calls(PendingCalls):
         content = self._codecs[to].encode_function(function, name, args, kwargs)
         call = Call(
             to,
-            (name, function),
+            name,
             self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout),
+            function,
         )
         self.start(call, kind, name, content)
         self._polling.wait(call)
@@ -94,7 +95,7 @@ class Calls(PendingCalls):
         kind, name = callee.wire_name(function)
         content = self._codecs[to].encode_function(function, name, args, kwargs)
         timeout_s = self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout)
-        call = AsyncCall(to, (name, function), timeout_s, self._result_of)
+        call = AsyncCall(to, name, timeout_s, self._result_of, function)
         future = RpcFuture(self.wait, call, self._devices)
         self.start(call, kind, name, content)
         self._polling.poll_once()
@@ -268,10 +269,9 @@ def _describe(call: Call, workers: Workers) -> str:
     what = call.what
     if isinstance(what, str):
         return what
-    name, function, *before = what
-    text = "".join(before) + (
-        callee.display_name(name) or getattr(function, "__qualname__", None) or repr(function)
-    )
+    function = call.function
+    name = callee.display_name(what) or getattr(function, "__qualname__", None) or repr(function)
+    text = f"remote {name}" if call.is_creation else name
     return f"{text} on {workers.infos[call.to].name}"
 
 

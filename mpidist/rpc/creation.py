@@ -9,7 +9,7 @@ import torch
 
 from mpidist.comm.transport.incoming import Incoming
 from mpidist.errors import CommTimeout
-from mpidist.rpc.call import Call, Subject
+from mpidist.rpc.call import Call
 from mpidist.rpc.message import Kind
 from mpidist.rpc.pool import Action
 
@@ -28,6 +28,7 @@ class Creation(Call):
         timeout_s: For the answer; 0 for none.
         error_of: Decodes the exception in an answer.
         on_end: Called once, on the polling thread, when the answer or an error is there.
+        function: See ``Call``.
     """
 
     __slots__ = ("_error_of", "_future", "_on_end", "_open_future")
@@ -35,12 +36,13 @@ class Creation(Call):
     def __init__(
         self,
         to: int,
-        what: Subject,
+        what: str | bytes,
         timeout_s: float,
         error_of: Callable[[Call], BaseException],
         on_end: Callable[[], None] | None,
+        function: object = None,
     ) -> None:
-        super().__init__(to, what, timeout_s)
+        super().__init__(to, what, timeout_s, function)
         self._error_of = error_of
         self._on_end = on_end
         self._future: torch.futures.Future | None = None

@@ -41,9 +41,13 @@ class Holder(Reference):
         self._entry = entry
         self._creation = creation
         self._type: torch.futures.Future | None = None
-        self._deleted = False
         if fork is not None:
-            agent.references.register_user(fork, self)
+            agent.references.register_user(owner.id, reference, fork)
+
+    @property
+    def _deleted(self) -> bool:
+        fork = self._fork
+        return fork is not None and not self._agent.references.is_held(fork)
 
     def require_shareable(self) -> None:
         """Raise if this reference cannot be passed on."""
@@ -66,10 +70,8 @@ class Holder(Reference):
 
     def delete(self) -> None:
         """Queue the delete of this holder; the reference cannot be used afterwards. Idempotent."""
-        fork = self._fork
-        if fork is not None and not self._deleted:
-            self._deleted = True
-            self._agent.references.queue_delete(self._owner.id, self._reference, fork)
+        if self._fork is not None:
+            self._agent.references.delete_user(self._fork)
 
     def __del__(self) -> None:
         # A finalizer runs anywhere, also within MPI calls: it only queues the delete.

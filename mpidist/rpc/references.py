@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -59,12 +58,14 @@ class References:
     ) -> None:
         self.store = RRefStore(workers.me.id)
         self.deletes: deque[tuple[int, int, int]] = deque()
-        # Held references to other workers' values, by fork.
-        self._user_rrefs: dict[int, weakref.ref[Reference]] = {}
+        # Held references to other workers' values: (owner, reference) by fork. Numbers, which the
+        # garbage collector does not scan; a weak reference to each holder it would.
+        self._held: dict[int, tuple[int, int]] = {}
         self._workers = workers
         self._wire = wire
         self._reader = reader
         self._calls = calls
+        self._error_of = calls.error_of  # one bound method for all creations
         self._polling = polling
         self._make = make
         self._devices = devices
@@ -83,21 +84,28 @@ class References:
 
     # References held here to values of other workers.
 
-    def register_user(self, fork: int, holder: Reference) -> None:
+    def register_user(self, owner: int, reference: int, fork: int) -> None:
         """Register a held reference to another worker's value."""
-        self._user_rrefs[fork] = weakref.ref(holder)
+        self._held[fork] = owner, reference
 
-    def queue_delete(self, owner: int, reference: int, fork: int) -> None:
-        """Queue the delete of a held reference; the polling thread sends it. Safe in finalizers."""
-        self._user_rrefs.pop(fork, None)
-        self.deletes.append((owner, reference, fork))
+    def is_held(self, fork: int) -> bool:
+        """Return whether a held reference is registered and not deleted."""
+        return fork in self._held
+
+    def delete_user(self, fork: int) -> None:
+        """Delete a held reference. Idempotent; safe in finalizers."""
+        held = self._held.pop(fork, None)
+        if held is not None:
+            self.queue_delete(*held, fork)
 
     def delete_users(self) -> None:
         """Delete all held references to other workers' values."""
-        for weak in list(self._user_rrefs.values()):
-            holder = weak()
-            if holder is not None:
-                holder.delete()
+        for fork in list(self._held):
+            self.delete_user(fork)
+
+    def queue_delete(self, owner: int, reference: int, fork: int) -> None:
+        """Queue the delete of a fork; the polling thread sends it. Safe in finalizers."""
+        self.deletes.append((owner, reference, fork))
 
     def flush_deletes(self) -> None:
         """Send the queued deletes to the owners, on the polling thread."""
@@ -213,9 +221,7 @@ class References:
             def on_end() -> None:
                 store.delete_fork(reference, fork)
 
-        creation = Creation(
-            to, (name, function, "remote "), timeout_s, self._calls.error_of, on_end
-        )
+        creation = Creation(to, name, timeout_s, self._error_of, on_end, function)
         try:
             self._calls.start(
                 creation, int(kind) + TO_REMOTE, PAIR.pack(reference, fork) + name, content

@@ -105,16 +105,18 @@ class Entry:
         self.value: Any = None
         self.error: BaseException | None = None
         self.is_set = self.is_taken = self.created = False
-        self.forks: set[int] = set()
-        self.early: set[int] = set()
+        # Dicts of numbers and a tuple, in place of sets and a list: the garbage collector does not
+        # scan them, and a worker may own many values.
+        self.forks: dict[int, None] = {}
+        self.early: dict[int, None] = {}
         self.events: Sequence[Event] = ()
-        self._waiting: list[Callable[[Entry], None]] = []
+        self._waiting: tuple[Callable[[Entry], None], ...] = ()
 
     def when_set(self, act: Callable[[Entry], None]) -> None:
         """Call ``act(entry)`` once the value is set: immediately, or in the thread that sets it."""
         with _lock:
             if not self.is_set:
-                self._waiting.append(act)
+                self._waiting = (*self._waiting, act)
                 return
         act(self)
 
@@ -139,7 +141,7 @@ class Entry:
                 return
             self.value, self.error, self.events = value, error, events
             self.is_set = self.created = self.is_taken = True
-            waiting, self._waiting = self._waiting, []
+            waiting, self._waiting = self._waiting, ()
         for act in waiting:
             act(self)
 
@@ -206,7 +208,7 @@ class RRefStore:
                 if entry is None or entry.early:
                     self._count(self._of(reference), fork)
                 else:
-                    entry.forks.add(fork)
+                    entry.forks[fork] = None
 
     def delete_fork(self, reference: int, fork: int) -> None:
         """Delete a fork; the last one removes the entry from the table.
@@ -216,17 +218,17 @@ class RRefStore:
         with self._lock:
             entry = self._of(reference)
             if fork in entry.forks:
-                entry.forks.discard(fork)
+                del entry.forks[fork]
                 self._drop_if_unused(entry)
             else:
-                entry.early.add(fork)
+                entry.early[fork] = None
 
     def redeem(self, reference: int, fork: int) -> Entry:
         """Return the entry of a reference that was passed to its owner, and delete its fork."""
         with self._lock:
             entry = self._entries.get(reference)
             if entry is not None and len(entry.forks) > 1 and fork in entry.forks:
-                entry.forks.discard(fork)
+                del entry.forks[fork]
                 return entry
             entry = self._of(reference)
             self.delete_fork(reference, fork)
@@ -261,10 +263,10 @@ class RRefStore:
 
     def _count(self, entry: Entry, fork: int) -> None:
         if fork in entry.early:
-            entry.early.discard(fork)
+            del entry.early[fork]
             self._drop_if_unused(entry)
         else:
-            entry.forks.add(fork)
+            entry.forks[fork] = None
 
     def _drop_if_unused(self, entry: Entry) -> None:
         if not entry.forks and not entry.early and entry.created:

@@ -1,7 +1,9 @@
 """Consolidation of the ranks' state on one rank: raw memory in chunks, received in place.
 
 First every rank sends the recipient its entries: for each parameter the names of its state, and
-0-dim values (step counts). The recipient allocates one tensor for each kind of state and buffer, as
+0-dim values (step counts). Parameters with equal names and places share one pattern, so that the
+entries of N parameters are a few lists, not N containers, which Python's garbage collector would
+scan again and again. The recipient allocates one tensor for each kind of state and buffer, as
 long as the buffer, and receives each rank's shard into it. Other ranks allocate at most one chunk.
 
 Letters: W ranks; N elements of a buffer.
@@ -10,7 +12,7 @@ Letters: W ranks; N elements of a buffer.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -18,21 +20,39 @@ from mpidist.comm.algorithms import staging
 from mpidist.comm.consistency import raising_on_all
 from mpidist.comm.group_types import Group
 from mpidist.kernels.view import laid_out
-from mpidist.zero.local_state import FLAT, LOOSE, Entry, described
+from mpidist.zero.local_state import FLAT, LOOSE, VALUE
 from mpidist.zero.result_memory import KeptMemory
-from mpidist.zero.shard_image import KindKey, ShardImage
-from mpidist.zero.state_dict import StateByNumber
+from mpidist.zero.shard_image import InFlat, KindKey, Loose, ShardImage
+from mpidist.zero.state_dict import ParamState, StateByNumber
 
 Tensor = torch.Tensor
 CHUNK_BYTES = 16 << 20
 
-# A rank's state as plain data: the kinds, the rows of each parameter (``local_state.described``),
-# and the shapes and dtypes of the loose tensors.
-_Contents: TypeAlias = tuple[
-    tuple[KindKey, ...], dict[int, list[Entry]], list[tuple[torch.Size, torch.dtype]]
-]
+# State of one parameter: for each name the kind of its place (``local_state``), and of a flat place
+# the kind of state; -1 of others, which are taken from the front of their list.
+_Pattern: TypeAlias = tuple[tuple[str, str, int], ...]
 # A flat tensor's kind, or a rank and the place of one of its loose tensors.
 _Part: TypeAlias = KindKey | tuple[int, int]
+
+
+class _Contents(NamedTuple):
+    """State of a rank as plain data.
+
+    Attributes:
+        kinds: Of the flat tensors.
+        patterns: The different ones.
+        numbers: Of the parameters.
+        pattern_of: The index of each parameter's pattern.
+        loose: Shapes and dtypes of the loose tensors, in the order of the parameters' entries.
+        values: The other values, in the order of the parameters' entries.
+    """
+
+    kinds: tuple[KindKey, ...]
+    patterns: list[_Pattern]
+    numbers: list[int]
+    pattern_of: list[int]
+    loose: list[tuple[torch.Size, torch.dtype]]
+    values: list[object]
 
 
 class Consolidation:
@@ -87,11 +107,12 @@ def gathered(
     Raises:
         MemoryError: This recipient has no memory (DisagreementError on the other ranks).
     """
-    everyone: list[_Contents] | None
-    if recipient == -1:
-        everyone = group.all_gather_object(_contents(image))
-    else:
-        everyone = group.gather_object(_contents(image), recipient)
+    sent = tuple(_contents(image))
+    gathered_rows = (
+        group.all_gather_object(sent) if recipient == -1 else group.gather_object(sent, recipient)
+    )
+    del sent
+    everyone = None if gathered_rows is None else [_Contents(*row) for row in gathered_rows]
     own = [*image.flats, *(tensor.reshape(-1) for tensor in image.loose)]
     # Before the first message: a rank must not send to a recipient without memory.
     with raising_on_all(group, "consolidation"):
@@ -101,9 +122,10 @@ def gathered(
             for chunk in _chunks(tensor, chunk_bytes):
                 group.send(chunk, recipient)
         return None
-    for rank, (kinds, _, _) in enumerate(everyone):
+    for rank, contents in enumerate(everyone):
         places = [
-            whole[kind][slice(*image.plans[kind[0]].bounds[rank : rank + 2])] for kind in kinds
+            whole[kind][slice(*image.plans[kind[0]].bounds[rank : rank + 2])]
+            for kind in contents.kinds
         ] + loose[rank]
         if rank == group.rank:
             staging.copy_to_host(places, own)
@@ -117,11 +139,23 @@ def gathered(
 
 
 def _contents(image: ShardImage) -> _Contents:
-    entries = {
-        number: [described(name, value) for name, value in values.items()]
-        for number, values in image.entries.items()
-    }
-    return image.kinds, entries, [(tensor.shape, tensor.dtype) for tensor in image.loose]
+    patterns: dict[_Pattern, int] = {}
+    pattern_of: list[int] = []
+    loose: list[tuple[torch.Size, torch.dtype]] = []
+    others: list[object] = []
+    for values in image.entries.values():
+        rows = []
+        for name, value in values.items():
+            if isinstance(value, InFlat):
+                rows.append((name, FLAT, value.kind))
+            elif isinstance(value, Loose):
+                rows.append((name, LOOSE, -1))
+                loose.append((image.loose[value.place].shape, image.loose[value.place].dtype))
+            else:
+                rows.append((name, VALUE, -1))
+                others.append(value)
+        pattern_of.append(patterns.setdefault(tuple(rows), len(patterns)))
+    return _Contents(image.kinds, list(patterns), list(image.entries), pattern_of, loose, others)
 
 
 def _allocated(
@@ -129,15 +163,15 @@ def _allocated(
 ) -> tuple[dict[_Part, Tensor], list[list[Tensor]]]:
     """Return a tensor of N elements for each kind, and each rank's loose tensors as vectors."""
     wanted: dict[_Part, tuple[int, torch.dtype]] = {}
-    for rank, (kinds, _, shapes) in enumerate(everyone):
-        for kind in kinds:
+    for rank, contents in enumerate(everyone):
+        for kind in contents.kinds:
             wanted[kind] = (image.plans[kind[0]].numel, kind[2])
-        for place, (shape, dtype) in enumerate(shapes):
+        for place, (shape, dtype) in enumerate(contents.loose):
             wanted[rank, place] = (shape.numel(), dtype)
     made = memory.tensors(wanted)
     loose = [
-        [made.pop((rank, place)) for place in range(len(shapes))]
-        for rank, (_, _, shapes) in enumerate(everyone)
+        [made.pop((rank, place)) for place in range(len(contents.loose))]
+        for rank, contents in enumerate(everyone)
     ]
     return made, loose
 
@@ -148,25 +182,27 @@ def _assembled(
     loose: list[list[Tensor]],
     image: ShardImage,
 ) -> StateByNumber:
-    slots = {
-        (place, slot.number): slot for place, plan in enumerate(image.plans) for slot in plan.slots
-    }
+    slots = [{slot.number: slot for slot in plan.slots} for plan in image.plans]
     found: StateByNumber = {}
-    for rank, (kinds, entries, shapes) in enumerate(everyone):
-        for number, rows in entries.items():
-            if number in found:  # a cut parameter: all its owners have equal entries
-                continue
-            values = found[number] = {}
-            for name, where, value in rows:
+    for contents, vectors in zip(everyone, loose, strict=True):
+        others = iter(contents.values)
+        tensors = zip(vectors, contents.loose, strict=True)
+        for number, index in zip(contents.numbers, contents.pattern_of, strict=True):
+            values: ParamState = {}
+            for name, where, place in contents.patterns[index]:
                 if where == FLAT:
-                    slot = slots[kinds[value][0], number]
-                    part = whole[kinds[value]][slot.offset : slot.offset + slot.numel]
+                    kind = contents.kinds[place]
+                    slot = slots[kind[0]][number]
+                    part = whole[kind][slot.offset : slot.offset + slot.numel]
                     values[name] = laid_out(part, image.forms[number])
+                elif where == LOOSE:
+                    vector, (shape, _) = next(tensors)
+                    values[name] = vector.view(shape)
                 else:
-                    values[name] = (
-                        loose[rank][value].view(shapes[value][0]) if where == LOOSE else value
-                    )
-    return dict(sorted(found.items()))
+                    values[name] = next(others)
+            # A cut parameter: all its owners have equal entries.
+            found.setdefault(number, values)
+    return {number: found[number] for number in sorted(found)}
 
 
 def _chunks(flat: Tensor, chunk_bytes: int) -> Iterator[Tensor]:

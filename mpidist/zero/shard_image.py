@@ -94,12 +94,15 @@ class ShardImage:
 
     def with_masters(self) -> ShardImage:
         """Return an image whose masters, and what is seen of them, are kinds of state."""
+        if not self.masters and not self.seen:
+            return self
         kinds, flats = list(self.kinds), list(self.flats)
         entries = {number: dict(values) for number, values in self.entries.items()}
         for name, tensors in ((MASTER_KIND, self.masters), (SEEN_KIND, self.seen)):
             for place, flat in enumerate(tensors):
+                entry = InFlat(len(kinds))
                 for span in self.plans[place].spans(self.rank):
-                    entries.setdefault(span.number, {})[name] = InFlat(len(kinds))
+                    entries.setdefault(span.number, {})[name] = entry
                 kinds.append((place, name, flat.dtype))
                 flats.append(flat)
         return replace(
@@ -121,14 +124,15 @@ def image_of(
         unowned: State of parameters that no rank steps, by number.
     """
     loose = _LooseTensors()
-    places = {kind: place for place, kind in enumerate(flat.kinds)}
+    # One entry a kind: the garbage collector scans every tuple of an entry.
+    places = {kind: InFlat(place) for place, kind in enumerate(flat.kinds)}
     entries: StateByNumber = {}
     for piece in shards.pieces:
         values = state.get(piece.tensor)
         if values is None:
             continue
         entries[piece.number] = {
-            name: InFlat(places[Kind(piece.home[0], name, value.dtype, value.device)])
+            name: places[Kind(piece.home[0], name, value.dtype, value.device)]
             if piece.home is not None and flat.belongs(value, piece)
             else loose.entry(value)
             for name, value in values.items()

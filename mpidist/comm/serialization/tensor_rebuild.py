@@ -63,7 +63,7 @@ def read_lone(table: Buffer, place: int) -> tuple[Tensor, int] | None:
         return None
     raw = table[start:end]
     flat = _frombuffer(raw if type(raw) is bytearray else bytearray(raw), dtype=dtype)
-    return (flat if shape is None else flat.view(shape)), end
+    return (flat if shape is None else flat.resize_(shape)), end
 
 
 def read(
@@ -123,7 +123,8 @@ def _inline(
     flat = _frombuffer(raw if type(raw) is bytearray else bytearray(raw), dtype=DTYPES[number])
     if is_strict and number == BOOL:
         checks.require_bools(flat)
-    return flat if len(shape) == 1 else flat.view(shape)
+    # In place: a view would keep its base alive, a second Python object for each tensor.
+    return flat if len(shape) == 1 else flat.resize_(shape)
 
 
 def _rows(

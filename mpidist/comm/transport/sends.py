@@ -16,6 +16,9 @@ from mpidist.comm.mpi.nonblocking import Request
 from mpidist.comm.serialization.tensor_format import Part
 from mpidist.comm.transport.payload_receives import pieces_of
 
+# Sends under way from which on a thread that sends tests them as well.
+MAX_PENDING = 64
+
 
 class Sends:
     """Sends of one communicator.
@@ -27,13 +30,16 @@ class Sends:
 
     Attributes:
         pending: (request, memory that must stay alive), in the order of sending.
+        test_at: The number of pending sends at which the next thread that sends tests them.
     """
 
     def __init__(self, isend: Callable[..., MPI.Request], eager_tag: int, payload_tag: int) -> None:
         self.pending: deque[tuple[Request, Part]] = deque()
+        self.test_at = MAX_PENDING
         self._isend = isend
         self._eager_tag, self._payload_tag = eager_tag, payload_tag
         self._lock = threading.Lock()
+        self._testing = threading.Lock()
 
     def start(self, to: int, message: bytes, payloads: Sequence[Part]) -> None:
         """Send an eager message and its payloads.
@@ -54,8 +60,13 @@ class Sends:
                     self.pending.append((request, memory))
 
     def test(self) -> None:
-        """Remove completed sends; a send to a failed rank counts as completed."""
+        """Remove completed sends; a send to a failed rank counts as completed.
+
+        Any thread may call it; it does nothing while another thread does.
+        """
         pending = self.pending
+        if not self._testing.acquire(blocking=False):
+            return
         try:
             while pending and pending[0][0].Test():
                 pending.popleft()
@@ -63,3 +74,14 @@ class Sends:
             if not mpi_errors.is_mpi_error(error) or not mpi_errors.is_failure(error):
                 raise
             pending.popleft()
+        finally:
+            self._testing.release()
+
+    def reclaim(self) -> None:
+        """Test the sends, and again when twice as many are pending: a few tests for each send.
+
+        A thread that sends many messages may leave the polling thread no time; completed sends that
+        nobody tests keep their memory, which the garbage collector scans.
+        """
+        self.test()
+        self.test_at = max(MAX_PENDING, 2 * len(self.pending))

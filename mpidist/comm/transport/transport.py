@@ -36,12 +36,10 @@ from mpidist.comm.transport.eager_message import (
 from mpidist.comm.transport.eager_receives import Restartable
 from mpidist.comm.transport.incoming import Incoming
 from mpidist.comm.transport.payload_receives import PayloadReceives
-from mpidist.comm.transport.sends import Sends
+from mpidist.comm.transport.sends import MAX_PENDING, Sends
 from mpidist.errors import FrameError, RankFailureError
 
 _RECEIVES = 4  # posted at a time
-# Sends under way beyond which a rank that always has a message to return tests them as well.
-_MAX_SENDING = 64
 
 
 class Transport:
@@ -158,6 +156,8 @@ class Transport:
             )
         else:
             self._sending.append((self._isend([message, self._byte], to, self._eager_tag), message))
+            if len(self._sending) >= self._sends.test_at:
+                self._sends.reclaim()
 
     def _send_with_parts(
         self,
@@ -219,7 +219,8 @@ class Transport:
         if self._incomplete:
             self._eager_count += 1
         data = space[: status.Get_count(self._byte)]
-        if len(self._sending) > _MAX_SENDING:
+        # A rank that always has a message to return tests its sends here.
+        if len(self._sending) > MAX_PENDING:
             self._sends.test()
         source, nbytes = status.Get_source(), len(data)
         if nbytes < FIXED_BYTES:
