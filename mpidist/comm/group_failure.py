@@ -33,6 +33,7 @@ class Failing:
         self.on_timeout = settings.on_timeout
         self._comm = comm
         self._mpi = comm.plain
+        self._members = self._mpi, self.world_ranks
         self._failure: MpidistError | None = None
         self._closed = False
         # Held while the communicator is revoked, which the watchdog's thread does: ``close`` gives
@@ -115,23 +116,11 @@ class Failing:
         if self._failure is not None:
             # Recorded by the watchdog or another thread, and more precise than MPI's error.
             return self._failure
-        explained = mpi_errors.translate(error, self.where(operation))
-        if mpi_errors.may_hide_death(error) and mpi_errors.failed_ranks(
-            self._mpi, self.world_ranks
-        ):
-            explained = RankFailureError(str(explained))
+        explained = mpi_errors.explain(error, self.where(operation), self._mpi, self.world_ranks)
         if isinstance(explained, RankFailureError):
-            # Another rank may have revoked the group because of a rank that has ended normally,
-            # which MPI does not count as failed.
-            dead = exited_ranks.among(self.world_ranks) or mpi_errors.failed_ranks(
-                self._mpi, self.world_ranks
-            )
-            if dead:
-                if not exited_ranks.among(dead):
-                    runtime.note_failure(dead)
-                explained = RankFailureError(
-                    f"{explained}; world ranks that failed: {', '.join(map(str, dead))}", dead
-                )
+            dead = explained.ranks
+            if dead and (exited_ranks.have_died(dead) or not exited_ranks.among(dead)):
+                runtime.note_failure(dead)
             self.fail(explained)
             # Other ranks may wait for this one, which has left the operation.
             self.revoke()

@@ -196,7 +196,14 @@ class Objects(Execution):
     ) -> RequestWork:
         where, peers = self.where(operation), self.peers_of(peer)
         work = RequestWork(
-            operation, None, request, where, self.journal, self.timeout_s, peers=peers
+            operation,
+            None,
+            request,
+            where,
+            self.journal,
+            self.timeout_s,
+            self._members,
+            peers=peers,
         )
         work.kept = part
         return work

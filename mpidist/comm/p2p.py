@@ -202,6 +202,7 @@ class PointToPoint(Execution):
             self.where(operation),
             self.journal,
             self.timeout_s,
+            self._members,
             finish,
             peers,
         )

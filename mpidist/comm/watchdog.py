@@ -102,6 +102,8 @@ class Watchdog:
     def _run(self) -> None:
         while not self._stop.wait(_POLL_S):
             self.peers.serve()
+            for rank in self.peers.dead():
+                exited_ranks.record_death(rank)
             for subject in self.peers.printers.keys() - self._recorded.keys():
                 self._record_late(subject)
             if self._signal.has_arrived():
@@ -150,13 +152,16 @@ class Watchdog:
             runtime.abort(f"no return from MPI within {_ABORT_S:g} s of the report: {reported[2]}")
 
     def _missing(self, group: Execution) -> list[int]:
-        """Return the members that ended without the collective that the group executes."""
+        """Return the members that ended without the collective that the group executes, or died."""
         sequence, left = group.journal.sequence, self.peers.left
         # A rank's list has no groups that it had closed: it has executed all their collectives.
+        # Those that died while this rank waits for them: MPI returns from most calls by itself
+        # (ULFM), within the grace time.
         return [
             rank
             for rank in group.world_ranks
-            if rank in left and left[rank].get(group.key, sequence) < sequence
+            if (rank in left and left[rank].get(group.key, sequence) < sequence)
+            or (exited_ranks.have_died((rank,)) and exited_ranks.all_ended((rank,)))
         ]
 
     def _report(

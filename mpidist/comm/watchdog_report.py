@@ -40,7 +40,9 @@ def report(
     for place, rank in enumerate(group.world_ranks):
         label = f"  rank {place}" + (f" (world rank {rank})" if place != rank else "")
         entries = answers.get(rank)
-        if rank in missing:
+        if exited_ranks.have_died((rank,)):
+            lines.append(f"{label}: has died")
+        elif rank in missing:
             lines.append(f"{label}: has exited, and never called this")
         elif entries is None and exited_ranks.among((rank,)):
             lines.append(f"{label}: has exited")

@@ -16,8 +16,8 @@ from mpidist.comm import profiling
 from mpidist.comm.announced_receive import AnnouncedReceive
 from mpidist.comm.memory.stream import Event
 from mpidist.comm.mpi import backoff, exited_ranks
-from mpidist.comm.mpi.mpi_errors import is_mpi_error, is_over, translate
-from mpidist.comm.mpi.nonblocking import Request
+from mpidist.comm.mpi.mpi_errors import explain, is_mpi_error, is_over
+from mpidist.comm.mpi.nonblocking import Mpi, Request
 from mpidist.comm.op_status import Journal
 from mpidist.comm.receive_poller import match_all
 from mpidist.dynamo import untraced
@@ -146,8 +146,8 @@ class RequestWork:
     """
 
     __slots__ = (
-        "_done", "_error", "_events", "_finish", "_future", "_journal", "_peers", "_request",
-        "_source", "_timeout_s", "kept", "operation", "tensors", "where",
+        "_done", "_error", "_events", "_finish", "_future", "_journal", "_members", "_peers",
+        "_request", "_source", "_timeout_s", "kept", "operation", "tensors", "where",
     )  # fmt: skip
 
     def __init__(
@@ -158,6 +158,7 @@ class RequestWork:
         where: str,
         journal: Journal,
         timeout_s: float | None,
+        members: tuple[Mpi, Sequence[int]],
         finish: Callable[[], tuple[int, Sequence[Event]]] | None = None,
         peers: Sequence[int] = (),
     ) -> None:
@@ -167,6 +168,7 @@ class RequestWork:
         self._request: Any = request
         self._journal = journal
         self._timeout_s = timeout_s
+        self._members = members  # the group's communicator and world ranks
         self._finish = finish  # stores the data, returns the sender's rank and events
         # On a device the data is complete behind the events.
         self._events: list[Event] = []
@@ -250,7 +252,9 @@ class RequestWork:
                 self._source, events = self._finish()
                 self._events += events
         except Exception as error:
-            self._error = translate(error, self.where) if is_mpi_error(error) else error
+            self._error = (
+                explain(error, self.where, *self._members) if is_mpi_error(error) else error
+            )
         self._done = True
         self._complete_future()
         return True

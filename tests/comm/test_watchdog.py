@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -259,6 +260,21 @@ def test_a_report_names_the_operation_of_each_rank(clock, monkeypatch):
     monkeypatch.setattr(exited_ranks, "_exit_times", {0: clock[0]})
     text = watchdog_report.report(group, "barrier", "is late", {2: late, 4: late}, [], 4, 1.0)
     assert "rank 1 (world rank 0): has exited" in text
+
+
+def test_a_member_that_died_is_missing_after_the_grace_time(monkeypatch):
+    """MPI returns from most calls by itself before that; a long one may never return."""
+    group = Group((4, 0, 2))
+    group.journal.enter("all_reduce")
+    dog = SimpleNamespace(peers=SimpleNamespace(left={}))
+    now = time.monotonic()
+    monkeypatch.setattr(exited_ranks, "_dead", {2})
+    monkeypatch.setattr(exited_ranks, "_exit_times", {2: now})
+    assert watchdog.Watchdog._missing(dog, group) == []
+    monkeypatch.setattr(exited_ranks, "_exit_times", {2: now - exited_ranks.GRACE_S - 1})
+    assert watchdog.Watchdog._missing(dog, group) == [2]
+    text = watchdog_report.report(group, "all_reduce", "is late", {}, [2], 4, 1.0)
+    assert "rank 2: has died" in text
 
 
 # --- whole jobs ---

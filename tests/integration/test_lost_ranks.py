@@ -233,3 +233,62 @@ def test_survivors_of_a_rank_that_dies_in_a_long_collective_get_its_number(call,
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     expected = [{"rank": rank, "lost": [2]} for rank in (0, 1)]
     assert sorted(found, key=lambda one: one["rank"]) == expected, done.stdout + done.stderr
+
+
+# By name: (what rank 2 does with the other ranks, what they do with it); 32 MiB each.
+_MESSAGES = {
+    "send": ("[world.irecv(y, 0), world.irecv(z, 1)]", "world.send(x, 2)"),
+    "recv": ("[world.isend(y, 0), world.isend(z, 1)]", "world.recv(x, 2)"),
+    "isend": ("[world.irecv(y, 0), world.irecv(z, 1)]", "world.isend(x, 2).wait()"),
+    "irecv in time": ("[world.isend(y, 0), world.isend(z, 1)]", "world.irecv(x, 2).wait(30)"),
+    "send_object": ("[world.recv_object(0), world.recv_object(1)]", "world.send_object(x, 2)"),
+    "recv_object": ("[world.send_object(y, 0), world.send_object(z, 1)]", "world.recv_object(2)"),
+    "call": ("[time.sleep(0.1)]", "rpc.rpc_sync('w2', torch.neg, (x,), timeout=30)"),
+}
+
+
+@pytest.mark.parametrize("case", _MESSAGES)
+def test_survivors_of_a_rank_that_dies_in_a_long_message_get_its_number_and_go_on(case):
+    its_part, own_part = _MESSAGES[case]
+    done = run(
+        3,
+        f"""
+        import json, os, signal, threading, time, torch
+        import mpidist.comm, mpidist.rpc as rpc
+        from mpidist.errors import RankFailureError
+        world = mpidist.comm.init()
+        rpc.init_rpc(f"w{{world.rank}}")
+        x, y, z = (torch.ones(8 << 20) for _ in range(3))
+        world.barrier()
+        if world.rank == 2:
+            threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+            while True:
+                for work in {its_part}:
+                    if hasattr(work, "wait"):
+                        work.wait()
+        try:
+            while True:
+                {own_part}
+        except RankFailureError as error:
+            lost = error.ranks
+        # The living go on; recv_object fails the group, on all of them.
+        other, a = 1 - world.rank, torch.full((4,), float(world.rank))
+        b = torch.zeros(4)
+        try:
+            work = world.isend(a, other, 7)
+            world.recv(b, other, 7)
+            work.wait()
+        except RankFailureError as error:
+            b[0] = -1.0 if error.ranks == (2,) else -2.0
+        print(json.dumps({{"rank": world.rank, "lost": lost, "got": b[0].item()}}), flush=True)
+        rpc.shutdown(graceful=False)
+        """,
+        *_ULFM,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    expected = [
+        {"rank": rank, "lost": [2], "got": -1.0 if case == "recv_object" else 1.0 - rank}
+        for rank in (0, 1)
+    ]
+    assert sorted(found, key=lambda one: one["rank"]) == expected, done.stdout + done.stderr
+    assert "after request freed" not in done.stderr

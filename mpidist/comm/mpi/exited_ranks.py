@@ -1,4 +1,8 @@
-"""Ranks whose program has ended: recorded by the watchdog, read by waits for these ranks."""
+"""Ranks whose program has ended or died: recorded by the watchdog, read by waits for these ranks.
+
+MPI's own error of a wait for a dead rank (ULFM) may be missing: a test of a long message whose
+transfer was under way may stay false for ever.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,23 @@ from mpidist.errors import RankFailureError
 GRACE_S = 2.0
 
 _exit_times: dict[int, float] = {}  # by world rank
+_dead: set[int] = set()
 
 
 def record(world_rank: int) -> None:
     """Record that a rank's program has ended."""
     _exit_times.setdefault(world_rank, time.monotonic())
+
+
+def record_death(world_rank: int) -> None:
+    """Record that MPI has reported a rank as dead (ULFM)."""
+    _dead.add(world_rank)
+    record(world_rank)
+
+
+def have_died(world_ranks: Sequence[int]) -> bool:
+    """Return whether one of these ranks is recorded as dead."""
+    return not _dead.isdisjoint(world_ranks)
 
 
 def among(world_ranks: Sequence[int]) -> tuple[int, ...]:
@@ -44,6 +60,7 @@ def failure(where: str, world_ranks: Sequence[int]) -> RankFailureError:
     plural = "s" if len(world_ranks) > 1 else ""
     names = ", ".join(map(str, world_ranks))
     return RankFailureError(
-        f"{where} waits for world rank{plural} {names}, which exited",
+        f"{where} waits for world rank{plural} {names}, which "
+        f"{'died' if have_died(world_ranks) else 'exited'}",
         world_ranks,
     )

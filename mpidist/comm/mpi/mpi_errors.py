@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TypeGuard
 
-from mpidist.comm.mpi import backoff
+from mpidist.comm.mpi import backoff, exited_ranks
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import MatchedMessage, Mpi, Request
 from mpidist.errors import MpidistError, RankFailureError
@@ -39,6 +39,30 @@ def translate(error: MPI.Exception, where: str) -> MpidistError:
     return RankFailureError(text) if is_failure(error) else MpidistError(text)
 
 
+def explain(error: MPI.Exception, where: str, mpi: Mpi, world_ranks: Sequence[int]) -> MpidistError:
+    """Return the typed error of a call on a communicator; a RankFailureError names the dead ranks.
+
+    Blocks: up to 1 s while MPI knows of no dead rank.
+
+    Args:
+        error: The exception of an MPI call.
+        where: Rank, group and operation, for the message.
+        mpi: The communicator.
+        world_ranks: Of its ranks.
+    """
+    explained = translate(error, where)
+    if may_hide_death(error) and failed_ranks(mpi, world_ranks):
+        explained = RankFailureError(str(explained))
+    if isinstance(explained, RankFailureError):
+        # Another rank may have revoked the group because of a rank that has ended normally, which
+        # MPI does not count as failed.
+        dead = exited_ranks.among(world_ranks) or failed_ranks(mpi, world_ranks)
+        if dead:
+            names = ", ".join(map(str, dead))
+            explained = RankFailureError(f"{explained}; world ranks that failed: {names}", dead)
+    return explained
+
+
 def failed_ranks(mpi: Mpi, world_ranks: Sequence[int]) -> tuple[int, ...]:
     """Return the world ranks that MPI knows to be dead in a communicator; empty without ULFM.
 
@@ -59,11 +83,31 @@ def failed_ranks(mpi: Mpi, world_ranks: Sequence[int]) -> tuple[int, ...]:
 def known_dead(mpi: Mpi, world_ranks: Sequence[int]) -> tuple[int, ...] | None:
     """Return the world ranks of a communicator that MPI knows to be dead now; None without ULFM."""
     try:
-        dead = mpi.Get_failed()
-        places = MPI.Group.Translate_ranks(dead, list(range(dead.Get_size())), mpi.Get_group())
+        places = _failed_places(mpi)
     except Exception:  # MPI without ULFM: NotImplementedError, or MPI's own error
         return None
     return tuple(world_ranks[place] for place in places if 0 <= place < len(world_ranks))
+
+
+def _failed_places(mpi: Mpi) -> Sequence[int]:
+    """Return the ranks of a communicator that MPI knows to be dead, in its own numbers."""
+    dead = mpi.Get_failed()
+    size = dead.Get_size()
+    if not size:
+        _free(dead)
+        return ()
+    everyone = mpi.Get_group()
+    try:
+        return MPI.Group.Translate_ranks(dead, list(range(size)), everyone)
+    finally:
+        _free(dead)
+        _free(everyone)
+
+
+def _free(group: MPI.Group) -> None:
+    # The watchdog asks ten times a second, and mpi4py frees no group by itself.
+    if group != MPI.GROUP_EMPTY:
+        group.Free()
 
 
 @contextlib.contextmanager
@@ -101,8 +145,7 @@ def is_pending(error: MPI.Exception) -> bool:
 def acknowledged_deaths(mpi: Mpi) -> set[int]:
     """Acknowledge failures, so that any-source receives go on (ULFM); return the dead ranks."""
     mpi.Ack_failed()
-    dead = mpi.Get_failed()
-    return set(MPI.Group.Translate_ranks(dead, list(range(dead.Get_size())), mpi.Get_group()))
+    return set(_failed_places(mpi))
 
 
 def is_over(request: Request) -> bool:

@@ -62,3 +62,15 @@ def test_the_error_names_the_ranks():
     error = exited_ranks.failure("rank 0 of 3: recv", (1, 2))
     assert error.ranks == (1, 2)
     assert str(error) == "rank 0 of 3: recv waits for world ranks 1, 2, which exited"
+
+
+def test_a_rank_that_died_counts_as_ended_and_is_named_dead(clock, monkeypatch):
+    monkeypatch.setattr(exited_ranks, "_dead", set())
+    exited_ranks.record(1)
+    exited_ranks.record_death(2)
+    assert exited_ranks.have_died((1, 2)) and not exited_ranks.have_died((0, 1))
+    assert exited_ranks.among((0, 1, 2)) == (1, 2) and not exited_ranks.all_ended((2,))
+    clock[0] += exited_ranks.GRACE_S + 0.1
+    assert exited_ranks.all_ended((2,))
+    assert "world rank 2, which died" in str(exited_ranks.failure("recv", (2,)))
+    assert "world rank 1, which exited" in str(exited_ranks.failure("recv", (1,)))
