@@ -4,6 +4,8 @@ Nothing in the format names code. None, bool, int of 64 bits, float, str, bytes,
 MessagePack's own types; all other data is an extension type::
 
     OBJECT      u32: the number of a tensor, parameter, array or bytearray in the tensor table
+    OBJECTS     u32, u32: a list of objects with consecutive numbers, by the first and the count
+    TUPLES      an array of arrays: a list of tuples of MessagePack's own types
     TUPLE, SET, FROZENSET   an array of the items
     PAIRS       an array of alternating keys and values: a dict whose keys MessagePack lacks
     ORDERED     such an array of an OrderedDict, and its ``_metadata`` or None (state dicts)
@@ -44,13 +46,16 @@ from mpidist.comm.serialization.tensor_format import ARRAY_DTYPES, DTYPES
     DEVICE,
     SIZE,
     ORDERED,
-) = range(14)
+    OBJECTS,
+    TUPLES,
+) = range(16)
 FIRST_OWN, LAST_OWN = 32, 127
 
 METADATA = "_metadata"  # versions of modules, an attribute of a state dict
 DEPTH = 100  # of nested extension types
 
 NUMBER = struct.Struct("<I")
+RANGE = struct.Struct("<II")
 TWO_FLOATS = struct.Struct("<dd")
 
 # Types that MessagePack holds unchanged; a float is always written as a float.

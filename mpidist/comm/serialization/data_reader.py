@@ -25,14 +25,17 @@ from mpidist.comm.serialization.data_format import (
     METADATA,
     NUMBER,
     OBJECT,
+    OBJECTS,
     ORDERED,
     PAIRS,
+    RANGE,
     SCALAR,
     SCALAR_DTYPES,
     SET,
     SIZE,
     TEXT,
     TUPLE,
+    TUPLES,
     TWO_FLOATS,
 )
 from mpidist.comm.serialization.tensor_format import Buffer, Tabled
@@ -73,6 +76,21 @@ def loads(data: Buffer, objects: Sequence[Tabled] = (), extend: Extend | None = 
         raise FrameError(f"{len(data)} bytes are no data: {error}") from None
 
 
+def loads_plain(data: Buffer) -> Any:
+    """Read an object of MessagePack's own types alone.
+
+    Raises:
+        FrameError: The bytes are not such an object.
+    """
+    try:
+        keys.require_scalars(data)
+        return _decode_plain(data)
+    except MpidistError:
+        raise
+    except _MALFORMED as error:
+        raise FrameError(f"{len(data)} bytes are no plain data: {error}") from None
+
+
 class Reader:
     """State of reading one object.
 
@@ -81,12 +99,13 @@ class Reader:
         extend: See ``loads``.
     """
 
-    __slots__ = ("_depth", "_extend", "_objects")
+    __slots__ = ("_depth", "_extend", "_in_ranges", "_objects")
 
     def __init__(self, objects: Sequence[Tabled], extend: Extend | None) -> None:
         self._objects = objects
         self._extend = extend
         self._depth = 0
+        self._in_ranges = 0  # objects of all ranges so far
 
     def extension(self, code: int, data: memoryview) -> object:
         """Make the object of an extension type."""
@@ -97,6 +116,8 @@ class Reader:
                     f"a mark of an object beyond the {len(self._objects)} that came with it"
                 )
             return self._objects[number]
+        if code == OBJECTS:
+            return self._range(data)
         if (read_nested := _NESTED.get(code)) is not None:
             return read_nested(self, data)
         if (read_scalar := _SCALARS.get(code)) is not None:
@@ -115,6 +136,23 @@ class Reader:
         if type(items) is not list:
             raise FrameError("an extension type without its array")
         return items
+
+    def _range(self, data: memoryview) -> list[Tabled]:
+        first, count = RANGE.unpack(data) if len(data) == RANGE.size else (0, 0)
+        # No object is in two ranges, so the lists of a message hold no more items than it has
+        # objects, whatever the number of ranges.
+        self._in_ranges += count
+        if count == 0 or first + count > len(self._objects) or self._in_ranges > len(self._objects):
+            raise FrameError(
+                f"a range of {count} objects beyond the {len(self._objects)} that came with it"
+            )
+        return list(self._objects[first : first + count])
+
+    def _tuples(self, data: memoryview) -> list[tuple[object, ...]]:
+        items = self._items(data)
+        if not {list}.issuperset(map(type, items)):
+            raise FrameError("a tuple without its array")
+        return list(map(tuple, items))
 
     def _tuple(self, data: memoryview) -> tuple[object, ...]:
         return tuple(self._items(data))
@@ -190,6 +228,11 @@ def _dtype(data: memoryview) -> torch.dtype:
     return DTYPES_BY_NAME[bytes(data).decode()]
 
 
+def _refuse(code: int, data: memoryview) -> object:
+    raise FrameError(f"an extension type of code {code} in plain data")
+
+
+_decode_plain = msgspec.msgpack.Decoder(ext_hook=_refuse).decode
 _SCALARS: dict[int, Callable[[memoryview], object]] = {
     INTEGER: _integer,
     COMPLEX: _complex,
@@ -199,6 +242,7 @@ _SCALARS: dict[int, Callable[[memoryview], object]] = {
 }
 _NESTED: dict[int, Callable[[Reader, memoryview], object]] = {
     TUPLE: Reader._tuple,
+    TUPLES: Reader._tuples,
     SET: Reader._set,
     FROZENSET: Reader._frozenset,
     PAIRS: Reader._pairs,

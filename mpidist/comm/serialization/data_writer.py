@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from itertools import chain, count
 from typing import Any
 
 import msgspec
@@ -24,14 +25,17 @@ from mpidist.comm.serialization.data_format import (
     NATIVE,
     NUMBER,
     OBJECT,
+    OBJECTS,
     ORDERED,
     PAIRS,
+    RANGE,
     SCALAR,
     SCALAR_DTYPES,
     SET,
     SIZE,
     TEXT,
     TUPLE,
+    TUPLES,
     TWO_FLOATS,
 )
 from mpidist.comm.serialization.tensor_format import Tabled
@@ -42,11 +46,24 @@ Extend = Callable[[object], "tuple[int, list[object]] | None"]
 
 encode = msgspec.msgpack.Encoder().encode
 _TABLED = frozenset({torch.Tensor, torch.nn.Parameter, np.ndarray, bytearray})
+_CONTAINERS = frozenset({tuple, list, dict, OrderedDict, set, frozenset})
 _MARKS = [Ext(OBJECT, NUMBER.pack(number)) for number in range(64)]
+_SHORT = 4  # items of a list that are written one by one, whatever they are
 _UNENCODABLE = (OverflowError, UnicodeEncodeError)
 
 
-def dumps(obj: object, objects: list[Tabled], extend: Extend | None = None) -> bytes:
+class Inexact(Exception):
+    """An object would not come over as it is: a container occurs twice, or an array is strided."""
+
+
+def dumps(
+    obj: object,
+    objects: list[Tabled],
+    extend: Extend | None = None,
+    *,
+    checks_tensors: bool = True,
+    is_exact: bool = False,
+) -> bytes:
     """Write an object as data.
 
     Args:
@@ -58,17 +75,29 @@ def dumps(obj: object, objects: list[Tabled], extend: Extend | None = None) -> b
             to them by number.
         extend: Returns (code, values) of an object of a kind that the caller defines (codes from
             ``FIRST_OWN`` on), or None.
+        checks_tensors: Require that the tensor table can describe the tensors. If false, the
+            caller requires it.
+        is_exact: Require that no container occurs twice, and that arrays are in C order, so that
+            the object comes over as it is.
 
     Raises:
         NotPlainData: The object holds something else or itself, or is nested too deeply; the error
             has the place.
+        Inexact: ``is_exact``, and the object is not so.
     """
+    if type(obj) in NATIVE:
+        try:
+            return encode(obj)
+        except _UNENCODABLE:
+            return encode(_checked(obj))
     before = len(objects)
+    writer = Writer(objects, extend, checks_tensors, is_exact)
     try:
-        return _encoded(obj if type(obj) in NATIVE else Writer(objects, extend).convert(obj))
+        return _encoded(writer.convert(obj))
     except _UNENCODABLE:
         del objects[before:]
-        return _encoded(Writer(objects, extend, is_careful=True).convert(obj))
+        writer = Writer(objects, extend, checks_tensors, is_exact, is_careful=True)
+        return _encoded(writer.convert(obj))
 
 
 def _encoded(written: object) -> bytes:
@@ -84,18 +113,35 @@ class Writer:
     Args:
         objects: See ``dumps``.
         extend: See ``dumps``.
+        checks_tensors: See ``dumps``.
+        is_exact: See ``dumps``.
         is_careful: Look for ints and strs that MessagePack cannot hold. They are rare, so the first
             attempt skips the search.
     """
 
-    __slots__ = ("_depth", "_extend", "_is_careful", "_numbers", "_objects")
+    __slots__ = (
+        "_checks_tensors",
+        "_depth",
+        "_extend",
+        "_is_careful",
+        "_numbers",
+        "_objects",
+        "_seen",
+    )
 
     def __init__(
-        self, objects: list[Tabled], extend: Extend | None = None, is_careful: bool = False
+        self,
+        objects: list[Tabled],
+        extend: Extend | None = None,
+        checks_tensors: bool = True,
+        is_exact: bool = False,
+        is_careful: bool = False,
     ) -> None:
         self._objects = objects
         self._numbers = {id(obj): number for number, obj in enumerate(objects)}
         self._extend = extend
+        self._checks_tensors = checks_tensors
+        self._seen: set[int] | None = set() if is_exact else None  # ids of containers
         self._is_careful = is_careful
         self._depth = 0
 
@@ -106,8 +152,12 @@ class Writer:
             return _checked(obj) if self._is_careful else obj
         if kind in _TABLED:
             return self._reference(obj)
+        if self._seen is not None and kind in _CONTAINERS:
+            if id(obj) in self._seen:
+                raise Inexact
+            self._seen.add(id(obj))
         if kind is list:
-            return self._items(obj)
+            return self._list(obj)
         if kind is dict:
             return self._dict(obj)
         write = _KINDS.get(kind)
@@ -130,12 +180,53 @@ class Writer:
         if number is None:
             described = obj
             if type(obj) is np.ndarray and not obj.flags.c_contiguous:
+                if self._seen is not None:
+                    raise Inexact
                 described = np.ascontiguousarray(obj)
-            if not tensor_table.is_describable(described):
+            is_checked = self._checks_tensors or not isinstance(obj, torch.Tensor)
+            if is_checked and not tensor_table.is_describable(described):
                 raise NotPlainData(_described(obj))
             number = self._numbers[id(obj)] = len(self._objects)
             self._objects.append(described)
         return _MARKS[number] if number < len(_MARKS) else Ext(OBJECT, NUMBER.pack(number))
+
+    def _list(self, obj: list[Any]) -> list[object] | Ext:
+        # One extension type for all items: the reader's hook runs once, not for each of them.
+        kind = type(obj[0]) if len(obj) >= _SHORT else None
+        written = None
+        if kind is torch.Tensor:
+            written = self._tensors(obj)
+        elif kind is tuple and not self._is_careful:
+            written = self._tuples(obj)
+        return self._items(obj) if written is None else written
+
+    def _tuples(self, obj: list[Any]) -> Ext | None:
+        """Return the extension type of a list of tuples; None if it holds anything else."""
+        if not {tuple}.issuperset(map(type, obj)) or not NATIVE.issuperset(
+            map(type, chain.from_iterable(obj))
+        ):
+            return None
+        if self._seen is not None:
+            ids = set(map(id, obj))
+            if len(ids) != len(obj) or not self._seen.isdisjoint(ids):
+                raise Inexact
+            self._seen |= ids
+        return Ext(TUPLES, encode(obj))
+
+    def _tensors(self, obj: list[Any]) -> Ext | None:
+        """Return the range of a list's tensors; None if one occurs twice, or an item is none."""
+        ids = list(map(id, obj))
+        if (
+            not {torch.Tensor}.issuperset(map(type, obj))
+            or len(set(ids)) != len(ids)
+            or not self._numbers.keys().isdisjoint(ids)
+            or (self._checks_tensors and not all(map(tensor_table.is_describable, obj)))
+        ):
+            return None
+        first = len(self._objects)
+        self._numbers.update(zip(ids, count(first)))
+        self._objects += obj
+        return Ext(OBJECTS, RANGE.pack(first, len(obj)))
 
     def _items(self, items: list[object]) -> list[object]:
         """Return a list of the converted items, or ``items`` if none of them changes."""
@@ -180,6 +271,8 @@ class Writer:
             raise NotPlainData(f"it is nested more than {DEPTH} deep, or holds itself")
 
     def _tuple(self, obj: tuple[object, ...]) -> Ext:
+        if not self._is_careful and NATIVE.issuperset(map(type, obj)):
+            return Ext(TUPLE, encode(obj))
         return Ext(TUPLE, self._nested(list(obj)))
 
     def _ordered(self, obj: OrderedDict[Hashable, object]) -> Ext:

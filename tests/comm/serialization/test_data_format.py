@@ -170,6 +170,12 @@ def nested(code, times):
         b"\xa3\xed\xa0\x80",  # a surrogate in a str
         encode(Ext(data_format.OBJECT, b"\0\0\0\0")),
         encode(Ext(data_format.OBJECT, b"\0")),
+        encode(Ext(data_format.OBJECTS, data_format.RANGE.pack(0, 1))),
+        encode(Ext(data_format.OBJECTS, data_format.RANGE.pack(0, 0))),
+        encode(Ext(data_format.OBJECTS, b"\0")),
+        encode(Ext(data_format.TUPLES, encode([[1], "ab"]))),
+        encode(Ext(data_format.TUPLES, encode([[1], {}]))),
+        encode(Ext(data_format.TUPLES, b"\x01")),
         encode(Ext(data_format.TUPLE, b"\x01")),
         encode(Ext(data_format.TUPLE, b"")),
         encode(Ext(data_format.SET, encode([[1]]))),
@@ -201,6 +207,24 @@ def nested(code, times):
 def test_bytes_that_are_no_data_are_refused(data):
     with pytest.raises(FrameError):
         data_reader.loads(data)
+
+
+def test_ranges_hold_no_more_objects_than_came():
+    """Otherwise n ranges of n objects would be n² items, of a message of n bytes."""
+    objects = [torch.ones(number) for number in range(6)]
+    halves = [Ext(data_format.OBJECTS, data_format.RANGE.pack(first, 3)) for first in (0, 3)]
+    first, second = data_reader.loads(encode(halves), objects)
+    assert [*map(id, first + second)] == [*map(id, objects)]
+    for ranges in ([*halves, halves[0]], [Ext(data_format.OBJECTS, data_format.RANGE.pack(4, 3))]):
+        with pytest.raises(FrameError, match="a range of 3 objects beyond the 6"):
+            data_reader.loads(encode(ranges), objects)
+
+
+def test_a_list_of_tensors_with_one_that_is_no_data_is_refused_with_its_place():
+    tensors = [torch.ones(1), torch.ones(2), torch.ones(3), torch.ones(1, device="meta")]
+    with pytest.raises(NotPlainData) as caught:
+        data_writer.dumps([tensors], [])
+    assert caught.value.place == "[0][3]"
 
 
 def test_a_caller_adds_kinds_by_codes_of_its_own():
