@@ -1,32 +1,30 @@
-"""Encoding of arguments and results: a skeleton, a tensor table, and a reference table.
+"""Encoding of arguments and results: data, a tensor table, and a reference table.
 
-Plain data (None, bool, int, float, complex, str, bytes, ``...``, tuples, lists, dicts, sets and
-frozensets of it) is always written by Python's ``marshal``, version 4, which names no code. Each
-tensor, parameter, array, bytearray and reference is replaced by a mark: the k-th mark of the
-skeleton stands for the k-th slot. An object that contains anything else is pickled as a whole; its
-tensors and references are still in the tables. Functions and classes are pickled by name; those
-without an importable name need cloudpickle. See docs/decisions/0012.
+Data is written in MessagePack (``comm/serialization/data_format``), which names no code. Tensors,
+parameters, arrays, bytearrays and references stand in it by their numbers in the tables. An object
+that holds anything else, or one list, dict, tuple or set twice, is pickled as a whole; its tensors
+and references are still in the tables. Functions and classes are pickled by name; those without an
+importable name need cloudpickle. Workers with a list get no pickles (``data_codec``). See
+docs/decisions/0012, 0017 and 0019.
 """
 
 from __future__ import annotations
 
-import marshal
-import operator
 import pickle
-import struct
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from mpidist.comm.serialization import inline_rows, tensor_table
+from mpidist.comm.serialization import data_writer, inline_rows, tensor_table
+from mpidist.comm.serialization.data_format import NATIVE, NUMBER, OBJECT
+from mpidist.comm.serialization.data_writer import Ext, Inexact
 from mpidist.comm.serialization.inline_rows import COUNTS_OF_ONE
 from mpidist.comm.serialization.tensor_format import HOST, Buffer, Part, Tabled
+from mpidist.errors import NotPlainData
 from mpidist.rpc import pickles, remote_error
+from mpidist.rpc.data_values import REFERENCE, References, Unnamed
 from mpidist.rpc.pickles import Reference
-from mpidist.rpc.plain_data import MARK, SCALARS, NotPlain, Walk
 
 Tensor = torch.Tensor
 
@@ -34,13 +32,16 @@ Tensor = torch.Tensor
 PICKLED = 1  # the skeleton is a pickle
 KEYWORDS = 2  # a call's skeleton begins with the names of its last arguments
 TABLE = 4  # a tensor table precedes the skeleton
-# Slot numbers precede the skeleton, because the marks are not in the order of references, objects.
-SLOTS = 8
+PLAIN = 8  # the skeleton has MessagePack's own types alone
 
-LONE_MARK = marshal.dumps(MARK, 4)
-LONE_ARGUMENT = marshal.dumps((MARK,), 4)
-_MARSHAL_VERSION = 4
-COUNT = struct.Struct("<I")
+_write = data_writer.encode
+_MARKS = [Ext(OBJECT, NUMBER.pack(number)) for number in range(8)]
+_REFERENCES = [Ext(REFERENCE, NUMBER.pack(number)) for number in range(8)]
+LONE_MARK = _write(_MARKS[0])
+LONE_ARGUMENT = _write(_MARKS[:1])
+# Raised for objects that are not written as data.
+NOT_WRITTEN = (Unnamed, Inexact, NotPlainData)
+_UNWRITABLE = (OverflowError, UnicodeEncodeError)  # by MessagePack's own types
 
 Args: TypeAlias = Iterable[Any] | None
 Kwargs: TypeAlias = Mapping[str, Any] | None
@@ -64,13 +65,11 @@ class Content:
 
     Attributes:
         flags: The layout.
-        skeleton: The marshalled data, or the pickle.
+        skeleton: The data, or the pickle.
         table: The tensor table in pieces, if all objects are small; None if ``body`` writes it.
         objects: Tensors, parameters, arrays and bytearrays of the table. Distributed autograd
             records the tensors.
         references: Remote references.
-        slots: For each mark its index into references + objects; empty if the marks are in that
-            order.
         buffers: Out-of-band buffers of a pickle.
         is_dense: Tensors whose elements overlap in memory are copied to a dense layout.
     """
@@ -82,7 +81,6 @@ class Content:
         "objects",
         "references",
         "skeleton",
-        "slots",
         "table",
     )
 
@@ -98,7 +96,6 @@ class Content:
         self.table = table
         self.objects = objects
         self.references: Sequence[Reference] = ()
-        self.slots: Sequence[int] = ()
         self.buffers: Sequence[pickle.PickleBuffer] = ()
         self.is_dense = False
 
@@ -120,9 +117,6 @@ class Content:
             pieces = [table]
         if self.objects:
             flags |= TABLE
-        if self.slots:
-            flags |= SLOTS
-            pieces += (COUNT.pack(len(self.slots)), array("I", self.slots).tobytes())
         for item in self.buffers:
             parts.append(item.raw())
             devices.append(None)
@@ -138,28 +132,15 @@ def encode_call(args: Args, kwargs: Kwargs) -> Content:
     Raises:
         Exception: The arguments cannot be pickled.
     """
+    if not args and not kwargs:
+        return EMPTY
     if type(args) is not tuple:
         args = tuple(args or ())
-    if kwargs:
-        items: tuple[Any, ...] = (*args, *kwargs.values())
-        head: tuple[Any, ...] = (tuple(kwargs),)
-        flags = KEYWORDS
-    elif args:
-        items, head, flags = args, (), 0
-        if len(items) == 1 and type(items[0]) is Tensor:
-            row = inline_rows.inline_row(items[0])
-            if row is not None:
-                return Content(0, LONE_ARGUMENT, (COUNTS_OF_ONE, *row), items)
-    else:
-        return EMPTY
     try:
-        if SCALARS.issuperset(map(type, items)):
-            return Content(flags, marshal.dumps(head + items, _MARSHAL_VERSION))
-        return _encode_walked(flags, head, items)
-    except (NotPlain, RecursionError, ValueError):
-        # ValueError: marshal accepts neither an object of 2 GiB nor argument names of a subclass of
-        # str.
+        content = encode_arguments(args, kwargs, References, is_exact=True)
+    except NOT_WRITTEN:
         return encode_pickled((args, kwargs or {}))
+    return content if is_describable(content) else encode_pickled((args, kwargs or {}))
 
 
 def encode_function(function: object, name: bytes, args: Args, kwargs: Kwargs) -> Content:
@@ -181,24 +162,13 @@ def encode(obj: Any) -> Content:
     Raises:
         Exception: The result cannot be pickled.
     """
-    if obj is None:
-        return EMPTY
-    kind = type(obj)
-    if kind in SCALARS:
-        try:
-            return Content(0, marshal.dumps(obj, _MARSHAL_VERSION))
-        except ValueError:
-            return encode_pickled(obj)  # 2 GiB or more
-    if kind is Tensor:
-        row = inline_rows.inline_row(obj)
-        if row is not None:
-            return Content(0, LONE_MARK, (COUNTS_OF_ONE, *row), (obj,))
-        if tensor_table.is_describable(obj):
-            return Content(0, LONE_MARK, None, (obj,))
+    if (content := encode_lone(obj)) is not None:
+        return content
     try:
-        return _encode_walked(0, None, (obj,))
-    except (NotPlain, RecursionError):
+        content = encode_object(0, obj, References, is_exact=True)
+    except NOT_WRITTEN:
         return encode_pickled(obj)
+    return content if is_describable(content) else encode_pickled(obj)
 
 
 def describe_error(error: BaseException) -> object:
@@ -218,56 +188,112 @@ def encode_pickled(obj: object) -> Content:
     return content
 
 
-def _encode_walked(flags: int, head: tuple[Any, ...] | None, items: Sequence[object]) -> Content:
-    """Encode a call's arguments behind ``head``; a single object if ``head`` is None."""
+# What the encoders of all workers share.
+
+
+def encode_lone(obj: Any) -> Content | None:
+    """Encode None, data of MessagePack's own types, or a small tensor; None for all else."""
+    if obj is None:
+        return EMPTY
+    kind = type(obj)
+    if kind in NATIVE:
+        try:
+            return Content(PLAIN, _write(obj))
+        except _UNWRITABLE:
+            return None
+    if kind is Tensor and (row := inline_rows.inline_row(obj)) is not None:
+        return Content(0, LONE_MARK, (COUNTS_OF_ONE, *row), (obj,))
+    return None
+
+
+def encode_object(flags: int, obj: object, made: type[References], is_exact: bool) -> Content:
+    """Encode an object as data; ``is_describable`` is to be asked of its tensors.
+
+    Args:
+        flags: Of the content.
+        obj: The object; of a call, a list of its arguments.
+        made: Makes the writer of the message's extension types.
+        is_exact: See ``data_writer.dumps``.
+
+    Raises:
+        Exception: One of ``NOT_WRITTEN``.
+    """
+    objects: list[Tabled] = []
+    writing = made()
+    data = data_writer.dumps(obj, objects, writing.extend, checks_tensors=False, is_exact=is_exact)
+    return _with_tables(Content(flags, data), objects, writing)
+
+
+def encode_arguments(
+    args: tuple[Any, ...], kwargs: Kwargs, made: type[References], is_exact: bool
+) -> Content:
+    """Encode a call's arguments as ``encode_object`` does."""
     skeleton: list[Any] = []
-    met: list[Any] = []
-    references, is_mixed, walk = 0, False, None
+    flags = 0
+    items = args
+    if kwargs:
+        flags = KEYWORDS
+        items = (*args, *kwargs.values())
+        skeleton.append(list(kwargs))
+        if not NATIVE.issuperset(map(type, kwargs)):  # a name of a subclass of str
+            return encode_object(flags, [*skeleton, *items], made, is_exact)
+    elif len(args) == 1 and type(args[0]) is Tensor:
+        row = inline_rows.inline_row(args[0])
+        if row is not None:
+            return Content(0, LONE_ARGUMENT, (COUNTS_OF_ONE, *row), args)
+    try:
+        if NATIVE.issuperset(map(type, items)):
+            skeleton += items
+            return Content(flags | PLAIN, _write(skeleton))
+        objects: list[Tabled] = []
+        writing = made()
+        _convert(items, skeleton, objects, writing, is_exact)
+        return _with_tables(Content(flags, _write(skeleton)), objects, writing)
+    except _UNWRITABLE:
+        before = (list(kwargs),) if kwargs else ()
+        return encode_object(flags, [*before, *items], made, is_exact)
+    except RecursionError:
+        raise NotPlainData("the arguments are nested too deeply") from None
+
+
+def _convert(
+    items: Iterable[Any],
+    skeleton: list[Any],
+    objects: list[Tabled],
+    writing: References,
+    is_exact: bool,
+) -> None:
+    """Append to ``skeleton`` what MessagePack encodes instead of ``items``."""
+    writer = None
+    numbers: dict[int, int] = {}
     for item in items:
         kind = type(item)
-        if kind in SCALARS:
+        if kind in NATIVE:
             skeleton.append(item)
-        elif kind is Tensor:
-            met.append(item)
-            skeleton.append(MARK)
-        elif isinstance(item, Reference):
-            if references == len(met):
-                references += 1
-            else:
-                is_mixed = True  # a reference behind an object
-            met.append(item)
-            skeleton.append(MARK)
+        elif kind is Tensor and writer is None and len(objects) < len(_MARKS):
+            number = numbers.setdefault(id(item), len(objects))
+            if number == len(objects):
+                objects.append(item)
+            skeleton.append(_MARKS[number])
+        elif isinstance(item, Reference) and len(writing.references) < len(_REFERENCES):
+            skeleton.append(_REFERENCES[writing.number_of(item)])
         else:
-            if walk is None:
-                walk = Walk(Reference, met)
-            skeleton.append(walk.replace(item))
-    try:
-        data = marshal.dumps(skeleton[0] if head is None else (*head, *skeleton), _MARSHAL_VERSION)
-    except ValueError:
-        raise NotPlain from None  # too deep
-    content = Content(flags, data)
-    if not met:
-        return content
-    if walk is None and not is_mixed and (len(met) == 1 or len(set(map(id, met))) == len(met)):
-        content.references, content.objects = (
-            (met[:references], met[references:]) if references else ((), met)
-        )
-    else:
-        _assign_slots(content, met)
-    if content.objects:
-        content.table = inline_rows.inline_table(content.objects)
-        if content.table is None and not all(map(tensor_table.is_describable, content.objects)):
-            raise NotPlain
+            if writer is None:
+                writer = data_writer.Writer(objects, writing.extend, False, is_exact)
+            try:
+                skeleton.append(writer.convert(item))
+            except NotPlainData as error:
+                raise error.within(f"[{len(skeleton)}]") from None
+
+
+def _with_tables(content: Content, objects: list[Tabled], writing: References) -> Content:
+    content.references = writing.references
+    if objects:
+        content.objects = objects
+        content.table = inline_rows.inline_table(objects)
     return content
 
 
-def _assign_slots(content: Content, met: list[Any]) -> None:
-    """Distribute the marked objects to the tables; set ``slots`` if the order has changed."""
-    unique = {id(obj): obj for obj in met}.values()
-    references = [obj for obj in unique if isinstance(obj, Reference)]
-    objects = [obj for obj in unique if not isinstance(obj, Reference)]
-    content.references, content.objects = references, objects
-    if len(unique) == len(met) and all(map(operator.is_, met, chain(references, objects))):
-        return
-    numbers = {id(obj): number for number, obj in enumerate(chain(references, objects))}
-    content.slots = [numbers[id(obj)] for obj in met]
+def is_describable(content: Content) -> bool:
+    """Return whether the tensor table can describe a content's tensors."""
+    return content.table is not None or all(map(tensor_table.is_describable, content.objects))

@@ -2,15 +2,16 @@
 
 ::
 
-    REFERENCE   number: the index of a remote reference in the message
+    REFERENCE   u32: the index of a remote reference in the message
     NAMED       "module:qualified name": a function or class of the receiver's list
     RECORD      name, fields: a dataclass or named tuple of the receiver's list (``records``)
     ERROR       name, text, arguments, attributes: an exception
     WORKER      name, rank: a ``WorkerInfo``
     CARRIED     number, contents: an object of a registered class (``Carried``)
 
-Names are looked up in the receiver's list (``allowlist``). Nothing is imported, no constructor of
-a user's class runs.
+All but references hold an array of these values. Names are looked up in the receiver's list
+(``allowlist``). Nothing is imported, no constructor of a user's class runs. A worker without a list
+reads references alone: for the rest it is sent a pickle.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from mpidist.comm.serialization import data_writer
+from mpidist.comm.serialization.data_format import NUMBER
 from mpidist.comm.serialization.tensor_format import Tabled
 from mpidist.errors import FrameError, NotPlainData
 from mpidist.rpc import callee, records
@@ -35,6 +37,7 @@ from mpidist.rpc.worker import WorkerInfo
 REFERENCE, NAMED, RECORD, ERROR, WORKER, CARRIED = range(32, 38)
 _NAMED_TYPES = frozenset({*callee.NAMED_TYPES, MethodType, OpOverload, OpOverloadPacket})
 _OWN = "mpidist."
+_NO_NUMBER = 1 << 32
 _UNICODE_ERRORS = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
 
 # By number: a registered class, and the function that makes an instance from its contents.
@@ -52,8 +55,12 @@ def register_carried(number: int, kind: type[Carried], make: Callable[..., objec
     _carried[number] = kind, make
 
 
-class Writing:
-    """Writer of the extension types of one message; ``extend`` is the hook of ``data_writer``.
+class Unnamed(Exception):
+    """An object has no extension type in a message that may hold a pickle instead."""
+
+
+class References:
+    """Writer of the references of one message; ``extend`` is the hook of ``data_writer``.
 
     Attributes:
         references: The references of the message, by number.
@@ -65,13 +72,34 @@ class Writing:
         self.references: list[Reference] = []
         self._numbers: dict[int, int] = {}
 
-    def extend(self, obj: Any) -> tuple[int, list[object]] | None:
+    def extend(self, obj: Any) -> tuple[int, list[object] | bytes] | None:
+        """Return the extension code and bytes of a reference.
+
+        Raises:
+            Unnamed: The object is no reference.
+        """
+        # Not None, from which the writer makes an error with the object's text and place.
+        if not isinstance(obj, Reference):
+            raise Unnamed
+        return REFERENCE, NUMBER.pack(self.number_of(obj))
+
+    def number_of(self, reference: Reference) -> int:
+        """Return the number of a reference."""
+        number = self._numbers.setdefault(id(reference), len(self.references))
+        if number == len(self.references):
+            self.references.append(reference)
+        return number
+
+
+class Writing(References):
+    """Writer of the extension types of one message without pickles."""
+
+    __slots__ = ()
+
+    def extend(self, obj: Any) -> tuple[int, list[object] | bytes] | None:
         """Return the extension code and values of an object; None if it has no extension type."""
         if isinstance(obj, Reference):
-            number = self._numbers.setdefault(id(obj), len(self.references))
-            if number == len(self.references):
-                self.references.append(obj)
-            return REFERENCE, [number]
+            return super().extend(obj)
         kind = type(obj)
         if kind is WorkerInfo:
             return WORKER, [obj.name, obj.id]
@@ -145,24 +173,35 @@ class Reading:
 
     Args:
         references: The references of the message.
-        allowed: The list of this worker.
+        allowed: The list of this worker; None if it reads pickles, whose messages have references
+            alone.
     """
 
     __slots__ = ("_allowed", "_references")
 
-    def __init__(self, references: Sequence[Reference], allowed: Allowed) -> None:
+    def __init__(self, references: Sequence[Reference], allowed: Allowed | None) -> None:
         self._references = references
         self._allowed = allowed
 
-    def extend(self, code: int, values: list[object]) -> object:
-        """Make an object from its code and values.
+    def extend(
+        self, code: int, data: memoryview, read: Callable[[memoryview], list[Any]]
+    ) -> object:
+        """Make an object from its code and bytes; ``read`` reads the values in them.
 
         Raises:
             Refused: A name is not in the list.
             FrameError: The values are not valid for the code.
         """
         if code == REFERENCE:
-            return self._references[_number(values, len(self._references))]
+            (number,) = NUMBER.unpack(data) if len(data) == NUMBER.size else (_NO_NUMBER,)
+            if number >= len(self._references):
+                raise FrameError(
+                    f"a mark of a reference beyond the {len(self._references)} that came with it"
+                )
+            return self._references[number]
+        if self._allowed is None:
+            raise FrameError(f"an extension type of code {code} at a worker that reads pickles")
+        values = read(data)
         if code == NAMED:
             (name,) = values
             return self._allowed.value(_text(name))
@@ -248,13 +287,6 @@ def _safe_arguments(kind: type, text: str, arguments: tuple[Any, ...]) -> tuple[
         if not 0 <= start <= end <= len(obj):
             raise FrameError(f"a {kind.__name__} beyond its object")
     return arguments
-
-
-def _number(values: list[object], count: int) -> int:
-    (number,) = values
-    if type(number) is not int or not 0 <= number < count:
-        raise FrameError(f"a mark of a reference beyond the {count} that came with it")
-    return number
 
 
 def _text(obj: object) -> str:

@@ -2,117 +2,97 @@
 
 from __future__ import annotations
 
-import marshal
-import struct
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpidist.comm.serialization import tensor_rebuild
+from mpidist.comm.serialization import data_reader, tensor_rebuild
 from mpidist.comm.serialization.tensor_format import Buffer, Part, Tabled
 from mpidist.errors import FrameError
 from mpidist.rpc import pickles
-from mpidist.rpc.codec import (
-    COUNT,
-    KEYWORDS,
-    LONE_ARGUMENT,
-    LONE_MARK,
-    PICKLED,
-    SLOTS,
-    TABLE,
-    Tensor,
-)
+from mpidist.rpc.allowlist import Allowed, Refused
+from mpidist.rpc.codec import KEYWORDS, LONE_ARGUMENT, LONE_MARK, PICKLED, PLAIN, TABLE, Tensor
+from mpidist.rpc.data_values import Reading
 from mpidist.rpc.pickles import Reference
-from mpidist.rpc.plain_data import MARK, Filling
 
 Attach = Callable[[list[Tensor]], list[Tensor]]  # replaces the tensors of a message
 
 
-def decode(
-    flags: int,
-    body: Buffer,
-    place: int,
-    parts: Sequence[Part],
-    references: Sequence[Reference] = (),
-    attach: Attach | None = None,
-) -> Any:
-    """Decode the content that ``Content.body`` has written.
-
-    Tensors and arrays keep the memory in which they were received.
+class Decoder:
+    """Decoder of the messages to one worker.
 
     Args:
-        flags: Of the message.
-        body: A ``bytearray``, or a view of one, that ends with the content.
-        place: The offset of the content in ``body``.
-        parts: The parts of the message, in order.
-        references: The references of the message.
-        attach: Takes all tensors and returns their replacements; for distributed autograd.
-
-    Returns:
-        The object; of a call, the skeleton that ``arguments`` takes.
-
-    Raises:
-        FrameError: The tables do not match the received data.
-        Exception: Unpickling has failed.
+        allowed: The list of the worker, which reads data only; None if it reads pickles.
     """
-    objects: list[Tabled] = []
-    used = 0
-    if flags & TABLE:
-        if (lone := tensor_rebuild.read_lone(body, place)) is not None:
-            tensor, place = lone
-            # A shortcut for most messages with tensors.
-            if flags == TABLE and not references and attach is None:
-                rest = body[place:]
-                if rest == LONE_MARK:
-                    return tensor
-                return (tensor,) if rest == LONE_ARGUMENT else _merge(rest, [tensor])
-            objects = [tensor]
-        else:
-            objects, used, place = tensor_rebuild.read(body, place, parts)
-        if attach is not None:
-            objects = attach_tensors(objects, attach)
-    if flags & PICKLED:
-        return pickles.loads(body[place:], objects, references, parts[used:])
-    met: Sequence[object] = [*references, *objects] if references else objects
-    if flags & SLOTS:
-        numbers, place = _read_slots(body, place)
-        met = _select(met, numbers)
-    return _merge(body[place:], met)
+
+    def __init__(self, allowed: Allowed | None) -> None:
+        self._allowed = allowed
+        self._without_references = Reading((), allowed).extend
+
+    def decode(
+        self,
+        flags: int,
+        body: Buffer,
+        place: int,
+        parts: Sequence[Part],
+        references: Sequence[Reference] = (),
+        attach: Attach | None = None,
+    ) -> Any:
+        """Decode the content that ``Content.body`` has written.
+
+        Tensors and arrays keep the memory in which they were received.
+
+        Args:
+            flags: Of the message.
+            body: A ``bytearray``, or a view of one, that ends with the content.
+            place: The offset of the content in ``body``.
+            parts: The parts of the message, in order.
+            references: The references of the message.
+            attach: Takes all tensors and returns their replacements; for distributed autograd.
+
+        Returns:
+            The object; of a call, what ``arguments`` takes.
+
+        Raises:
+            FrameError: The content is not valid data, or its tables do not match what came.
+            Refused: The worker has a list, and the content is a pickle, or has a name that is not
+                in the list.
+            Exception: Unpickling has failed.
+        """
+        if flags & PLAIN and not flags & (PICKLED | TABLE):
+            return data_reader.loads_plain(body[place:])
+        is_strict = self._allowed is not None
+        if is_strict and flags & PICKLED:
+            raise Refused(
+                "a pickle came to a worker that reads data only (init_rpc(..., allowed=[...]))"
+            )
+        objects: list[Tabled] = []
+        used = 0
+        if flags & TABLE:
+            if (lone := tensor_rebuild.read_lone(body, place)) is not None:
+                tensor, place = lone
+                # A shortcut for most messages with tensors.
+                if flags == TABLE and attach is None and not references and not parts:
+                    rest = body[place:]
+                    if rest == LONE_ARGUMENT:
+                        return [tensor]
+                    if rest == LONE_MARK:
+                        return tensor
+                objects = [tensor]
+            else:
+                objects, used, place = tensor_rebuild.read(body, place, parts, is_strict=is_strict)
+            if attach is not None:
+                objects = _attach_tensors(objects, attach)
+        if flags & PICKLED:
+            return pickles.loads(body[place:], objects, references, parts[used:])
+        if used != len(parts):
+            raise FrameError(f"{len(parts)} parts came, of which the table describes {used}")
+        extend = (
+            Reading(references, self._allowed).extend if references else self._without_references
+        )
+        return data_reader.loads(body[place:], objects, extend)
 
 
-def _merge(skeleton: Buffer, met: Sequence[object]) -> object:
-    """Return the data of a skeleton, its marks replaced by objects."""
-    try:
-        data = marshal.loads(skeleton)
-    except (ValueError, EOFError, TypeError) as error:
-        raise FrameError(f"{len(skeleton)} bytes are no data: {error}") from error
-    if not met:
-        return data
-    if type(data) is tuple and data.count(MARK) == len(met):
-        following = iter(met)
-        return tuple([next(following) if item is MARK else item for item in data])
-    return _fill(data, met)
-
-
-def _select(met: Sequence[object], numbers: Sequence[int]) -> list[object]:
-    try:
-        return [met[number] for number in numbers]
-    except IndexError as error:
-        raise FrameError(f"slots beyond the {len(met)} objects that came with them") from error
-
-
-def _fill(data: object, met: Sequence[object]) -> object:
-    following = iter(met)
-    try:
-        filled = next(following) if data is MARK else Filling(following).fill(data)
-    except StopIteration as error:
-        raise FrameError(f"{len(met)} slots do not fit the data that came with them") from error
-    if next(following, MARK) is not MARK:
-        raise FrameError(f"{len(met)} slots do not fit the data that came with them")
-    return filled
-
-
-def attach_tensors(objects: list[Tabled], attach: Attach) -> list[Tabled]:
+def _attach_tensors(objects: list[Tabled], attach: Attach) -> list[Tabled]:
     """Return the objects of a table, with the tensors replaced by those from ``attach``."""
     tensors = [obj for obj in objects if isinstance(obj, Tensor)]
     if not tensors:
@@ -121,26 +101,24 @@ def attach_tensors(objects: list[Tabled], attach: Attach) -> list[Tabled]:
     return [next(following) if isinstance(obj, Tensor) else obj for obj in objects]
 
 
-def _read_slots(body: Buffer, place: int) -> tuple[array[int], int]:
-    numbers = array("I")
-    try:
-        (count,) = COUNT.unpack_from(body, place)
-        end = place + COUNT.size + numbers.itemsize * count
-        if end > len(body):
-            raise FrameError(f"{count} slots announced, cut off after {len(body)} bytes")
-    except struct.error as error:
-        raise FrameError("slots announced, and cut off") from error
-    numbers.frombytes(memoryview(body)[place + COUNT.size : end])
-    return numbers, end
-
-
 def arguments(flags: int, data: Any) -> tuple[Sequence[object], dict[str, object]]:
-    """Return the args and kwargs of a decoded call."""
+    """Return the args and kwargs of a decoded call.
+
+    Raises:
+        FrameError: The data is not a call's arguments.
+    """
     if flags & PICKLED:
         args, kwargs = data
         return args, kwargs
+    if type(data) is not list:
+        raise FrameError(f"a {type(data).__name__} in the place of a call's arguments")
     if not flags & KEYWORDS:
         return data, {}
-    names = data[0]
+    names = data[0] if data else None
+    if type(names) is not list or len(names) >= len(data) or not {str}.issuperset(map(type, names)):
+        raise FrameError("a call's keywords are none")
     first = len(data) - len(names)
-    return data[1:first], dict(zip(names, data[first:], strict=True))
+    kwargs = dict(zip(names, data[first:], strict=True))
+    if len(kwargs) != len(names):
+        raise FrameError("a call's keywords occur twice")
+    return data[1:first], kwargs

@@ -5,37 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from mpidist.comm.serialization.tensor_format import Buffer, Part
 from mpidist.comm.transport.incoming import Incoming
 from mpidist.errors import FrameError
-from mpidist.rpc import data_codec, decoder, interceptor, message
+from mpidist.rpc import decoder, interceptor, message
 from mpidist.rpc.allowlist import Allowed
-from mpidist.rpc.decoder import Attach
+from mpidist.rpc.decoder import Decoder
 from mpidist.rpc.message import ANNOUNCED, AUTOGRAD, FAR, REFERENCES, WORD, ReferenceRow
 from mpidist.rpc.pickles import Reference
 from mpidist.rpc.rref_store import require_own
-
-
-class Decoder(Protocol):
-    """Decoder of contents: the module ``decoder``, or a ``DataDecoder``."""
-
-    def decode(
-        self,
-        flags: int,
-        body: Buffer,
-        place: int,
-        parts: Sequence[Part],
-        references: Sequence[Reference] = (),
-        attach: Attach | None = None,
-    ) -> Any:
-        """Decode a content."""
-
-    def arguments(self, flags: int, data: Any) -> tuple[Sequence[object], dict[str, object]]:
-        """Return the args and kwargs of a decoded call."""
 
 
 class Reader:
@@ -50,7 +31,7 @@ class Reader:
 
     def __init__(self, allowed: Allowed | None) -> None:
         self.make_reference: Callable[[int, int, int], Reference] = _no_references
-        self._decoder: Decoder = decoder if allowed is None else data_codec.DataDecoder(allowed)
+        self._decode = Decoder(allowed).decode
 
     def unpack_preamble(self, incoming: Incoming) -> list[ReferenceRow]:
         """Unpack autograd's number and the references from the header of a new message.
@@ -116,7 +97,7 @@ class Reader:
         attach = None
         if flags & AUTOGRAD and (engine := interceptor.engine) is not None:
             attach = partial(_attach_autograd, engine, incoming, incoming.preamble[0], is_answer)
-        return self._decoder.decode(flags, body, place, parts, references, attach)
+        return self._decode(flags, body, place, parts, references, attach)
 
     def decode_call(
         self, incoming: Incoming, place: int
@@ -137,7 +118,7 @@ class Reader:
         data = self.decode(incoming, place, False)
         if data is None:
             return (), {}
-        return self._decoder.arguments(flags, data)
+        return decoder.arguments(flags, data)
 
     def decode_answer(self, incoming: Incoming) -> Any:
         """Decode the content of an answer."""

@@ -98,7 +98,6 @@ class Wire:
         table, references = content.table, content.references
         if (
             table is None
-            or content.slots
             or content.buffers
             or len(references) > 1
             or (table and self._maps_host)

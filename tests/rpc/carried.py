@@ -10,6 +10,8 @@ import torch
 
 from mpidist.rpc import codec, decoder, pickles
 
+READER = decoder.Decoder(None)
+
 
 class Marked(pickles.Reference):
     """A reference that is identified by a number."""
@@ -28,7 +30,7 @@ def memory_of(part):
     return memoryview(bytearray(data))
 
 
-def decoded(content, place=0, reader=decoder, **options):
+def decoded(content, place=0, reader=READER, **options):
     """Decode a content; ``place`` bytes precede it, as a header would."""
     flags, body, parts, _ = content.body(None)
     if not body:

@@ -1,4 +1,4 @@
-"""Round trips of objects by marks and by pickle: sharing, references, and errors."""
+"""Round trips of objects as data and by pickle: sharing, references, and errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from mpidist.errors import FrameError
 from mpidist.rpc import codec, decoder
-from tests.rpc.carried import Marked, decoded, described, memory_of, over
+from tests.rpc.carried import READER, Marked, decoded, described, memory_of, over
 
 Pair = collections.namedtuple("Pair", "left right")
 
@@ -25,7 +25,7 @@ class Other:
 
 
 def by_both(obj):
-    """Return the object after a round trip by marks, and after one by pickle."""
+    """Return the object after a round trip as data, and after one by pickle."""
     return over([obj])[0], over(Other(obj)).held
 
 
@@ -272,47 +272,52 @@ def test_every_truncation_is_refused():
         codec.encode_call([1, torch.ones(3)], {"k": torch.zeros(2)}),
         codec.encode([1, 2.0, "three"]),
     ]
-    assert codec.encode([torch.ones(1), reference, reference]).body(None)[0] & codec.SLOTS
     for content in contents:
         flags, body, parts, _ = content.body(None)
         there = [memory_of(part) for part in parts]
         references = list(content.references)
-        decoder.decode(flags, bytearray(body), 0, there, references)
+        READER.decode(flags, bytearray(body), 0, there, references)
         for length in range(len(body)):
             with pytest.raises(FrameError):
-                decoder.decode(flags, bytearray(body[:length]), 0, there, references)
+                READER.decode(flags, bytearray(body[:length]), 0, there, references)
         for missing in range(len(parts)):
             with pytest.raises(FrameError):
-                decoder.decode(flags, bytearray(body), 0, there[:missing], references)
-        if references or flags & codec.TABLE:
-            for wrong in ([] if references else [reference], [reference] * 9):
-                with pytest.raises(FrameError):
-                    decoder.decode(flags, bytearray(body), 0, there, wrong)
+                READER.decode(flags, bytearray(body), 0, there[:missing], references)
+        if references:
+            with pytest.raises(FrameError):
+                READER.decode(flags, bytearray(body), 0, there, [])
+        with pytest.raises(FrameError):
+            READER.decode(flags, bytearray(body), 0, [*there, memoryview(b"more")], references)
 
 
-def test_marks_that_do_not_fit_the_slots_are_refused():
+def test_numbers_beyond_the_table_are_refused():
     one, two = torch.ones(1), torch.ones(2)
     flags, body, _, _ = codec.encode([one, two]).body(None)
-    for data in ([one], [one, two, one, two], 5, one):
+    table = body[: len(body) - len(codec.encode([one, two]).skeleton)]
+    for data in ([one, two, torch.ones(3)], [torch.ones(number) for number in range(5)]):
         content = codec.encode(data)
-        _, whole, _, _ = content.body(None)
-        skeleton = whole[len(whole) - len(content.skeleton) :]
-        table = body[: len(body) - len(codec.encode([one, two]).skeleton)]
         with pytest.raises(FrameError):
-            decoder.decode(flags, bytearray(table + skeleton), 0, [])
+            READER.decode(flags, bytearray(table + content.skeleton), 0, [])
 
 
-def test_slots_of_all_orders():
+def test_tensors_and_references_of_all_orders():
     met = [Marked(1), torch.ones(1), Marked(2), np.ones(2)]
     for order in itertools.permutations(range(4)):
         obj = [met[place] for place in order]
         assert described(over(obj)) == described(obj)
+        args, _ = came_with(obj, {})
+        assert described(list(args)) == described(obj)
+
+
+def came_with(args, kwargs):
+    content = codec.encode_call(args, kwargs)
+    return decoder.arguments(content.flags, decoded(content))
 
 
 def came(args, kwargs):
     content = codec.encode_call(args, kwargs)
     flags, body, parts, _ = content.body(None)
-    return decoder.arguments(flags, decoder.decode(flags, bytearray(body), 0, parts))
+    return decoder.arguments(flags, READER.decode(flags, bytearray(body), 0, parts))
 
 
 @pytest.mark.parametrize("kwargs", [None, {"last": 3}])
@@ -327,17 +332,3 @@ class Named(str):
 
 def test_names_of_arguments_may_be_of_a_class_of_their_own():
     assert came((1,), {Named("left"): 2}) == ((1,), {"left": 2})
-
-
-class Short:
-    """A marshal to which all bytes are too many: as 2 GiB of them are to Python's."""
-
-    @staticmethod
-    def dumps(obj, version):
-        raise ValueError("unmarshallable object")
-
-
-@pytest.mark.parametrize("encode", [codec.encode, lambda obj: codec.encode_call((obj,), None)])
-def test_what_is_too_long_for_marshal_is_pickled(encode, monkeypatch):
-    monkeypatch.setattr(codec, "marshal", Short)
-    assert encode(b"long").flags == codec.PICKLED

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import enum
+import operator
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -11,8 +13,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mpidist.comm.serialization.data_format import DEPTH
 from mpidist.rpc import codec, decoder
-from mpidist.rpc.plain_data import DEPTH, MARK
 from tests.rpc.carried import Marked, decoded, described, over
 
 texts = st.text(st.characters(exclude_categories=()), max_size=8)
@@ -62,19 +64,21 @@ objects = st.one_of(
 mixed = st.recursive(scalars | objects | few(keys, st.sets), containers, max_leaves=20)
 
 
-def has_sets_in_sets(obj, is_in_set=False):
-    """Return whether a set contains another set, at any depth."""
-    is_set = isinstance(obj, (set, frozenset))
-    if is_set and is_in_set:
+def has_repeated(obj, seen=None):
+    """Return whether a container occurs twice in an object, at any depth."""
+    seen = {} if seen is None else seen
+    if type(obj) not in (list, tuple, dict, set, frozenset):
+        return False
+    if id(obj) in seen:
         return True
-    inside = (
-        [*obj, *obj.values()]
-        if type(obj) is dict
-        else obj
-        if is_set or type(obj) in (list, tuple)
-        else ()
-    )
-    return any(has_sets_in_sets(item, is_in_set or is_set) for item in inside)
+    seen[id(obj)] = obj
+    inside = [*obj, *obj.values()] if type(obj) is dict else obj
+    return any([has_repeated(item, seen) for item in inside])
+
+
+def data_flags(flags):
+    """Return flags without the one for data of MessagePack's own types alone."""
+    return flags & ~codec.PLAIN
 
 
 checked = settings(max_examples=200, deadline=None)
@@ -87,7 +91,7 @@ checked = settings(max_examples=200, deadline=None)
 @example({(1, frozenset({(None, "a")})): [()], 1.0: {}, False: set()})
 def test_plain_data_comes_over_as_it_is(obj):
     content = codec.encode(obj)
-    assert content.flags == (codec.PICKLED if has_sets_in_sets(obj) else 0)
+    assert data_flags(content.flags) == (codec.PICKLED if has_repeated(obj) else 0)
     assert not (content.objects or content.references or content.buffers)
     assert described(decoded(content)) == described(obj)
 
@@ -96,7 +100,7 @@ def test_plain_data_comes_over_as_it_is(obj):
 @given(mixed, st.integers(0, 9))
 def test_tensors_arrays_and_references_stand_at_any_place(obj, place):
     content = codec.encode(obj)
-    assert bool(content.flags & codec.PICKLED) == has_sets_in_sets(obj)
+    assert bool(content.flags & codec.PICKLED) == has_repeated(obj)
     assert described(decoded(content, place)) == described(obj)
 
 
@@ -106,7 +110,7 @@ def test_shared_lists_and_dicts_stay_shared(shared, neighbour):
     obj = [shared, neighbour, {"again": shared}, (neighbour, [shared])]
     content = codec.encode(obj)
     there = decoded(content)
-    assert bool(content.flags & codec.PICKLED) == has_sets_in_sets(obj) and described(
+    assert bool(content.flags & codec.PICKLED) == has_repeated(obj) and described(
         there
     ) == described(obj)
     if type(shared) is not tuple:
@@ -140,7 +144,7 @@ def test_equal_lists_that_are_not_shared_stay_apart():
 @example(args=[1], kwargs={})
 def test_arguments_come_over_in_all_combinations(args, kwargs):
     content = codec.encode_call(args, kwargs)
-    if has_sets_in_sets([args, kwargs]):
+    if has_repeated([list(args or ()), dict(kwargs or {})]):
         assert content.flags & codec.PICKLED
         assert described(decoder.arguments(content.flags, decoded(content))) == described(
             (tuple(args or ()), kwargs or {})
@@ -149,7 +153,7 @@ def test_arguments_come_over_in_all_combinations(args, kwargs):
     assert not content.flags & codec.PICKLED
     assert bool(content.flags & codec.KEYWORDS) == bool(kwargs)
     made = decoder.arguments(content.flags, decoded(content)) if content.skeleton else ((), {})
-    assert described(made) == described((tuple(args or ()), kwargs or {}))
+    assert described((tuple(made[0]), made[1])) == described((tuple(args or ()), kwargs or {}))
 
 
 class Point(collections.namedtuple("Point", "x y")):
@@ -184,10 +188,7 @@ class Level(enum.IntEnum):
         Bag(a=1),
         Color.RED,
         Level.LOW,
-        MARK,
-        np.float64(1.5),
-        np.int32(2),
-        torch.float32,
+        Marked,
         range(3),
         len,
     ],
@@ -241,32 +242,74 @@ def test_deep_nesting_goes_by_pickle_beyond_a_limit(inner):
         assert described(there) == described(inner)
 
 
-def test_sets_in_sets_go_by_pickle():
-    """marshal writes each member of a set twice, so its time would double with each nesting."""
-    shared = (frozenset({1}),)
-    for obj in (
-        {frozenset()},
-        {(1, (2, frozenset({3})))},
-        {1: {frozenset({4})}},
-        [shared, {shared}],
-        {frozenset({(frozenset(),)}): 1},
-    ):
-        content = codec.encode(obj)
-        assert content.flags & codec.PICKLED and described(decoded(content)) == described(obj)
-        assert codec.encode_call([obj], {}).flags & codec.PICKLED
-    for obj in (
-        [{1}, {2}, frozenset({(3, (4,))})],
-        {frozenset({5}): {6}},
-        [{(7,)}, {8}],
-        shared,
-        [shared, {9}],
-    ):
-        content = codec.encode(obj)
-        assert not content.flags and described(decoded(content)) == described(obj)
+@pytest.mark.parametrize(
+    "obj",
+    [np.float64(1.5), np.int32(2), torch.float32, torch.Size([2, 3]), torch.device("cpu")],
+    ids=repr,
+)
+def test_values_of_numpy_and_torch_are_data(obj):
+    for whole in (obj, [obj, 1], {"a": (obj,)}, {obj: 1}, (torch.ones(2), [obj])):
+        content = codec.encode(whole)
+        assert not content.flags & codec.PICKLED
+        assert described(decoded(content)) == described(whole)
 
 
-def test_sets_nested_deeply_are_written_at_all():
-    """With a time that doubles at each level this would never end."""
+def test_an_ordered_dict_is_data_with_its_metadata():
+    state = torch.nn.Linear(2, 3).state_dict()
+    content = codec.encode([state])
+    (there,) = decoded(content)
+    assert not content.flags & codec.PICKLED and type(there) is type(state)
+    assert there._metadata == state._metadata and list(there) == list(state)
+
+
+def test_lists_of_tuples_and_of_tensors_come_over_exactly():
+    """They have extension types of their own, for all their items together."""
+    rows = [(number, float(number), f"{number}", None) for number in range(10)]
+    tensors = [torch.full((2,), float(number)) for number in range(70)]
+    for obj in (
+        rows,
+        [rows, tensors, tensors[0]],
+        (tensors[3], tensors),
+        [tensors, list(tensors)],
+        tensors + tensors,
+        [*tensors[:9], tensors[0]],
+        [*rows, [1]],
+        [*rows, (1, (2,))],
+        [*rows, (1, 1 << 70, "\ud800")],
+        [*tensors, 1],
+        [torch.ones(2), *map(torch.nn.Parameter, tensors)],
+    ):
+        content = codec.encode(obj)
+        assert not content.flags & codec.PICKLED
+        assert described(decoded(content)) == described(obj)
+    there = over([tensors, tensors[5], list(tensors)])
+    assert there[1] is there[0][5] and all(map(operator.is_, there[0], there[2]))
+
+
+def test_one_container_twice_goes_by_pickle_and_stays_one():
+    inner = {1, 2}
+    row = (1, 2.0)
+    for shared in ([], [1], {}, {"a": 1}, inner, frozenset({3}), row, (inner,), OrderedDict(a=1)):
+        for obj in ([shared, shared], {"a": shared, "b": [shared]}, (shared, (1, shared))):
+            content = codec.encode(obj)
+            there = decoded(content)
+            assert content.flags & codec.PICKLED and described(there) == described(obj)
+        args, kwargs = arguments_over((shared,), {"again": [shared]})
+        assert args[0] is kwargs["again"][0]
+    assert codec.encode([row] * 10).flags & codec.PICKLED
+    doubled = ()
+    for _ in range(60):
+        doubled = (doubled, doubled)  # written twice at each level it would never end
+    there = over(doubled)
+    assert there[0] is there[1]
+
+
+def arguments_over(args, kwargs):
+    content = codec.encode_call(args, kwargs)
+    return decoder.arguments(content.flags, decoded(content))
+
+
+def test_sets_nested_deeply():
     obj = frozenset()
     for _ in range(90):
         obj = frozenset({obj})
@@ -274,9 +317,9 @@ def test_sets_nested_deeply_are_written_at_all():
     assert there == [obj]
 
 
-def test_marks_in_keys_and_sets_go_by_pickle():
+def test_tensors_in_keys_and_sets():
     tensor = torch.ones(2)
-    for obj in ({(tensor, 1)}, {tensor: 1}, {1: {MARK}}):
-        assert codec.encode(obj).flags & codec.PICKLED
     ((there, one),) = over({(tensor, 1)})
     assert torch.equal(there, tensor) and one == 1
+    ((key, value),) = over({tensor: tensor}).items()
+    assert key is value and torch.equal(key, tensor)

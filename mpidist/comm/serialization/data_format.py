@@ -17,7 +17,7 @@ MessagePack's own types; all other data is an extension type::
     DTYPE, DEVICE, SIZE     a torch.dtype's name; an array of type and index; an array of sizes
 
 MessagePack's timestamp is read as a ``datetime`` and never written. Codes from ``FIRST_OWN`` on are
-defined by callers; each holds an array of values.
+defined by callers.
 
 Source: the MessagePack specification, github.com/msgpack/msgpack/blob/master/spec.md
 """

@@ -41,7 +41,8 @@ from mpidist.comm.serialization.data_format import (
 from mpidist.comm.serialization.tensor_format import Buffer, Tabled
 from mpidist.errors import FrameError, MpidistError
 
-Extend = Callable[[int, "list[Any]"], object]
+# Makes an object from its code, its bytes, and the function that reads an array in them.
+Extend = Callable[[int, memoryview, "Callable[[memoryview], list[Any]]"], object]
 
 _decode = msgspec.msgpack.decode
 _MALFORMED = (
@@ -61,14 +62,15 @@ def loads(data: Buffer, objects: Sequence[Tabled] = (), extend: Extend | None = 
     Args:
         data: A buffer that holds the object and nothing else.
         objects: Of the tensor table, by their numbers.
-        extend: Makes an object of a kind that the caller defines from (code, values).
+        extend: Makes an object of a kind that the caller defines.
 
     Raises:
         FrameError: The bytes are not data.
         MpidistError: What ``extend`` raises.
     """
     try:
-        keys.require_scalars(data)
+        if len(data) > keys.LEAST_BYTES:
+            keys.require_scalars(data)
         return _decode(data, ext_hook=Reader(objects, extend).extension)
     except MpidistError:
         raise
@@ -83,7 +85,8 @@ def loads_plain(data: Buffer) -> Any:
         FrameError: The bytes are not such an object.
     """
     try:
-        keys.require_scalars(data)
+        if len(data) > keys.LEAST_BYTES:
+            keys.require_scalars(data)
         return _decode_plain(data)
     except MpidistError:
         raise
@@ -116,15 +119,15 @@ class Reader:
                     f"a mark of an object beyond the {len(self._objects)} that came with it"
                 )
             return self._objects[number]
+        if code >= FIRST_OWN and self._extend is not None:
+            return self._extend(code, data, self._items)
         if code == OBJECTS:
             return self._range(data)
         if (read_nested := _NESTED.get(code)) is not None:
             return read_nested(self, data)
         if (read_scalar := _SCALARS.get(code)) is not None:
             return read_scalar(data)
-        if code < FIRST_OWN or self._extend is None:
-            raise FrameError(f"an extension type of unknown code {code}")
-        return self._extend(code, self._items(data))
+        raise FrameError(f"an extension type of unknown code {code}")
 
     def _items(self, data: memoryview) -> list[Any]:
         self._depth += 1

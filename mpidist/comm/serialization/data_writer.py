@@ -42,7 +42,7 @@ from mpidist.comm.serialization.tensor_format import Tabled
 from mpidist.errors import NotPlainData
 
 Ext = msgspec.msgpack.Ext
-Extend = Callable[[object], "tuple[int, list[object]] | None"]
+Extend = Callable[[object], "tuple[int, list[object] | bytes] | None"]
 
 encode = msgspec.msgpack.Encoder().encode
 _TABLED = frozenset({torch.Tensor, torch.nn.Parameter, np.ndarray, bytearray})
@@ -73,8 +73,8 @@ def dumps(
             twice is written twice.
         objects: Receives the tensors, parameters, arrays and bytearrays, each once; the data refers
             to them by number.
-        extend: Returns (code, values) of an object of a kind that the caller defines (codes from
-            ``FIRST_OWN`` on), or None.
+        extend: Returns (code, values or bytes) of an object of a kind that the caller defines
+            (codes from ``FIRST_OWN`` on), or None.
         checks_tensors: Require that the tensor table can describe the tensors. If false, the
             caller requires it.
         is_exact: Require that no container occurs twice, and that arrays are in C order, so that
@@ -173,7 +173,7 @@ class Writer:
         if own is None:
             raise NotPlainData.of(obj)
         code, values = own
-        return Ext(code, self._nested(values))
+        return Ext(code, values if isinstance(values, bytes) else self._nested(values))
 
     def _reference(self, obj: Any) -> Ext:
         number = self._numbers.get(id(obj))

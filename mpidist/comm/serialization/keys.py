@@ -30,7 +30,7 @@ _MOST_EQUAL = 200
 _MAP_16, _MAP_32 = b"\xde", b"\xdf"
 _LARGE_MAP_16 = re.compile(rb"\xde[\x01-\xff]")
 _LARGE = 256
-_LEAST_BYTES = 2 * _LARGE  # of a large map
+LEAST_BYTES = 2 * _LARGE  # of a large map
 _ARRAY_32 = b"\xdd"
 
 _decode_items = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
@@ -65,7 +65,7 @@ def require_scalars(data: Buffer) -> None:
 
 
 def _may_hold_large_map(data: Buffer) -> bool:
-    if len(data) <= _LEAST_BYTES:
+    if len(data) <= LEAST_BYTES:
         return False
     # bytes.find is memchr, ten times as fast as the search of a pattern with alternatives.
     text = bytes(data)
@@ -90,7 +90,7 @@ def _scan(data: memoryview, depth: int) -> None:
         values = items[1::2]
     else:
         return
-    for value in [value for value in values if len(value) > _LEAST_BYTES]:
+    for value in [value for value in values if len(value) > LEAST_BYTES]:
         if _may_hold_large_map(held := memoryview(value)):
             _scan(held, depth - 1)
 

@@ -232,10 +232,13 @@ def test_a_caller_adds_kinds_by_codes_of_its_own():
         x = 3
 
     def extend(obj):
-        return (40, [obj.x]) if type(obj) is Point else None
+        return (40, [obj.x]) if type(obj) is Point else (41, b"raw") if obj is Point else None
 
-    written = data_writer.dumps([(Point(),)], [], extend)
-    assert data_reader.loads(written, (), lambda code, values: (code, values)) == [((40, [3]),)]
+    def read(code, data, items):
+        return code, items(data) if code == 40 else bytes(data)
+
+    written = data_writer.dumps([(Point(),), Point], [], extend)
+    assert data_reader.loads(written, (), read) == [((40, [3]),), (41, b"raw")]
     with pytest.raises(FrameError, match="unknown code 40"):
         data_reader.loads(written)
 

@@ -11,12 +11,22 @@ from mpidist.comm.serialization.data_format import TUPLE
 from mpidist.comm.serialization.tensor_format import COUNTS
 from mpidist.rpc import current
 from mpidist.rpc.codec import PICKLED, TABLE
-from mpidist.rpc.data_values import ERROR, NAMED, RECORD, REFERENCE
+from mpidist.rpc.data_values import ERROR, NAMED, RECORD
 from mpidist.rpc.message import FAR, REFERENCES, Kind, pack_references
 from mpidist.rpc.pool import HANDLED, Task
 from tests.rpc.attacks import victim
 from tests.rpc.attacks.attacker import WAIT_S, Attacker, Attacks
-from tests.rpc.attacks.data import CANARY, NO_ARGUMENTS, VICTIM, Written, array, encode, ext, own
+from tests.rpc.attacks.data import (
+    CANARY,
+    NO_ARGUMENTS,
+    VICTIM,
+    Written,
+    array,
+    encode,
+    ext,
+    own,
+    reference,
+)
 from tests.rpc.attacks.opcodes import called, named, plain, whole
 
 attack = Attacks()
@@ -171,12 +181,12 @@ register(
     COUNTS.pack(1, 1) + b"\0" * 8,
     flags=TABLE,
 )
-register("reference", "A result with a reference that did not come", Kind.RESULT, own(REFERENCE, 0))
+register("reference", "A result with a reference that did not come", Kind.RESULT, reference(0))
 register(
     "owner",
     "A result with a reference whose owner is no worker",
     Kind.RESULT,
-    pack_references([(1, 2, 99)]) + own(REFERENCE, 0),
+    pack_references([(1, 2, 99)]) + reference(0),
     flags=REFERENCES,
 )
 register(

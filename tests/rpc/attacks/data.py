@@ -14,6 +14,7 @@ from mpidist.comm.serialization.data_format import (
     ELLIPSIS,
     FROZENSET,
     INTEGER,
+    NUMBER,
     OBJECT,
     PAIRS,
     SCALAR,
@@ -22,7 +23,7 @@ from mpidist.comm.serialization.data_format import (
     TEXT,
     TUPLE,
 )
-from mpidist.rpc.codec import KEYWORDS, SLOTS
+from mpidist.rpc.codec import KEYWORDS, PLAIN
 from mpidist.rpc.data_values import CARRIED, ERROR, NAMED, RECORD, REFERENCE, WORKER
 from mpidist.rpc.message import ANNOUNCED, AUTOGRAD, FAR, REFERENCES, Kind, pack_references
 from tests.rpc.attacks.attacker import Attacker, Attacks
@@ -47,6 +48,11 @@ def ext(code: int, data: bytes, announced: int | None = None) -> bytes:
 def array(*items: bytes) -> bytes:
     """Write an array of what is written already."""
     return b"\xdd" + struct.pack(">I", len(items)) + b"".join(items)
+
+
+def reference(number: int) -> bytes:
+    """Write the mark of a reference."""
+    return ext(REFERENCE, NUMBER.pack(number))
 
 
 def own(code: int, *values: Any) -> bytes:
@@ -108,7 +114,7 @@ register("text_for_arguments", "A text in the place of the arguments", b"\xa3abc
 register("empty", "One byte of nothing", b"\0", is_whole=True)
 register(
     "marshalled",
-    "Another format: what workers without a list read",
+    "Another format: what Python's marshal writes",
     b"\xa9\x01\xe9\x01\0\0\0",
     is_whole=True,
 )
@@ -174,12 +180,12 @@ register("size_float", "A size that is a float", own(SIZE, 1.0))
 register("size_huge", "A size of 2^63", own(SIZE, 1 << 63))
 
 # RPC's.
-register("reference_beyond", "A reference beyond those that came", own(REFERENCE, 0))
-register("reference_below", "A reference's number below 0", own(REFERENCE, -1))
-register("reference_bool", "A reference's number that is a bool", own(REFERENCE, False))
-register("reference_text", "A reference's number that is a text", own(REFERENCE, "0"))
-register("reference_none", "A reference without a number", own(REFERENCE))
-register("reference_two", "A reference of two numbers", own(REFERENCE, 0, 0))
+register("reference_beyond", "A reference beyond those that came", reference(0))
+register("reference_far", "A reference's number of 2^32 - 1", ext(REFERENCE, b"\xff" * 4))
+register("reference_short", "A reference's number of one byte", ext(REFERENCE, b"\0"))
+register("reference_text", "A reference's number that is an array", own(REFERENCE, "0"))
+register("reference_none", "A reference without a number", ext(REFERENCE, b""))
+register("reference_two", "A reference of two numbers", ext(REFERENCE, b"\0" * 8))
 register("named_unlisted", "An unlisted function by name", own(NAMED, f"{CANARY}:fire"), REFUSED)
 register("named_system", "os.system by name", own(NAMED, "posix:system"), REFUSED)
 register(
@@ -363,14 +369,20 @@ def keywords_nothing(attacker: Attacker) -> object:
     return attacker.call(ECHO, encode([]), flags=KEYWORDS)
 
 
-@attack("The table of slots of the other format", "data only|FrameError")
-def slots(attacker: Attacker) -> object:
-    return attacker.call(ECHO, b"\xff\xff\xff\xff", flags=SLOTS)
+@attack("An extension type in data that is said to be plain", DAMAGED)
+def not_plain(attacker: Attacker) -> object:
+    return attacker.call(ECHO, array(reference(0)), flags=PLAIN)
+
+
+@attack("A large map with tuples as keys in data that is said to be plain", DAMAGED)
+def not_plain_keys(attacker: Attacker) -> object:
+    pairs = b"".join(encode([number, 0]) + b"\xc0" for number in range(1000))
+    return attacker.call(ECHO, array(b"\xde\x03\xe8" + pairs), flags=PLAIN)
 
 
 def _with_references(attacker: Attacker, *rows: tuple[int, int, int]) -> object:
     name = ECHO.encode()
-    items = array(*[own(REFERENCE, number) for number in range(len(rows))])
+    items = array(*[reference(number) for number in range(len(rows))])
     header = pack_references(rows) + struct.pack("<H", len(name)) + name + items
     return attacker.request(Kind.CALL_PYTHON, header, flags=REFERENCES)
 

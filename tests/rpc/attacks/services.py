@@ -8,12 +8,11 @@ from collections.abc import Callable
 import mpidist.autograd  # noqa: F401  # registers the engine that these messages are for
 import mpidist.rpc as rpc
 from mpidist.rpc import current
-from mpidist.rpc.data_values import REFERENCE
 from mpidist.rpc.message import GRADIENTS, PAIR, REFERENCES, Kind, pack_references
 from mpidist.rpc.worker_gather import broadcast_to_follower, gather_to_leader
 from tests.rpc.attacks import victim
 from tests.rpc.attacks.attacker import Attacker, Attacks
-from tests.rpc.attacks.data import array, encode, own
+from tests.rpc.attacks.data import array, encode, reference
 
 attack = Attacks()
 
@@ -360,7 +359,7 @@ def fork_of_another(attacker: Attacker) -> None:
 def unnamed_method(attacker: Attacker) -> object:
     box = rpc.remote(attacker.to, victim.Box, args=(7,))
     box._get_future().wait()
-    header = pack_references([box.fork(attacker.to)]) + b"\0\0" + array(own(REFERENCE, 0))
+    header = pack_references([box.fork(attacker.to)]) + b"\0\0" + array(reference(0))
     return attacker.request(Kind.CALL_METHOD, header, flags=REFERENCES)
 
 
@@ -369,6 +368,6 @@ def method_of_others(attacker: Attacker) -> object:
     header = (
         pack_references([(1, attacker.agent.references.store.make_id(), 2)])
         + b"\3\0get"
-        + array(own(REFERENCE, 0))
+        + array(reference(0))
     )
     return attacker.request(Kind.CALL_METHOD, header, flags=REFERENCES)
