@@ -192,7 +192,7 @@ def encode_pickled(obj: object) -> Content:
 
 
 def encode_lone(obj: Any) -> Content | None:
-    """Encode None, data of MessagePack's own types, or a small tensor; None for all else."""
+    """Encode None, data of MessagePack's own types, or a tensor; None for all else."""
     if obj is None:
         return EMPTY
     kind = type(obj)
@@ -201,8 +201,12 @@ def encode_lone(obj: Any) -> Content | None:
             return Content(PLAIN, _write(obj))
         except _UNWRITABLE:
             return None
-    if kind is Tensor and (row := inline_rows.inline_row(obj)) is not None:
-        return Content(0, LONE_MARK, (COUNTS_OF_ONE, *row), (obj,))
+    if kind is Tensor:
+        row = inline_rows.inline_row(obj)
+        if row is not None:
+            return Content(0, LONE_MARK, (COUNTS_OF_ONE, *row), (obj,))
+        if tensor_table.is_describable(obj):
+            return Content(0, LONE_MARK, None, (obj,))
     return None
 
 

@@ -1,8 +1,7 @@
-"""Data-only codec, for workers with a list: replaces ``codec`` and ``decoder``.
+"""Encoding for workers with a list: as ``codec``, without pickles.
 
-The content begins with the same tensor table; its skeleton is in ``comm/serialization/data_format``
-with the extension types of ``data_values``. Nothing is pickled: an object that is not data raises
-an error at the sender, with the name of the argument. The decoder makes data only, from any bytes.
+Beyond the references of ``codec``, a message has the extension types of ``data_values``. An object
+that is not data raises an error at the sender, with the name of the argument.
 """
 
 from __future__ import annotations
@@ -67,6 +66,8 @@ class DataEncoder:
             NotPlainData: The result is not data.
         """
         if (content := codec.encode_lone(obj)) is not None:
+            if content.table is None:
+                content.is_dense = True
             return content
         try:
             content = codec.encode_object(0, obj, Writing, is_exact=False)
