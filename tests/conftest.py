@@ -168,6 +168,14 @@ def device(request):
         yield mode.device
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def target(request):
+    """Return the device that a test names for its tensors; the CPU runs the test's body dry."""
+    exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
+    with exact:
+        yield torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")
+
+
 @pytest.fixture(scope="module")
 def default_group(world):
     """Make torch's default group on this backend, for a module; verdicts use a native group."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpidist.comm.mpi.launcher_env import without_launcher
 
@@ -153,6 +155,49 @@ def _ended(process: subprocess.Popen[str]) -> tuple[str, str]:
     except subprocess.TimeoutExpired:
         process.kill()
         return "", "it did not end when it was asked to"
+
+
+def busy(device: torch.device) -> None:
+    """Queue a kernel of about 5 ms on the current stream of a CUDA device; nothing on the CPU."""
+    if device.type == "cuda":
+        torch.cuda._sleep(10_000_000)
+
+
+def own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return the context of a new stream behind the current one; nothing on the CPU."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    return torch.cuda.stream(stream)
+
+
+@contextlib.contextmanager
+def without_host_waits(device: torch.device) -> Iterator[None]:
+    """Raise where torch would make the host wait for the device.
+
+    On the CPU, where nothing waits, raise where the value of a floating-point tensor becomes a
+    Python number: on a device that call would wait. Integers may be counts in the host's memory.
+    """
+    if device.type == "cpu":
+        with _NoNumbers():
+            yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class _NoNumbers(TorchDispatchMode):
+    """Mode of the calling thread that refuses ``item()`` and what is built on it."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        reads = (torch.ops.aten._local_scalar_dense, torch.ops.aten.is_nonzero)
+        if function.overloadpacket in reads and args[0].is_floating_point():
+            raise AssertionError(f"{function} reads a value: the host would wait for the device")
+        return function(*args, **(kwargs or {}))
 
 
 class OnDevice(TorchFunctionMode):
