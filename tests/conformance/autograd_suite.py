@@ -36,6 +36,16 @@ class SparseSuite(OnAutograd, autograd_test.TensorPipeAgentDistAutogradTest, com
     """Tests with sparse tensors."""
 
 
+class CudaSuite(OnAutograd, autograd_test.CudaDistAutogradTest, common_utils.TestCase):
+    """Tests of one device."""
+
+
+class DeviceMapsSuite(
+    OnAutograd, autograd_test.TensorPipeCudaDistAutogradTest, common_utils.TestCase
+):
+    """Tests of device maps in the backward pass, with a device for each of four workers."""
+
+
 class FaultySuite(OnAutograd, autograd_test.FaultyAgentDistAutogradTest, common_utils.TestCase):
     """Tests with dropped messages."""
 

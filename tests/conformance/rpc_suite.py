@@ -34,6 +34,10 @@ class RpcSuite(OnRpc, rpc_test.RpcTest, common_utils.TestCase):
     """Generic tests of RPC."""
 
 
+class CudaSuite(OnRpc, rpc_test.TensorPipeAgentCudaRpcTest, common_utils.TestCase):
+    """Tests of device maps and of futures with CUDA tensors."""
+
+
 class FaultySuite(OnRpc, faulty_test.FaultyAgentRpcTest, common_utils.TestCase):
     """Tests that delay or drop messages."""
 

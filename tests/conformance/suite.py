@@ -23,6 +23,7 @@ import torch.testing._internal.dist_utils as dist_utils
 import mpidist.rpc as rpc
 from mpidist.rpc import api
 from tests.conformance.binding import ours_in_place_of_torchs
+from tests.conformance.cuda_on_host import cuda_on_host
 from tests.support import agree
 
 TIMEOUT_S = 15.0
@@ -83,10 +84,19 @@ def names_of(suite) -> list[str]:
     ]
 
 
-def run(suite, name: str, group) -> None:
+def needed_devices(suite, name: str) -> int:
+    """Return the number of CUDA devices below which torch's decorator skips a test."""
+    found = inspect.getclosurevars(getattr(suite, name)).nonlocals.get("x", 0)
+    return found if isinstance(found, int) else 0
+
+
+def run(suite, name: str, group, *, on_host: bool = False) -> None:
     """Run one test on all ranks.
 
     Collective: over ``group``.
+
+    Args:
+        on_host: Run the body behind torch's decorator of CUDA tests, with CUDA's names on the host.
     """
     file_name = group.broadcast_object(tempfile.mktemp() if group.rank == 0 else None)
     test = construct(suite, name, group.rank, group.size, file_name)
@@ -99,8 +109,12 @@ def run(suite, name: str, group) -> None:
             ours_in_place_of_torchs((dist_utils, *suite.modules), suite.more),
             no_log,
             test.surroundings(),
+            cuda_on_host() if on_host else contextlib.nullcontext(),
         ):
-            getattr(test, name)()
+            if on_host:
+                getattr(suite, name).__wrapped__(test)
+            else:
+                getattr(test, name)()
     finally:
         api._ignore_rref_leak = leaks
         faulthandler.cancel_dump_traceback_later()
@@ -110,11 +124,11 @@ def run(suite, name: str, group) -> None:
             rpc.shutdown(graceful=False)
 
 
-def run_on_all(suite, name: str, group) -> None:
+def run_on_all(suite, name: str, group, *, on_host: bool = False) -> None:
     """Run a test, which passes if it passes on all ranks."""
     text = ""
     try:
-        run(suite, name, group)
+        run(suite, name, group, on_host=on_host)
     except BaseException:
         text = traceback.format_exc()
     agree(group, not text, text)

@@ -41,13 +41,5 @@ def test_three_workers(name, group):
     suite.run_on_all(nn_suite.ThreeWorkersSuite, name, group)
 
 
-@pytest.mark.gpu
-def test_cuda(name, group):
-    from tests.conformance import nn_suite, suite
-
-    suite.run_on_all(nn_suite.CudaSuite, name, group)
-
-
 test_remote_module.suite = "RemoteModuleSuite"
 test_three_workers.suite = "ThreeWorkersSuite"
-test_cuda.suite = "CudaSuite"
