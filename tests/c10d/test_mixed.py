@@ -1,10 +1,10 @@
-"""Mixed groups: one backend for each device type, with Gloo as the other one."""
+"""Mixed groups: one backend for each device type, with Gloo or NCCL as the other one."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import agree, raises_on_all
+from tests.support import agree, busy, raises_on_all
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -63,6 +63,37 @@ def test_a_mixed_group_has_the_devices_that_torch_reads(world, shared):
         shared._get_backend(torch.device("meta"))
     with pytest.raises(NotImplementedError, match="shared by device"):
         shared.split_group([0])
+
+
+def test_a_library_beside_mpidist_takes_the_devices_tensors(world, target):
+    """NCCL refuses two ranks on one device: groups of one rank, and of all where devices suffice.
+
+    On the CPU Gloo takes the host's tensors in NCCL's place.
+    """
+    theirs = "cpu:mpidist,cuda:nccl" if target.type == "cuda" else "cpu:gloo,cuda:mpidist"
+    dist.init_process_group("mpidist", init_method="mpi://")
+    try:
+        groups = [dist.new_group([rank], backend=theirs) for rank in range(world.size)]
+        every = [groups[world.rank]]
+        if target.type == "cpu" or torch.cuda.device_count() >= world.size:
+            every.append(dist.new_group(backend=theirs))
+        own = torch.device("cuda", world.rank) if len(every) > 1 else target
+        device = own if target.type == "cuda" else target
+        for group in every:
+            size = dist.get_world_size(group)
+            for there in {device, torch.device("cpu")}:
+                x = torch.full((3000,), float(world.rank), device=there)
+                busy(there)
+                x += 1
+                dist.all_reduce(x, group=group)
+                total = world.rank + 1.0 if size == 1 else sum(range(1, size + 1))
+                agree(world, x.tolist() == [total] * 3000, f"{theirs} of {size} on {there}: {x}")
+            (pair,) = [text for text in theirs.split(",") if text.startswith(device.type)]
+            name = group._get_backend(device).name()
+            agree(world, name == pair.split(":")[1], f"{name} of {device}")
+    finally:
+        world.barrier()
+        dist.destroy_process_group()
 
 
 @pytest.mark.mpi(min_size=2)
