@@ -6,7 +6,7 @@ import os
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
-from mpidist.comm.mpi import runtime
+from mpidist.comm.mpi import runtime, torchrun_env
 
 
 class MPIEnvironment(ClusterEnvironment):
@@ -55,8 +55,14 @@ class MPIEnvironment(ClusterEnvironment):
         """Do nothing: MPI defines the rank."""
 
     def local_rank(self) -> int:
-        """Return the index among the ranks of this node."""
-        return runtime.local_rank()
+        """Return ``LOCAL_RANK`` if the user has set it, else the index among this node's ranks.
+
+        Lightning takes the device of this index: ``LOCAL_RANK=0`` on all ranks, with ``devices=1``,
+        makes them share the first one.
+        """
+        named = os.environ.get("LOCAL_RANK", "")
+        is_ours = "LOCAL_RANK" in os.environ.get(torchrun_env.SET_BY_US, "").split(",")
+        return int(named) if named.isdigit() and not is_ours else runtime.local_rank()
 
     def node_rank(self) -> int:
         """Return the number of this node, in the order of their first ranks."""
