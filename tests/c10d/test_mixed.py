@@ -81,7 +81,8 @@ def test_a_library_beside_mpidist_takes_the_devices_tensors(world, target):
         device = own if target.type == "cuda" else target
         for group in every:
             size = dist.get_world_size(group)
-            for there in {device, torch.device("cpu")}:
+            # In one order on all ranks.
+            for there in dict.fromkeys([device, torch.device("cpu")]):
                 x = torch.full((3000,), float(world.rank), device=there)
                 busy(there)
                 x += 1

@@ -44,10 +44,8 @@ def test_a_run_goes_on_with_the_devices_numbers_and_in_the_memory_it_had(
 ):
     folder = group.broadcast_object(str(tmp_path), 0)
     model = WithTable(target)
-    # Buffers on the host beside parameters on the device stay each rank's own.
-    module = DistributedDataParallel(
-        model, process_group=group, broadcast_buffers=False, forward_sync_buffers=False
-    )
+    # A buffer on the host beside parameters on the device.
+    module = DistributedDataParallel(model, process_group=group, forward_sync_buffers=False)
     optimizer = OSS(
         model.parameters(), torch.optim.Adam, group, partition="flat", lr=1e-2, **settings
     )
