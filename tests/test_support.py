@@ -7,6 +7,7 @@ import re
 import subprocess
 
 import pytest
+import torch
 
 from tests import support
 from tests.support import ROOT
@@ -100,3 +101,16 @@ def test_a_job_ends_before_faulthandler_ends_its_test():
             if found + support.END_S >= limit and "slurm" not in path.parts
         ]
     assert not late, "\n".join(late)
+
+
+def test_the_cpu_shows_a_value_that_the_host_would_wait_for():
+    values, count = torch.ones(2), torch.tensor(3)
+    with support.without_host_waits(values.device):
+        assert int(count) == 3 and values.add(1).shape == (2,)
+        for read in (
+            lambda: values[0].item(),
+            lambda: bool(values.sum()),
+            lambda: float(values[1]),
+        ):
+            with pytest.raises(AssertionError, match="the host would wait"):
+                read()

@@ -33,7 +33,7 @@ def test_training_equals_that_of_one_process(tmp_path, words, module):
             hooks
         )
         assert hooks["theirs"] < CLOSE, hooks
-        assert facts["environment"] == [rank, rank, 0, True]
+        assert facts["environment"] == [rank, rank, 0, True] and facts["sharing"] == 0, facts
         wrong = facts["wrong"]
         assert "process_group_backend='gloo'. Leave it out" in wrong["backend"]
         assert "leave start_method='fork' out" in wrong["start"]

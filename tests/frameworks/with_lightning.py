@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_h
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from mpidist.comm.mpi import torchrun_env
 from mpidist.ddp import PowerSGDState, fp16_compress_wrapper, powerSGD_hook
 from mpidist.frameworks import lightning as ours
 from tests.frameworks import evidence
@@ -174,6 +175,10 @@ def main(folder: str) -> None:
         environment.node_rank(),
         environment.detect(),
     ]
+    # As the user sets it, so that all ranks take the first device.
+    os.environ.pop(torchrun_env.SET_BY_US, None)
+    os.environ["LOCAL_RANK"] = "0"
+    facts["sharing"] = in_batch.strategy.cluster_environment.local_rank()
     evidence.report(rank, by_hand=by_hand, hooks=hooks, wrong=wrong, **facts)
 
 
