@@ -175,12 +175,7 @@ def _write(
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cuda",
-        help="cpu: check that all runs, with the host as the device",
-    )
+    benchmark_options.add_device(parser)
     benchmark_options.add_output(parser, "JSON and the plot")
     benchmark_options.add_quick(parser)
     return parser.parse_args()

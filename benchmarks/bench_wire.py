@@ -14,11 +14,13 @@ from itertools import cycle, pairwise
 from typing import Any
 
 import benchmark_options
+import collective_goals
 import devices
 import environment
 import report
 import timing
 import torch
+from collective_goals import Goal
 
 import mpidist.comm
 from mpidist.kernels.quantize import blocks_in, dequantize_add, quantize_change
@@ -28,6 +30,14 @@ _NUMEL = 1 << 23
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = (*_HALVES, "int8")
 _ALONE = "int8, no network"
+# On a device and one node, where a narrow wire saves copies between ranks and costs kernels.
+GOALS = tuple(
+    Goal(
+        f"{name} on one node: time over fp32's ≤ 1",
+        "share", "fp32", name, "ratio_of_rounds", 1.0, True, lambda size: True,
+    )
+    for name in ("bf16", "int8")
+)  # fmt: skip
 
 
 class Shared:
@@ -128,6 +138,9 @@ def main() -> None:
         values["bytes_of_a_rank"] = _nbytes(name, wires, shared.bounds)
     if group.rank == 0:
         print(report.table([result]), flush=True)
+        is_judged = device.type == "cuda" and about["nodes"] == 1 and not options.link
+        verdicts = collective_goals.judge([result] if is_judged else [], GOALS)
+        print(f"\n{report.goals_table(verdicts)}", flush=True)
         record = {
             "benchmark": "wire",
             "link": options.link,
@@ -136,6 +149,7 @@ def main() -> None:
             # A wrong result ends the run with an error before this line.
             "results_checked": True,
             "results": [result],
+            "goals": verdicts,
         }
         on = "" if device.type == "cpu" else devices.name_of(device)
         parts = ["wire", environment.library_name(about), str(group.size), on, options.link]

@@ -13,6 +13,16 @@ def add_output(parser: argparse.ArgumentParser, contents: str = "JSON") -> None:
     parser.add_argument("--output", type=Path, default=RESULTS, help=f"folder of the {contents}")
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add ``--device``, where the tensors are."""
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda",
+        help="cpu: check that all runs, with the host as the device",
+    )
+
+
 def add_quick(parser: argparse.ArgumentParser) -> None:
     """Add ``--quick``, a run that only checks the program."""
     parser.add_argument(

@@ -10,21 +10,22 @@ import powersgd_cases as powersgd
 from collective_goals import format_bytes
 from tabulate import tabulate
 
+# Kernels, the least share of the device copy's rate, and the size in MiB from which it is asked.
+_OF_COPY = ((("pack", "unpack"), 0.85, 16), (("quantize_change", "dequantize_add"), 0.80, 64))
+
 
 def judge(
     copied: Sequence[dict[str, Any]], compressed: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Compare a run with its goals; a missed goal fails nothing."""
-    large = [
-        result
-        for result in copied
-        if result["operation"] in ("pack", "unpack") and result["size_bytes"] >= 16 << 20
-    ]
-    shares = {
-        _copy_case(result): result["contenders"][copies.OURS]["over_copy"] for result in large
-    }
     verdicts = [
-        _verdict("pack, unpack ≥ 0.85 of the device copy's rate, from 16 MiB", shares, 0.85, True)
+        _verdict(
+            f"{', '.join(names)} ≥ {share:.2f} of the device copy's rate, from {start} MiB",
+            _shares(copied, names, start << 20),
+            share,
+            True,
+        )
+        for names, share, start in _OF_COPY
     ]
     for name in (powersgd.OURS, powersgd.KERNELS):
         factors = {
@@ -46,6 +47,17 @@ def judge(
     }
     verdicts.append(_verdict("PowerSGD: launches of our kernels a bucket ≤ 6", counts, 6, False))
     return verdicts
+
+
+def _shares(
+    copied: Sequence[dict[str, Any]], names: Sequence[str], least_bytes: int
+) -> dict[str, float]:
+    """Return the shares of the device copy's rate of some kernels, by case."""
+    return {
+        _copy_case(result): result["contenders"][copies.OURS]["over_copy"]
+        for result in copied
+        if result["operation"] in names and result["size_bytes"] >= least_bytes
+    }
 
 
 def _verdict(

@@ -35,6 +35,10 @@ _PAIRS = (
     ("fp32", "bf16"),
     ("fp32", "fp16"),
     ("fp32", "int8"),
+    ("torch on mpidist", "torch on nccl"),
+    ("torch on mpidist", "torch on gloo"),
+    ("mpidist", "torch on nccl"),
+    ("mpidist", "torch on gloo"),
 )
 _COLORS = {
     "gloo": "tab:red",

@@ -126,13 +126,19 @@ def modules() -> dict[str, Any]:
     return {"mpidist": mpidist.rpc, DATA_ONLY: mpidist.rpc, "tensorpipe": tensorpipe}
 
 
-def start(name: str, group: Any) -> Any:
-    """Start a contender with workers ``worker0``, ``worker1``, …; return its module. Collective."""
+def start(name: str, group: Any, device_map: dict[str, dict[Any, Any]] | None = None) -> Any:
+    """Start a contender with workers ``worker0``, ``worker1``, …; return its module. Collective.
+
+    Args:
+        device_map: Devices of other workers for tensors on devices here, by worker.
+    """
     rpc, worker = modules()[name], f"worker{group.rank}"
     if name != "tensorpipe":
         # With a list, workers read data only. The list covers all called functions.
         rpc.init_rpc(
-            worker, allowed=[f"{__name__}.*", Layer, torch.add] if name == DATA_ONLY else None
+            worker,
+            allowed=[f"{__name__}.*", Layer, torch.add] if name == DATA_ONLY else None,
+            rpc_backend_options=rpc.RpcBackendOptions(device_maps=device_map),
         )
         return rpc
     # A file rendezvous: a store over TCP does not survive a second start in one process.
@@ -142,7 +148,7 @@ def start(name: str, group: Any) -> Any:
         os.close(handle)
         os.remove(store)
     at = f"file://{group.broadcast_object(store)}"
-    options = rpc.TensorPipeRpcBackendOptions(init_method=at)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=at, device_maps=device_map)
     rpc.init_rpc(worker, rank=group.rank, world_size=group.size, rpc_backend_options=options)
     return rpc
 

@@ -56,6 +56,7 @@ _OF_CALLS = [
     ["soak_rpc.py", "--calls", "5000", "--references", "500"],
     ["bench_rpc.py", "--quick"],
     ["bench_rpc.py", "--quick", "--growth"],
+    ["bench_rpc_device.py", "--quick", "--device", "cpu"],
     ["tree_job.py", "rpc", "--quick"],
     ["bench_rpc_scale.py", "--quick"],
     ["bench_autograd.py", "--quick"],
@@ -74,6 +75,8 @@ _OF_COLLECTIVES = [
     ["bench_wire.py", "--numel", "20000", "--rounds", "1", "--burst-s", "0", "--link", "test"],
     ["bench_oss_state.py", "--quick"],
     ["bench_oss_state.py", "--quick", "--growth"],
+    ["bench_oss_device.py", "--quick", "--device", "cpu"],
+    ["bench_ddp_nccl.py", "--models", "many:2", "--rounds", "1", "--device", "cpu"],
 ]
 
 
@@ -248,7 +251,7 @@ def test_kernels_are_compared_and_recorded(tmp_path):
     assert (
         record["results_checked"] is True
         and record["left_out_for_time"] == []
-        and len(record["goals"]) == 4
+        and len(record["goals"]) == 5
     )
     assert {result["operation"] for result in record["copies"]} == {
         "pack", "unpack", "accumulate", "quantize_change", "dequantize_add",
@@ -332,6 +335,8 @@ def test_wires_are_compared_and_recorded(of_collectives):
     assert [pair["right"] for pair in result["comparisons"]] == ["bf16", "fp16", "int8"] and record[
         "results_checked"
     ] is True
+    # Judged on a device alone.
+    assert [goal["verdict"] for goal in record["goals"]] == ["not measured"] * 2
 
 
 @pytest.mark.slow
@@ -343,6 +348,38 @@ def test_ways_from_device_memory_are_compared_and_recorded(of_collectives):
         "ping_pong": ["library", "staged"],
     }
     assert record["results_checked"] is True and record["operations"] and len(record["goals"]) == 3
+
+
+@pytest.mark.slow
+def test_echoes_of_device_tensors_are_compared_and_recorded(of_calls):
+    record = record_of(of_calls[0], "rpc-device-*-2-cpu.json", has_picture=False)
+    sizes = {result["size_bytes"]: set(result["contenders"]) for result in record["results"]}
+    assert sizes == {size: {"mpidist", "tensorpipe"} for size in (4 << 10, 1 << 20)}
+    assert record["results_checked"] is True and len(record["goals"]) == 2
+    assert all(goal["verdict"] != "not measured" for goal in record["goals"])
+
+
+@pytest.mark.slow
+def test_sharded_steps_on_a_device_are_compared_and_recorded(of_collectives):
+    record = record_of(of_collectives[0], "oss-device-*-2-cpu.json", has_picture=False)
+    (result,) = record["results"]
+    ways = {"mpidist", "mpidist flat", "mpidist flat bf16", "mpidist flat int8"}
+    others = {"Adam", "copies of others' shards", "torch on mpidist"}
+    assert set(result["contenders"]) == ways | others and set(result["over_floor"]) == ways
+    assert len(result["consolidation"]["pauses_s"]) == 2
+    assert result["consolidation"]["state_bytes_of_a_rank"] == 4 * result["numel"]
+    assert record["results_checked"] is True and len(record["goals"]) == 3
+    assert all(goal["verdict"] != "not measured" for goal in record["goals"])
+
+
+@pytest.mark.slow
+def test_steps_beside_nccl_are_compared_and_recorded(of_collectives):
+    """On the CPU Gloo takes NCCL's place."""
+    record = record_of(of_collectives[0], "ddp-nccl-*-2-cpu.json", has_picture=False)
+    (result,) = record["results"]
+    assert set(result["contenders"]) == {"torch on gloo", "torch on mpidist", "mpidist", "bare"}
+    (goal,) = record["goals"]
+    assert record["results_checked"] is True and goal["verdict"] != "not measured"
 
 
 @pytest.mark.slow
@@ -598,7 +635,22 @@ def test_kernel_goals_are_reached_missed_or_not_measured():
         ["b"],
     )
     assert report._verdict("it", values, 1, False)["worst"] == 1.0
-    assert [one["verdict"] for one in report.judge([], [])] == ["not measured"] * 4
+    assert [one["verdict"] for one in report.judge([], [])] == ["not measured"] * 5
+
+
+def test_quantize_and_dequantize_are_judged_from_64_mib():
+    report = importlib.import_module("kernel_goals")
+
+    def verdict(operation, size_mib, share):
+        ours = {"over_copy": share}
+        case = {"operation": operation, "tensors_of": "one", "dtypes": "float32, int8"}
+        case |= {"size_bytes": size_mib << 20, "contenders": {"mpidist": ours}}
+        (found,) = [one for one in report.judge([case], []) if "quantize_change" in one["goal"]]
+        return found["verdict"]
+
+    assert verdict("quantize_change", 16, 0.1) == "not measured"
+    assert verdict("quantize_change", 64, 0.8) == "reached"
+    assert verdict("dequantize_add", 256, 0.79) == "not reached"
 
 
 def test_a_wrong_result_is_found():

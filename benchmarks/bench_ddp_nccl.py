@@ -1,0 +1,119 @@
+"""Time training steps of torch's DDP on NCCL and on mpidist, and of mpidist's DDP, in turns.
+
+python benchmarks/bench_ddp_nccl.py --device cuda                      (one rank: the host's part)
+mpirun --bind-to none -n 2 python benchmarks/bench_ddp_nccl.py         (a device for each rank)
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import benchmark_options
+import collective_goals
+import devices
+import environment
+import report
+import timing
+import torch
+import torch.distributed as dist
+import training_cases as cases
+from collective_goals import Goal
+
+BARE, OURS, TORCHS = "bare", "mpidist", "torch on mpidist"
+_FARTHEST = 1e-5
+_ROUNDS, _BURST_S = 15, 0.05
+
+
+def main() -> None:
+    options = _arguments()
+    torch.set_num_threads(1)
+    device = devices.chosen(options.device)
+    dist.init_process_group("mpidist")
+    # mpidist prepares the MPI library before the import of mpi4py.MPI starts MPI.
+    from mpi4py import MPI
+
+    size = dist.get_world_size()
+    if device.type == "cuda" and torch.cuda.device_count() < size:
+        raise SystemExit(
+            f"{size} ranks, {torch.cuda.device_count()} device(s): NCCL takes one rank a device"
+        )
+    raw = MPI.COMM_WORLD.Dup()
+    about = environment.describe(raw, device)
+    timing.touch_memory()
+    library = "nccl" if device.type == "cuda" else "gloo"
+    peer = dist.new_group(backend=library)
+    results = []
+    for words in options.models:
+        name, _, batch = words.partition(":")
+        model = cases.MODELS[name](int(batch or 64)).on(device)
+        results.append(measure(raw, options, model, library, peer))
+        if dist.get_rank() == 0:
+            print(f"{model.name}\n{report.table(results[-1:])}\n", flush=True)
+    if dist.get_rank() == 0:
+        verdicts = collective_goals.judge(results, goals(library))
+        print(report.goals_table(verdicts), flush=True)
+        record = {
+            "benchmark": "ddp beside nccl",
+            "environment": about,
+            "peer": library,
+            "rounds": options.rounds,
+            "burst_s": options.burst_s,
+            # A wrong result ends the run with an error before this line.
+            "results_checked": True,
+            "results": results,
+            "goals": verdicts,
+        }
+        parts = ["ddp-nccl", environment.library_name(about), str(size)]
+        path = options.output / f"{'-'.join([*parts, devices.name_of(device)])}.json"
+        report.write_json(record, path)
+        print(f"\nwritten to {path.parent.name}: {path.name}", flush=True)
+    raw.Barrier()
+    raw.Free()
+    dist.destroy_process_group()
+
+
+def goals(library: str) -> tuple[Goal, ...]:
+    """Return the bound of torch's DDP on mpidist against the same on NCCL, or on its stand-in."""
+    text = f"torch's DDP: its step on mpidist over that on {library} ≤ 1.1"
+    peer = f"torch on {library}"
+    return (Goal(text, "step", TORCHS, peer, "ratio_of_rounds", 1.1, False, lambda bytes_: True),)
+
+
+def measure(
+    raw: Any, options: argparse.Namespace, model: cases.Model, library: str, peer: Any
+) -> dict[str, Any]:
+    """Check and time the steps of one model. Collective.
+
+    Raises:
+        RuntimeError: Gradients differ; on this rank.
+    """
+    batch = cases.own_batch(model)
+    wrapped = {
+        f"torch on {library}": cases.theirs(model, peer),
+        TORCHS: cases.theirs(model, None),
+        OURS: cases.ours(model),
+    }
+    contenders = [cases.contender(name, net, batch) for name, net in wrapped.items()]
+    for one in contenders[1:]:
+        far = cases.farthest(one, contenders[0])
+        if far > _FARTHEST:
+            raise RuntimeError(f"{model.name}: gradients of {one.name} are off by {far}")
+    contenders.append(cases.contender(BARE, cases.build(model), batch))
+    series = timing.time_rounds(raw, contenders, options.rounds, options.burst_s)
+    numel = model.numel()
+    return {"model": model.name} | report.result_of("step", numel, 4 * numel, series)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    benchmark_options.add_device(parser)
+    parser.add_argument("--models", nargs="+", default=["many:64", "mlp:64", "resnet18:64"])
+    parser.add_argument("--rounds", type=int, default=_ROUNDS)
+    parser.add_argument("--burst-s", type=float, default=_BURST_S)
+    benchmark_options.add_output(parser)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

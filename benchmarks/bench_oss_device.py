@@ -1,0 +1,236 @@
+"""Time steps of the sharded optimizer on a device, and the pause of a consolidation behind steps.
+
+mpirun --bind-to none -n 2 python benchmarks/bench_oss_device.py --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import benchmark_options
+import devices
+import environment
+import numpy as np
+import oss_cases
+import report
+import timing
+import torch
+import torch.distributed as dist
+from collective_goals import judge_below
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import mpidist.comm
+from mpidist.optim import OSS
+
+_COPY_OUT_PER_S = 20e9
+# Contenders; those of OSS by its settings.
+WHOLE, COPIES, TORCHS = "Adam", "copies of others' shards", "torch on mpidist"
+WAYS: dict[str, dict[str, Any]] = {
+    "mpidist": {},
+    "mpidist flat": {"partition": "flat"},
+    "mpidist flat bf16": {"partition": "flat", "wire": "bf16"},
+    "mpidist flat int8": {"partition": "flat", "wire": "int8"},
+}
+# One rounding of a value of the wire, in parts of the largest parameter.
+_WIRE_STEP = {"mpidist flat bf16": 2**-8, "mpidist flat int8": 1 / 127}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Networks, and repetitions of the measurements."""
+
+    # Layers and width: 16.8 M and 100 M parameters.
+    networks: tuple[tuple[int, int], ...] = ((64, 512), (24, 2048))
+    rounds: int = 15
+    burst_s: float = 0.02
+    consolidations: int = 5
+
+
+QUICK = Settings(((4, 64),), 2, 0.001, 2)
+
+
+class Case:
+    """Optimizers of one network, each on parameters of its own with the same gradients."""
+
+    def __init__(self, group: Any, layers: int, width: int, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.make = lambda: oss_cases.with_gradients(oss_cases.mlp(layers, width)).to(device)
+        self.modules: dict[str, torch.nn.Module] = {}
+        self.optimizers: dict[str, Any] = {}
+        adam, fused = torch.optim.Adam, {"fused": True, "lr": 1e-4}
+        self._add(WHOLE, lambda p: adam(p, **fused))
+        self._add(TORCHS, lambda p: ZeroRedundancyOptimizer(p, adam, **fused))
+        for name, way in WAYS.items():
+            self._add(name, lambda p, way=way: OSS(p, adam, group, **way, **fused))
+        self.numel = sum(p.numel() for p in self.modules[WHOLE].parameters())
+
+    def _add(self, name: str, build: Callable[[Any], Any]) -> None:
+        module = self.modules[name] = self.make()
+        for parameter in module.parameters():
+            # Module.to replaces gradients with those of the new memory.
+            assert parameter.grad is not None and parameter.grad.device == self.device
+        self.optimizers[name] = build(module.parameters())
+
+    def check(self) -> None:
+        """Step each contender; compare parameters with Adam's. Collective.
+
+        Raises:
+            RuntimeError: Parameters differ by more than a rounding of the wire; on all ranks.
+        """
+        for optimizer in self.optimizers.values():
+            for _ in range(2):
+                optimizer.step()
+        wanted = _flat(self.modules[WHOLE])
+        for name, module in self.modules.items():
+            bound = _WIRE_STEP.get(name, 1e-6) * float(wanted.abs().max())
+            far = float((_flat(module) - wanted).abs().max())
+            if max(self.group.all_gather_object(far)) > bound:
+                raise RuntimeError(f"wrong parameters of {name}: off by {far}, allowed {bound}")
+
+    def contenders(self) -> list[timing.Contender]:
+        """Return a step of each optimizer, and one copy of the others' shards."""
+        calls: dict[str, Callable[[], object]] = {
+            name: optimizer.step for name, optimizer in self.optimizers.items()
+        }
+        others = self.numel - self.numel // self.group.size
+        source, to = torch.randn(2, max(others, 1), device=self.device)
+        calls[COPIES] = partial(to.copy_, source)
+        return [
+            timing.Contender(name, (devices.awaited(call, self.device),), ())
+            for name, call in calls.items()
+        ]
+
+    def pauses(self, count: int) -> list[float]:
+        """Return the seconds in which consolidations hold up the caller. Collective.
+
+        Raises:
+            RuntimeError: A consolidated state is not Adam's; on all ranks.
+        """
+        oss, seconds = self.optimizers["mpidist flat"], []
+        wanted, equal = self.optimizers[WHOLE].state_dict()["state"], True
+        for _ in range(count):
+            devices.synchronize(self.device)
+            self.group.barrier()
+            start = time.perf_counter()
+            pending = oss.consolidate_async(0)
+            seconds.append(time.perf_counter() - start)
+            found = pending.result()
+            if self.group.rank == 0:
+                pairs = [
+                    (value.cpu(), found["state"][number][name])
+                    for number, values in wanted.items()
+                    for name, value in values.items()
+                ]
+                equal &= all(torch.allclose(one, other, atol=1e-6) for one, other in pairs)
+            del found, pending
+        oss.close()
+        if not all(self.group.all_gather_object(equal)):
+            raise RuntimeError("wrong state of consolidate_async")
+        return [max(row) for row in zip(*self.group.all_gather_object(seconds), strict=True)]
+
+
+def _flat(module: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def measure(group: Any, raw: Any, settings: Settings, network: tuple[int, int], device: Any) -> Any:
+    """Check and time one network. Collective.
+
+    Returns:
+        The JSON's entry, and the verdicts.
+    """
+    case = Case(group, *network, device)
+    case.check()
+    # In the first steps all optimizers have taken the same number, which the pauses compare.
+    pauses = case.pauses(1 + settings.consolidations)
+    series = timing.time_rounds(raw, case.contenders(), settings.rounds, settings.burst_s)
+    result = report.result_of("step", case.numel, 4 * case.numel, series)
+    rounds = {one.name: np.array(one.rounds_us) for one in series}
+    floor = rounds[WHOLE] / group.size + 2 * rounds[COPIES]
+    over = {name: float(np.median(rounds[name] / floor)) for name in WAYS}
+    state_bytes = 2 * 4 * case.numel / group.size
+    pause_s = float(np.median(pauses[1:]))
+    result["over_floor"] = over
+    result["consolidation"] = {
+        "state_bytes_of_a_rank": state_bytes,
+        "first_pause_s": pauses[0],
+        "pauses_s": pauses[1:],
+        "bytes_per_s": state_bytes / pause_s,
+    }
+    title = f"{case.numel / 1e6:.3g} M parameters"
+    verdicts = [
+        judge_below(
+            f"{title}: step of {name} over Adam / W + 2 copies of others' shards ≤ 1",
+            over[name],
+            1.0,
+        )
+        for name in ("mpidist", "mpidist flat")
+    ]
+    verdicts.append(
+        judge_below(
+            f"{title}: pause of consolidate_async over its bytes at 20 GB/s ≤ 1",
+            pause_s * _COPY_OUT_PER_S / state_bytes,
+            1.0,
+        )
+    )
+    return result, verdicts
+
+
+def main() -> None:
+    options = _arguments()
+    settings = QUICK if options.quick else Settings()
+    torch.set_num_threads(1)
+    device = devices.chosen(options.device)
+    group = mpidist.comm.init()
+    dist.init_process_group("mpidist")
+    # mpidist prepares the MPI library before the import of mpi4py.MPI starts MPI.
+    from mpi4py import MPI
+
+    if group.size == 1:
+        raise SystemExit("start at least two ranks: one alone has no other's shard")
+    raw = MPI.COMM_WORLD.Dup()
+    about = environment.describe(raw, device)
+    timing.touch_memory()
+    results, verdicts = [], []
+    for network in settings.networks:
+        result, judged = measure(group, raw, settings, network, device)
+        results.append(result)
+        verdicts += judged
+        if group.rank == 0:
+            print(report.table([result]), flush=True)
+    if group.rank == 0:
+        print(f"\n{report.goals_table(verdicts)}", flush=True)
+        record = {
+            "benchmark": "sharded steps on a device",
+            "environment": about,
+            "rounds": settings.rounds,
+            "burst_s": settings.burst_s,
+            # A wrong result ends the run with an error before this line.
+            "results_checked": True,
+            "results": results,
+            "goals": verdicts,
+        }
+        parts = ["oss-device", environment.library_name(about), str(group.size)]
+        path = options.output / f"{'-'.join([*parts, devices.name_of(device)])}.json"
+        report.write_json(record, path)
+        print(f"\nwritten to {path.parent.name}: {path.name}", flush=True)
+    raw.Barrier()
+    raw.Free()
+    dist.destroy_process_group()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    benchmark_options.add_device(parser)
+    benchmark_options.add_output(parser)
+    benchmark_options.add_quick(parser)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
