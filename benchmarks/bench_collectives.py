@@ -14,6 +14,7 @@ from typing import Any
 import benchmark_options
 import collective_goals
 import environment
+import plots
 import report
 import timing
 import torch
@@ -99,10 +100,7 @@ def _write(
     }
     path = folder / f"collectives-{environment.library_name(about)}-{about['ranks']}.json"
     report.write_json(record, path)
-    report.draw(record, path.with_suffix(".png"))
-    print(
-        f"\nwritten to {folder.name}: {path.name} and {path.with_suffix('.png').name}", flush=True
-    )
+    print(f"\n{plots.beside(record, path, report.draw)}", flush=True)
 
 
 def measure(operation: str, ways: Ways, settings: Settings) -> Iterator[dict[str, Any]]:

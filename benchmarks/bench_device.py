@@ -16,6 +16,7 @@ import benchmark_options
 import collective_goals
 import devices
 import environment
+import plots
 import report
 import timing
 import torch
@@ -167,10 +168,7 @@ def _write(
     ]
     path = folder / f"{'-'.join(parts)}{'' if place.able else '-staged'}.json"
     report.write_json(record, path)
-    report.draw(record, path.with_suffix(".png"))
-    print(
-        f"\nwritten to {folder.name}: {path.name} and {path.with_suffix('.png').name}", flush=True
-    )
+    print(f"\n{plots.beside(record, path, report.draw)}", flush=True)
 
 
 def _arguments() -> argparse.Namespace:

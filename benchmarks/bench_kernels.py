@@ -18,6 +18,7 @@ import environment
 import kernel_cases
 import kernel_goals
 import kernel_report
+import plots
 import powersgd_cases
 import report
 import timing
@@ -115,11 +116,7 @@ def main() -> None:
     }
     path = options.output / f"kernels-{devices.name_of(device)}.json"
     report.write_json(record, path)
-    kernel_report.draw(record, path.with_suffix(".png"))
-    print(
-        f"\nwritten to {options.output.name}: {path.name} and {path.with_suffix('.png').name}",
-        flush=True,
-    )
+    print(f"\n{plots.beside(record, path, kernel_report.draw)}", flush=True)
     dist.destroy_process_group()
 
 

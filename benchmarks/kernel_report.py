@@ -10,7 +10,6 @@ import environment
 import kernel_cases as copies
 import powersgd_cases as powersgd
 from collective_goals import format_bytes
-from matplotlib.figure import Figure
 from timing import Series, compare
 
 _MI = 1 << 20
@@ -150,6 +149,8 @@ def powersgd_row(result: dict[str, Any]) -> str:
 
 def draw(record: dict[str, Any], path: Path) -> None:
     """Plot rates over sizes above, and PowerSGD's times below."""
+    from matplotlib.figure import Figure
+
     operations = list(
         dict.fromkeys((r["operation"], r["tensors_of"], r["dtypes"]) for r in record["copies"])
     )

@@ -10,7 +10,6 @@ from typing import Any
 
 import environment
 from collective_goals import format_bytes
-from matplotlib.figure import Figure
 from tabulate import tabulate
 from timing import Series, compare
 
@@ -128,6 +127,8 @@ def write_json(record: dict[str, Any], path: Path) -> None:
 
 def draw(record: dict[str, Any], path: Path) -> None:
     """Plot one panel per operation: a line per contender, and a band from p10 to p90."""
+    from matplotlib.figure import Figure
+
     operations = list(dict.fromkeys(result["operation"] for result in record["results"]))
     columns = min(len(operations), 4)
     lines = -(-len(operations) // columns)

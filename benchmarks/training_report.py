@@ -9,7 +9,7 @@ from typing import Any
 
 import environment
 import numpy as np
-from matplotlib.figure import Figure
+import plots
 from tabulate import tabulate
 from timing import Series
 
@@ -62,15 +62,13 @@ def write(record: dict[str, Any], path: Path) -> None:
     """Write the JSON, and the plot next to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    _draw(record, path.with_suffix(".png"))
-    print(
-        f"written to {path.parent.name}: {path.name} and {path.with_suffix('.png').name}",
-        flush=True,
-    )
+    print(plots.beside(record, path, draw), flush=True)
 
 
-def _draw(record: dict[str, Any], path: Path) -> None:
+def draw(record: dict[str, Any], path: Path) -> None:
     """Plot one panel per model: bars of the steps, and a line at the bare step."""
+    from matplotlib.figure import Figure
+
     results = record["results"]
     figure = Figure(figsize=(4.6 * len(results), 4.2), layout="constrained")
     about = record["environment"]
