@@ -54,8 +54,9 @@ help:
 	@echo 'make fuzz     random programs, and a tenth as many random models, against references (COUNT=1000 RANKS=3 SEED=0 WITHOUT=)'
 	@echo 'make fuzz-bytes  damaged and random messages, tables, frames and files, for all that reads foreign bytes (CASES=1000000 SEED=0)'
 	@echo 'make gpu      GPU tests on two ranks, sanitizers, GPU benchmarks into gpu-results/ (CUDA=cuda12 for a torch built with CUDA 12)'
-	@echo '              CUDA_MPI=PREFIX of a CUDA-aware Open MPI; PY=python3 without a network; DEVICE=cpu to see that it runs'
-	@echo 'make gpu-wheels  what a GPU machine without a network lacks, into .gpu/, which is to be brought along (GPU_PYTHON=3.12)'
+	@echo '              what never ran or failed comes first; BUDGET=540: seconds, it says what it left out; DEVICE=cpu: a dry run'
+	@echo '              CUDA_MPI=PREFIX of a CUDA-aware Open MPI; PY=python3 without a network'
+	@echo 'make gpu-wheels  what a GPU machine without a network lacks, into .gpu/, which is to be brought along (GPU_PYTHON=3.12); 24 MiB at most'
 	@echo 'make bench    timing, long, and the benchmarks on two ranks: collectives, execution, training steps, hooks, calls, distributed autograd, sharded optimizer'
 	@echo 'make bench-link  training steps, and shards, on slow links between network namespaces (root, iproute2)'
 	@echo 'make docs     the documentation site, into site/; a warning is an error;  $(PY) -m http.server -d site: read it with its search'
@@ -160,20 +161,24 @@ fuzz-bytes: $(READY)
 
 # An interpreter of your own (make gpu PY=python3) is taken as it is: nothing is installed, no network is needed.
 ifneq ($(origin PY),command line)
-GPU_READY := $(VENV)/.stamp-$(CUDA) $(VENV)/.stamp-bench
+GPU_READY := $(VENV)/.stamp-bench $(if $(filter cpu,$(DEVICE)),,$(VENV)/.stamp-$(CUDA))
 endif
 
+# The recorded times of the last run decide what the budget is spent on: tests/gpu.
 gpu: $(GPU_READY)
-	PY=$(PY) tests/gpu.sh
+	PY=$(PY) $(if $(BUDGET),BUDGET_S=$(BUDGET)) $(PY) -m tests.gpu
 
 # What a GPU machine without a network lacks beside torch and CuPy, for its Python; `make gpu` there unpacks it.
+# Old wheels go first: another version of one would be sent along with each call, too.
 GPU_PYTHON ?= 3.12
 gpu-wheels:
 	mkdir -p .gpu
+	rm -f .gpu/*.whl
 	$(PYTHON) -m pip --disable-pip-version-check download -q -d .gpu --no-deps --only-binary=:all: --implementation cp \
 	    --python-version $(GPU_PYTHON) $(foreach glibc,28 27 17 12 5,--platform manylinux_2_$(glibc)_x86_64) \
 	    --platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --platform manylinux1_x86_64 \
-	    $$($(PYTHON) tests/gpu_needs.py wheels)
+	    $$($(PYTHON) tests/gpu/needs.py wheels)
+	@$(PYTHON) tests/gpu/needs.py weigh .gpu
 
 # bench_rpc_scale.py and bench_scaling.py start their jobs by themselves, each with a limit of its own.
 bench: $(VENV)/.stamp-bench $(VENV)/.stamp-peers timing long

@@ -1,9 +1,8 @@
 """Rank of ``make gpu``: mpidist starts MPI after this rank's CUDA context, then a module is run.
 
-``python tests/gpu_rank.py pytest -x …`` is the counterpart of ``python -m mpi4py -m pytest -x …``.
+``python -m tests.gpu.rank pytest -x …`` is the counterpart of ``python -m mpi4py -m pytest -x …``.
 """
 
-import os
 import runpy
 import sys
 
@@ -15,6 +14,5 @@ if __name__ == "__main__":
     if torch.cuda.is_available():
         torch.cuda.set_device(runtime.device())
     library.load()
-    sys.path[0] = os.getcwd()  # not this folder
     sys.argv = ["mpi4py", "-m", *sys.argv[1:]]
     runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)

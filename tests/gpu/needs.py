@@ -2,15 +2,18 @@
 
 Commands::
 
-    python tests/gpu_needs.py cuda            check; with cpu neither CuPy nor a GPU is needed
-    python tests/gpu_needs.py unpack FROM TO  unpack what is missing from wheels and archives in a
-                                              folder; without pip and without network
-    python tests/gpu_needs.py wheels          distributions that a machine with torch and CuPy
+    python tests/gpu/needs.py cuda            check; with cpu neither CuPy nor a GPU is needed
+    python tests/gpu/needs.py unpack FROM TO  unpack what is missing or too old from wheels and
+                                              archives in a folder; without pip and without network
+    python tests/gpu/needs.py metadata TO     entry points of mpidist, unless it is installed
+    python tests/gpu/needs.py wheels          distributions that a machine with torch and CuPy
                                               lacks, for pip download --no-deps
+    python tests/gpu/needs.py weigh FOLDER    size of its wheels; status 1 above the limit
 """
 
 from __future__ import annotations
 
+import configparser
 import importlib.metadata
 import importlib.util
 import os
@@ -27,11 +30,11 @@ MODULES = {
     **dict.fromkeys(("mpi4py", "msgspec", "expecttest", "psutil", "cloudpickle", "tabulate"), ()),
     "pytest": ("pluggy", "iniconfig", "pygments", "packaging"),
     "hypothesis": ("sortedcontainers",),
-    "matplotlib": (
-        *("contourpy", "cycler", "fonttools", "kiwisolver", "pyparsing"),
-        *("python-dateutil", "six", "pillow", "packaging"),
-    ),
 }
+# An older mpi4py ignores MPI4PY_LIBMPI, and calls the MPI for which the machine's image built it.
+LEAST = {"mpi4py": (4, 1)}
+# They are sent along with each call to a borrowed machine.
+MOST_MIB = 24
 
 
 def missing(device: str) -> Iterator[tuple[str, str]]:
@@ -43,6 +46,12 @@ def missing(device: str) -> Iterator[tuple[str, str]]:
     for name in MODULES:
         if importlib.util.find_spec(name) is None:
             yield name, f"pip install {name}"
+        elif _is_too_old(name):
+            least = ".".join(map(str, LEAST[name]))
+            yield (
+                name,
+                f"pip install '{name}>={least}' (there is {importlib.metadata.version(name)})",
+            )
     if importlib.util.find_spec("numpy") is None:
         yield "numpy", "pip install numpy"
     if importlib.util.find_spec("torch") is None:
@@ -81,6 +90,8 @@ def _missing_of_cuda() -> Iterator[tuple[str, str]]:
 def unpack(source: Path, target: Path) -> None:
     """Unpack missing wheels into ``target/site``, and all archives into ``target``.
 
+    A wheel takes the place of an installed version that is too old, if ``target/site`` comes first
+    in the interpreter's path.
     ``pip install --target`` loses the files that the wheel of an MPI has beside its modules (bin,
     lib).
     """
@@ -91,7 +102,7 @@ def unpack(source: Path, target: Path) -> None:
             or "abi3" in path.stem
             or python == f"cp{sys.version_info[0]}{sys.version_info[1]}"
         )
-        if fits and not _is_installed(name):
+        if fits and (not _is_installed(name) or _is_too_old(name)):
             _unpack_wheel(path, target)
     for path in sorted(source.rglob("*.tar.xz")):
         with tarfile.open(path) as archive:
@@ -104,6 +115,14 @@ def _is_installed(name: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+def _is_too_old(name: str) -> bool:
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(map(int, re.findall(r"\d+", version)[:2])) < LEAST.get(name, ())
 
 
 def _unpack_wheel(path: Path, target: Path) -> None:
@@ -124,9 +143,36 @@ def _unpack_wheel(path: Path, target: Path) -> None:
                 place.chmod(0o755)
 
 
+def write_metadata(folder: Path) -> None:
+    """Write mpidist's entry points, by which torch finds the backend, unless it is installed."""
+    if "mpidist" in importlib.metadata.entry_points(group="torch.backends").names:
+        return
+    settings = configparser.ConfigParser()
+    settings.read("setup.cfg")
+    own = folder / "mpidist-0.dist-info"
+    own.mkdir(parents=True, exist_ok=True)
+    (own / "METADATA").write_text("Metadata-Version: 2.1\nName: mpidist\nVersion: 0\n")
+    groups = settings["options.entry_points"].items()
+    (own / "entry_points.txt").write_text(
+        "".join(f"[{name}]\n{lines.strip()}\n" for name, lines in groups)
+    )
+
+
+def weight_mib(folder: Path) -> float:
+    """Return the size of a folder's wheels."""
+    return sum(path.stat().st_size for path in folder.rglob("*.whl")) / 2**20
+
+
 def main(arguments: list[str]) -> None:
     if arguments[0] == "unpack":
         unpack(Path(arguments[1]), Path(arguments[2]))
+    elif arguments[0] == "metadata":
+        write_metadata(Path(arguments[1]))
+    elif arguments[0] == "weigh":
+        weight = weight_mib(Path(arguments[1]))
+        print(f"{arguments[1]}: {weight:.1f} MiB, of at most {MOST_MIB}")
+        if weight > MOST_MIB:
+            sys.exit(1)
     elif arguments[0] == "wheels":
         print(
             " ".join(

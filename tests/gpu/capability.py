@@ -1,7 +1,7 @@
 """Report of MPI's capabilities on device memory, for ``make gpu``; caches the result for the tests.
 
 The trial takes up to minutes if operations hang; inside a test, faulthandler would end it.
-Collective: ``mpirun -n 2 python tests/gpu_rank.py tests.gpu_capability``.
+Collective: ``mpirun -n 2 python -m tests.gpu.rank tests.gpu.capability``.
 """
 
 from __future__ import annotations
