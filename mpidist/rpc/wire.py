@@ -96,12 +96,7 @@ class Wire:
             Exception: The message cannot be sent; nothing has been sent.
         """
         table, references = content.table, content.references
-        if (
-            table is None
-            or content.buffers
-            or len(references) > 1
-            or (table and self._maps_host)
-        ):
+        if table is None or content.buffers or len(references) > 1 or (table and self._maps_host):
             self._post(to, kind, sequence, context, prefix, content)
             return
         flags, body = content.flags, content.skeleton
