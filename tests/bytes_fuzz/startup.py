@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from mpidist.comm.serialization import frame
+from mpidist.comm.serialization.tensor_format import HOST
 from mpidist.errors import MpidistError
 from mpidist.rpc.membership import gather_workers
 from mpidist.rpc.options import RpcBackendOptions
@@ -94,6 +95,8 @@ def check(case: bytes) -> None:
     for device_map in maps[1].values():
         assert type(device_map) is dict
         assert all(
-            type(index) is int and 0 <= index < 256 for pair in device_map.items() for index in pair
+            type(index) is int and HOST <= index < 256
+            for pair in device_map.items()
+            for index in pair
         )
     assert type(workers.data_only) is frozenset and workers.data_only <= {0, 1}
