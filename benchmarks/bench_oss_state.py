@@ -120,9 +120,9 @@ def measure_growth(group: Any, about: dict[str, Any], options: argparse.Namespac
             if len(held) != size or any(len(values) != 3 for values in held.values()):
                 raise RuntimeError(f"the consolidated state of {size} parameters is wrong")
         print(growth.table("consolidate_state_dict", found))
-        name = f"oss-state-growth-{environment.library_name(about)}-{about['ranks']}.json"
+        name = f"oss-growth-{environment.library_name(about)}-{about['ranks']}.json"
         record = {
-            "benchmark": "oss-state-growth",
+            "benchmark": "oss-growth",
             "environment": about,
             "rounds": options.rounds,
             "results_checked": True,
