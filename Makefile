@@ -57,7 +57,7 @@ help:
 	@echo '              what never ran or failed comes first; BUDGET=540: seconds, it says what it left out; DEVICE=cpu: a dry run'
 	@echo '              CUDA_MPI=PREFIX of a CUDA-aware Open MPI; PY=python3 without a network'
 	@echo 'make gpu-wheels  what a GPU machine without a network lacks, into .gpu/, which is to be brought along (GPU_PYTHON=3.12); 24 MiB at most'
-	@echo 'make bench    timing, long, and the benchmarks on two ranks: collectives, execution, training steps, hooks, calls, distributed autograd, sharded optimizer'
+	@echo 'make bench    timing, long, and the benchmarks on two ranks: collectives, messages, execution, training steps, hooks, calls, distributed autograd, sharded optimizer'
 	@echo 'make bench-link  training steps, and shards, on slow links between network namespaces (root, iproute2)'
 	@echo 'make docs     the documentation site, into site/; a warning is an error;  $(PY) -m http.server -d site: read it with its search'
 	@echo 'make clean    remove what the targets wrote;  make distclean: the environments too'
@@ -183,6 +183,7 @@ gpu-wheels:
 # bench_rpc_scale.py and bench_scaling.py start their jobs by themselves, each with a limit of its own.
 bench: $(VENV)/.stamp-bench $(VENV)/.stamp-peers timing long
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_collectives.py
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_messages.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_execution.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_ddp.py
 	$(OPENMPI_RUN) -n 1 $(PY) benchmarks/bench_ddp.py --models mlp:256 many:256

@@ -66,6 +66,7 @@ _OF_COLLECTIVES = [
     ["tree_job.py", "collectives", "--quick"],
     ["tree_job.py", "ddp", "--quick"],
     ["bench_collectives.py", "--quick"],
+    ["bench_messages.py", "--quick"],
     ["bench_execution.py", "--rounds", "1"],
     ["bench_ddp.py", *_TRAINING],
     ["bench_owners.py", *_TRAINING],
@@ -189,6 +190,17 @@ def test_sharded_steps_are_compared_and_state_bytes_recorded(of_collectives):
     assert (
         shares["GPT-2 XL", 64, "flat"] < 1.001 < shares["GPT-2 XL", 8, "greedy"]
         and shares["ResNet-50", 8, "balanced"] < 1.02
+    )
+
+
+@pytest.mark.slow
+def test_messages_are_compared_and_recorded(of_collectives):
+    record = record_of(of_collectives[0], "messages-*-2.json", has_picture=False)
+    names = {result["operation"] for result in record["results"]}
+    assert {"latency", "exchange", "window", "100 posted tags"} <= names
+    assert all(
+        set(result["contenders"]) == {"gloo", "mpi4py", "mpidist", "native"}
+        for result in record["results"]
     )
 
 

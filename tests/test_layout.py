@@ -77,6 +77,7 @@ COVERED_BY = {
     "comm/mpi/world": "integration/test_launch.py",
     "comm/algorithms/pairwise": "comm/algorithms/test_reductions.py",
     "comm/fast_path": "comm/algorithms/test_reductions.py",
+    "comm/direct_messages": "comm/test_p2p.py",
     "comm/algorithms/staging": "comm/algorithms/test_device_collectives.py",
     "comm/memory/fence": "comm/algorithms/test_device_collectives.py",
     "comm/memory/stream": "comm/algorithms/test_device_collectives.py",  # CUDA's with make gpu

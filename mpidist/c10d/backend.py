@@ -260,11 +260,12 @@ def _create(
     import torch
 
     from mpidist import torch_version
-    from mpidist.c10d import generation, shrinking
+    from mpidist.c10d import generation, sends, shrinking
     from mpidist.comm import group
     from mpidist.comm.mpi import creation_barrier, runtime
 
     shrinking.install()
+    sends.install()
     config = _local_of("_new_process_group_helper", "backend_config")
     backends = dict(config.get_device_backend_map()) if config is not None else {}
     is_shared = bool(set(backends.values()) - {_NAME})

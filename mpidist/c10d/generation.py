@@ -29,7 +29,12 @@ def group_of_torch(native: ProcessGroup, store: Any, name: str) -> Any:
         store: The store that torch creates the group with.
         name: torch's name of the group.
     """
-    return importlib.import_module(f"{FOLDER}.process_group").TorchProcessGroup(native, store, name)
+    return group_class()(native, store, name)
+
+
+def group_class() -> Any:
+    """Return the class of torch's groups over a native group alone."""
+    return importlib.import_module(f"{FOLDER}.process_group").TorchProcessGroup
 
 
 def mixed_group(

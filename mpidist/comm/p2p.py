@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm import arguments, device_p2p, profiling
+from mpidist.comm.direct_messages import DirectMessages, ends_soon
 from mpidist.comm.execution import Execution
 from mpidist.comm.group_settings import GroupSettings
 from mpidist.comm.memory import buffer
@@ -22,8 +24,9 @@ from mpidist.comm.memory.device_request import start_request
 from mpidist.comm.memory.stream import Event
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.mpi_errors import explain
 from mpidist.comm.mpi.nonblocking import Request
-from mpidist.comm.posted_receives import ReceiveQueue
+from mpidist.comm.posted_receives import PostedReceive, ReceiveQueue
 from mpidist.comm.work import RequestWork, release_orphans
 from mpidist.errors import MpidistError
 
@@ -53,6 +56,7 @@ class PointToPoint(Execution):
     def __init__(self, comm: Communicator, settings: GroupSettings) -> None:
         super().__init__(comm, settings)
         self._receives = ReceiveQueue(self._mpi)
+        self._direct = DirectMessages(self._mpi, comm)
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send a tensor (any shape and dtype) to rank ``dst``.
@@ -62,10 +66,10 @@ class PointToPoint(Execution):
         Raises:
             CommTimeout: The group's timeout has passed.
         """
-        send = self._send
         if torch_profiler._is_profiler_enabled:
-            send = profiling.messaging(send, self, "send", tensor, dst)
-        send(tensor, dst, tag)
+            profiling.messaging(self._send, self, "send", tensor, dst)(tensor, dst, tag)
+        else:
+            self._send(tensor, dst, tag)
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
         """Receive into ``tensor`` from rank ``src``, or from any if None; return the sender's rank.
@@ -75,10 +79,9 @@ class PointToPoint(Execution):
             MpidistError: The message is longer or shorter than the tensor. A longer one does not
                 change the tensor.
         """
-        receive = self._recv
         if torch_profiler._is_profiler_enabled:
-            receive = profiling.messaging(receive, self, "recv", tensor, src)
-        return receive(tensor, src, tag)
+            return profiling.messaging(self._recv, self, "recv", tensor, src)(tensor, src, tag)
+        return self._recv(tensor, src, tag)
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> RequestWork:
         """Start a send; the tensor must not be changed before the handle's ``wait`` returns."""
@@ -117,10 +120,33 @@ class PointToPoint(Execution):
                 works[place] = self.isend(item.tensor, item.peer, item.tag)
         return [works[place] for place in range(len(operations))]
 
+    def takes_directly(self, tensor: Tensor, peer: int, tag: int) -> bool:
+        """Say whether a message needs no check and no copy: a plain tensor on the host."""
+        return self._direct.take(tensor, peer, tag)
+
     def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
-        self._isend("send", tensor, dst, tag).wait()
+        self._require_usable("send")
+        if not self._direct.take(tensor, dst, tag):
+            self._isend("send", tensor, dst, tag).wait()
+            return
+        try:
+            request = self._direct.start_send(tensor, dst, tag)
+            if request.Test() or ends_soon(request):
+                return
+        except MPI.Exception as error:
+            raise explain(error, self.where("send"), *self._members) from None
+        self._request_work("send", tensor, request, None, tensor, self.peers_of(dst)).wait()
 
     def _recv(self, tensor: Tensor, src: int | None, tag: int) -> int:
+        self._require_usable("recv")
+        if (
+            self._receives.is_empty()
+            and self._direct.take(tensor, 0 if src is None else src, tag)
+            and not tensor.requires_grad
+        ):
+            sender = self._receive_soon(tensor, src, tag)
+            if sender is not None:
+                return sender
         work = self._irecv("recv", tensor, src, tag, waits=True)
         try:
             work.wait()
@@ -128,8 +154,32 @@ class PointToPoint(Execution):
             work.cancel()  # no effect after the end
         return work.source_rank()
 
+    def _receive_soon(self, tensor: Tensor, src: int | None, tag: int) -> int | None:
+        """Receive a message that arrives soon; return the sender's rank, None if it is late."""
+        status = MPI.Status()
+        try:
+            message = self._direct.match(MPI.ANY_SOURCE if src is None else src, tag, status)
+            if message is None:
+                return None
+            sender, received = status.Get_source(), status.Get_count(MPI.BYTE)
+            if received != tensor.nbytes:
+                receive = PostedReceive(self._receives, buffer.as_bytes(tensor), sender, tag, None)
+                receive.start(message, sender, received)
+                self._receive_work("recv", tensor, receive, src).wait()  # raises
+            request = self._direct.start_receive(tensor, received, message)
+            if request.Test() or ends_soon(request):
+                return sender
+        except MPI.Exception as error:
+            raise explain(error, self.where("recv"), *self._members) from None
+        self._request_work("recv", tensor, request, None, tensor, self.peers_of(sender)).wait()
+        return sender
+
     def _isend(self, operation: str, tensor: Tensor, dst: int, tag: int) -> RequestWork:
         self._require_usable(operation)
+        if self._direct.take(tensor, dst, tag):
+            release_orphans()
+            request = self._direct.start_send(tensor, dst, tag)
+            return self._request_work(operation, tensor, request, None, tensor, self.peers_of(dst))
         where = self.where(operation)
         arguments.tensor(where, tensor, "tensor")
         arguments.rank(where, dst, "dst", self.size)
@@ -142,12 +192,19 @@ class PointToPoint(Execution):
             )
             for start, length in buffer.pieces(memory.nbytes)
         ]
-        return self._request_work(operation, tensor, requests, None, memory, self.peers_of(dst))
+        return self._request_work(
+            operation, tensor, _as_one(requests), None, memory, self.peers_of(dst)
+        )
 
     def _irecv(
         self, operation: str, tensor: Tensor, src: int | None, tag: int, waits: bool = False
     ) -> RequestWork:
         self._require_usable(operation)
+        if self._direct.take(tensor, 0 if src is None else src, tag) and not tensor.requires_grad:
+            release_orphans()
+            source = MPI.ANY_SOURCE if src is None else src
+            receive = self._receives.post(buffer.as_bytes(tensor), source, tag, waits)
+            return self._receive_work(operation, tensor, receive, src)
         where = self.where(operation)
         arguments.tensor(where, tensor, "tensor")
         arguments.writable(where, tensor, "tensor")
@@ -169,33 +226,49 @@ class PointToPoint(Execution):
             )
             for start, length in spans
         ]
+        finish = partial(self._arrived, operation, tensor, receives, arrive)
+        return self._request_work(
+            operation, tensor, _as_one(receives), finish, memory, self.peers_of(src)
+        )
 
-        def finish() -> tuple[int, Sequence[Event]]:
-            for receive in receives:
-                if receive.error is not None:
-                    raise receive.error
-            sent = sum(receive.received for receive in receives)
-            if any(receive.received != receive.nbytes for receive in receives):
-                raise MpidistError(
-                    f"{where} expected {memory.nbytes} bytes (shape {tuple(tensor.shape)}, "
-                    f"{tensor.dtype}); "
-                    f"rank {receives[0].sender} sent {sent}"
-                )
-            return receives[0].sender, arrive()
+    def _receive_work(
+        self, operation: str, tensor: Tensor, receive: PostedReceive, src: int | None
+    ) -> RequestWork:
+        """Return the handle of a receive into the memory of a tensor on the host."""
+        finish = partial(self._arrived, operation, tensor, (receive,), tuple)
+        return self._request_work(operation, tensor, receive, finish, tensor, self.peers_of(src))
 
-        return self._request_work(operation, tensor, receives, finish, memory, self.peers_of(src))
+    def _arrived(
+        self,
+        operation: str,
+        tensor: Tensor,
+        receives: Sequence[PostedReceive],
+        arrive: Callable[[], Sequence[Event]],
+    ) -> tuple[int, Sequence[Event]]:
+        """Compare the lengths, and store the message; return the sender's rank and the events."""
+        wrong = False
+        for receive in receives:
+            if receive.error is not None:
+                raise receive.error
+            wrong = wrong or receive.received != receive.nbytes
+        if wrong:
+            raise MpidistError(
+                f"{self.where(operation)} expected {tensor.nbytes} bytes (shape "
+                f"{tuple(tensor.shape)}, {tensor.dtype}); rank {receives[0].sender} sent "
+                f"{sum(receive.received for receive in receives)}"
+            )
+        return receives[0].sender, arrive()
 
     def _request_work(
         self,
         operation: str,
         tensor: Tensor,
-        requests: Sequence[Request],
+        request: Request,
         finish: Callable[[], tuple[int, Sequence[Event]]] | None,
         memory: Tensor,
         peers: Sequence[int],
     ) -> RequestWork:
-        request = requests[0] if len(requests) == 1 else _Series(requests)
-        work = RequestWork(
+        return RequestWork(
             operation,
             tensor,
             request,
@@ -205,9 +278,12 @@ class PointToPoint(Execution):
             self._members,
             finish,
             peers,
+            memory,
         )
-        work.kept = memory  # as long as the request
-        return work
+
+
+def _as_one(requests: Sequence[Request]) -> Request:
+    return requests[0] if len(requests) == 1 else _Series(requests)
 
 
 class _Series:

@@ -3,8 +3,7 @@
 A receive is passed to MPI once MPI_Improbe has matched its message and the message fits, because
 Open MPI writes a longer message past the end of the receive before it reports the truncation
 (``mpi/matched_probe``). Until then the receive waits in the queue of its group. The queue is probed
-by the thread that posts a receive or waits for any message of the process, and otherwise by
-``receive_poller``.
+by a thread that waits for any message of the process, and otherwise by ``receive_poller``.
 
 Source: MPI-4.1 §3.5 (order of messages), §3.8.2 (matched probe).
 """
@@ -118,6 +117,9 @@ class ReceiveQueue:
 
     Args:
         mpi: The group's communicator.
+
+    Attributes:
+        is_watched: See ``receive_poller``, which sets it.
     """
 
     def __init__(self, mpi: Mpi) -> None:
@@ -128,6 +130,7 @@ class ReceiveQueue:
         self._posts = 0  # all receives so far; the number of the next one
         self._lock = threading.Lock()
         self._status = MPI.Status()  # guarded by the lock
+        self.is_watched = False
 
     def post(
         self,
@@ -153,10 +156,9 @@ class ReceiveQueue:
             if same is None:
                 same = self._posted[pattern] = OrderedDict()
             same[receive.number] = receive
-            # Only this pattern, because a probe for all patterns at each post costs the square of
-            # their number.
-            self._match((pattern,))
-        if self._posted and not waits:
+        # No probe here, which would cost as much as all else: the thread that waits probes, and
+        # the poller within milliseconds.
+        if not waits and not self.is_watched:
             receive_poller.watch(self)
         return receive
 

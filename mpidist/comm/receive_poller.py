@@ -21,7 +21,14 @@ _LINGER_S = 0.1
 
 
 class Queue(Protocol):
-    """Posted receives of one group."""
+    """Posted receives of one group.
+
+    Attributes:
+        is_watched: The thread probes for it. Cleared before the thread looks whether the queue is
+            empty, so that a receive posted after that look finds it cleared.
+    """
+
+    is_watched: bool
 
     def match(self) -> bool:
         """Start the receives whose messages have arrived; return whether any was started."""
@@ -57,6 +64,7 @@ class _Poller:
         """Add a queue; start or wake the thread."""
         with self._changed:
             self._queues.add(queue)
+            queue.is_watched = True
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=runtime.guard_thread(self._run), name="mpidist-receives", daemon=True
@@ -93,7 +101,12 @@ class _Poller:
             # longer than a pause, and threads that post receives need the queue in between.
             pause_s = max(pause_s, time.monotonic() - start)
             with self._changed:
-                self._queues = {queue for queue in self._queues if not queue.is_empty()}
+                for queue in tuple(self._queues):
+                    queue.is_watched = False
+                    if queue.is_empty():
+                        self._queues.remove(queue)
+                    else:
+                        queue.is_watched = True
                 now = time.monotonic()
                 if self._queues:
                     last = now

@@ -161,6 +161,7 @@ class RequestWork:
         members: tuple[Mpi, Sequence[int]],
         finish: Callable[[], tuple[int, Sequence[Event]]] | None = None,
         peers: Sequence[int] = (),
+        kept: object = None,
     ) -> None:
         self.operation = operation
         self.tensors: Sequence[Any] = (tensor,)
@@ -177,7 +178,7 @@ class RequestWork:
         self._error: BaseException | None = None
         self._source = -1
         self._future: Future[Sequence[torch.Tensor]] | None = None
-        self.kept: object = None
+        self.kept = kept  # as long as the request
 
     def __del__(self) -> None:
         if not getattr(self, "_done", True):

@@ -1,10 +1,12 @@
 """Point-to-point messages: tags, any source, batches, timeouts."""
 
+import threading
 import time
 
 import pytest
 import torch
 
+from mpidist.comm import direct_messages, p2p
 from mpidist.comm.memory import buffer
 from mpidist.comm.p2p import P2POp
 from mpidist.errors import CommTimeout, MpidistError
@@ -152,6 +154,65 @@ def test_a_longer_message_is_an_error(group):
         group.recv(torch.zeros(3), left)
     work.wait()
     group.barrier()
+
+
+@pytest.mark.parametrize("sent", [0, 2, 4, 100_000])
+@pytest.mark.parametrize("is_any", [False, True])
+@pytest.mark.parametrize("spin_s", [0.0, 30.0])
+def test_after_a_message_of_another_length_the_next_one_arrives(
+    group, monkeypatch, sent, is_any, spin_s
+):
+    """At once or late: the message is taken, and a longer one leaves the tensor as it was."""
+    monkeypatch.setattr(direct_messages, "_SPIN_S", spin_s)
+    right, left = ring(group)
+    into = torch.full((3,), 7.0)
+    work = group.isend(torch.zeros(sent), right)
+    with pytest.raises(MpidistError, match=rf"expected 12 bytes .*rank {left} sent {4 * sent}"):
+        group.recv(into, None if is_any else left)
+    work.wait()
+    is_kept = sent < 3 or bool((into == 7.0).all())
+    work = group.isend(torch.full((3,), float(group.rank)), right)
+    source = group.recv(into, None if is_any else left)
+    work.wait()
+    agree(group, is_kept and source == left and bool((into == left).all()), f"{source} {into}")
+
+
+@pytest.mark.parametrize("numel", [0, 2, 300_000])
+def test_messages_that_arrive_soon_need_no_handle(group, monkeypatch, numel):
+    monkeypatch.setattr(direct_messages, "_SPIN_S", 60.0)
+    monkeypatch.setattr(p2p, "RequestWork", None)
+    right, left = ring(group)
+    into, ok = torch.zeros(numel), True
+    for turn in range(20):
+        out = torch.full((numel,), group.rank + turn + 0.5)
+        for is_sending in (True, False) if group.rank else (False, True):
+            if is_sending:
+                group.send(out, right)
+            else:
+                ok &= group.recv(into, left) == left and bool((into == left + turn + 0.5).all())
+    agree(group, ok)
+
+
+def test_a_wait_for_a_late_message_is_in_the_journal(group):
+    """The watchdog sees it there."""
+    _, left = ring(group)
+    into, seen = torch.zeros(2), []
+
+    def answer():
+        while not any(wait.operation == "recv" for wait in group.journal.waits()):
+            time.sleep(1e-3)
+        seen.append(True)
+        group.send(torch.zeros(1), left, tag=1)
+
+    thread = threading.Thread(target=answer)
+    if group.rank == 0:
+        thread.start()
+        group.recv(into, left)
+        thread.join()
+    if group.rank == group.size - 1:  # the left neighbour of rank 0
+        group.recv(torch.zeros(1), 0, tag=1)
+        group.send(torch.ones(2), 0)
+    agree(group, group.rank != 0 or (seen == [True] and bool((into == 1).all())))
 
 
 def test_futures_of_messages(group):

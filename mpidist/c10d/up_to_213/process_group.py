@@ -39,6 +39,8 @@ class TorchProcessGroup(Collectives, ManagedGroup):
         super().__init__(native, store, name)
         self.calls = Calls(native)
 
+    _is_observed = staticmethod(modes)
+
     # As the others below, without the wrapper.
     def allreduce(self, tensors: TensorList, opts: Reducing | None = None) -> Work:
         """See all_reduce."""

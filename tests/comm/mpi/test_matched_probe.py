@@ -220,8 +220,8 @@ def test_posting_and_testing_probe_for_one_pattern(group):
     queue = posted_receives.ReceiveQueue(mpi)
     receives = [queue.post((bytearray(4), 4, None), 0, tag, waits=True) for tag in range(100)]
     assert not any(receive.Test() for receive in receives)
-    assert mpi.probes == 200
-    assert not queue.match() and mpi.probes == 300
+    assert mpi.probes == 100  # by the tests alone, because the thread that posts waits next
+    assert not queue.match() and mpi.probes == 200
     queue.close()
     assert queue.is_empty() and all(receive.Test() for receive in receives)
 
