@@ -175,10 +175,8 @@ def from_world(
     creation_barrier.wait_for_world("init", creation_barrier.start_limit(limit))
     world = runtime.world()
     mpi = world.comm.Split(0, world.rank if key is None else key)
-    places = MPI.Group.Translate_ranks(
-        mpi.Get_group(), list(range(mpi.Get_size())), world.comm.Get_group()
-    )
-    settings = GroupSettings(name, f"world{next(_worlds)}", tuple(places), limit, debug, on_timeout)
+    places = tuple(creation_barrier.ranks_in(mpi, world.comm))
+    settings = GroupSettings(name, f"world{next(_worlds)}", places, limit, debug, on_timeout)
     return subgroups.create(ProcessGroup, mpi, settings)
 
 

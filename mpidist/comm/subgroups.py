@@ -90,7 +90,8 @@ class Subgroups(Execution):
         with self.journal.creating("new_group"), self._explained("new_group"):
             self._creation.wait(where, creation_key, ranks, lambda missing: self._raise_failure())
             mpi = creation_barrier.create_group(self._mpi, ranks, identity)
-        return self._child(mpi, name, f"{self.key}/{creation_key}", timeout, on_timeout)
+        members = tuple([self.world_ranks[rank] for rank in ranks])
+        return self._child(mpi, members, name, f"{self.key}/{creation_key}", timeout, on_timeout)
 
     def split(
         self: G,
@@ -239,20 +240,19 @@ class Subgroups(Execution):
         if mpi == MPI.COMM_NULL:
             return None
         child_key = f"{self.key}/split{self._splits}.{color}"
-        return self._child(mpi, name, child_key, timeout, on_timeout)
+        places = creation_barrier.ranks_in(mpi, self._mpi)
+        members = tuple([self.world_ranks[place] for place in places])
+        return self._child(mpi, members, name, child_key, timeout, on_timeout)
 
     def _child(
         self: G,
         mpi: Mpi,
+        world_ranks: tuple[int, ...],
         name: str,
         key: str,
         timeout: float | timedelta | None,
         on_timeout: str | None,
     ) -> G:
-        places = MPI.Group.Translate_ranks(
-            mpi.Get_group(), list(range(mpi.Get_size())), self._mpi.Get_group()
-        )
-        world_ranks = tuple(self.world_ranks[place] for place in places)
         limit = self.timeout_s if timeout is None else seconds(timeout)
         settings = GroupSettings(
             name, key, world_ranks, limit, self._debug, on_timeout or self.on_timeout

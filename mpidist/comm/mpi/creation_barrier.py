@@ -200,6 +200,16 @@ def create_group(mpi: Mpi, members: Sequence[int], identity: bytes) -> Mpi:
     return created
 
 
+def ranks_in(mpi: Mpi, other: Mpi) -> list[int]:
+    """Return the ranks that a communicator's members have in another one."""
+    members, all_ranks = mpi.Get_group(), other.Get_group()
+    try:
+        return MPI.Group.Translate_ranks(members, None, all_ranks)
+    finally:
+        members.Free()
+        all_ranks.Free()
+
+
 def create_world_group(
     operation: str, members: Sequence[int], timeout_s: float | None, survives: bool = False
 ) -> tuple[Mpi, str]:
