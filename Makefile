@@ -35,11 +35,11 @@ ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchm
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint-beside-mpi-1 lint format unit slow torch-newest torch-versions slurm timing long repeat conformance fuzz fuzz-bytes gpu gpu-wheels bench bench-link docs clean distclean
+.PHONY: help demo test check lint-beside-mpi-1 slurm-beside-install lint format unit slow torch-newest torch-versions slurm timing long repeat conformance fuzz fuzz-bytes gpu gpu-wheels bench bench-link docs clean distclean
 
 help:
 	@echo 'make demo     digits on two ranks, then the next word on two trainers and an embedding server; look into demo-output/'
-	@echo 'make test     everything CI runs: lint, unit, slow, mpi-1 .. mpi-4, mpich-2, mpich-3, torch-newest, slurm (check: the same)'
+	@echo 'make test     everything CI runs: lint, unit, slow, mpi-1 .. mpi-4, mpich-2, mpich-3, slurm, torch-newest (check: the same)'
 	@echo 'make lint     ruff check, ruff format --check, mypy;  make format: let ruff mend what it can'
 	@echo 'make unit     the tests of one process that take seconds at most;  make slow: those marked slow (whole jobs, benchmarks)'
 	@echo 'make mpi-N    the MPI tests on N ranks of Open MPI;  make mpich-N: of MPICH (mpich-2, -3: what depends on it)'
@@ -69,7 +69,7 @@ demo: $(READY)
 # Of a product, each case at two of the four numbers of ranks (tests/mpi_marks.py), and on MPICH those that Open MPI leaves out at
 # that number; mpi-N and mpich-N by themselves run them all.
 test: export ALTERNATE := --alternate
-test: unit slow lint-beside-mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3 torch-newest slurm
+test: unit slow lint-beside-mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3 slurm-beside-install torch-newest
 check: test
 
 # One rank leaves a core to the linters.
@@ -118,6 +118,12 @@ torch-versions:
 # A Slurm of two nodes on this machine; skipped with the reason where it cannot run. All jobs share a few minutes.
 slurm: $(READY) $(MPICH)/.stamp
 	$(LIMIT) $(PY) -m pytest -q -o faulthandler_timeout=600 -m slurm tests/slurm
+
+# Slurm's jobs wait more than they compute; torch's five gigabytes are unpacked meanwhile. An install that fails is done again, and
+# reported, by torch-newest.
+slurm-beside-install: $(READY)
+	PYTHON=$(PYTHON) tests/torch_versions.sh --install $(NEWEST_TORCH) & install=$$!; \
+	$(MAKE) slurm; slurm=$$?; wait $$install; exit $$slurm
 
 timing: $(READY)
 	$(LIMIT) $(PY) -m pytest -q -m 'timing and not mpi and not gpu' $(TESTS)

@@ -50,6 +50,7 @@ class Future(Generic[T]):
         "_events",
         "_exception",
         "_fence",
+        "_help",
         "_latch",
         "_seen",
         "_value",
@@ -60,6 +61,7 @@ class Future(Generic[T]):
     ) -> None:
         self._events = events
         self._fence = fence
+        self._help: Callable[[Future[T]], object] | None = None
         self._done = False
         self._value: Any = None
         self._exception: BaseException | None = None
@@ -82,6 +84,8 @@ class Future(Generic[T]):
         Raises:
             CommTimeout: Not complete in time; the future itself is unchanged.
         """
+        if self._help is not None and timeout_s is None and not self._done:
+            self._help(self)
         if not self._done:
             if not self._latch.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0.0)):
                 raise CommTimeout(f"no result after {timeout_s:g} s")
@@ -106,6 +110,8 @@ class Future(Generic[T]):
 
     def wait_quietly(self) -> None:
         """Wait until complete and raise nothing; ``wait`` still raises the exception."""
+        if self._help is not None and not self._done:
+            self._help(self)
         if not self._done:
             self._latch.acquire()
             self._latch.release()
@@ -127,6 +133,13 @@ class Future(Generic[T]):
                 self._callbacks.append(callback)
                 return
         _call(callback, self)
+
+    def helped_by(self, help: Callable[[Future[T]], object]) -> None:
+        """Have a thread that waits without a limit call ``help(self)`` first.
+
+        The function may complete the future in that thread.
+        """
+        self._help = help
 
     def has_callbacks(self) -> bool:
         """Say whether completing would run callbacks."""

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Installs versions of torch, each in an environment of its own, and runs the tests of mpidist there.
 #
-#   tests/torch_versions.sh [--all] VERSION...
+#   tests/torch_versions.sh [--all | --install] VERSION...
 #
 # For each version: README's first program, mpidist doctor, and the MPI tests of tests/c10d and tests/integration at 2 ranks.
 # --all: all tests of one process but the slow ones, and all MPI tests at 2 ranks; the environment is deleted afterwards.
+# --install: no tests.
 # Environments and outputs lie in .torch/; the last line of each version is its row of the table in docs/torch-versions.md.
 #
 # PYTHON    the interpreter (default: python3)
@@ -12,9 +13,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
-all=
+all= tests=1
 [ "${1:-}" != --all ] || { all=1; shift; }
-[ $# -gt 0 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 2; }
+[ "${1:-}" != --install ] || { tests=; shift; }
+[ $# -gt 0 ] || { sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2; }
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMP_NUM_THREADS=1
 elsewhere='not gpu and not timing and not long and not slurm'
 
@@ -62,6 +64,7 @@ for version in "$@"; do
         failed=1
         continue
     fi
+    [ -n "$tests" ] || continue
     try "$version" || failed=1
     [ -z "$all" ] || rm -rf ".torch/${version:?}"
 done

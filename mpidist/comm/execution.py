@@ -237,7 +237,10 @@ class Execution(Failing):
     ) -> None:
         submit = self._progress.submit
         if torch_profiler._is_profiler_enabled:
+            # A profile keeps one row for each thread: the operations, and the waits for them.
             submit = profiling.queueing(submit, self, operation)
+        elif operation.device is None:  # on a device the group's thread overlaps with the host
+            future.helped_by(self._progress.help)
         submit(future, execute)
 
     def _execute_for_work(self, operation: Operation) -> Tensors:

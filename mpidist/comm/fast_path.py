@@ -24,10 +24,11 @@ from mpidist.comm.op_status import IDLE, Description, Form, Journal
 from mpidist.comm.progress import Progress
 
 _CACHED = 256  # addresses
+_STRIDED = torch.strided
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class Call:
     """Prepared all-reduce of one address, valid for tensors of the same size, dtype and operation.
 
     Attributes:
@@ -62,7 +63,7 @@ class FastPath:
         self._journal = journal
         self._explain = explain
         self._is_open = is_open
-        self._calls: dict[int, _Call] = {}  # by address
+        self._calls: dict[int, Call] = {}  # by address
         # Looked up once, because each attribute access in the call costs 30 ns.
         self._mpi_allreduce = comm.mpi.Allreduce
         self._in_place = MPI.IN_PLACE
@@ -87,13 +88,25 @@ class FastPath:
             False if the call needs the queue, a check, a host copy or an event of a profiler; then
             nothing was done.
         """
+        call = self.find(tensor, op)
+        if call is None or self._progress.pending or not self._enter(False):
+            return False
+        try:
+            self.run(call, tensor)
+        finally:
+            self._leave()
+        return True
+
+    def find(self, tensor: torch.Tensor, op: ReduceOp) -> Call | None:
+        """Return the prepared call of a tensor; None if the fast path does not apply to it."""
         if (
             torch_profiler._is_profiler_enabled
             or not tensor.is_cpu
+            or tensor.layout is not _STRIDED
             or not tensor.is_contiguous()
             or tensor.is_neg()
         ):
-            return False
+            return None
         address = tensor.data_ptr()
         call = self._calls.get(address)
         if (
@@ -103,12 +116,16 @@ class FastPath:
             or call.op is not op
         ):
             call = self._prepare(address, tensor, op)
-            if call is None:
-                return False
-        if call.run is not None and (tensor.requires_grad or tensor.is_inference()):
-            return False  # autograd would record the arithmetic, or inference mode is needed
-        if self._progress.pending or not self._enter(False):
-            return False
+        if (
+            call is not None
+            and call.run is not None
+            and (tensor.requires_grad or tensor.is_inference())
+        ):
+            return None  # autograd would record the arithmetic, or inference mode is needed
+        return call
+
+    def run(self, call: Call, tensor: torch.Tensor) -> None:
+        """Execute a prepared call, in the thread that holds the lock of ``Progress``."""
         journal = self._journal
         journal.description = call.description
         journal.sequence += 1
@@ -124,10 +141,8 @@ class FastPath:
         finally:
             journal.tensor = IDLE
             self._note(call.description)
-            self._leave()
-        return True
 
-    def _prepare(self, address: int, tensor: torch.Tensor, op: ReduceOp) -> _Call | None:
+    def _prepare(self, address: int, tensor: torch.Tensor, op: ReduceOp) -> Call | None:
         """Return the prepared call of this memory; None if the fast path does not apply."""
         dtype = tensor.dtype
         # Conjugate views share their original's memory.
@@ -147,12 +162,12 @@ class FastPath:
         if reductions.is_one_call(self._comm, tensor, plan):
             message = (buffer.memory(address, tensor.nbytes), mpi_types.datatypes()[dtype])
             mpi_op = mpi_types.datatype_and_op(dtype, plan)[1]
-            call = _Call(tensor.nbytes, dtype, op, message, mpi_op, None, description)
+            call = Call(tensor.nbytes, dtype, op, message, mpi_op, None, description)
         else:
             run = low_precision.prepared(self._comm, tensor, plan) or partial(
                 _all_reduce, self._comm, op
             )
-            call = _Call(tensor.nbytes, dtype, op, None, None, run, description)
+            call = Call(tensor.nbytes, dtype, op, None, None, run, description)
         if len(self._calls) >= _CACHED:
             self._calls.clear()
         self._calls[address] = call

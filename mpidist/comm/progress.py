@@ -7,6 +7,12 @@ synchronous call on one rank matches an asynchronous one on another. An operatio
 group's own thread (by a future's callback) is executed at once, ahead of the queue: the operation
 with the callback has ended, and the callbacks of all ranks have the same place in the order.
 
+A thread that waits for a queued operation executes the queue up to it, unless the group's thread
+does so already or a callback is due, which the group's thread alone runs. Waking the group's thread
+takes longer than a short collective, so after a run of operations that were all executed in this
+way the thread is not woken: it looks at the queue every millisecond by itself, until it has to
+execute an operation or none has come for a while.
+
 In a thread within ``at_once``, every operation has ended when the call that issues it returns,
 asynchronous or not.
 """
@@ -15,6 +21,8 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -25,6 +33,12 @@ from mpidist.future import Future
 
 T = TypeVar("T")
 Execute = Callable[[], Any]
+
+# So many operations in a row executed by waiting threads, and the group's thread looks by itself.
+_HELPED = 16
+_LOOK_S = 1e-3
+# It sleeps until it is woken once no operation has been executed so long.
+_LINGER_S = 0.1
 
 _here = threading.local()
 
@@ -58,7 +72,12 @@ class Progress:
         self.pending = 0
         self._is_executing = False  # the group's thread, one of the pending operations
         self._name = name
-        self._queue: queue.SimpleQueue[tuple[Future[Any], Execute] | None] = queue.SimpleQueue()
+        self._items: deque[tuple[Future[Any], Execute]] = deque()  # popped under ``lock``
+        self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False ends the thread
+        self._helped = 0  # operations that waiting threads have executed in a row
+        self._helped_at = 0.0
+        self._looks = False  # the thread looks at the queue by itself
+        self._helper: Future[Any] | None = None  # what a thread that helps waits for
         self._count_lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._thread_id: int | None = None
@@ -77,10 +96,11 @@ class Progress:
     def try_enter(self) -> bool:
         """Acquire the lock for a synchronous call, unless it must wait behind other operations.
 
-        The group's own thread always acquires it, and may block until a synchronous call of another
-        thread has ended. The caller releases the lock.
+        The group's own thread, and a thread that executes an operation, always acquire it; the
+        former may block until a synchronous call of another thread has ended. The caller releases
+        the lock.
         """
-        if self._thread_id == threading.get_ident():
+        if self._thread_id == threading.get_ident() or self.lock._is_owned():  # type: ignore[attr-defined]
             return self.lock.acquire()
         return not self.pending and self.lock.acquire(blocking=False)
 
@@ -104,7 +124,46 @@ class Progress:
                     daemon=True,
                 )
                 self._thread.start()
-        self._queue.put((future, execute))
+            self._items.append((future, execute))
+            wakes = self._wakes_thread()
+        if wakes:
+            self._wakes.put(True)
+
+    def help(self, future: Future[T]) -> None:
+        """Execute what is queued up to ``future`` in this thread, which waits for the future.
+
+        Returns early where the group's thread executes, or is to run a callback.
+        """
+        if self._thread_id == threading.get_ident():
+            return
+        self._helper = future
+        try:
+            while not future.done() and self.lock.acquire(blocking=False):
+                try:
+                    if not self._items or self._items[0][0].has_callbacks():
+                        break
+                    self._help_with(*self._items.popleft())
+                finally:
+                    self.lock.release()
+        finally:
+            self._helper = None
+            if not future.done() or (self._items and self._wakes_thread()):
+                self._wakes.put(True)
+
+    def _help_with(self, future: Future[T], execute: Callable[[], T]) -> None:
+        try:
+            outcome = _outcome(execute)
+        except BaseException as error:  # an interrupt of this thread
+            self._count_down()
+            future.set_exception(error)
+            raise
+        self._helped += 1
+        self._helped_at = time.monotonic()
+        self._count_down()
+        _set(future, *outcome)
+
+    def _wakes_thread(self) -> bool:
+        return not self._looks or self._helped < _HELPED
 
     def run(self, future: Future[T], execute: Callable[[], T]) -> None:
         """Execute behind the queue, and wait until the future is complete; raise nothing."""
@@ -128,7 +187,7 @@ class Progress:
         thread = self._thread
         if thread is None:
             return
-        self._queue.put(None)
+        self._wakes.put(False)
         thread.join(timeout_s)
         if thread.is_alive():
             runtime.abort(
@@ -142,17 +201,47 @@ class Progress:
         """End the thread after the queued operations, without a wait."""
         if not self._closed and self._thread is not None:
             self._closed = True
-            self._queue.put(None)
+            self._wakes.put(False)
 
     def _run(self) -> None:
         self._thread_id = threading.get_ident()
-        while (item := self._queue.get()) is not None:
-            self._execute(*item)
-            # The reference would keep the last tensors alive while the thread waits.
-            item = None
+        goes_on, seen = True, None
+        while goes_on:
+            try:
+                goes_on = self._wakes.get(timeout=self._pause_s())
+            except queue.Empty:
+                # A thread may be about to wait for the first item, unless it is here since the last
+                # look.
+                first = self._first()
+                if self._looks and first is not seen:
+                    seen = first
+                    continue
+            seen = None
+            # A thread that helps wakes this one if it leaves something.
+            while self._items and self._helper is None:
+                self._execute_next()
 
-    def _execute(self, future: Future[T], execute: Callable[[], T]) -> None:
+    def _first(self) -> object:
+        try:
+            return self._items[0]
+        except IndexError:
+            return None
+
+    def _pause_s(self) -> float | None:
+        """Return how long the thread may sleep unless it is woken; None for no limit."""
+        with self._count_lock:
+            self._looks = self._helped >= _HELPED and time.monotonic() - self._helped_at < _LINGER_S
+            if self._looks:
+                return _LOOK_S
+            # What was queued while the thread looked by itself came without a wake-up.
+            return 0.0 if self._items else None
+
+    def _execute_next(self) -> None:
         with self.lock:
+            if not self._items:
+                return  # a waiting thread has executed it
+            future, execute = self._items.popleft()
+            self._helped = 0
             self._is_executing = True
             outcome = _outcome(execute)
             if future.has_callbacks():

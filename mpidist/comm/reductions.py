@@ -14,10 +14,11 @@ from mpidist.comm import arguments
 from mpidist.comm.algorithms import reductions, sparse
 from mpidist.comm.algorithms.reduce_op import SUM, ReduceOp
 from mpidist.comm.execution import Execution
-from mpidist.comm.fast_path import FastPath
+from mpidist.comm.fast_path import Call, FastPath
 from mpidist.comm.group_settings import GroupSettings
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.operation import Operation, Tensors
+from mpidist.comm.progress import is_at_once
 from mpidist.comm.work import Work
 
 Tensor = torch.Tensor
@@ -43,13 +44,13 @@ class Reductions(Execution):
         wrapped sum. A sparse COO tensor is reduced by SUM or AVG, may hold different elements on
         each rank, and becomes a coalesced one.
         """
-        if (
-            not async_op
-            and isinstance(tensor, Tensor)
-            and not tensor.requires_grad
-            and self.all_reduce_at_once(tensor, op)
-        ):
-            return None
+        if isinstance(tensor, Tensor) and not tensor.requires_grad:
+            if async_op:
+                work = self._all_reduce_later(tensor, op)
+                if work is not None:
+                    return work
+            elif self.all_reduce_at_once(tensor, op):
+                return None
         if isinstance(tensor, Tensor) and tensor.layout is torch.sparse_coo:
             return self._all_reduce_sparse(tensor, op, async_op)
         with self._checked("all_reduce") as where:
@@ -60,6 +61,26 @@ class Reductions(Execution):
         return self._launch(
             Operation("all_reduce", reductions.all_reduce, both, both, (op,), facts), async_op
         )
+
+    def _all_reduce_later(self, tensor: Tensor, op: ReduceOp) -> Work | None:
+        """Queue the prepared call of a tensor; None if the fast path does not apply to it."""
+        # Between nodes the group's thread sleeps while it waits, and a prepared call does not.
+        if not self.is_single_node or is_at_once() or self._progress.is_own_thread():
+            return None
+        call = self._fast_path.find(tensor, op)
+        if call is None:
+            return None
+        self._require_usable("all_reduce")
+        work = Work("all_reduce", (tensor,), self.where("all_reduce"))
+        work.future.helped_by(self._progress.help)
+        self._progress.submit(work.future, partial(self._run_prepared, call, tensor))
+        return work
+
+    def _run_prepared(self, call: Call, tensor: Tensor) -> Tensors:
+        if self._failure is not None:
+            self._raise_failure()
+        self._fast_path.run(call, tensor)
+        return (tensor,)
 
     def all_reduce_coalesced(
         self, tensors: Tensors, op: ReduceOp = SUM, async_op: bool = False

@@ -1,5 +1,6 @@
 """Creation, division and end of groups; the monitored barrier."""
 
+import threading
 import time
 from pathlib import Path
 
@@ -217,3 +218,38 @@ def test_messages_after_the_close_do_not_reach_the_next_group(world):
             ok &= word.item() == 7
         agree(world, ok)
         after.close()
+
+
+def test_stages_of_a_synchronous_operation_precede_what_another_thread_issues(group):
+    """The second stage waited for the other thread's operation, which waited for its lock."""
+    mine, theirs, works, ended = torch.ones(2), torch.ones(2), [], []
+
+    def stages():
+        group.broadcast(mine, 0)
+        other = threading.Thread(
+            target=lambda: works.append(group.all_reduce(theirs, async_op=True))
+        )
+        other.start()
+        other.join()
+        group.all_reduce(mine)
+        ended.append(works[0].is_completed())
+
+    group.in_order(stages, async_op=False)
+    works[0].wait()
+    expected = [float(group.size)] * 2
+    agree(group, mine.tolist() == theirs.tolist() == expected and ended == [False])
+
+
+def test_a_waiting_thread_executes_operations_of_several_stages(group):
+    mine, x = torch.ones(2), torch.ones(2)
+
+    def stages():
+        group.all_reduce(mine)
+        group.all_reduce(mine, async_op=True).wait()
+
+    for _ in range(40):
+        mine.fill_(1)
+        work = group.in_order(stages)
+        group.all_reduce(x.fill_(1))  # behind the queue
+        work.wait()
+    agree(group, mine.tolist() == [float(group.size) ** 2] * 2 and x[0] == group.size, f"{mine}")

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from mpidist.comm import progress as progress_module
 from mpidist.comm.progress import Progress, at_once, is_at_once
 from mpidist.errors import GroupError
 from mpidist.future import Future
@@ -140,13 +141,13 @@ def test_the_thread_keeps_no_tensor_of_an_ended_operation(progress):
 
 
 def test_an_operation_that_waits_for_the_lock_counts_as_queued(progress):
-    """The group's thread takes it out of the queue before a synchronous call has ended."""
+    """The group's thread is awake before a synchronous call has ended."""
     assert progress.try_enter()
     first, second, gate = Future(), Future(), threading.Event()
     started = threading.Event()
     progress.submit(first, lambda: (started.set(), gate.wait(10)))
     progress.submit(second, lambda: None)
-    while progress._queue.qsize() > 1:
+    while progress._wakes.qsize() > 1:
         time.sleep(1e-3)
     assert progress.queued() == 2
     progress.lock.release()
@@ -155,3 +156,129 @@ def test_an_operation_that_waits_for_the_lock_counts_as_queued(progress):
     second.wait(10)
     progress.close(10)
     assert progress.queued() == 0
+
+
+def submit(progress, ran, name):
+    """Submit an operation that notes its name and thread, as a group does; return its future."""
+    future = Future()
+    future.helped_by(progress.help)
+    progress.submit(future, lambda: ran.append((name, threading.current_thread().name)))
+    return future
+
+
+@pytest.fixture
+def held(progress):
+    """Keep the group's thread asleep: a waiting thread holds the lock meanwhile."""
+    with progress.lock:
+        yield
+
+
+def helped(progress, ran, count):
+    """Have this thread execute operations until the group's thread looks by itself."""
+    deadline = time.monotonic() + 60
+    while not (progress._looks and progress._helped >= count):
+        submit(progress, ran, "helped").wait()
+        assert time.monotonic() < deadline, (progress._helped, progress._looks)
+
+
+def test_a_waiting_thread_executes_the_queue_up_to_its_operation(progress, held):
+    ran = []
+    futures = [submit(progress, ran, name) for name in "abc"]
+    futures[1].wait()
+    here = threading.current_thread().name
+    assert ran == [("a", here), ("b", here)]
+    assert futures[0].done() and not futures[2].done() and progress.pending == 1
+
+
+def test_what_a_waiting_thread_leaves_is_executed(progress):
+    ran = []
+    first, behind = submit(progress, ran, "first"), submit(progress, ran, "behind")
+    first.wait()
+    behind.wait(60)  # with a limit, a thread does not execute
+    assert [name for name, _ in ran] == ["first", "behind"] and progress.pending == 0
+
+
+def test_an_operation_with_a_callback_is_executed_by_the_groups_thread(progress):
+    ran, first = [], Future()
+    first.helped_by(progress.help)
+    with progress.lock:  # the callback is added before the operation ends
+        progress.submit(first, lambda: ran.append(threading.current_thread().name))
+        first.add_done_callback(lambda future: ran.append(threading.current_thread().name))
+    first.wait()
+    submit(progress, [], "behind").wait()
+    assert ran == ["mpidist-test", "mpidist-test"]
+
+
+class _Noted:
+    """A queue of wake-ups that notes what is put."""
+
+    def __init__(self, wakes, woken):
+        self.get, self._put, self._woken = wakes.get, wakes.put, woken
+
+    def put(self, goes_on):
+        self._woken.append(goes_on)
+        self._put(goes_on)
+
+
+def test_a_thread_that_was_helped_is_not_woken_and_still_executes(progress, monkeypatch):
+    ran = []
+    helped(progress, ran, progress_module._HELPED)
+    woken = []
+    monkeypatch.setattr(progress, "_wakes", _Noted(progress._wakes, woken))
+    nobody_waits = submit(progress, ran, "nobody waits")
+    deadline = time.monotonic() + 60
+    while not nobody_waits.done() and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    monkeypatch.undo()
+    assert not woken and ran[-1] == ("nobody waits", "mpidist-test")
+    # It has executed an operation, so the next one wakes it.
+    assert progress._helped == 0 and progress._wakes_thread()
+    assert submit(progress, ran, "behind").wait(60) is None
+
+
+def test_a_thread_that_looks_by_itself_falls_asleep(progress):
+    ran = []
+    helped(progress, ran, progress_module._HELPED)
+    deadline = time.monotonic() + 60
+    while progress._looks and time.monotonic() < deadline:
+        time.sleep(1e-2)
+    assert not progress._looks
+    assert submit(progress, ran, "later").wait(60) is None and ran[-1][0] == "later"
+
+
+def test_an_interrupt_ends_the_operation_that_a_waiting_thread_executes(progress, held):
+    wrong, ran = Future(), []
+    wrong.helped_by(progress.help)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    progress.submit(wrong, interrupted)
+    right = submit(progress, ran, "right")
+    with pytest.raises(KeyboardInterrupt):
+        wrong.wait()
+    assert isinstance(wrong.exception(), KeyboardInterrupt)
+    right.wait()
+    assert ran == [("right", threading.current_thread().name)] and progress.pending == 0
+
+
+def test_threads_that_wait_at_once_keep_the_order(progress):
+    ran, count = [], 200
+    futures = [submit(progress, ran, number) for number in range(count)]
+    threads = [
+        threading.Thread(target=lambda own=own: [one.wait() for one in futures[own::3]])
+        for own in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [number for number, _ in ran] == list(range(count)) and progress.pending == 0
+
+
+def test_close_executes_what_is_queued():
+    order, ran = Progress("test"), []
+    helped(order, ran, progress_module._HELPED)
+    last = submit(order, ran, "last")
+    order.close(60)
+    assert last.done() and ran[-1][0] == "last"

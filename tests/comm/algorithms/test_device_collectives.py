@@ -13,7 +13,17 @@ from functools import partial
 import pytest
 import torch
 
-from mpidist.comm import AVG, MAX, PRODUCT, SUM, PremulSum, device_p2p, execution, fast_path
+from mpidist.comm import (
+    AVG,
+    MAX,
+    PRODUCT,
+    SUM,
+    PremulSum,
+    device_p2p,
+    direct_messages,
+    execution,
+    fast_path,
+)
 from mpidist.comm.algorithms import (
     device_all_reduce,
     device_collectives,
@@ -48,7 +58,8 @@ class Lazy:
         )
         monkeypatch.setattr(buffer, "is_direct", lambda tensor: False)
         # The fast path would use the host memory directly.
-        monkeypatch.setattr(fast_path.FastPath, "all_reduce", lambda path, tensor, op: False)
+        monkeypatch.setattr(fast_path.FastPath, "find", lambda path, tensor, op: None)
+        monkeypatch.setattr(direct_messages.DirectMessages, "take", lambda direct, *args: False)
 
     def produce(self, value):
         tensor = torch.full_like(value, 77)

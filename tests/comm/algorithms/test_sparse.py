@@ -173,12 +173,15 @@ def test_other_operations_are_refused(group, op):
         lambda: group.all_reduce(contribution(0, (3,), 1, torch.bool), "avg"),
         "torch.bool",
     )
-    raises_on_all(
-        group,
-        TypeError,
-        lambda: group.all_reduce(torch.eye(3).to_sparse_csr(), async_op=True),
-        "sparse_csr",
-    )
+    for async_op in (False, True):
+        raises_on_all(
+            group,
+            TypeError,
+            lambda async_op=async_op: group.all_reduce(
+                torch.eye(3).to_sparse_csr(), async_op=async_op
+            ),
+            "sparse_csr",
+        )
 
 
 @pytest.mark.mpi(min_size=2)

@@ -10,7 +10,7 @@ import contextlib
 import pytest
 import torch
 
-from mpidist.comm import SUM, device_p2p, execution, fast_path
+from mpidist.comm import SUM, device_p2p, direct_messages, execution, fast_path
 from mpidist.comm.algorithms import device_all_reduce, mpi_types, reduce_op
 from mpidist.comm.discovery import trial_operations
 from mpidist.comm.memory import buffer
@@ -90,7 +90,8 @@ def device(monkeypatch):
         monkeypatch.setattr(module, "device_at", lambda where: made if where else None)
     is_direct = buffer.is_direct
     monkeypatch.setattr(buffer, "is_direct", lambda t: not made.has(t) and is_direct(t))
-    monkeypatch.setattr(fast_path.FastPath, "all_reduce", lambda path, tensor, op: False)
+    monkeypatch.setattr(fast_path.FastPath, "find", lambda path, tensor, op: None)
+    monkeypatch.setattr(direct_messages.DirectMessages, "take", lambda direct, *args: False)
     return made
 
 

@@ -115,7 +115,8 @@ def test_a_waiting_thread_sleeps(spread, monkeypatch):
     tensor = torch.ones(1000)
     if spread.rank == 0:
         sleep(0.2)
-    spread.all_reduce(tensor, async_op=True).wait()
+    # With a limit: without one, the caller's thread would execute it, and wait inside MPI.
+    spread.all_reduce(tensor, async_op=True).wait(60)
     agree(
         spread,
         bool((tensor == spread.size).all()) and (not spread.rank or slept == {progress}),
