@@ -86,7 +86,7 @@ class Steps:
         self._python = chosen.python
         self._aware = self._openmpi("CUDA_MPI", {"OMPI_MCA_pml": "ob1"})
         self._plain = self._openmpi("OPENMPI", {})
-        # One process alone, and the benchmark of training, take the better of the two.
+        # One process alone, and benchmarks that do not compare the two, take the better one.
         self._best = self._aware if "CUDA_MPI" in found.prefixes else self._plain
         if chosen.is_dry:
             self._one_process: tuple[str, ...] = (
@@ -177,14 +177,18 @@ class Steps:
 
     def _benchmarks(self) -> Iterator[Step]:
         to = ("--device", self._chosen.device, "--output", str(self._found.work / "results"))
-        device: tuple[str, ...] = ()
+        quick: tuple[str, ...] = ()
         with_cuda: tuple[str, ...] = ()
         kernels: tuple[str, ...] = ("--quick",)
         tune: tuple[str, ...] = ("--rounds", "7")
+        wire: tuple[str, ...] = ()
+        ddp: tuple[str, ...] = ()
         powersgd: tuple[str, ...]
         if self._chosen.is_dry:
-            device = ("--quick",)
+            quick = ("--quick",)
             tune = ("--device", "cpu", "--sizes", "4096", "--rounds", "2")
+            wire = ("--numel", "20000", "--rounds", "2", "--burst-s", "0.001")
+            ddp = ("--models", "many:2", "--rounds", "2", "--burst-s", "0.001")
             powersgd = ("--models", "many:2", "--rounds", "1", "--bucket-cap-mb", "1")
         else:
             kernels = ("--limit-s", "100")
@@ -198,10 +202,18 @@ class Steps:
             *("bench-kernels", BENCHMARKS, 150, (*needs, *with_cuda)),
             *("benchmarks/bench_kernels.py", *to, *kernels),
         )
+        # NCCL takes one rank a device.
+        yield self._alone(
+            *("bench-ddp-nccl", BENCHMARKS, 120, needs),
+            *("benchmarks/bench_ddp_nccl.py", *to, *ddp),
+        )
         for name, limit_s, launch, command in (
             ("tune", 100, self._aware, ("-m", "tests.gpu.rank", "mpidist.tune", *tune)),
-            ("bench-device", 60, self._aware, ("benchmarks/bench_device.py", *to, *device)),
-            ("bench-device-staged", 50, self._plain, ("benchmarks/bench_device.py", *to, *device)),
+            ("bench-device", 60, self._aware, ("benchmarks/bench_device.py", *to, *quick)),
+            ("bench-device-staged", 50, self._plain, ("benchmarks/bench_device.py", *to, *quick)),
+            ("bench-rpc-device", 100, self._best, ("benchmarks/bench_rpc_device.py", *to, *quick)),
+            ("bench-oss-device", 120, self._best, ("benchmarks/bench_oss_device.py", *to, *quick)),
+            ("bench-wire", 60, self._best, ("benchmarks/bench_wire.py", *to, *wire)),
             ("bench-powersgd", 100, self._best, ("benchmarks/bench_powersgd.py", *to, *powersgd)),
         ):
             shared = Launch(launch.need, launch.command, {**launch.env, **apart})

@@ -47,8 +47,19 @@ def test_all_steps_are_there(every):
         *("capability:staged", "one-process", "mpi-first", "namespaces"),
         *("nodes:comm/algorithms/device_collectives", "mpich:ddp/training"),
         *("bench-kernels", "tune", "bench-device", "bench-device-staged", "bench-powersgd"),
+        *("bench-rpc-device", "bench-oss-device", "bench-wire", "bench-ddp-nccl"),
         *("memcheck", "racecheck", "synccheck"),
     } <= set(names)
+
+
+def test_each_benchmark_with_a_device_has_a_step(every, tmp_path):
+    dry = steps.Steps(settings({"DEVICE": "cpu"}), machine_of(tmp_path))
+    for offered in (every, dry):
+        run = {word for step in offered.planned(FILES) for word in step.command}
+        for path in (ROOT / "benchmarks").glob("bench_*.py"):
+            source = path.read_text()
+            if "--device" in source or "add_device" in source:
+                assert f"benchmarks/{path.name}" in run, path.name
 
 
 def test_each_step_has_a_place_in_the_default_order(every):
