@@ -8,13 +8,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import benchmark_options
 import collective_goals
 import environment
-import plots
 import report
 import timing
 import torch
@@ -74,33 +72,20 @@ def main() -> None:
             print(f"\n{operation}\n{report.table(rows)}", flush=True)
 
     if is_first:
-        _write(options.output, settings, about, results)
+        report.write_judged(
+            options.output,
+            "collectives",
+            about,
+            {"rounds": settings.rounds, "burst_s": settings.burst_s},
+            results,
+            collective_goals.judge(results),
+            has_plot=True,
+        )
     raw.Barrier()
     raw.Free()
     mpidist.comm.default().close()
     # Gloo's threads must end before the interpreter does.
     dist.destroy_process_group()
-
-
-def _write(
-    folder: Path, settings: Settings, about: dict[str, Any], results: list[dict[str, Any]]
-) -> None:
-    """Print the goals, and write the record and the plot."""
-    verdicts = collective_goals.judge(results)
-    print(f"\n{report.goals_table(verdicts)}")
-    record = {
-        "benchmark": "collectives",
-        "environment": about,
-        "rounds": settings.rounds,
-        "burst_s": settings.burst_s,
-        # A wrong result ends the run with an error before this line.
-        "results_checked": True,
-        "results": results,
-        "goals": verdicts,
-    }
-    path = folder / f"collectives-{environment.library_name(about)}-{about['ranks']}.json"
-    report.write_json(record, path)
-    print(f"\n{plots.beside(record, path, report.draw)}", flush=True)
 
 
 def measure(operation: str, ways: Ways, settings: Settings) -> Iterator[dict[str, Any]]:

@@ -51,23 +51,15 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"{model.name}\n{report.table(results[-1:])}\n", flush=True)
     if dist.get_rank() == 0:
-        verdicts = collective_goals.judge(results, goals(library))
-        print(report.goals_table(verdicts), flush=True)
-        record = {
-            "benchmark": "ddp beside nccl",
-            "environment": about,
-            "peer": library,
-            "rounds": options.rounds,
-            "burst_s": options.burst_s,
-            # A wrong result ends the run with an error before this line.
-            "results_checked": True,
-            "results": results,
-            "goals": verdicts,
-        }
-        parts = ["ddp-nccl", environment.library_name(about), str(size)]
-        path = options.output / f"{'-'.join([*parts, devices.name_of(device)])}.json"
-        report.write_json(record, path)
-        print(f"\nwritten to {path.parent.name}: {path.name}", flush=True)
+        report.write_judged(
+            options.output,
+            "ddp-nccl",
+            about,
+            {"peer": library, "rounds": options.rounds, "burst_s": options.burst_s},
+            results,
+            collective_goals.judge(results, goals(library)),
+            [devices.name_of(device)],
+        )
     raw.Barrier()
     raw.Free()
     dist.destroy_process_group()

@@ -16,7 +16,6 @@ import benchmark_options
 import collective_goals
 import devices
 import environment
-import plots
 import report
 import timing
 import torch
@@ -143,32 +142,27 @@ def _write(
     capabilities: capability.Capabilities,
     results: list[dict[str, Any]],
 ) -> None:
-    verdicts = collective_goals.judge(results, GOALS)
-    print(f"\n{report.goals_table(verdicts)}\n\noperations on this device's memory:")
-    print("\n".join(f"  {name}: {words}" for name, words in capabilities.operations.items()))
-    record = {
-        "benchmark": "device",
-        "environment": about,
+    operations = dict(capabilities.operations)
+    print("\noperations on this device's memory:")
+    print("\n".join(f"  {name}: {words}" for name, words in operations.items()))
+    run = {
         "rounds": settings.rounds,
         "burst_s": settings.burst_s,
         "cuda_aware": capabilities.cuda_aware,
         "cuda_source": capabilities.cuda_source,
         # Per operation, whether MPI accepts device memory, and why not.
-        "operations": dict(capabilities.operations),
-        # A wrong result ends the run with an error before this line.
-        "results_checked": True,
-        "results": results,
-        "goals": verdicts,
+        "operations": operations,
     }
-    parts = [
+    report.write_judged(
+        folder,
         "device",
-        environment.library_name(about),
-        str(about["ranks"]),
-        devices.name_of(place.device),
-    ]
-    path = folder / f"{'-'.join(parts)}{'' if place.able else '-staged'}.json"
-    report.write_json(record, path)
-    print(f"\n{plots.beside(record, path, report.draw)}", flush=True)
+        about,
+        run,
+        results,
+        collective_goals.judge(results, GOALS),
+        [devices.name_of(place.device), "" if place.able else "staged"],
+        has_plot=True,
+    )
 
 
 def _arguments() -> argparse.Namespace:

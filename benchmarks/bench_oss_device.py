@@ -204,21 +204,15 @@ def main() -> None:
         if group.rank == 0:
             print(report.table([result]), flush=True)
     if group.rank == 0:
-        print(f"\n{report.goals_table(verdicts)}", flush=True)
-        record = {
-            "benchmark": "sharded steps on a device",
-            "environment": about,
-            "rounds": settings.rounds,
-            "burst_s": settings.burst_s,
-            # A wrong result ends the run with an error before this line.
-            "results_checked": True,
-            "results": results,
-            "goals": verdicts,
-        }
-        parts = ["oss-device", environment.library_name(about), str(group.size)]
-        path = options.output / f"{'-'.join([*parts, devices.name_of(device)])}.json"
-        report.write_json(record, path)
-        print(f"\nwritten to {path.parent.name}: {path.name}", flush=True)
+        report.write_judged(
+            options.output,
+            "oss-device",
+            about,
+            {"rounds": settings.rounds, "burst_s": settings.burst_s},
+            results,
+            verdicts,
+            [devices.name_of(device)],
+        )
     raw.Barrier()
     raw.Free()
     dist.destroy_process_group()

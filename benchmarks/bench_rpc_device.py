@@ -128,23 +128,15 @@ def main() -> None:
     if group.rank == 0:
         results = run.results()
         print(f"{environment.processor(about)}, {about['mpi_library']}\n{report.table(results)}")
-        verdicts = collective_goals.judge(results, GOALS)
-        print(f"\n{report.goals_table(verdicts)}", flush=True)
-        record = {
-            "benchmark": "rpc of device tensors",
-            "environment": about,
-            "blocks": settings.blocks,
-            "rounds": settings.rounds,
-            "burst_s": settings.burst_s,
-            # A wrong result ends the run with an error before this line.
-            "results_checked": True,
-            "results": results,
-            "goals": verdicts,
-        }
-        parts = ["rpc-device", environment.library_name(about), str(group.size)]
-        path = options.output / f"{'-'.join([*parts, devices.name_of(device)])}.json"
-        report.write_json(record, path)
-        print(f"\nwritten to {path.parent.name}: {path.name}", flush=True)
+        report.write_judged(
+            options.output,
+            "rpc-device",
+            about,
+            {"blocks": settings.blocks, "rounds": settings.rounds, "burst_s": settings.burst_s},
+            results,
+            collective_goals.judge(results, GOALS),
+            [devices.name_of(device)],
+        )
     group.barrier()
 
 

@@ -140,20 +140,15 @@ def main() -> None:
         print(report.table([result]), flush=True)
         is_judged = device.type == "cuda" and about["nodes"] == 1 and not options.link
         verdicts = collective_goals.judge([result] if is_judged else [], GOALS)
-        print(f"\n{report.goals_table(verdicts)}", flush=True)
-        record = {
-            "benchmark": "wire",
-            "link": options.link,
-            "environment": about,
-            "rounds": options.rounds,
-            # A wrong result ends the run with an error before this line.
-            "results_checked": True,
-            "results": [result],
-            "goals": verdicts,
-        }
-        on = "" if device.type == "cpu" else devices.name_of(device)
-        parts = ["wire", environment.library_name(about), str(group.size), on, options.link]
-        report.write_json(record, options.output / f"{'-'.join(filter(None, parts))}.json")
+        report.write_judged(
+            options.output,
+            "wire",
+            about,
+            {"link": options.link, "rounds": options.rounds, "burst_s": options.burst_s},
+            [result],
+            verdicts,
+            ["" if device.type == "cpu" else devices.name_of(device), options.link],
+        )
     raw.Barrier()
     raw.Free()
 

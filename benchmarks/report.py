@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import environment
+import plots
 from collective_goals import format_bytes
 from tabulate import tabulate
 from timing import Series, compare
@@ -123,6 +124,47 @@ def goals_table(verdicts: Sequence[dict[str, Any]]) -> str:
 def write_json(record: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_judged(
+    folder: Path,
+    benchmark: str,
+    about: dict[str, Any],
+    settings: dict[str, Any],
+    results: Sequence[dict[str, Any]],
+    verdicts: Sequence[dict[str, Any]],
+    parts: Sequence[str] = (),
+    has_plot: bool = False,
+) -> None:
+    """Print the goals, write a run's record, and print its name.
+
+    Args:
+        folder: Of the record.
+        benchmark: Its name, the first part of the file's.
+        about: The environment; the MPI library and the number of ranks follow in the file's name.
+        settings: Further fields of the record, between the environment and the results.
+        results: Checked ones: a wrong result ends a run with an error before this call.
+        verdicts: Of the goals.
+        parts: Further parts of the file's name; empty ones are left out.
+        has_plot: The results are plotted by ``draw`` beside the record.
+    """
+    record = {
+        "benchmark": benchmark,
+        "environment": about,
+        **settings,
+        "results_checked": True,
+        "results": results,
+        "goals": verdicts,
+    }
+    names = [benchmark, environment.library_name(about), str(about["ranks"]), *parts]
+    path = folder / f"{'-'.join(filter(None, names))}.json"
+    write_json(record, path)
+    written = (
+        plots.beside(record, path, draw)
+        if has_plot
+        else f"written to {path.parent.name}: {path.name}"
+    )
+    print(f"\n{goals_table(verdicts)}\n\n{written}", flush=True)
 
 
 def draw(record: dict[str, Any], path: Path) -> None:

@@ -112,6 +112,15 @@ def record_of(folder, pattern, *, has_picture=True):
     return json.loads(path.read_text())
 
 
+def judged_record_of(folder, pattern, goals):
+    """Return a record without a picture, whose results were checked and all goals measured."""
+    record = record_of(folder, pattern, has_picture=False)
+    verdicts = [goal["verdict"] for goal in record["goals"]]
+    assert record["results_checked"] is True and len(verdicts) == goals
+    assert "not measured" not in verdicts
+    return record
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_libraries")
 def test_starts_of_whole_jobs_are_timed(tmp_path):
@@ -364,34 +373,28 @@ def test_ways_from_device_memory_are_compared_and_recorded(of_collectives):
 
 @pytest.mark.slow
 def test_echoes_of_device_tensors_are_compared_and_recorded(of_calls):
-    record = record_of(of_calls[0], "rpc-device-*-2-cpu.json", has_picture=False)
+    record = judged_record_of(of_calls[0], "rpc-device-*-2-cpu.json", goals=2)
     sizes = {result["size_bytes"]: set(result["contenders"]) for result in record["results"]}
     assert sizes == {size: {"mpidist", "tensorpipe"} for size in (4 << 10, 1 << 20)}
-    assert record["results_checked"] is True and len(record["goals"]) == 2
-    assert all(goal["verdict"] != "not measured" for goal in record["goals"])
 
 
 @pytest.mark.slow
 def test_sharded_steps_on_a_device_are_compared_and_recorded(of_collectives):
-    record = record_of(of_collectives[0], "oss-device-*-2-cpu.json", has_picture=False)
+    record = judged_record_of(of_collectives[0], "oss-device-*-2-cpu.json", goals=3)
     (result,) = record["results"]
     ways = {"mpidist", "mpidist flat", "mpidist flat bf16", "mpidist flat int8"}
     others = {"Adam", "copies of others' shards", "torch on mpidist"}
     assert set(result["contenders"]) == ways | others and set(result["over_floor"]) == ways
     assert len(result["consolidation"]["pauses_s"]) == 2
     assert result["consolidation"]["state_bytes_of_a_rank"] == 4 * result["numel"]
-    assert record["results_checked"] is True and len(record["goals"]) == 3
-    assert all(goal["verdict"] != "not measured" for goal in record["goals"])
 
 
 @pytest.mark.slow
 def test_steps_beside_nccl_are_compared_and_recorded(of_collectives):
     """On the CPU Gloo takes NCCL's place."""
-    record = record_of(of_collectives[0], "ddp-nccl-*-2-cpu.json", has_picture=False)
+    record = judged_record_of(of_collectives[0], "ddp-nccl-*-2-cpu.json", goals=1)
     (result,) = record["results"]
     assert set(result["contenders"]) == {"torch on gloo", "torch on mpidist", "mpidist", "bare"}
-    (goal,) = record["goals"]
-    assert record["results_checked"] is True and goal["verdict"] != "not measured"
 
 
 @pytest.mark.slow

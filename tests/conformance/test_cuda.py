@@ -12,23 +12,25 @@ import torch
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.filterwarnings("ignore")]
 
 _WORDS = "asks for the words of torch's agent; tests/rpc/test_cuda.py asks for ours"
-# Names of tests that do not apply, with reasons.
-NOT_APPLICABLE = {
-    "test_device_maps_wrong_worker_name": _WORDS,
-    "test_device_maps_invalid_max_local_device": _WORDS,
-    "test_device_maps_invalid_max_remote_device": _WORDS,
-    "test_device_maps_many_to_one": _WORDS,
-    "test_device_maps_one_to_many": _WORDS,
-    "test_device_maps_missing_config": _WORDS,
-    "test_device_maps_missing_config_loop": _WORDS,
-    "test_device_maps_missing_config_not_timeout": _WORDS,
-    "test_device_maps_missing_config_remote": _WORDS,
-    "test_device_maps_missing_config_remote_response": _WORDS,
-    "test_device_maps_missing_config_response": _WORDS,
-    "test_device_maps_missing_config_response_loop": _WORDS,
-    "test_devices_option_mismatch": _WORDS,
-    "test_devices_option_mismatch_reverse": _WORDS,
-}
+NOT_APPLICABLE = dict.fromkeys(
+    (
+        "test_device_maps_wrong_worker_name",
+        "test_device_maps_invalid_max_local_device",
+        "test_device_maps_invalid_max_remote_device",
+        "test_device_maps_many_to_one",
+        "test_device_maps_one_to_many",
+        "test_device_maps_missing_config",
+        "test_device_maps_missing_config_loop",
+        "test_device_maps_missing_config_not_timeout",
+        "test_device_maps_missing_config_remote",
+        "test_device_maps_missing_config_remote_response",
+        "test_device_maps_missing_config_response",
+        "test_device_maps_missing_config_response_loop",
+        "test_devices_option_mismatch",
+        "test_devices_option_mismatch_reverse",
+    ),
+    _WORDS,
+)
 
 # Tests of RPC that can run on the host: their devices are never used, or are the host.
 RPC_ON_HOST = ("test_device_map_cpu", "test_device_maps_invalid_min_device")

@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,8 @@ def _library(file: str, defines: tuple[str, ...]) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(dir=_KEPT) as folder:
         source, library = Path(folder, "host.cpp"), Path(folder, "host.so")
         source.write_text(text)
-        _compile([*_options(defines), "-shared", "-fPIC", "-o", str(library), str(source)])
+        options = [*_options(defines), "-shared", "-fPIC", "-o", str(library), str(source)]
+        compiler_output("g++", options)
         loaded = ctypes.CDLL(str(library))
         if is_ours:
             os.replace(library, kept)
@@ -122,14 +123,28 @@ def _options(defines: Sequence[str]) -> list[str]:
 def _expanded(file: str, defines: Sequence[str]) -> str:
     # Macros define the entry points.
     text = (load.folder() / file).read_text().replace('#include "common.cuh"', "")
-    done = _compile(["-E", "-P", "-x", "c++", *(f"-D{define}" for define in defines), "-"], text)
-    return re.sub(r"\s+", " ", done)
+    options = ["-E", "-P", "-x", "c++", *(f"-D{define}" for define in defines), "-"]
+    return re.sub(r"\s+", " ", compiler_output("g++", options, text))
 
 
-def _compile(options: Sequence[str], text: str | None = None) -> str:
+def compiler_output(
+    compiler: str,
+    options: Sequence[str],
+    text: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> str:
+    """Run a compiler that must succeed; return what it prints.
+
+    Args:
+        compiler: Name of the program; without it the test is skipped.
+        options: Its arguments.
+        text: Its standard input.
+        env: Variables beyond this process's.
+    """
     done = subprocess.run(
-        [require_tool("g++"), *options],
+        [require_tool(compiler), *options],
         input=text,
+        env={**os.environ, **(env or {})},
         capture_output=True,
         text=True,
         timeout=100,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from mpidist.kernels import load
 from tests.kernels import host, test_powersgd, test_powersgd_orthogonal, test_quantize
 from tests.kernels.conftest import use_cuda_text_on_the_cpu
 from tests.kernels.test_compile import FILES, of_rank
-from tests.support import require_tool
 
 ARCHITECTURE = "gfx90a"  # MI250X: LUMI and Frontier
 # hipRTC, which CuPy calls, has the header built in.
@@ -23,26 +20,16 @@ HEADER = "#include <hip/hip_runtime.h>\n"
 
 
 def assembly_of(text: str, defines=()) -> str:
-    command = [
-        *(require_tool("hipcc"), f"--offload-arch={ARCHITECTURE}", "--cuda-device-only"),
+    options = [
+        *(f"--offload-arch={ARCHITECTURE}", "--cuda-device-only"),
         *("-std=c++17", "-O3", "-Wall", "-Werror", "-Wno-unused-command-line-argument"),
         *(*(f"-D{define}" for define in defines), "-S", "-o", "-"),
     ]
-    # With a CUDA toolkit beside it, hipcc would call nvcc.
-    environment = {**os.environ, "HIP_PLATFORM": "amd"}
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "text.hip")  # hipcc goes by the ending
         source.write_text(HEADER + text)
-        done = subprocess.run(
-            [*command, str(source)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+        # With a CUDA toolkit beside it, hipcc would call nvcc.
+        return host.compiler_output("hipcc", [*options, str(source)], env={"HIP_PLATFORM": "amd"})
 
 
 CASES = [*FILES, ("powersgd.cu", of_rank(32, "bfloat16"))]
