@@ -67,7 +67,6 @@ COVERED_BY = {
     "comm/memory/device_request": "comm/algorithms/test_device_collectives.py",
     "comm/algorithms/movement": "comm/test_collectives.py",
     "comm/algorithms/low_precision": "comm/algorithms/test_reductions.py",
-    "comm/discovery/library_report": "comm/discovery/test_capability.py",
     "comm/discovery/child_job": "comm/discovery/test_capability_trial.py",
     "comm/posted_receives": "comm/mpi/test_matched_probe.py",
     "comm/receive_poller": "comm/mpi/test_matched_probe.py",

@@ -23,8 +23,10 @@ class MpiFacts:
         local_size: Number of ranks on this node.
         nodes: Node number of each rank.
         survives_failures: ULFM is available and enabled.
-        cuda_aware: The library takes device pointers; None if unknown.
+        cuda_aware: The library takes CUDA's device pointers; None if unknown.
         cuda_source: Source of this information.
+        rocm_aware: The library takes ROCm's device pointers; None if unknown.
+        rocm_source: Source of this information.
         cuda_before_mpi: A CUDA context existed when MPI started; None if irrelevant.
         operations: Result of each operation on device memory, by name.
         transports: Known transports.
@@ -45,6 +47,8 @@ class MpiFacts:
     survives_failures: bool
     cuda_aware: bool | None
     cuda_source: str
+    rocm_aware: bool | None
+    rocm_source: str
     cuda_before_mpi: bool | None
     operations: dict[str, str]
     transports: Transports

@@ -54,6 +54,8 @@ def ask(facts: Facts, library: Installed) -> Facts:
         survives_failures=found.survives_failures,
         cuda_aware=found.cuda_aware,
         cuda_source=found.cuda_source,
+        rocm_aware=found.rocm_aware,
+        rocm_source=found.rocm_source,
         cuda_before_mpi=found.cuda_before_mpi,
         operations=dict(found.operations),
         transports=transports(library.text),

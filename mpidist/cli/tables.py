@@ -185,16 +185,17 @@ def _device_rows(facts: Facts) -> list[tuple[str, str]]:
     ]
     if facts.mpi is None:
         return rows
-    aware = {True: "yes", False: "no", None: "the library does not say"}[facts.mpi.cuda_aware]
-    rows.append(
-        (
-            "CUDA-aware",
-            aware if facts.mpi.cuda_aware is None else f"{aware} ({facts.mpi.cuda_source})",
-        )
-    )
+    rows += [
+        ("CUDA-aware", _awareness(facts.mpi.cuda_aware, facts.mpi.cuda_source)),
+        ("ROCm-aware", _awareness(facts.mpi.rocm_aware, facts.mpi.rocm_source)),
+    ]
     if facts.device is not None:
         rows += [(f"  {name}", text) for name, text in facts.mpi.operations.items()]
     return rows
+
+
+def _awareness(is_aware: bool | None, source: str) -> str:
+    return source if is_aware is None else f"{'yes' if is_aware else 'no'} ({source})"
 
 
 def _rank_table(ranks: Sequence[Facts]) -> Table:

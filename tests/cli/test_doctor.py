@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mpidist.cli import doctor, facts, questions
+from mpidist.cli import doctor, facts, questions, tables
 from mpidist.cli.finding import PROBLEM
 from mpidist.comm.discovery import installed
 from mpidist.errors import LaunchError
@@ -32,6 +32,9 @@ def test_a_job_is_examined_by_all_ranks(world, own):
             "MPI_THREAD_"
         )
         assert one.mpi.transports.component or one.mpi.transports.device
+        rows = dict(tables._device_rows(one))
+        assert one.mpi.cuda_source in rows["CUDA-aware"]
+        assert one.mpi.rocm_source in rows["ROCm-aware"]
     # Findings about the machine's cores are ignored.
     agree(
         world,

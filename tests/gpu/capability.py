@@ -22,6 +22,7 @@ def main() -> None:
     found = capability.capabilities()
     if group.rank == 0:
         print(f"{found.library}\nCUDA-aware: {found.cuda_aware} ({found.cuda_source})")
+        print(f"ROCm-aware: {found.rocm_aware} ({found.rocm_source})")
         for operation, verdict in found.operations.items():
             print(f"  {operation:24} {'yes' if operation in working else 'no':4} {verdict}")
         print(

@@ -49,8 +49,10 @@ class Capabilities:
         thread_level: MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE; mpidist refuses less.
         survives_failures: ULFM is available and enabled: pending calls can be revoked, a group can
             shrink.
-        cuda_aware: It accepts device pointers; None if it does not report this.
+        cuda_aware: It accepts CUDA's device pointers; None if it does not report this.
         cuda_source: Source of ``cuda_aware``.
+        rocm_aware: It accepts ROCm's device pointers; None if it does not report this.
+        rocm_source: Source of ``rocm_aware``.
         cuda_before_mpi: This rank had a CUDA context when MPI started; without one, Open MPI
             disables part of its support for device memory. None without a device, with
             ``MPIDIST_CUDA_AWARE=0``, and if other code started both.
@@ -64,6 +66,8 @@ class Capabilities:
     survives_failures: bool
     cuda_aware: bool | None
     cuda_source: str
+    rocm_aware: bool | None
+    rocm_source: str
     cuda_before_mpi: bool | None
     operations: Mapping[str, str] = field(hash=False)
 
@@ -73,14 +77,17 @@ def capabilities() -> Capabilities:
 
     Collective: if MPI has not started, as ``init``.
     """
-    cuda_aware, source = library_report.cuda_support()
+    cuda_aware, cuda_source = library_report.cuda_support()
+    rocm_aware, rocm_source = library_report.rocm_support()
     return Capabilities(
         library=library_name(),
         standard=MPI.Get_version(),
         thread_level=library_report.thread_level(),
         survives_failures=has_ulfm(),
         cuda_aware=cuda_aware,
-        cuda_source=source,
+        cuda_source=cuda_source,
+        rocm_aware=rocm_aware,
+        rocm_source=rocm_source,
         cuda_before_mpi=cuda_context.is_first(),
         operations=_device_table(runtime.device()),
     )
@@ -230,14 +237,15 @@ def _known_table(device: torch.device, is_cuda_first: bool) -> dict[str, str] | 
         return _for_all(
             f"{WORKS}, says {ENV_CUDA_AWARE}=1" if forced else f"switched off by {ENV_CUDA_AWARE}=0"
         )
-    cuda_aware, source = library_report.cuda_support()
-    if device.type == "cuda" and cuda_aware is False:
-        return _for_all(f"the library is not CUDA-aware ({source})")
-    name = _name(device), is_cuda_first
-    if name not in _tables:  # once, because each message needs it
+    is_aware, source = library_report.device_support()
+    if device.type == "cuda" and is_aware is False:
+        name = "ROCm" if torch.version.hip else "CUDA"
+        return _for_all(f"the library is not {name}-aware ({source})")
+    key = _name(device), is_cuda_first
+    if key not in _tables:  # once, because each message needs it
         held = cache.load(_KIND, _key(device, is_cuda_first))
-        _tables[name] = held if _is_table(held) else None
-    return _tables[name]
+        _tables[key] = held if _is_table(held) else None
+    return _tables[key]
 
 
 def _try_operations(device: torch.device, is_cuda_first: bool) -> dict[str, str]:

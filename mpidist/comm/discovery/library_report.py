@@ -1,10 +1,14 @@
-"""Report of the running MPI library: thread level, ULFM and CUDA support; nothing is tried."""
+"""Report of the running MPI library: thread level, ULFM and device memory; nothing is tried."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
+from collections.abc import Sequence
+
+import torch
 
 from mpidist.comm.mpi import runtime
 from mpidist.comm.mpi.library import MPI, library_name
@@ -19,36 +23,58 @@ def thread_level() -> str:
     )
 
 
+def device_support() -> tuple[bool | None, str]:
+    """Return the report for the devices that this torch is built for: AMD's or Nvidia's."""
+    return rocm_support() if torch.version.hip else cuda_support()
+
+
 @functools.cache
 def cuda_support() -> tuple[bool | None, str]:
-    """Return whether the library takes device pointers, None if unknown, and the source of this.
+    """Return whether the library takes CUDA's device pointers, None if unknown, and the source.
 
     The most portable source first: MPI-4.1 §11.4.3, the libraries' query, the vendors' switches.
     """
-    info = runtime.world().comm.Get_info()
-    kinds = info.Get("mpi_memory_alloc_kinds")
-    info.Free()
-    if kinds is not None and any(kind.split(":")[0] == "cuda" for kind in kinds.split(",")):
+    return _support("cuda", ("MPIX_Query_cuda_support",), "MV2_USE_CUDA")
+
+
+@functools.cache
+def rocm_support() -> tuple[bool | None, str]:
+    """Return whether the library takes ROCm's device pointers; see ``cuda_support``."""
+    # Open MPI's name, and MPICH's.
+    queries = ("MPIX_Query_rocm_support", "MPIX_Query_hip_support")
+    return _support("rocm", queries, "MV2_USE_ROCM")
+
+
+def _support(kind: str, queries: Sequence[str], switch: str) -> tuple[bool | None, str]:
+    kinds = _alloc_kinds()
+    if kinds is not None and any(one.split(":")[0] == kind for one in kinds.split(",")):
         return True, f"mpi_memory_alloc_kinds={kinds}"
-    for name in (
-        None,
-        os.environ.get("MPI4PY_LIBMPI"),
-        "libmpi.so.40" if "Open MPI" in library_name() else "libmpi.so.12",
-    ):
-        if name == "":
-            continue
+    for file, query in itertools.product(_files(), queries):
         try:
-            query = ctypes.CDLL(name).MPIX_Query_cuda_support
+            function = getattr(ctypes.CDLL(file), query)
         except (OSError, AttributeError):
             continue
-        query.restype = ctypes.c_int
-        return bool(query()), "MPIX_Query_cuda_support"
+        function.restype = ctypes.c_int
+        return bool(function()), query
     if kinds is not None:
         return False, f"mpi_memory_alloc_kinds={kinds}"
-    for name in ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA"):
+    for name in ("MPICH_GPU_SUPPORT_ENABLED", switch):
         if os.environ.get(name) == "1":
             return True, f"{name}=1"
     return None, "the library does not say"
+
+
+def _alloc_kinds() -> str | None:
+    info = runtime.world().comm.Get_info()
+    kinds: str | None = info.Get("mpi_memory_alloc_kinds")
+    info.Free()
+    return kinds
+
+
+def _files() -> list[str | None]:
+    """Return where the library may be found; None is this process."""
+    usual = "libmpi.so.40" if "Open MPI" in library_name() else "libmpi.so.12"
+    return [file for file in (None, os.environ.get("MPI4PY_LIBMPI"), usual) if file != ""]
 
 
 def driver_version() -> int:
