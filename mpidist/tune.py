@@ -1,8 +1,9 @@
-"""``python -m mpidist.tune``: measure the all-reduce algorithms by size, and cache the table.
+"""``python -m mpidist.tune``: measure all-reduces and wire segments by size; cache the table.
 
 Start it as the job is started, one rank per GPU: ``srun python -m mpidist.tune`` or ``mpirun -n 4
 python -m mpidist.tune``. ``--device host`` measures host memory, for jobs of several nodes with
-several ranks on each.
+several ranks on each. On a device the segments of the sharded optimizer's int8 wire are measured,
+too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from mpidist import comm
 from mpidist.comm.mpi import library, runtime
+from mpidist.zero.wire_tuning import measured_segments
 
 _SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 
@@ -42,8 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"all-reduce of fp32 on {group.size} ranks, {where or 'host'}; medians of {options.rounds} "
         "rounds"
     )
+    segments = (
+        [] if where is None else measured_segments(group, where, options.sizes, options.rounds, log)
+    )
+    source = f"measured {date.today()}"
     try:
-        table = group.tune(where, options.sizes, options.rounds, f"measured {date.today()}", log)
+        table = group.tune(where, options.sizes, options.rounds, source, log, segments)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     for line in table.lines():

@@ -40,6 +40,10 @@ class ProcessGroup(Reductions, Collectives, PointToPoint, Objects, MonitoredBarr
     Made by ``init`` (all ranks of the job), ``new_group``, ``split`` or ``clone``.
     """
 
+    def __init__(self, comm: Communicator, settings: GroupSettings) -> None:
+        super().__init__(comm, settings)
+        self._tables: dict[str, tuning.Table] = {}  # by device type
+
     def tune(
         self,
         device: torch.device | None,
@@ -47,6 +51,7 @@ class ProcessGroup(Reductions, Collectives, PointToPoint, Objects, MonitoredBarr
         rounds: int,
         source: str,
         told: Callable[[str], object] = lambda line: None,
+        segments: Sequence[tuple[int, int]] = (),
     ) -> tuning.Table:
         """Measure the fastest all-reduce at each size; this job and later ones use the table.
 
@@ -59,6 +64,7 @@ class ProcessGroup(Reductions, Collectives, PointToPoint, Objects, MonitoredBarr
             rounds: Calls of each algorithm.
             source: Origin of the table, for the record.
             told: Called with a line for each size.
+            segments: The table's segments of the int8 wire (``zero.wire_tuning``).
 
         Raises:
             ValueError: Host memory, and the group has no choice there: one node, or one rank a
@@ -70,9 +76,25 @@ class ProcessGroup(Reductions, Collectives, PointToPoint, Objects, MonitoredBarr
                 "have a choice in host memory; "
                 f"got ranks on nodes {list(self._comm.nodes)}"
             )
-        table = self._launch(Operation("tune", _tune, args=(device, sizes, rounds, source, told)))
+        arguments = (device, sizes, rounds, source, told, segments)
+        table = self._launch(Operation("tune", _tune, args=arguments))
         self._fast_path.forget()
+        self._tables.clear()
         return table
+
+    def tuning_table(self, device: torch.device) -> tuning.Table:
+        """Return the table that all ranks of this group use on a type of device: rank 0's.
+
+        Collective: over this group, the first time for a device type and after ``tune``; later
+        calls are local.
+        """
+        # Not the communicator's tables: an operation that is queued may or may not have agreed on
+        # one yet, and all ranks must enter the same calls.
+        held = self._tables.get(device.type)
+        if held is None:
+            ask = Operation("tuning_table", lambda comm, *_: tuning.agreed_table(comm, device))
+            held = self._tables[device.type] = self._launch(ask)
+        return held
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """End the queued operations, then the group's thread, and give up the communicator.
@@ -226,9 +248,10 @@ def _tune(
     rounds: int,
     source: str,
     log: Callable[[str], object],
+    segments: Sequence[tuple[int, int]],
 ) -> tuning.Table:
     if device is not None:
         comm = comm.blocking()  # as for collectives of device memory
     return tuning_runs.measured_table(
-        comm, device, tuning_runs.seconds(comm, device, sizes, rounds, log), source, log
+        comm, device, tuning_runs.seconds(comm, device, sizes, rounds, log), source, log, segments
     )

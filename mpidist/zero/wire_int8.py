@@ -8,14 +8,17 @@ from itertools import pairwise
 import torch
 
 from mpidist.comm.group_types import Group
-from mpidist.kernels.quantize import DTYPES, blocks_in, dequantize_add, quantize_change
+from mpidist.kernels.quantize import BLOCK, DTYPES, blocks_in, dequantize_add, quantize_change
 from mpidist.zero.wire_memory import Scratch, busiest_nbytes, shards_of
 
 # Bytes that kernels read and write at once.
 _ALIGNMENT = 16
-# Elements in one message. While it is sent, the next segment is quantized and the last one added.
-# At 1 Gbit/s, 1 MiB takes 8 ms.
-_SEGMENT_NUMEL = 1 << 20
+# Elements in one message where the tuning table has none. While it is sent, the next segment is
+# quantized and the last one added. At 1 Gbit/s, 1 MiB takes 8 ms.
+SEGMENT_NUMEL = 1 << 20
+# On a device a segment costs the host some 200 us, in which a link of 25 GB/s sends 4 MiB. Those of
+# all ranks together stay below what a staged gather pins (``host_copies.PINNED_BYTES``).
+_DEVICE_SEGMENT_NUMEL, _DEVICE_GATHER_NUMEL = 4 << 20, 24 << 20
 
 
 class Int8Wire:
@@ -29,6 +32,11 @@ class Int8Wire:
 
     A change that is not finite makes its block of ``flat`` NaN on all ranks.
 
+    Args:
+        segment_numel: Elements of a segment, a multiple of 256; the same on all ranks. By default
+            the tuning table's for the group, the device and the longest shard
+            (``python -m mpidist.tune``), or a constant. Values do not depend on it.
+
     Source: error feedback by Seide et al., 1-bit SGD (2014), and Karimireddy et al.,
     arXiv:1901.09847; blocks as ZeRO++ (arXiv:2306.10209) quantizes weights. Deviation: changes are
     sent, not weights; see ``docs/decisions/0014``.
@@ -37,8 +45,9 @@ class Int8Wire:
     name = "int8"
     is_rounding = False
 
-    def __init__(self) -> None:
+    def __init__(self, segment_numel: int | None = None) -> None:
         self._scratch = Scratch()
+        self._segment_numel = segment_numel
 
     def master_dtype(self, flat_dtype: torch.dtype) -> torch.dtype:
         """Return ``flat_dtype``: float32 or float64.
@@ -65,7 +74,7 @@ class Int8Wire:
         if group.size == 1:
             shards[0].copy_(master)
             return
-        segments = segments_of(bounds)
+        segments = segments_of(bounds, self._segment_of(group, flat.device, bounds))
         sizes = [[section_nbytes(stop - start) for start, stop in spans] for spans in segments]
         memory = self._scratch.take(sum(map(sum, sizes)), flat.device).split(
             [sum(of_ranks) for of_ranks in sizes]
@@ -95,22 +104,40 @@ class Int8Wire:
             for (start, stop), (q, scales) in zip(spans, fields, strict=True):
                 dequantize_add(visible[start:stop], q, scales)
 
+    def _segment_of(self, group: Group, device: torch.device, bounds: Sequence[int]) -> int:
+        if self._segment_numel is not None:
+            return self._segment_numel
+        tuned = group.tuning_table(device).segment_numel(longest_shard(bounds))
+        return tuned or unmeasured_segment(device, group.size)
+
     def nbytes(self, bounds: Sequence[int]) -> int:
         """Return the bytes that the busiest rank sends and receives in one ``share``."""
         return busiest_nbytes([section_nbytes(stop - start) for start, stop in pairwise(bounds)])
 
 
-def segments_of(bounds: Sequence[int]) -> list[list[tuple[int, int]]]:
+def longest_shard(bounds: Sequence[int]) -> int:
+    """Return the elements of the longest shard."""
+    return max(stop - start for start, stop in pairwise(bounds))
+
+
+def unmeasured_segment(device: torch.device, size: int) -> int:
+    """Return the elements of a segment for a device and W ranks without a tuning table."""
+    if device.type == "cpu":
+        return SEGMENT_NUMEL
+    pinned = _DEVICE_GATHER_NUMEL // size // BLOCK * BLOCK
+    return max(SEGMENT_NUMEL, min(_DEVICE_SEGMENT_NUMEL, pinned))
+
+
+def segments_of(bounds: Sequence[int], segment_numel: int) -> list[list[tuple[int, int]]]:
     """Cut the shards into segments, sent one after the other; return each rank's (start, stop).
 
     Blocks are not cut, so the length of a segment does not change the values. Without elements the
     shards have no segments.
     """
     shards = list(pairwise(bounds))
-    longest = max(stop - start for start, stop in shards)
     return [
-        [(min(start + at, stop), min(start + at + _SEGMENT_NUMEL, stop)) for start, stop in shards]
-        for at in range(0, longest, _SEGMENT_NUMEL)
+        [(min(start + at, stop), min(start + at + segment_numel, stop)) for start, stop in shards]
+        for at in range(0, longest_shard(bounds), segment_numel)
     ]
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from mpidist import cache
+from mpidist.comm.algorithms import host_copies, tuning
 from mpidist.kernels.quantize import BLOCK
 from mpidist.zero import wire_int8, wire_memory
 from mpidist.zero.wire import wire_of
@@ -86,10 +88,9 @@ def test_halves_are_the_rounded_masters_on_all_ranks(group, device, dtype):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
-def test_int8_sends_changes_and_leaves_the_rest_in_the_master(group, device, dtype, monkeypatch):
+def test_int8_sends_changes_and_leaves_the_rest_in_the_master(group, device, dtype):
     # Two segments of the even shards, up to five of the ragged ones.
-    monkeypatch.setattr(wire_int8, "_SEGMENT_NUMEL", 1024)
-    wire = Int8Wire()
+    wire = Int8Wire(1024)
     for turn, bounds in enumerate(layouts(group.size)):
         masters, own, flat = buffers(group, bounds, dtype, turn)
         before, wanted = own.clone(), flat.cpu()
@@ -287,11 +288,46 @@ def test_bytes_of_the_busiest_rank(size):
     ]
 
 
-def test_segments_hold_each_element_once_and_whole_blocks(monkeypatch):
-    monkeypatch.setattr(wire_int8, "_SEGMENT_NUMEL", 1024)
+@pytest.mark.mpi(min_size=2)
+def test_segments_are_those_of_the_tuning_table(group, monkeypatch):
+    """Rank 0's; without a table a constant. The values do not depend on them."""
+    mebi, seen, flats = 1 << 20, [], []
+    held = {
+        "rows": [[1, list(tuning.ALGORITHMS)]],
+        "source": f"rank {group.rank}",
+        "segments": [[mebi, 512 << group.rank], [2 * mebi, 1024]],
+    }
+    cut = wire_int8.segments_of
+    monkeypatch.setattr(
+        wire_int8, "segments_of", lambda bounds, numel: (seen.append(numel), cut(bounds, numel))[1]
+    )
+    for table in (held, None):
+        monkeypatch.setattr(cache, "load", lambda kind, key, table=table: table)
+        fresh = group.clone("tuned" if table else "unmeasured")
+        bounds = [rank * 2048 for rank in range(group.size + 1)]
+        _, own, flat = buffers(group, bounds, torch.float32)
+        for _ in range(2):
+            Int8Wire().share(fresh, own, flat, bounds)
+        flats.append(flat)
+        fresh.close()
+    agree(group, seen == [512, 512, wire_int8.SEGMENT_NUMEL, wire_int8.SEGMENT_NUMEL], str(seen))
+    agree(group, torch.equal(*flats) and is_equal_everywhere(group, flats[0]))
+
+
+def test_unmeasured_segments_of_a_device_fit_into_pinned_memory():
+    cuda = torch.device("cuda", 0)
+    for size in range(1, 129):
+        segment = wire_int8.unmeasured_segment(cuda, size)
+        gathered = size * section_nbytes(segment)
+        assert segment % BLOCK == 0 and wire_int8.SEGMENT_NUMEL <= segment <= 4 << 20
+        assert gathered <= host_copies.PINNED_BYTES or segment == wire_int8.SEGMENT_NUMEL, size
+    assert wire_int8.unmeasured_segment(torch.device("cpu"), 2) == wire_int8.SEGMENT_NUMEL
+
+
+def test_segments_hold_each_element_once_and_whole_blocks():
     bounds = [64, 64, 3264, 3328, 5376]
-    segments = segments_of(bounds)
-    assert len(segments) == 4 and segments_of([5, 5, 5]) == []
+    segments = segments_of(bounds, 1024)
+    assert len(segments) == 4 and segments_of([5, 5, 5], 1024) == []
     assert segments[1] == [(64, 64), (1088, 2112), (3328, 3328), (4352, 5376)]
     for rank, (start, stop) in enumerate(pairwise(bounds)):
         spans = [spans[rank] for spans in segments]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 
@@ -119,14 +120,14 @@ def measured_table(
     measured: dict[int, dict[str, float]],
     source: str,
     log: Callable[[str], object] = lambda line: None,
+    segments: Sequence[tuple[int, int]] = (),
 ) -> tuning.Table:
     """Return the table of measured times; use it in this job, and cache it for later ones.
 
     Collective: over ``comm``.
     """
-    table = tuning.table_of(
-        measured, source, tuning.HOST_ALGORITHMS if where is None else tuning.ALGORITHMS
-    )
+    algorithms = tuning.HOST_ALGORITHMS if where is None else tuning.ALGORITHMS
+    table = replace(tuning.table_of(measured, source, algorithms), segments=tuple(sorted(segments)))
     if comm.rank == 0:
         is_kept = tuning.store(comm, where, table)
         log(
