@@ -25,6 +25,7 @@ from timing import Contender
 
 from mpidist.comm.discovery import capability
 from mpidist.comm.memory.stream import HostDevice, device_of
+from mpidist.comm.message_pieces import PieceTransfers
 from mpidist.comm.mpi import runtime
 from mpidist.comm.mpi.communicator import Communicator
 
@@ -54,7 +55,7 @@ class Settings:
     burst_s: float = 0.01
 
 
-QUICK = Settings((4 * _KI, 1 * _MI), 2, 0.001)
+QUICK = Settings((4 * _KI, 1 * _MI, 64 * _MI), 2, 0.001)
 
 
 _OPERATIONS: dict[
@@ -101,7 +102,8 @@ def main() -> None:
 
 def _place(comm: Communicator, device: torch.device) -> Place:
     queues = device_of((torch.empty(0, device=device),)) or HostDevice()
-    return Place(comm, device, queues, capability.agreed_operations(comm, device))
+    able = capability.agreed_operations(comm, device)
+    return Place(comm, device, queues, able, PieceTransfers(comm, comm.mpi))
 
 
 def measure(operation: str, place: Place, settings: Settings) -> Iterator[dict[str, Any]]:

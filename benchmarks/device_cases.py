@@ -10,12 +10,16 @@ import torch
 from timing import Contender
 
 from mpidist.comm import SUM
-from mpidist.comm.algorithms import device_all_reduce, tuning
+from mpidist.comm.algorithms import device_all_reduce, host_copies, tuning
 from mpidist.comm.algorithms.host_copies import HostCopies
+from mpidist.comm.device_p2p import StagedSource, StagedTarget
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import Device
+from mpidist.comm.message_pieces import PieceTransfers
 from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.mpi.nonblocking import Request
+from mpidist.comm.posted_receives import ReceiveQueue
 
 Tensor = torch.Tensor
 
@@ -33,6 +37,8 @@ class Place:
     queues: Device
     # MPI operations that accept device memory.
     able: frozenset[str]
+    # Long staged messages.
+    pieces: PieceTransfers
 
     def contribution(self, numel: int, rank: int) -> Tensor:
         """Return a rank's contribution, in values whose sum is exact."""
@@ -103,8 +109,14 @@ def _receive(place: Place, tensor: Tensor, peer: int) -> None:
 def _send_staged(place: Place, tensor: Tensor, peer: int) -> None:
     fence = StreamFence(place.queues, (tensor,))
     fence.wait_ready()
-    (host,), _ = HostCopies((tensor,), (), fence).load()
-    place.comm.mpi.Send(buffer.as_bytes(host), peer, _TAG)
+    if tensor.nbytes <= host_copies.PINNED_BYTES:
+        (host,), _ = HostCopies((tensor,), (), fence).load()
+        place.comm.mpi.Send(buffer.as_bytes(host), peer, _TAG)
+        return
+    fence.synchronize()
+    source = StagedSource(place.queues, tensor, tensor)
+    for request in place.pieces.send(source, list(buffer.pieces(tensor.nbytes)), peer, _TAG) or ():
+        _await(request)
 
 
 def _receive_staged(place: Place, tensor: Tensor, peer: int) -> None:
@@ -112,9 +124,26 @@ def _receive_staged(place: Place, tensor: Tensor, peer: int) -> None:
     fence.wait_ready()
     copies = HostCopies((), (tensor,), fence)
     _, (host,) = copies.load()
-    place.comm.mpi.Recv(buffer.as_bytes(host), peer, _TAG)
-    copies.store()
-    _finish(fence)
+    if tensor.nbytes <= host_copies.PINNED_BYTES:
+        place.comm.mpi.Recv(buffer.as_bytes(host), peer, _TAG)
+        copies.store()
+        _finish(fence)
+        return
+    target = StagedTarget(tensor, fence, copies)
+    receives = ReceiveQueue(place.comm.mpi, place.pieces)
+    for start, length in buffer.pieces(tensor.nbytes):
+        space = buffer.byte_range(host, start, length)
+        receive = receives.post(space, peer, _TAG, True, None, (target, start))
+        _await(receive)
+        if receive.error is not None:
+            raise receive.error
+    for event in target():
+        event.synchronize()
+
+
+def _await(request: Request) -> None:
+    while not request.Test():
+        pass
 
 
 def _finish(fence: StreamFence) -> None:

@@ -22,6 +22,7 @@ from mpidist.comm.group_settings import GroupSettings
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.device_request import start_request
 from mpidist.comm.memory.stream import Event
+from mpidist.comm.message_pieces import HEAD_BYTES, PieceTransfers
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.mpi_errors import explain
@@ -55,7 +56,8 @@ class PointToPoint(Execution):
 
     def __init__(self, comm: Communicator, settings: GroupSettings) -> None:
         super().__init__(comm, settings)
-        self._receives = ReceiveQueue(self._mpi)
+        self._pieces = PieceTransfers(comm, self._mpi)
+        self._receives = ReceiveQueue(self._mpi, self._pieces)
         self._direct = DirectMessages(self._mpi, comm)
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
@@ -162,10 +164,13 @@ class PointToPoint(Execution):
             if message is None:
                 return None
             sender, received = status.Get_source(), status.Get_count(MPI.BYTE)
-            if received != tensor.nbytes:
-                receive = PostedReceive(self._receives, buffer.as_bytes(tensor), sender, tag, None)
+            if received != tensor.nbytes or received == HEAD_BYTES:
+                # A message of another length, which is an error; or one that comes in pieces.
+                space = buffer.as_bytes(tensor)
+                receive = PostedReceive(self._receives, space, sender, tag, None, None)
                 receive.start(message, sender, received)
-                self._receive_work("recv", tensor, receive, src).wait()  # raises
+                self._receive_work("recv", tensor, receive, src).wait()
+                return sender
             request = self._direct.start_receive(tensor, received, message)
             if request.Test() or ends_soon(request):
                 return sender
@@ -185,6 +190,13 @@ class PointToPoint(Execution):
         arguments.rank(where, dst, "dst", self.size)
         arguments.tag(where, tag, self._comm.max_tag)
         release_orphans()
+        staged = device_p2p.to_send_in_pieces(tensor)
+        if staged is not None:
+            parts = self._pieces.send(staged, list(buffer.pieces(tensor.nbytes)), dst, tag)
+            if parts is not None:
+                return self._request_work(
+                    operation, tensor, _as_one(parts), None, staged, self.peers_of(dst)
+                )
         memory, device = device_p2p.to_send(tensor)
         requests = [
             start_request(
@@ -220,9 +232,15 @@ class PointToPoint(Execution):
                 f"{memory.nbytes}; name src"
             )
         source = MPI.ANY_SOURCE if src is None else src
+        target = device_p2p.target_of(arrive, tensor)
         receives = [
             self._receives.post(
-                buffer.byte_range(memory, start, length), source, tag, waits, device
+                buffer.byte_range(memory, start, length),
+                source,
+                tag,
+                waits,
+                device,
+                None if target is None else (target, start),
             )
             for start, length in spans
         ]
@@ -265,7 +283,7 @@ class PointToPoint(Execution):
         tensor: Tensor,
         request: Request,
         finish: Callable[[], tuple[int, Sequence[Event]]] | None,
-        memory: Tensor,
+        memory: object,
         peers: Sequence[int],
     ) -> RequestWork:
         return RequestWork(

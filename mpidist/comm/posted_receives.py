@@ -20,6 +20,7 @@ from mpidist.comm import receive_poller
 from mpidist.comm.memory.buffer import Buffer
 from mpidist.comm.memory.device_request import start_request
 from mpidist.comm.memory.stream import Device
+from mpidist.comm.message_pieces import HEAD_BYTES, Head, PieceTransfers, Target
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import MatchedMessage, Mpi, Request
 from mpidist.errors import GroupError
@@ -44,20 +45,24 @@ class PostedReceive:
         sender: The sender's rank, once matched.
         received: Length of the message, once matched. A message longer than the memory is received
             elsewhere, and the memory is unchanged.
+        space: The memory.
+        device: Its device; None for the host.
+        target: Device memory for pieces of a staged message, and the offset there.
     """
 
     __slots__ = (
-        "_device",
         "_queue",
         "_request",
-        "_space",
+        "device",
         "error",
         "nbytes",
         "number",
         "received",
         "sender",
         "source",
+        "space",
         "tag",
+        "target",
     )
 
     def __init__(
@@ -67,10 +72,12 @@ class PostedReceive:
         source: int,
         tag: int,
         device: Device | None,
+        target: tuple[Target, int] | None,
     ) -> None:
         self._queue = queue
-        self._space = space
-        self._device = device
+        self.space = space
+        self.device = device
+        self.target = target
         self._request: Request | None = None
         self.source = source
         self.tag = tag
@@ -103,11 +110,12 @@ class PostedReceive:
     def start(self, message: MPI.Message | MatchedMessage, sender: int, received: int) -> None:
         """Start MPI's receive of the matched message."""
         self.sender, self.received = sender, received
-        space = (
-            self._space if received <= self.nbytes else (bytearray(received), received, MPI.BYTE)
-        )
+        space = self.space if received <= self.nbytes else (bytearray(received), received, MPI.BYTE)
         try:
-            self._request = start_request(self._device, message.Irecv, space)
+            if received == HEAD_BYTES and self._queue.pieces is not None:
+                self._request = self._queue.pieces.receive(self, message, sender)
+            else:
+                self._request = start_request(self.device, message.Irecv, space)
         except Exception as error:
             self.error = error
 
@@ -117,13 +125,15 @@ class ReceiveQueue:
 
     Args:
         mpi: The group's communicator.
+        pieces: Receives messages that come in pieces; None if none do.
 
     Attributes:
         is_watched: See ``receive_poller``, which sets it.
     """
 
-    def __init__(self, mpi: Mpi) -> None:
+    def __init__(self, mpi: Mpi, pieces: PieceTransfers | None = None) -> None:
         self._mpi = mpi
+        self.pieces = pieces
         # By source and tag, in the order of posting. A dict of numbers and not a deque, because a
         # receive in the middle is withdrawn in constant time.
         self._posted: dict[Pattern, OrderedDict[int, PostedReceive]] = {}
@@ -139,6 +149,7 @@ class ReceiveQueue:
         tag: int,
         waits: bool,
         device: Device | None = None,
+        target: tuple[Target, int] | None = None,
     ) -> PostedReceive:
         """Post a receive.
 
@@ -146,8 +157,9 @@ class ReceiveQueue:
             space: Memory, its length in bytes, ``MPI.BYTE``.
             waits: The calling thread waits for the receive next, and probes the queue meanwhile.
             device: Device of the memory; None for the host.
+            target: Device memory for pieces of a staged message, and the offset there.
         """
-        receive = PostedReceive(self, space, source, tag, device)
+        receive = PostedReceive(self, space, source, tag, device, target)
         pattern = (source, tag)
         with self._lock:
             receive.number = self._posts
@@ -193,6 +205,8 @@ class ReceiveQueue:
         with self._lock:
             receives = [receive for same in self._posted.values() for receive in same.values()]
             self._fail(receives, GroupError("the group was closed while a receive was posted"))
+        if self.pieces is not None:
+            self.pieces.close()
 
     def drain(self) -> list[tuple[int, int, int]]:
         """Receive messages that no receive has matched; return source, tag and length of each.
@@ -202,9 +216,11 @@ class ReceiveQueue:
         """
         status, found = MPI.Status(), []
         while (message := self._mpi.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
-            length = status.Get_count(MPI.BYTE)
-            found.append((status.Get_source(), status.Get_tag(), length))
-            message.Recv((bytearray(length), length, MPI.BYTE))
+            length, data = status.Get_count(MPI.BYTE), bytearray(status.Get_count(MPI.BYTE))
+            source, tag = status.Get_source(), status.Get_tag()
+            message.Recv((data, length, MPI.BYTE))
+            head = Head.from_bytes(data) if length == HEAD_BYTES else None
+            found.append((source, tag, length if head is None else head.nbytes))
         return found
 
     def is_empty(self) -> bool:

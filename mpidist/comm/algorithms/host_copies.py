@@ -128,10 +128,16 @@ def _copy_plain(copy: torch.Tensor, tensor: torch.Tensor) -> None:
     copy.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
 
 
-def _bring_down(fence: StreamFence, copy: torch.Tensor, tensor: torch.Tensor) -> None:
+def flattened(fence: StreamFence, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a device tensor as a flat one: its memory, or a copy on ``down``."""
     flat = _flat(fence, tensor)
     if flat.data_ptr() != tensor.data_ptr():
         fence.device.down.do(lambda: flat.view(tensor.shape).copy_(tensor))
+    return flat
+
+
+def _bring_down(fence: StreamFence, copy: torch.Tensor, tensor: torch.Tensor) -> None:
+    flat = flattened(fence, tensor)
     part_for = _parts(copy)
     staging.through_host(fence, flat, lambda chunk: part_for(chunk).copy_(chunk), writes=False)
 
