@@ -44,6 +44,36 @@ def same(x):
     return x
 
 
+class Turns:
+    """State on the device, and two handlers that overlap and change it one after the other."""
+
+    def __init__(self):
+        self.state = torch.ones(3)
+        self.has_begun, self.is_changed = threading.Event(), threading.Event()
+
+
+_turns: Turns
+
+
+def change_first():
+    """Change the state once the other handler has begun."""
+    assert _turns.has_begun.wait(30)
+    _device.current().do(lambda: _turns.state.mul_(5))
+    _turns.is_changed.set()
+
+
+def change_second():
+    """Change the state after the other handler has queued its change."""
+    _turns.has_begun.set()
+    assert _turns.is_changed.wait(30)
+    _device.current().do(lambda: _turns.state.add_(7))
+
+
+def state_now():
+    _device.current().record().synchronize()
+    return _turns.state.tolist()
+
+
 @pytest.fixture
 def lazy(monkeypatch):
     global _device
@@ -166,3 +196,31 @@ def test_without_devices_nothing_is_recorded():
     entry = Entry(1)
     entry.set(5)
     assert entry.value_here() == 5 and entry.events == ()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("has_own_streams", [False, True])
+def test_handlers_change_state_in_the_order_in_which_they_queue_it(
+    group, lazy, monkeypatch, has_own_streams
+):
+    """On the default stream. On a stream for each thread an order of the host's orders nothing."""
+    global _turns
+    _turns = Turns()
+    if has_own_streams:
+        of_thread = threading.local()
+
+        def current():
+            if not hasattr(of_thread, "stream"):
+                of_thread.stream = LazyStream(lazy)
+            return of_thread.stream
+
+        monkeypatch.setattr(lazy, "current", current)
+    rpc.init_rpc(f"worker{group.rank}", group=group)
+    group.barrier()
+    found = None
+    if group.rank == 1:
+        for answer in [rpc.rpc_async("worker0", call) for call in (change_first, change_second)]:
+            answer.wait()
+        found = rpc.rpc_sync("worker0", state_now)
+    shut_down(group)
+    agree(group, group.rank != 1 or (found == [12.0] * 3) is not has_own_streams, str(found))
