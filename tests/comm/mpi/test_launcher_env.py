@@ -101,7 +101,8 @@ _OF_THE_USER = (
     "OMPI_MCA_accelerator",
     "OMPI_MCA_btl_smcuda_use_cuda_ipc", "OMPI_MCA_coll_cuda_priority", "OMPI_MCA_mtl",
     "OMPI_MCA_opal_cuda_verbose",
-    "OMPI_MCA_osc", "OMPI_MCA_pml", "OMPI_MCA_smsc", "OPAL_PREFIX", "UCX_TLS",
+    "OMPI_MCA_osc", "OMPI_MCA_pml", "OMPI_MCA_smsc", "OPAL_PREFIX",
+    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "UCX_TLS",
 )  # fmt: skip
 _WITHOUT_EFFECT = (
     "CUDA_VISIBLE_DEVICES",
