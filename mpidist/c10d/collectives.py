@@ -170,6 +170,30 @@ class Collectives:
         """See barrier; the wait applies a timeout in the options."""
         return self.calls.call(self.native.barrier, [], opts)
 
+    # --- memory ---
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return whether ``allocate_tensor`` has memory for the group's collectives on a device."""
+        return torch.device(device).type == "cpu" and self.native.allocates_node_memory
+
+    def allocate_tensor(
+        self, size: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> Tensor:
+        """Return a tensor of ``size`` elements in node memory; see ``ProcessGroup.allocate``.
+
+        For callers in Python (FSDP2): torch has no way from C++ to a Python class here.
+
+        Collective: the first call, over the group.
+
+        Raises:
+            ValueError: Not the CPU.
+        """
+        if torch.device(device).type != "cpu":
+            raise ValueError(
+                f"{self.native.where('allocate_tensor')} has memory on the CPU alone; got {device}"
+            )
+        return self.native.allocate(size, dtype)
+
     # --- messages ---
 
     def send(self, tensors: TensorList, dst: int, tag: int = 0) -> Work:

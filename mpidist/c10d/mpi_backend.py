@@ -116,10 +116,6 @@ class MpiBackend(Collectives, Backend):
 
     _set_default_timeout = set_timeout
 
-    def supports_tensor_alloc(self, device: Any) -> bool:
-        """Return False: MPI takes any memory and needs no special allocator."""
-        return False
-
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
         """Do nothing, because MPI has connected the ranks."""
 

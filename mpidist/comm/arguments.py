@@ -77,6 +77,22 @@ def sparse(where: str, value: torch.Tensor, name: str, op: ReduceOp) -> None:
     operation(where, value.dtype, op)
 
 
+def shape(where: str, value: int | Sequence[int]) -> tuple[int, ...]:
+    """Return a shape given as a number of elements or as several.
+
+    Raises:
+        TypeError: Not whole numbers.
+        ValueError: A negative one.
+    """
+    sizes = value if isinstance(value, Sequence) else (value,)
+    for size in sizes:
+        if isinstance(size, bool) or not hasattr(size, "__index__"):
+            raise TypeError(f"{where} needs a shape of whole numbers; got {value!r}")
+        if size < 0:
+            raise ValueError(f"{where} needs a shape of at least 0; got {value!r}")
+    return tuple(size.__index__() for size in sizes)
+
+
 def tensors(where: str, values: object, name: str, count: int | None = None) -> None:
     """Require a list of ``count`` tensors on one device and of one dtype."""
     if not isinstance(values, (list, tuple)):

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 import torch
 
 from mpidist.comm import arguments
-from mpidist.comm.algorithms import movement
+from mpidist.comm.algorithms import movement, node_memory
 from mpidist.comm.execution import Execution
+from mpidist.comm.mpi import autograd_mode
 from mpidist.comm.operation import Operation, Tensors
 from mpidist.comm.work import Work
 
@@ -29,6 +30,53 @@ Tensor = torch.Tensor
 
 class Collectives(Execution):
     """The collective calls of a process group that move data; ``reductions`` has the others."""
+
+    @property
+    def allocates_node_memory(self) -> bool:
+        """Return whether ``allocate`` returns memory that the other ranks can read."""
+        made = node_memory.of(self._comm)
+        return self.size > 1 and self.is_single_node and (made is None or made.is_shared)
+
+    def allocate(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor in memory that the other ranks of the node read without messages.
+
+        ``all_gather_into_tensor`` copies straight from there, where every rank's output or input
+        lies in it. The tensor is this rank's own, like any other; a process forked from the rank
+        writes to the same memory.
+
+        The memory serves this group's later tensors when nothing refers to the tensor any more, and
+        is freed when the group is closed and its last tensor gone; a tensor may outlive the group.
+        On several nodes, on one rank, and with one warning where the ranks cannot map each other's
+        memory or this rank's part of it is full, the tensor is in plain memory.
+
+        Collective: the first call, over the group; waits behind queued operations. Later calls
+        concern this rank alone.
+
+        Args:
+            shape: Numbers of elements.
+            dtype: The dtype.
+
+        Returns:
+            A contiguous tensor on the CPU with undefined values, at the start of a page.
+
+        Raises:
+            ValueError: A negative number of elements (this rank).
+            TypeError: Not numbers, or not a dtype (this rank).
+        """
+        with self._checked("allocate") as where:
+            sizes = arguments.shape(where, shape)
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{where} needs a torch.dtype; got {dtype!r}")
+        memory = node_memory.of(self._comm)
+        if memory is None and self.allocates_node_memory:
+            memory = self._launch(
+                Operation("allocate", node_memory.make, args=(self.where("allocate"),))
+            )
+        self._require_usable("allocate")
+        if memory is None:
+            with autograd_mode.allocating():
+                return torch.empty(sizes, dtype=dtype, device="cpu")
+        return memory.tensor(sizes, dtype)
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work | None:
         """Copy rank ``src``'s tensor (any shape and dtype, equal on all ranks) to all."""

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 
 from mpidist.comm import subgroups
-from mpidist.comm.algorithms import tuning, tuning_runs
+from mpidist.comm.algorithms import node_memory, tuning, tuning_runs
 from mpidist.comm.collectives import Collectives
 from mpidist.comm.group_settings import ABORT, GroupSettings
 from mpidist.comm.monitored_barrier import MonitoredBarrier
@@ -112,6 +112,7 @@ class ProcessGroup(Reductions, Collectives, PointToPoint, Objects, MonitoredBarr
         with self._revoking:
             self._closed = True
         self._close_fast_path()
+        node_memory.drop(self._comm)
         self._receives.close()
         if _default is self:
             _default = None

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from mpidist.comm.algorithms import node_memory
 from tests.support import agree
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group")]
@@ -22,11 +23,12 @@ def test_the_backend_of_either_device_describes_the_group(world, default_group):
             or backend.supports_time_estimate
             or not backend.supports_shrinking
         )
-        no_memory = not backend.supports_tensor_alloc(torch.device(device))
+        has_memory = device == "cpu" and default_group.native.allocates_node_memory
+        is_memory_known = backend.supports_tensor_alloc(torch.device(device)) is has_memory
         backend.eager_connect_single_device(torch.device(device))
         agree(
             world,
-            facts == ("mpidist", world.rank, world.size) and not can and no_memory,
+            facts == ("mpidist", world.rank, world.size) and not can and is_memory_known,
             f"{device}: {facts}",
         )
     with pytest.raises(RuntimeError, match="meta"):
@@ -68,17 +70,15 @@ def test_a_default_group_with_a_device_is_nothing_that_nccl_could_split(world, d
     )
 
 
-def test_fsdp_takes_no_memory_of_the_group(world):
-    from torch.distributed.fsdp import fully_shard
-
-    model = fully_shard(torch.nn.Linear(4, 4), mesh=dist.init_device_mesh("cpu", (world.size,)))
-    allocates = getattr(model, "set_allocate_memory_from_process_group_for_comm", None)
-    if allocates is None:
-        pytest.skip("this torch's FSDP takes no memory of a group")
-    allocates(True)
-    model(torch.ones(2, 4)).sum().backward()
-    agree(
-        world,
-        torch.equal(model.bias.grad.full_tensor(), torch.full((4,), 2.0)),
-        f"{model.bias.grad}",
-    )
+def test_memory_is_allocated_by_group_and_backend(world, default_group):
+    """By the names that FSDP2 calls."""
+    native = default_group.native
+    for owner in (default_group, default_group._get_backend(torch.device("cpu"))):
+        allocated = owner.allocate_tensor(1000, dtype=torch.bfloat16, device=torch.device("cpu"))
+        made = node_memory.of(native._comm)
+        is_shared = made is not None and made._offset(allocated) >= 0
+        facts = allocated.shape, allocated.dtype, owner.supports_tensor_alloc(allocated.device)
+        wanted = (1000,), torch.bfloat16, native.allocates_node_memory
+        agree(world, facts == wanted and is_shared is native.allocates_node_memory, f"{facts}")
+        with pytest.raises(ValueError, match="on the CPU alone; got cuda"):
+            owner.allocate_tensor(1, dtype=torch.float32, device=torch.device("cuda"))

@@ -5,7 +5,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tests.integration.training import assert_trained, net, reference, sgd, train
+from mpidist.comm.algorithms import node_memory
+from tests.integration.training import STEPS, assert_trained, net, reference, sgd, train
 from tests.support import agree
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group", "device")]
@@ -47,6 +48,37 @@ def test_mixed_precision(world, device):
     )
     weights = trained(world, sharded(mesh, mp_policy=policy))
     assert_trained(world, weights, reference(world.size), 5e-2)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_memory_of_the_group_gives_the_same_bits(world, default_group, monkeypatch, reshard):
+    """All staging memory is node memory, and every all-gather reads there."""
+    monkeypatch.setattr(node_memory, "SMALLEST_BYTES", 1)
+    native, read = default_group.native, []
+    true_gather = node_memory.NodeMemory.all_gather
+
+    def spy(*args):
+        read.append(true_gather(*args))
+        return read[-1]
+
+    monkeypatch.setattr(node_memory.NodeMemory, "all_gather", spy)
+    mesh = init_device_mesh("cpu", (world.size,))
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
+        weights = []
+        for allocates in (False, True):
+            model = sharded(mesh, reshard_after_forward=reshard, mp_policy=policy)
+            if not hasattr(model, "set_allocate_memory_from_process_group_for_comm"):
+                pytest.skip("this torch's FSDP takes no memory of a group")
+            for module in (model.first, model.side, model.last):
+                module.set_allocate_memory_from_process_group_for_comm(allocates)
+            train(world, model, sgd(model.parameters()))
+            gathers = len(read)
+            weights.append([weight.full_tensor() for weight in model.parameters()])
+            read.clear()
+            wanted = 3 * STEPS * (1 + reshard) if allocates and native.allocates_node_memory else 0
+            agree(world, gathers == wanted, f"{gathers} gathers in node memory, not {wanted}")
+        same = all(torch.equal(plain, other) for plain, other in zip(*weights, strict=True))
+        agree(world, same, f"{policy}")
 
 
 def test_shards_are_small_and_whole(world, device):

@@ -102,8 +102,15 @@ class DeviceBackend:
     _set_default_timeout = set_timeout
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return False: MPI takes any memory and needs no special allocator."""
-        return False
+        """See Collectives.supports_tensor_alloc."""
+        return bool(self._group.supports_tensor_alloc(device))
+
+    def allocate_tensor(
+        self, size: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """See Collectives.allocate_tensor."""
+        allocated: torch.Tensor = self._group.allocate_tensor(size, dtype=dtype, device=device)
+        return allocated
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
         """Do nothing, because MPI has connected the ranks."""

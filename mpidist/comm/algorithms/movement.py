@@ -17,7 +17,7 @@ from itertools import accumulate
 
 import torch
 
-from mpidist.comm.algorithms import fingerprint
+from mpidist.comm.algorithms import fingerprint, node_memory
 from mpidist.comm.algorithms.exchange import copy_own, exchange, transfer
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.overlap import Places, separated
@@ -103,8 +103,16 @@ def _head(comm: Communicator) -> tuple[c_uint64, int, buffer.Buffer]:
 def all_gather_into(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     """Gather each rank's tensor into a flat one: pairs of (N bytes) and (W·N bytes)."""
     inputs = separated(inputs, outputs, in_place(all_gather_into, comm.rank, inputs, outputs))
+    memory = node_memory.of(comm)
     for source, target in zip(inputs, outputs, strict=True):
         nbytes = source.nbytes
+        if (
+            memory is not None
+            and memory.is_shared
+            and nbytes >= node_memory.SMALLEST_BYTES
+            and memory.all_gather(comm, source, target)
+        ):
+            continue
         if nbytes * comm.size <= buffer.MAX_COUNT:
             mine = target.data_ptr() + comm.rank * nbytes
             send = MPI.IN_PLACE if source.data_ptr() == mine and nbytes else buffer.as_bytes(source)

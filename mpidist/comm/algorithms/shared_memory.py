@@ -184,13 +184,51 @@ def shared_maps(comm: Communicator, sizes: Sequence[int]) -> list[mmap.mmap] | N
     Returns:
         None on all ranks if a mapping fails on any.
     """
-    token = secrets.randbits(62)
-    nbytes = sizes[comm.rank]
+    file = anonymous_file(sizes[comm.rank])
     try:
-        file = _anonymous_file(nbytes)
+        return maps_of(comm, file, sizes)
+    finally:
+        # All ranks have mapped the file, or none will use it.
+        if file >= 0:
+            os.close(file)
+
+
+def anonymous_file(nbytes: int, is_sparse: bool = False) -> int:
+    """Return the descriptor of a new file of zeros that has no name; -1 if there is no room.
+
+    Args:
+        nbytes: Its length.
+        is_sparse: Allocate memory for the first page alone.
+    """
+    try:
+        file = os.memfd_create("mpidist", os.MFD_CLOEXEC)
     except (OSError, AttributeError):
-        file = -1
-    own = _map(file, nbytes)
+        return -1
+    try:
+        os.ftruncate(file, max(nbytes, 8))
+        # Allocated now: if memory is short, this is an error here and not a signal at first access.
+        os.posix_fallocate(file, 0, 8 if is_sparse else max(nbytes, 8))
+    except OSError:
+        os.close(file)
+        return -1
+    return file
+
+
+def maps_of(comm: Communicator, file: int, sizes: Sequence[int]) -> list[mmap.mmap] | None:
+    """Map the file of each rank of a communicator on one node.
+
+    Collective: over the communicator.
+
+    Args:
+        comm: The communicator.
+        file: This rank's, from ``anonymous_file`` and not written yet; -1 for none.
+        sizes: Bytes (> 0) of each rank's.
+
+    Returns:
+        None on all ranks if a mapping fails on any.
+    """
+    token = secrets.randbits(62)
+    own = _map(file, sizes[comm.rank])
     if own is not None:
         own[:8] = token.to_bytes(8, "little")
     facts = np.empty((comm.size, 3), np.int64)
@@ -198,26 +236,12 @@ def shared_maps(comm: Communicator, sizes: Sequence[int]) -> list[mmap.mmap] | N
     maps = _mapped(comm.rank, own, facts.tolist(), sizes)
     reaches_all = np.array([maps is not None], np.int64)
     comm.mpi.Allreduce(MPI.IN_PLACE, reaches_all, MPI.MIN)
-    if file >= 0:
-        # All ranks have mapped the file, or none will use it.
-        os.close(file)
     if maps is None or own is None or not reaches_all[0]:
         return None
     own[:8] = bytes(8)
     # No rank may write before all tokens are cleared.
     comm.mpi.Barrier()
     return maps
-
-
-def _anonymous_file(nbytes: int) -> int:
-    file = os.memfd_create("mpidist", os.MFD_CLOEXEC)
-    try:
-        # Allocated now: if memory is short, this is an error here and not a signal at first access.
-        os.posix_fallocate(file, 0, max(nbytes, 8))
-    except OSError:
-        os.close(file)
-        raise
-    return file
 
 
 def _map(file: int, nbytes: int) -> mmap.mmap | None:

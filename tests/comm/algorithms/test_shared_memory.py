@@ -133,7 +133,7 @@ def test_no_rank_shares_if_one_cannot(group, missing, monkeypatch):
 def test_another_file_with_the_same_number_is_detected(group, monkeypatch):
     if group.rank == 0:
         monkeypatch.setattr(shared_memory.secrets, "randbits", lambda bits: 1)
-        true_file = shared_memory._anonymous_file
+        true_file = shared_memory.anonymous_file
         kept = []
 
         # The file number belongs to another file when the other ranks open it.
@@ -141,7 +141,7 @@ def test_another_file_with_the_same_number_is_detected(group, monkeypatch):
             kept.append(true_file(nbytes))
             return os.dup(kept[-1])
 
-        monkeypatch.setattr(shared_memory, "_anonymous_file", another)
+        monkeypatch.setattr(shared_memory, "anonymous_file", another)
         monkeypatch.setattr(shared_memory.mmap, "mmap", lambda file, nbytes: bytearray(nbytes))
     made = shared_memory.share(group, 1000)
     monkeypatch.undo()
