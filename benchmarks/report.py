@@ -39,6 +39,8 @@ _PAIRS = (
     ("torch on mpidist", "torch on gloo"),
     ("mpidist", "torch on nccl"),
     ("mpidist", "torch on gloo"),
+    ("gloo", "node memory"),
+    ("mpidist", "node memory"),
 )
 _COLORS = {
     "gloo": "tab:red",

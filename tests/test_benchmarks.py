@@ -68,6 +68,7 @@ _OF_COLLECTIVES = [
     ["bench_collectives.py", "--quick"],
     ["bench_messages.py", "--quick"],
     ["bench_execution.py", "--rounds", "1"],
+    ["bench_allocate.py", "--quick"],
     ["bench_ddp.py", *_TRAINING],
     ["bench_owners.py", *_TRAINING],
     ["bench_powersgd.py", *_TRAINING],
@@ -168,6 +169,15 @@ def test_ways_to_execute_are_compared_and_recorded(of_collectives):
         "group's thread",
         "non-blocking",
     }
+
+
+@pytest.mark.slow
+def test_node_memory_is_compared_and_recorded(of_collectives):
+    record = record_of(of_collectives[0], "allocate-*-2.json", has_picture=False)
+    assert [result["operation"] for result in record["results"]] == ["all-gather", "unshard"]
+    for result in record["results"]:
+        assert set(result["contenders"]) == {"gloo", "mpidist", "node memory"}
+        assert len(result["comparisons"]) == 3
 
 
 @pytest.mark.slow
