@@ -258,6 +258,7 @@ def _create(
 ) -> torch.distributed.ProcessGroup:
     """Create a process group for torch, which calls this on the group's members only."""
     import torch
+    import torch.distributed as dist
 
     from mpidist import torch_version
     from mpidist.c10d import generation, sends, shrinking
@@ -301,7 +302,12 @@ def _create(
     device_id = _local_of("_new_process_group_helper", "device_id")
     if is_shared:
         return other_backends.mixed_group(native, options, backends, device_id, backend_options)
-    group_of_torch = generation.group_of_torch(native, options.store, name)
+    job = None
+    if ranks:
+        job = getattr(dist.distributed_c10d._get_default_group(), "job", None)
+    elif getattr(options, "enable_reconfigure", False):
+        job = importlib.import_module("mpidist.c10d.reconfiguring").job_of(native)
+    group_of_torch = generation.group_of_torch(native, options.store, name, job)
     # torch has set it on the group object that this one replaces.
     group_of_torch.bound_device_id = device_id
     return group_of_torch

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import Backend
@@ -42,16 +42,31 @@ class MpiBackend(Collectives, Backend):
 
     supports_coalescing = False
     supports_shrinking = True
+    # C++ calls a property that a Python class inherits without end. Groups that can change their
+    # members answer by themselves (``reconfiguring``).
+    supports_reconfigure = False
     # Whether Inductor can get a collective's duration without running it: torch 2.15, 2.14.
     _supports_time_estimate = False
     supports_time_estimate = False
 
     def __init__(self, calls: Calls) -> None:
         super().__init__(calls.native.rank, calls.native.size)
-        self.native = calls.native
-        self.calls = AnsweringCalls(calls)
+        self.serve(calls)
         self._options: Any = Backend.Options("mpidist", self._timeout)
         self._options.group_name = calls.native.name
+
+    def serve(self, calls: Calls) -> None:
+        """Serve a group from here on; torch keeps the first Backend that a group registers."""
+        self.native = calls.native
+        self.calls = AnsweringCalls(calls)
+
+    def rank(self) -> int:
+        """Return this process's rank in the group."""
+        return self.native.rank
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self.native.size
 
     def name(self) -> str:
         """Return the backend's name, as ``dist.get_backend`` does."""
@@ -109,6 +124,22 @@ class MpiBackend(Collectives, Backend):
         Collective: over the ranks that remain.
         """
         return MpiBackend(Calls(shrunk(self.native, ranks_to_exclude, shrink_flags)))
+
+    def get_reconfigure_handle(self) -> NoReturn:
+        """Say what a group needs that can change its members (``reconfiguring``).
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            f"{self.native.where('reconfigure')} needs a default group that was made with "
+            'init_process_group("mpidist", enable_reconfigure=True), and shares no device with '
+            "other backends"
+        )
+
+    def reconfigure(self, opts: object) -> NoReturn:
+        """See get_reconfigure_handle."""
+        self.get_reconfigure_handle()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the timeout after which the watchdog reports."""

@@ -185,20 +185,78 @@ class Subgroups(Execution):
         ]
         limit = self.timeout_s if timeout is None else seconds(timeout)
         try:
-            mpi, key = creation_barrier.create_world_group(
-                f"shrink of {self.key}", members, limit, survives=True
+            return self._surviving(
+                f"shrink of {self.key}", members, name or f"{self.name}/shrunk", limit, on_timeout
             )
         except CommTimeout as error:
             raise CommTimeout(
                 f"{where}: {error}; all ranks that remain must exclude the same ranks, here {gone}"
             ) from error
+
+    def regroup(
+        self: G,
+        world_ranks: Sequence[int],
+        key: str,
+        timeout: float | timedelta | None = None,
+    ) -> G:
+        """Make a group of ranks of the job that takes the place of this one.
+
+        The new group may lack ranks of this one, and have ranks that were left out before. Without
+        a death it works on any MPI. After one it needs ULFM (``mpirun --with-ft ulfm``), and also
+        works on a group that has failed. Name, debug mode and ``on_timeout`` are this group's,
+        which stays open; close it, or drop it if it has failed.
+
+        Collective: over ``world_ranks``, each on the group that it has; the others take no part.
+
+        Args:
+            world_ranks: Distinct ranks of the job, this one among them, in the new group's order.
+                The same on all of them.
+            key: A text that no earlier call had. The same on all of them.
+            timeout: Seconds or a timedelta, 0 for no limit; this group's if None.
+
+        Blocks: until all of ``world_ranks`` have called it, at most the timeout.
+
+        Raises:
+            ValueError: Ranks repeated or out of range, or without this one.
+            GroupError: The group is closed, or has an operation under way or queued.
+            CommTimeout: Not all of ``world_ranks`` called it in time with the same arguments.
+            RankFailureError: One of them is dead, or has ended.
+
+        Source: MPI_Comm_create_group, MPI_Comm_create_from_group (MPI-4.1 §7.4.2).
+        """
+        where, members, world = self.where("regroup"), list(world_ranks), runtime.world()
+        if self.is_closed:
+            raise GroupError(f"{where} was called on a closed group")
+        arguments.ranks(where, members, world.size)
+        if world.rank not in members:
+            raise ValueError(
+                f"{where} is called by the ranks of the new group; this one, rank {world.rank} of "
+                f"the job, is not among {members}"
+            )
+        if self._failure is None and (pending := self._progress.pending):
+            raise GroupError(
+                f"{where} with {pending} operations under way or queued: wait for them first"
+            )
+        limit = self.timeout_s if timeout is None else seconds(timeout)
+        try:
+            return self._surviving(f"regroup {key}", members, self.name, limit, None)
+        except CommTimeout as error:
+            raise CommTimeout(
+                f"{where}: {error}; all must give the same ranks and key, here {members} and {key}"
+            ) from error
+
+    def _surviving(
+        self: G,
+        operation: str,
+        members: Sequence[int],
+        name: str,
+        limit: float | None,
+        on_timeout: str | None,
+    ) -> G:
+        """Make a group of some ranks of the job, of which others may be dead."""
+        mpi, key = creation_barrier.create_world_group(operation, members, limit, survives=True)
         settings = GroupSettings(
-            name or f"{self.name}/shrunk",
-            key,
-            tuple(members),
-            limit,
-            self._debug,
-            on_timeout or self.on_timeout,
+            name, key, tuple(members), limit, self._debug, on_timeout or self.on_timeout
         )
         return create(type(self), mpi, settings)
 

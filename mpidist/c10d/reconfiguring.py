@@ -1,0 +1,161 @@
+"""torch's reconfigure API: a group of mpidist changes its members, among the ranks of the job.
+
+Every rank has a handle, which the program brings to the others by ways of its own. The ranks whose
+handles are given make a new communicator; the group's object stays, and so does its ``Backend``,
+because torch registers one Backend a group and has no way to exchange it. Ranks that were left out
+keep their object for a later call. torch caches rank and size in C++; both are overridden here.
+
+Source: torch/csrc/distributed/c10d/Backend.hpp (ReconfigureOptions), py/PyProcessGroup.hpp.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store, Work
+
+from mpidist.c10d.calls import Calls
+from mpidist.c10d.native import native_of
+from mpidist.c10d.process_group import TorchProcessGroup
+from mpidist.c10d.work import ENDED
+from mpidist.comm import consistency
+from mpidist.comm.group import ProcessGroup
+from mpidist.dynamo import untraced
+
+_SCHEME = "mpidist"
+# torch's tables of groups.
+_torch: Any = distributed_c10d._world
+
+
+@untraced
+class ReconfigurableGroup(TorchProcessGroup):
+    """A torch group on MPI that ``_reconfigure`` gives other members.
+
+    Args:
+        native: The native group.
+        store: The store that torch created the group with.
+        name: torch's name of the group.
+        job: Identifies the job of MPI; the same on all its ranks.
+
+    Attributes:
+        job: As given.
+        supports_reconfigure: True.
+    """
+
+    supports_reconfigure = True
+
+    def __init__(self, native: ProcessGroup, store: Store, name: str, job: str) -> None:
+        super().__init__(native, store, name)
+        self.job = job
+        self._uuids: set[int] = set()
+
+    def rank(self) -> int:
+        """Return this process's rank in the group."""
+        return self.native.rank
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self.native.size
+
+    # The names that C++ calls.
+    getRank = rank
+    getSize = size
+
+    def get_reconfigure_handle(self) -> str:
+        """Return this process's handle, which its peers give to ``reconfigure``. Not collective."""
+        native = self.native
+        return f"{_SCHEME}:{self.job}:{native.world_ranks[native.rank]}"
+
+    def reconfigure(self, opts: Any) -> Work:
+        """Give the group other members; see ``torch.distributed._reconfigure``.
+
+        Where the default group gets other members, all other groups of this process are destroyed,
+        as by ``shrink_group``: the ranks that torch counts them by are others. Modules that hold
+        the group's size (DDP) are made anew.
+
+        Collective: over the processes whose handles are given, which must agree on handles and
+        uuid.
+
+        Args:
+            opts: A ``ReconfigureOptions``: ``uuid``, fresh for each call; ``handles``, in a list by
+                rank, or in a set, whose members are ordered by the ranks of the job; ``timeout``,
+                or None for the group's.
+
+        Blocks: until all of them have called it, at most the timeout; the work returned has ended.
+
+        Raises:
+            ValueError: A handle of another job or backend, or twice, or this process's missing; a
+                uuid that this group has had; hints, of which there are none.
+            GroupError, CommTimeout, RankFailureError: See ``ProcessGroup.regroup``; the group stays
+                as it is.
+        """
+        where = self.native.where("reconfigure")
+        members = self._members(where, opts.handles)
+        if opts.uuid in self._uuids:
+            raise ValueError(f"{where} needs a fresh uuid; this group has had {opts.uuid}")
+        if opts.hints:
+            raise ValueError(f"{where} takes no hints; got {dict(opts.hints)}")
+        before = self.native
+        default: Any = native_of(_torch.default_pg)
+        if default is not before and not set(members) <= set(default.world_ranks):
+            raise ValueError(
+                f"{where} of a sub-group needs ranks of the default group, which are ranks "
+                f"{list(default.world_ranks)} of the job; got {members}"
+            )
+        native = before.regroup(members, f"{self.job}/{self.group_name}/{opts.uuid}", opts.timeout)
+        self._uuids.add(opts.uuid)
+        self.native, self.calls = native, Calls(native)
+        self.backend.serve(self.calls)
+        _renumber(self, before)
+        before.close()
+        return ENDED
+
+    def _members(self, where: str, handles: Sequence[str] | set[str]) -> list[int]:
+        """Return the world ranks of handles."""
+        members = []
+        for handle in handles:
+            scheme, _, rest = handle.partition(":")
+            job, _, rank = rest.partition(":")
+            if scheme != _SCHEME or not rank.isdecimal():
+                raise ValueError(f"{where} needs handles of mpidist; got {handle!r}")
+            if job != self.job:
+                raise ValueError(
+                    f"{where} got the handle of a process of another job of MPI, with which this "
+                    f"one cannot communicate: {handle!r}; this process has "
+                    f"{self.get_reconfigure_handle()!r}"
+                )
+            members.append(int(rank))
+        return sorted(members) if isinstance(handles, (set, frozenset)) else members
+
+
+def job_of(native: ProcessGroup) -> str:
+    """Agree on a text that no other job has.
+
+    Collective: over the group.
+    """
+    job: str = native.all_gather_object(secrets.token_hex(8))[0]
+    return job
+
+
+def _renumber(group: ReconfigurableGroup, before: ProcessGroup) -> None:
+    """Bring torch's tables in line with a group's new members.
+
+    Collective: over the new group.
+    """
+    native = group.native
+    if group is not _torch.default_pg:
+        default: Any = native_of(_torch.default_pg)
+        _torch.pg_group_ranks[group] = {
+            default.world_ranks.index(world_rank): rank
+            for rank, world_rank in enumerate(native.world_ranks)
+        }
+        return
+    _torch.pg_group_ranks[group] = {rank: rank for rank in range(native.size)}
+    if native.world_ranks != before.world_ranks:
+        for other in [other for other in _torch.pg_map if other is not group]:
+            distributed_c10d.destroy_process_group(other)
+    # torch names groups by this number, which a rank that was left out has not counted up.
+    _torch.group_count = consistency.maximum(native, _torch.group_count)
