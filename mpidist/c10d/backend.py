@@ -302,12 +302,12 @@ def _create(
     device_id = _local_of("_new_process_group_helper", "device_id")
     if is_shared:
         return other_backends.mixed_group(native, options, backends, device_id, backend_options)
-    job = None
-    if ranks:
-        job = getattr(dist.distributed_c10d._get_default_group(), "job", None)
-    elif getattr(options, "enable_reconfigure", False):
-        job = importlib.import_module("mpidist.c10d.reconfiguring").job_of(native)
-    group_of_torch = generation.group_of_torch(native, options.store, name, job)
+    parent = getattr(dist.distributed_c10d._get_default_group(), "origin", None) if ranks else None
+    origin = None
+    if parent or getattr(options, "enable_reconfigure", False):
+        reconfiguring = importlib.import_module("mpidist.c10d.reconfiguring")
+        origin = reconfiguring.origin_of(native, parent, name)
+    group_of_torch = generation.group_of_torch(native, options.store, name, origin)
     # torch has set it on the group object that this one replaces.
     group_of_torch.bound_device_id = device_id
     return group_of_torch

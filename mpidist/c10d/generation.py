@@ -21,19 +21,19 @@ HAS_BACKENDS = torch_version.numbers(torch.__version__) >= (2, 14)
 FOLDER = "mpidist.c10d" if HAS_BACKENDS else "mpidist.c10d.up_to_213"
 
 
-def group_of_torch(native: ProcessGroup, store: Any, name: str, job: str | None = None) -> Any:
+def group_of_torch(native: ProcessGroup, store: Any, name: str, origin: str | None = None) -> Any:
     """Return torch's group over a native group.
 
     Args:
         native: The native group.
         store: The store that torch creates the group with.
         name: torch's name of the group.
-        job: From ``reconfiguring.job_of``, for a group that can change its members.
+        origin: From ``reconfiguring.origin_of``, for a group that can change its members.
     """
-    if job is not None:
+    if origin is not None:
         from mpidist.c10d.reconfiguring import ReconfigurableGroup
 
-        return ReconfigurableGroup(native, store, name, job)
+        return ReconfigurableGroup(native, store, name, origin)
     return group_class()(native, store, name)
 
 

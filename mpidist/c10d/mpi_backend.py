@@ -38,8 +38,10 @@ class MpiBackend(Collectives, Backend):
             messages need none.
         supports_shrinking: Whether ``shrink_group`` can leave ranks out; not where other backends
             share the group.
+        origin: Of a group that can change its members (``reconfiguring``); None of others.
     """
 
+    origin: str | None = None
     supports_coalescing = False
     supports_shrinking = True
     # C++ calls a property that a Python class inherits without end. Groups that can change their
@@ -123,7 +125,9 @@ class MpiBackend(Collectives, Backend):
 
         Collective: over the ranks that remain.
         """
-        return MpiBackend(Calls(shrunk(self.native, ranks_to_exclude, shrink_flags)))
+        remaining = MpiBackend(Calls(shrunk(self.native, ranks_to_exclude, shrink_flags)))
+        remaining.origin = self.origin
+        return remaining
 
     def get_reconfigure_handle(self) -> NoReturn:
         """Say what a group needs that can change its members (``reconfiguring``).

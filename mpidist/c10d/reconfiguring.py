@@ -38,18 +38,19 @@ class ReconfigurableGroup(TorchProcessGroup):
         native: The native group.
         store: The store that torch created the group with.
         name: torch's name of the group.
-        job: Identifies the job of MPI; the same on all its ranks.
+        origin: Identifies the job and the first group of which this one is a successor; the same on
+            all ranks.
 
     Attributes:
-        job: As given.
+        origin: As given.
         supports_reconfigure: True.
     """
 
     supports_reconfigure = True
 
-    def __init__(self, native: ProcessGroup, store: Store, name: str, job: str) -> None:
+    def __init__(self, native: ProcessGroup, store: Store, name: str, origin: str) -> None:
         super().__init__(native, store, name)
-        self.job = job
+        self.origin = self.backend.origin = origin
         self._uuids: set[int] = set()
 
     def rank(self) -> int:
@@ -67,7 +68,7 @@ class ReconfigurableGroup(TorchProcessGroup):
     def get_reconfigure_handle(self) -> str:
         """Return this process's handle, which its peers give to ``reconfigure``. Not collective."""
         native = self.native
-        return f"{_SCHEME}:{self.job}:{native.world_ranks[native.rank]}"
+        return f"{_SCHEME}:{self.origin}:{native.world_ranks[native.rank]}"
 
     def reconfigure(self, opts: Any) -> Work:
         """Give the group other members; see ``torch.distributed._reconfigure``.
@@ -87,8 +88,8 @@ class ReconfigurableGroup(TorchProcessGroup):
         Blocks: until all of them have called it, at most the timeout; the work returned has ended.
 
         Raises:
-            ValueError: A handle of another job or backend, or twice, or this process's missing; a
-                uuid that this group has had; hints, of which there are none.
+            ValueError: A handle of another job, group or backend, or twice, or none of this
+                process; a uuid that this group has had; hints, of which there are none.
             GroupError, CommTimeout, RankFailureError: See ``ProcessGroup.regroup``; the group stays
                 as it is.
         """
@@ -105,7 +106,7 @@ class ReconfigurableGroup(TorchProcessGroup):
                 f"{where} of a sub-group needs ranks of the default group, which are ranks "
                 f"{list(default.world_ranks)} of the job; got {members}"
             )
-        native = before.regroup(members, f"{self.job}/{self.group_name}/{opts.uuid}", opts.timeout)
+        native = before.regroup(members, f"{self.origin} {opts.uuid}", opts.timeout)
         self._uuids.add(opts.uuid)
         self.native, self.calls = native, Calls(native)
         self.backend.serve(self.calls)
@@ -118,24 +119,31 @@ class ReconfigurableGroup(TorchProcessGroup):
         members = []
         for handle in handles:
             scheme, _, rest = handle.partition(":")
-            job, _, rank = rest.partition(":")
+            origin, _, rank = rest.rpartition(":")
             if scheme != _SCHEME or not rank.isdecimal():
                 raise ValueError(f"{where} needs handles of mpidist; got {handle!r}")
-            if job != self.job:
+            if origin != self.origin:
                 raise ValueError(
-                    f"{where} got the handle of a process of another job of MPI, with which this "
-                    f"one cannot communicate: {handle!r}; this process has "
+                    f"{where} got the handle of another group, or of a process of another job of "
+                    f"MPI, with which this one cannot communicate: {handle!r}; this process has "
                     f"{self.get_reconfigure_handle()!r}"
                 )
             members.append(int(rank))
         return sorted(members) if isinstance(handles, (set, frozenset)) else members
 
 
-def job_of(native: ProcessGroup) -> str:
-    """Agree on a text that no other job has.
+def origin_of(native: ProcessGroup, parent: str | None, name: str) -> str:
+    """Return a text that identifies a new group among those of all jobs.
 
     Collective: over the group.
+
+    Args:
+        native: The native group.
+        parent: The origin of the default group; None for that group itself.
+        name: torch's name of the group.
     """
+    if parent is not None:
+        return f"{parent}/{name}"
     job: str = native.all_gather_object(secrets.token_hex(8))[0]
     return job
 

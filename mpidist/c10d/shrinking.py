@@ -47,7 +47,8 @@ def install() -> None:
             return original(new_backend, remaining_ranks, metadata, is_default_group)
         name = metadata["new_group_name"]
         store = c10d.PrefixStore(f"{name}/", metadata["store"])
-        group = generation.group_of_torch(native, store, name)
+        origin = getattr(new_backend, "origin", None)
+        group = generation.group_of_torch(native, store, name, origin)
         group.bound_device_id = metadata.get("bound_device_id")
         former = "default" if is_default_group else metadata["original_group_name"]
         group._set_group_desc(f"{former}:shrunk")

@@ -105,16 +105,20 @@ def test_a_set_of_handles_orders_members_by_the_job(world, default, uuids):
 @MPI
 def test_wrong_calls_are_refused_before_anything_is_sent(world, default, uuids):
     handles = world.all_gather_object(dist._get_reconfigure_handle())
-    scheme, job, rank = handles[world.rank].split(":")
+    scheme, origin, rank = handles[world.rank].split(":")
     others = handles[: world.rank] + handles[world.rank + 1 :]
     uuid = next(uuids)
     dist._reconfigure(uuid, handles).wait()
     for wrong, hints, words in (
-        ([*handles, f"{scheme}:0123456789abcdef:{rank}"], None, "another job of MPI"),
+        (
+            [*handles, f"{scheme}:0123456789abcdef:{rank}"],
+            None,
+            "of another group, or of a process of another job",
+        ),
         ([*handles, "tcp://10.0.0.1:29500"], None, "handles of mpidist"),
-        ([*handles, f"{scheme}:{job}:x"], None, "handles of mpidist"),
+        ([*handles, f"{scheme}:{origin}:x"], None, "handles of mpidist"),
         ([*handles, handles[0]], None, "none twice"),
-        ([*handles, f"{scheme}:{job}:{world.size}"], None, str(world.size)),
+        ([*handles, f"{scheme}:{origin}:{world.size}"], None, str(world.size)),
         ([], None, "at least one rank"),
         (others, None, "is not among"),
         (handles, {"blocking": "1"}, "takes no hints"),
@@ -174,6 +178,9 @@ def test_a_group_with_operations_queued_refuses(world, default, uuids):
 def test_a_sub_group_changes_and_keeps_torchs_ranks(world, default, uuids):
     everyone = list(range(world.size))
     group = dist.new_group(everyone)
+    of_default = world.all_gather_object(dist._get_reconfigure_handle())
+    uuid, words = next(uuids), "of another group"
+    raises_on_all(world, ValueError, lambda: dist._reconfigure(uuid, of_default, group), words)
     handles = world.all_gather_object(dist._get_reconfigure_handle(group))
     orders = [everyone[::-1], everyone[1:], everyone]
     for members in orders:
@@ -193,9 +200,7 @@ def test_a_sub_group_changes_and_keeps_torchs_ranks(world, default, uuids):
         wanted += (len(members), members, members[0], members[-1])
         agree(world, found is None or found == wanted, f"{members}: {found}, not {wanted}")
     # The default group's ranks are others from here on: torch counts all groups by them.
-    of_default = world.all_gather_object(dist._get_reconfigure_handle())
-    assert of_default == handles
-    dist._reconfigure(next(uuids), handles[::-1]).wait()
+    dist._reconfigure(next(uuids), of_default[::-1]).wait()
     raises_on_all(world, GroupError, lambda: group.barrier().wait(), "closed")
     dist.barrier()
 
@@ -203,13 +208,28 @@ def test_a_sub_group_changes_and_keeps_torchs_ranks(world, default, uuids):
 @MPI
 def test_a_sub_group_takes_no_rank_from_outside_the_default_group(world, default, uuids):
     handles = world.all_gather_object(dist._get_reconfigure_handle())
-    uuid, words = next(uuids), "of a sub-group needs ranks of the default group"
+    uuid = next(uuids)
     if world.rank > 0:
         dist._reconfigure(uuid, handles[1:]).wait()
         group = dist.new_group(list(range(world.size - 1)))
-        with pytest.raises(ValueError, match=words):
-            dist._reconfigure(next(uuids), handles, group)
+        own = dist._get_reconfigure_handle(group)
+        outside = f"{own.rpartition(':')[0]}:0"
+        with pytest.raises(ValueError, match="of a sub-group needs ranks of the default group"):
+            dist._reconfigure(next(uuids), [own, outside], group)
     agree(world, True)
+
+
+@MPI
+def test_a_shrunk_group_grows_back(world, default, uuids):
+    handles = world.all_gather_object(dist._get_reconfigure_handle())
+    uuid, held = next(uuids), default
+    if world.rank > 0:
+        held = dist.shrink_group([0])
+        agreed = dist._get_reconfigure_handle() == handles[world.rank]
+        assert agreed and dist.get_world_size() == world.size - 1
+    dist._reconfigure(uuid, handles).wait()
+    found, wanted = facts(world), expected(world, list(range(world.size)))
+    agree(world, held is dist.group.WORLD and found == wanted, f"{found}, not {wanted}")
 
 
 def trained(group):

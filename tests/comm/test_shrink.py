@@ -1,5 +1,6 @@
 """Groups without some of another group's ranks: living ones, and dead ones under ULFM."""
 
+import functools
 import threading
 
 import pytest
@@ -103,6 +104,50 @@ def test_a_closed_group_cannot_shrink(world, group):
     raises_on_all(
         world, GroupError, lambda: closed.shrink([(group.rank + 1) % group.size]), "closed"
     )
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_leave_and_come_back_in_any_order(world, group):
+    """A rank that was left out calls with the group that it has."""
+    held, everyone = group.clone(), list(range(group.size))
+    for step, members in enumerate((everyone[1:], everyone, everyone[:-1][::-1], everyone[::-1])):
+        facts = wanted = ()
+        if group.rank in members:
+            world_ranks = [group.world_ranks[rank] for rank in members]
+            before, held = held, held.regroup(world_ranks, f"{group.key} {step}")
+            before.close()
+            total = torch.tensor([float(group.rank)])
+            held.all_reduce(total)
+            facts = held.rank, held.size, held.world_ranks, total.item(), held.name
+            wanted = members.index(group.rank), len(members), tuple(world_ranks)
+            wanted += (float(sum(members)), before.name)
+        agree(group, facts == wanted, f"{members}: {facts} in place of {wanted}")
+    held.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_groups_are_not_regrouped_by_mistake(world, group):
+    ranks, gate = list(group.world_ranks), threading.Event()
+    mine = ranks[group.rank]
+    for wrong, words in (
+        ([], "at least one"),
+        ([*ranks, mine], "none twice"),
+        ([*ranks, len(ranks)], str(len(ranks))),
+        ([rank for rank in ranks if rank != mine], "not among"),
+    ):
+        call = functools.partial(group.regroup, wrong, "wrong")
+        raises_on_all(world, ValueError, call, words)
+    # The last rank names the others in another order.
+    given = ranks[::-1] if group.rank == group.size - 1 else ranks
+    call = functools.partial(group.regroup, given, f"{group.key} differs", timeout=0.5)
+    raises_on_all(world, CommTimeout, call, "must give the same ranks and key")
+    work = group.in_order(gate.wait)
+    raises_on_all(world, GroupError, lambda: group.regroup(ranks, "queued"), "1 operations")
+    gate.set()
+    work.wait()
+    closed = group.clone()
+    closed.close()
+    raises_on_all(world, GroupError, lambda: closed.regroup(ranks, "closed"), "closed")
 
 
 _KILL = """
