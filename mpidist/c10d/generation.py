@@ -31,9 +31,9 @@ def group_of_torch(native: ProcessGroup, store: Any, name: str, origin: str | No
         origin: From ``reconfiguring.origin_of``, for a group that can change its members.
     """
     if origin is not None:
-        from mpidist.c10d.reconfiguring import ReconfigurableGroup
-
-        return ReconfigurableGroup(native, store, name, origin)
+        # torch has such groups from 2.14 on.
+        reconfiguring = importlib.import_module(f"{FOLDER}.reconfiguring")
+        return reconfiguring.ReconfigurableGroup(native, store, name, origin)
     return group_class()(native, store, name)
 
 
