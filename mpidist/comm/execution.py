@@ -185,7 +185,7 @@ class Execution(Failing):
             try:
                 result = self._execute(operation)
             finally:
-                self._progress.lock.release()
+                self._progress.leave()
             for event in operation.events:
                 event.block_current_stream()
             return result

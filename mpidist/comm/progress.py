@@ -77,6 +77,9 @@ class Progress:
         self._helped = 0  # operations that waiting threads have executed in a row
         self._helped_at = 0.0
         self._looks = False  # the thread looks at the queue by itself
+        # The thread that executes an operation, and its acquisitions of the lock.
+        self._executing_id: int | None = None
+        self._depth = 0
         self._helper: Future[Any] | None = None  # what a thread that helps waits for
         self._count_lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -97,12 +100,27 @@ class Progress:
         """Acquire the lock for a synchronous call, unless it must wait behind other operations.
 
         The group's own thread, and a thread that executes an operation, always acquire it; the
-        former may block until a synchronous call of another thread has ended. The caller releases
-        the lock.
+        former may block until a synchronous call of another thread has ended. The caller calls
+        ``leave``.
         """
-        if self._thread_id == threading.get_ident() or self.lock._is_owned():  # type: ignore[attr-defined]
-            return self.lock.acquire()
-        return not self.pending and self.lock.acquire(blocking=False)
+        here = threading.get_ident()
+        if here == self._thread_id or here == self._executing_id:
+            self.lock.acquire()
+        elif self.pending or not self.lock.acquire(blocking=False):
+            return False
+        self._enter(here)
+        return True
+
+    def leave(self) -> None:
+        """Release the lock after ``try_enter``."""
+        self._depth -= 1
+        if not self._depth:
+            self._executing_id = None
+        self.lock.release()
+
+    def _enter(self, here: int) -> None:
+        self._depth += 1
+        self._executing_id = here
 
     def submit(self, future: Future[T], execute: Callable[[], T]) -> None:
         """Queue ``execute``, and complete the future with its result or its error.
@@ -139,12 +157,13 @@ class Progress:
         self._helper = future
         try:
             while not future.done() and self.lock.acquire(blocking=False):
+                self._enter(threading.get_ident())
                 try:
                     if not self._items or self._items[0][0].has_callbacks():
                         break
                     self._help_with(*self._items.popleft())
                 finally:
-                    self.lock.release()
+                    self.leave()
         finally:
             self._helper = None
             if not future.done() or (self._items and self._wakes_thread()):
@@ -171,7 +190,7 @@ class Progress:
             try:
                 _complete(future, execute)
             finally:
-                self.lock.release()
+                self.leave()
             return
         self.submit(future, execute)
         future.wait_quietly()

@@ -35,7 +35,7 @@ def test_queued_operations_end_in_their_order_in_one_thread(progress):
 
 def test_a_synchronous_call_enters_only_if_the_queue_is_empty(progress):
     assert progress.try_enter()
-    progress.lock.release()
+    progress.leave()
     ran, gate, first, behind = [], threading.Event(), Future(), Future()
     progress.submit(first, lambda: ran.append(("first", gate.wait(10))))
     assert not progress.try_enter()
@@ -150,7 +150,7 @@ def test_an_operation_that_waits_for_the_lock_counts_as_queued(progress):
     while progress._wakes.qsize() > 1:
         time.sleep(1e-3)
     assert progress.queued() == 2
-    progress.lock.release()
+    progress.leave()
     assert started.wait(10) and progress.queued() == 1
     gate.set()
     second.wait(10)
