@@ -1,4 +1,4 @@
-"""Time the life of a group in one job: made, used for one all-reduce, closed.
+"""Time the life of a group in one job: made (or ``--shrink``), used for one all-reduce, closed.
 
 Prints one JSON line on rank 0. ``PYTHONPATH`` chooses the tree; run it for two trees in turns:
 
@@ -22,6 +22,11 @@ import mpidist.comm
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--groups", type=int, default=200)
+    parser.add_argument(
+        "--shrink",
+        action="store_true",
+        help="make the group by ProcessGroup.shrink, without a death",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     world = mpidist.comm.init()
@@ -29,12 +34,18 @@ def main() -> None:
     for number in range(options.groups + 20):
         world.barrier()
         start = time.perf_counter()
-        group = world.new_group(range(world.size), f"group{number}")
+        if options.shrink:
+            # The excluded rank, another each time, takes no part; its time is that of a barrier.
+            gone = number % world.size
+            group = None if world.rank == gone else world.shrink([gone], name=f"group{number}")
+        else:
+            group = world.new_group(range(world.size), f"group{number}")
         tensor.fill_(1)
-        group.all_reduce(tensor)
-        group.close()
+        if group is not None:
+            group.all_reduce(tensor)
+            group.close()
         passed = torch.tensor([1e6 * (time.perf_counter() - start)], dtype=torch.float64)
-        if tensor.tolist() != [world.size] * 2:
+        if group is not None and tensor.tolist() != [group.size] * 2:
             raise RuntimeError(f"the all-reduce of group {number} is wrong: {tensor.tolist()}")
         world.all_reduce(passed, "max")
         times.append(float(passed))
