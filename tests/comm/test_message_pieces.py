@@ -10,6 +10,7 @@ import torch
 
 from mpidist.comm import device_p2p, message_pieces
 from mpidist.comm.algorithms import host_copies, staging
+from mpidist.comm.direct_messages import DirectMessages
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import HostDevice, HostEvent
@@ -37,6 +38,12 @@ class Lazy:
         monkeypatch.setattr(device_p2p, "device_of", lambda tensors: self._of(*tensors))
         monkeypatch.setattr(
             buffer, "is_direct", lambda tensor: self._of(tensor) is None and is_direct(tensor)
+        )
+        take = DirectMessages.take
+        monkeypatch.setattr(
+            DirectMessages,
+            "take",
+            lambda direct, tensor, *args: self._of(tensor) is None and take(direct, tensor, *args),
         )
 
     def _of(self, tensor):
