@@ -23,6 +23,8 @@ from mpidist.comm.operation import Operation, Tensors
 from mpidist.comm.p2p import PointToPoint
 from mpidist.comm.reductions import Reductions
 from mpidist.comm.subgroups import ENV_ON_TIMEOUT, Subgroups
+from mpidist.comm.window import Window, allocated
+from mpidist.comm.window_channel import WindowChannel, channel_of
 from mpidist.comm.work import seconds
 from mpidist.dynamo import untraced
 from mpidist.errors import GroupError
@@ -43,6 +45,7 @@ class ProcessGroup(Reductions, Collectives, PointToPoint, Objects, MonitoredBarr
     def __init__(self, comm: Communicator, settings: GroupSettings) -> None:
         super().__init__(comm, settings)
         self._tables: dict[str, tuning.Table] = {}  # by device type
+        self._windows: WindowChannel | None = None  # of the first window with a tensor
 
     def tune(
         self,
@@ -96,6 +99,59 @@ class ProcessGroup(Reductions, Collectives, PointToPoint, Objects, MonitoredBarr
             held = self._tables[device.type] = self._launch(ask)
         return held
 
+    def window(
+        self,
+        tensor: torch.Tensor | None = None,
+        *,
+        size: int | Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Window:
+        """Return a window: one-sided access of all ranks to a tensor of each.
+
+        Collective: over this group, with a tensor or a size; else not.
+
+        Args:
+            tensor: This rank's tensor; see ``Window.tensor_register``.
+            size: In place of a tensor, the elements or shape of one that ``allocate_tensor`` makes;
+                sizes may differ by rank.
+            dtype: Of that tensor; the same on all ranks.
+
+        Raises:
+            TypeError, ValueError, DisagreementError: As ``Window.tensor_register``.
+            MpidistError: No memory for the tensor (this rank; the others raise a
+                DisagreementError).
+        """
+        self._require_usable("window")
+        made = Window(self, self._channel_of_windows)
+        if size is not None:
+            made.register_new(size, dtype, tensor)
+        elif tensor is not None:
+            made.tensor_register(tensor)
+        return made
+
+    def allocate_tensor(
+        self, size: int | Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """Return a host tensor of zeros that the other ranks of this node can map.
+
+        The memory is freed with the last tensor in it, on any rank. Not collective.
+
+        Args:
+            size: Elements, or a shape.
+            dtype: The dtype.
+
+        Raises:
+            MpidistError: Short of memory.
+            ValueError: A negative size.
+        """
+        return allocated(self.where("allocate_tensor"), size, dtype)
+
+    def _channel_of_windows(self) -> WindowChannel:
+        channel = self._windows
+        if channel is None:
+            channel = self._windows = self._launch(Operation("tensor_register", channel_of))
+        return channel
+
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """End the queued operations, then the group's thread, and give up the communicator.
 
@@ -118,7 +174,21 @@ class ProcessGroup(Reductions, Collectives, PointToPoint, Objects, MonitoredBarr
             _default = None
         if self._failure is None and not MPI.Is_finalized():
             self._drop_messages()
+            if self._windows is not None:
+                self._close_windows(self._windows)
             closed_communicators.add(self._mpi, self._comm.children())
+
+    def _close_windows(self, channel: WindowChannel) -> None:
+        with mpi_errors.death_tolerated():
+            for rank, count in enumerate(channel.drain()):
+                if count:
+                    warnings.warn(
+                        f"{self.where('close')}: {count} signals of rank {rank} to a window were "
+                        "never waited for",
+                        ResourceWarning,
+                        3,
+                    )
+        channel.close()
 
     def _drop_messages(self) -> None:
         with mpi_errors.death_tolerated():

@@ -29,6 +29,11 @@ def record_death(world_rank: int) -> None:
     record(world_rank)
 
 
+def has_any() -> bool:
+    """Return whether any rank's program has ended."""
+    return bool(_exit_times)
+
+
 def have_died(world_ranks: Sequence[int]) -> bool:
     """Return whether one of these ranks is recorded as dead."""
     return not _dead.isdisjoint(world_ranks)

@@ -149,9 +149,11 @@ def acknowledged_deaths(mpi: Mpi) -> set[int]:
 
 
 def is_over(request: Request) -> bool:
-    """Test a request; a request whose peer has died counts as complete."""
+    """Test a request; one that has failed, or whose peer has died, counts as complete."""
     try:
         return bool(request.Test())
+    except MpidistError:  # of a request that this library makes
+        return True
     except Exception as error:
         if not is_mpi_error(error) or not is_failure(error):
             raise
