@@ -30,6 +30,7 @@ from mpidist.c10d.calls import Answer, Calls
 from mpidist.c10d.collectives import Collectives, TensorList
 from mpidist.c10d.mpi_backend import MpiBackend
 from mpidist.c10d.reductions import Options, Reducing, Rooted, RootedTensor
+from mpidist.c10d.window import TorchWindow
 from mpidist.comm.group import ProcessGroup
 from mpidist.dynamo import untraced
 from mpidist.errors import GroupError
@@ -329,6 +330,21 @@ class TorchProcessGroup(Collectives, dist.ProcessGroup):
         if group_desc is not None:
             child._set_group_desc(group_desc)
         return child
+
+    @property
+    def supports_window(self) -> bool:
+        """Return True: callers in Python get windows."""
+        return True
+
+    def new_window(self, tensor: Tensor | None = None) -> TorchWindow:
+        """Return a window; see ``ProcessGroup.window`` of ``comm/group``.
+
+        Collective: over the group, with a tensor; else not.
+
+        Args:
+            tensor: This rank's host tensor; one of ``native.allocate_tensor`` can be mapped.
+        """
+        return TorchWindow(self.native.window(tensor))
 
     def merge_remote_group(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse, because the ranks of an MPI job are fixed at its start.

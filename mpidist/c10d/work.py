@@ -83,7 +83,9 @@ class TorchWork(Work):
     def get_future(self) -> Future[object]:
         """Return a torch future of the output tensors."""
         if self._future is None:
-            devices: list[Any] = sorted({str(t.device) for t in self._native.tensors if t.is_cuda})
+            devices: list[Any] = sorted(
+                {str(t.device) for t in self._native.tensors if t is not None and t.is_cuda}
+            )
             ended: Future[None] = Future(devices=devices) if devices else Future()
             # An exception raised in a callback is an error for C++, too. Future.set_exception marks
             # an error for Python only, and torch's reducer would take the exception for tensors.

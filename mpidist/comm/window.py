@@ -30,10 +30,10 @@ from mpidist.comm.group_types import Group
 from mpidist.comm.memory import buffer, node_memory
 from mpidist.comm.memory.node_memory import Address
 from mpidist.comm.mpi import autograd_mode, backoff, exited_ranks, mpi_errors
-from mpidist.comm.window_channel import Exposed, Put, SignalWait, WindowChannel
+from mpidist.comm.window_channel import AnswerWait, Exposed, Put, SignalWait, WindowChannel
 from mpidist.comm.work import RequestWork, Work
 from mpidist.dynamo import untraced
-from mpidist.errors import DisagreementError, GroupError, MpidistError
+from mpidist.errors import DisagreementError, GroupError, MpidistError, RankFailureError
 
 Tensor = torch.Tensor
 
@@ -191,15 +191,27 @@ class Window:
         self._registered = None
         # Other threads' puts that have passed the check above; none waits for another rank.
         backoff.until(lambda: not self._under_way)
+        error: MpidistError | None = None
+        are_all_complete = False
         try:
             for put in list(exposed.puts):
-                self._work(operation, put, None, put.dst).wait()
-            sent = torch.tensor(exposed.sent, dtype=torch.int64, device="cpu")
-            expected = torch.empty_like(sent)
-            # The barrier of this call: each rank needs a number from each.
-            group.all_to_all_single(expected, sent)
+                try:
+                    self._work(operation, AnswerWait(put), None, put.dst).wait()
+                except RankFailureError:
+                    raise
+                except MpidistError as raised:
+                    # Raised below: the other ranks wait for this one.
+                    error = error or raised
+            sent = torch.tensor([[each, error is None] for each in exposed.sent], device="cpu")
+            received = torch.empty_like(sent)
+            # The barrier of this call: each rank needs the numbers of each.
+            group.all_to_all_single(received, sent)
+            expected, are_complete = received.t().tolist()
+            are_all_complete = all(are_complete)
         finally:
-            channel.remove(exposed)
+            channel.remove(exposed, are_all_complete)
+        if error is not None:
+            raise error
         lost = [
             f"{number} of rank {rank}"
             for rank in range(group.size)
@@ -272,7 +284,7 @@ class Window:
     def signal(
         self, peer_rank: int, async_op: bool = False, timeout: float | timedelta | None = None
     ) -> Work | None:
-        """Send a signal to a rank; it arrives behind this thread's earlier puts to that rank.
+        """Send a signal to a rank, behind this thread's earlier puts to it in this window.
 
         Blocks: no.
 
@@ -399,7 +411,7 @@ class Window:
         try:
             group.all_gather_into_tensor(matrix, maps)
         except Exception:
-            channel.remove(exposed)
+            channel.remove(exposed, are_all_complete=False)
             raise
         exposed.mapped_by = matrix[:, group.rank].tolist()
         if not channel.is_empty():
@@ -480,6 +492,8 @@ class Window:
             )
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             return tensor
+        # Also of a tensor that is not dense.
+        arguments.tensor(self._group.where("put"), tensor, "tensor")
         return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
     def _require(self, operation: str) -> _Registered:

@@ -79,15 +79,17 @@ class Put:
     """A put by messages, with the interface of an MPI request.
 
     Attributes:
+        window: This rank's part of the window.
         where: The beginning of a message about it.
         dst: The receiver's rank.
         answer: DONE or REFUSED, None before.
     """
 
-    __slots__ = ("_channel", "answer", "dst", "requests", "where")
+    __slots__ = ("_channel", "answer", "dst", "requests", "where", "window")
 
-    def __init__(self, channel: WindowChannel, where: str, dst: int) -> None:
+    def __init__(self, channel: WindowChannel, window: Exposed, where: str, dst: int) -> None:
         self._channel = channel
+        self.window = window
         self.where = where
         self.dst = dst
         self.requests: list[Any] = []
@@ -95,16 +97,36 @@ class Put:
 
     def Test(self, status: MPI.Status | None = None) -> bool:
         """See MPI_Test; true when the data are in the receiver's memory."""
-        self._channel.match()
         while self.requests and self.requests[-1].Test():
             self.requests.pop()
-        if self.requests or self.answer is None:
-            return False
+        return self.is_answered() and not self.requests
+
+    def is_answered(self) -> bool:
+        """Return whether the receiver has answered.
+
+        Raises:
+            MpidistError: It has refused.
+        """
+        self._channel.match()
         if self.answer == REFUSED:
+            self.window.puts.discard(self)
             raise MpidistError(
                 f"{self.where}: rank {self.dst} has no memory there: it has deregistered its tensor"
             )
-        return True
+        return self.answer is not None
+
+
+class AnswerWait:
+    """A wait for the answer to a put, which the put's own thread may wait for at the same time."""
+
+    __slots__ = ("_put",)
+
+    def __init__(self, put: Put) -> None:
+        self._put = put
+
+    def Test(self, status: MPI.Status | None = None) -> bool:
+        """See MPI_Test."""
+        return self._put.is_answered()
 
 
 class SignalWait:
@@ -189,6 +211,7 @@ class WindowChannel:
         self.size: int = mpi.Get_size()
         self.registrations = 0  # so far
         self._is_closed = False
+        self._answers = False  # puts to windows that are gone
         self._exposed: dict[int, Exposed] = {}
         self._receiving = threading.Lock()
         # A header and its data are sent one directly after the other.
@@ -196,7 +219,7 @@ class WindowChannel:
         self._sends: deque[tuple[Request, object]] = deque()
         # By source: data under way, and signals behind them.
         self._behind: list[deque[_Entry]] = [deque() for _ in range(self.size)]
-        self._unanswered: list[deque[tuple[Put, Exposed]]] = [deque() for _ in range(self.size)]
+        self._unanswered: list[deque[Put]] = [deque() for _ in range(self.size)]
         self._status = MPI.Status()  # guarded by _receiving, as is the space
         self._space = bytearray(HEADER_BYTES)
         # By source, a persistent receive of the next signal, and its memory; made at first use.
@@ -211,15 +234,22 @@ class WindowChannel:
         """Take messages for a window from now on."""
         self._exposed[window.number] = window
 
-    def remove(self, window: Exposed) -> None:
-        """Drop later messages for a window, and answer its puts with REFUSED."""
+    def remove(self, window: Exposed, are_all_complete: bool) -> None:
+        """Drop later messages for a window, and answer its puts with REFUSED.
+
+        Args:
+            are_all_complete: No rank has a put under way. Otherwise this rank goes on to answer.
+        """
+        self._answers = self._answers or not are_all_complete
         self._exposed.pop(window.number, None)
         while window.sends:
             window.sends.popitem()[1].Free()
 
     def is_empty(self) -> bool:
         """Return whether no other rank writes to this rank's memory by messages."""
-        return all(all(each.mapped_by) for each in list(self._exposed.values()))
+        return self._is_closed or (
+            not self._answers and all(all(each.mapped_by) for each in list(self._exposed.values()))
+        )
 
     def match(self) -> bool:
         """Handle the messages that have arrived; return whether there was any."""
@@ -268,11 +298,11 @@ class WindowChannel:
 
     def put(self, window: Exposed, where: str, dst: int, offset: int, memory: torch.Tensor) -> Put:
         """Start to send a contiguous host tensor to byte ``offset`` of rank ``dst``'s window."""
-        put = Put(self, where, dst)
+        put = Put(self, window, where, dst)
         with self._sending:
             self._send(dst, _HEADER, encoded(Header(PUT, window.number, offset, memory.nbytes)))
             window.puts.add(put)
-            self._unanswered[dst].append((put, window))
+            self._unanswered[dst].append(put)
             for start, length in buffer.pieces(memory.nbytes):
                 space = buffer.byte_range(memory, start, length)
                 put.requests.append(self._mpi.Isend(space, dst, _DATA))
@@ -374,9 +404,11 @@ class WindowChannel:
         elif kind == PUT:
             self._receive_data(source, number, offset, nbytes)
         elif self._unanswered[source]:
-            put, window = self._unanswered[source].popleft()
+            put = self._unanswered[source].popleft()
             put.answer = kind
-            window.puts.discard(put)
+            # A refused put stays, for tensor_deregister to raise its error, until it is tested.
+            if kind == DONE:
+                put.window.puts.discard(put)
 
     def _receive_data(self, source: int, number: int, offset: int, nbytes: int) -> None:
         window = self._exposed.get(number)

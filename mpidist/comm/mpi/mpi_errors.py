@@ -56,7 +56,12 @@ def explain(error: MPI.Exception, where: str, mpi: Mpi, world_ranks: Sequence[in
     if isinstance(explained, RankFailureError):
         # Another rank may have revoked the group because of a rank that has ended normally, which
         # MPI does not count as failed.
-        dead = exited_ranks.among(world_ranks) or failed_ranks(mpi, world_ranks)
+        dead = exited_ranks.among(world_ranks)
+        if not dead:
+            dead = failed_ranks(mpi, world_ranks)
+            # Before the watchdog does: this rank's next call already refuses.
+            for rank in dead:
+                exited_ranks.record_death(rank)
         if dead:
             names = ", ".join(map(str, dead))
             explained = RankFailureError(f"{explained}; world ranks that failed: {names}", dead)
