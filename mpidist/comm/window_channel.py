@@ -47,7 +47,7 @@ class Header(NamedTuple):
         kind: PUT, SIGNAL, DONE (the answer to the oldest put without one), or REFUSED (the same).
         number: The registration's number, the same on all ranks.
         offset: First byte of a put in the window, else 0.
-        nbytes: Length of a put, else 0.
+        nbytes: Length of a put, > 0, else 0.
     """
 
     kind: int
@@ -70,7 +70,8 @@ def decoded(data: bytes | bytearray) -> Header:
     if len(data) != HEADER_BYTES:
         raise FrameError(f"a window's message of {len(data)} bytes")
     header = Header(*_FIXED.unpack(data))
-    if not PUT <= header.kind <= REFUSED or min(header) < 0:
+    is_whole = header.nbytes > 0 or header.kind != PUT
+    if not PUT <= header.kind <= REFUSED or min(header) < 0 or not is_whole:
         raise FrameError(f"a window's message with {header}")
     return header
 

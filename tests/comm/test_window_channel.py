@@ -1,0 +1,79 @@
+"""Headers of the windows' messages: valid ones, and any other bytes."""
+
+import struct
+
+import pytest
+import torch
+
+from mpidist.comm import window_channel
+from mpidist.comm.window_channel import DONE, HEADER_BYTES, PUT, SIGNAL, Header
+from mpidist.errors import FrameError
+from tests.support import agree
+
+
+@pytest.mark.parametrize(
+    "header", [Header(PUT, 3, 8, 1 << 40), Header(SIGNAL, 1), Header(DONE, (1 << 62) + 1)]
+)
+def test_a_header_is_read_as_it_was_written(header):
+    data = window_channel.encoded(header)
+    assert len(data) == HEADER_BYTES
+    assert window_channel.decoded(data) == window_channel.decoded(bytearray(data)) == header
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        bytes(HEADER_BYTES - 1),
+        bytes(HEADER_BYTES + 1),
+        struct.pack("<4q", 4, 0, 0, 0),
+        struct.pack("<4q", -1, 0, 0, 0),
+        struct.pack("<4q", PUT, 1, -8, 4),
+        struct.pack("<4q", PUT, 1, 8, 0),
+        struct.pack("<4q", PUT, 1, 8, -4),
+        struct.pack("<4q", SIGNAL, -1, 0, 0),
+    ],
+)
+def test_other_bytes_are_refused(data):
+    with pytest.raises(FrameError, match="window"):
+        window_channel.decoded(data)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_that_are_none_change_nothing(group, logged):
+    """Sent past the library, on the windows' own communicator."""
+    whole = torch.full((30,), -1.0)
+    window = group.window(whole[10:20])
+    channel = window._channel_of_group()
+    number = window._registered.exposed.number
+    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    bad = [
+        b"",
+        b"x" * 100,
+        struct.pack("<4q", 9, number, 0, 0),
+        struct.pack("<4q", SIGNAL, number + 5, 0, 0),
+        struct.pack("<4q", DONE, number, 0, 0),
+        struct.pack("<4q", PUT, number, 36, 0),
+        struct.pack("<4q", PUT, number, -4, 0),
+    ]
+    requests = [
+        channel._mpi.Isend((data, len(data), window_channel.MPI.BYTE), right, 1) for data in bad
+    ]
+    # A put past the end of the window, with its data.
+    past = struct.pack("<4q", PUT, number, 36, 8)
+    requests.append(channel._mpi.Isend((past, len(past), window_channel.MPI.BYTE), right, 1))
+    values = torch.ones(2)
+    requests.append(
+        channel._mpi.Isend(window_channel.buffer.as_bytes(values), right, window_channel._DATA)
+    )
+    window.put(torch.full((10,), 2.0), right)
+    window.signal(right)
+    window.wait_signal(left)
+    group.barrier()
+    expected = torch.full((30,), -1.0)
+    expected[10:20] = 2
+    for request in requests:
+        request.Wait()
+    ok = torch.equal(whole, expected)
+    window.tensor_deregister()
+    agree(group, ok and len([text for text in logged if "dropped" in text]) == 5, f"{whole}")
