@@ -110,7 +110,12 @@ def allocated(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def found(tensor: torch.Tensor) -> tuple[NodeMemory, int] | None:
-    """Return the memory of ``allocated`` that a tensor lies in, and its offset there in bytes."""
+    """Return the memory of ``allocated`` that a tensor lies in, and its offset there in bytes.
+
+    None for a tensor of other memory, or without elements.
+    """
+    if not tensor.numel():
+        return None
     start = tensor.untyped_storage().data_ptr()
     memory = _own.get(start) if start else None
     return None if memory is None else (memory, tensor.data_ptr() - start)

@@ -79,5 +79,6 @@ def test_tensors_are_found_by_their_storage():
     assert node_memory.found(tensor.clone()) is None
     assert node_memory.found(node_memory.allocated((0,), torch.int8)) is None
     assert node_memory.found(torch.empty(0)) is None
+    assert node_memory.found(tensor[3:]) is None
     del tensor, memory, other, seen
     assert files() == before
