@@ -41,6 +41,11 @@ _PAIRS = (
     ("mpidist", "torch on gloo"),
     ("gloo", "node memory"),
     ("mpidist", "node memory"),
+    ("mpidist", "send and recv"),
+    ("messages", "send and recv"),
+    ("messages", "mpi4py"),
+    ("memcpy", "mpidist"),
+    ("memcpy, node memory", "mpidist"),
 )
 _COLORS = {
     "gloo": "tab:red",

@@ -132,6 +132,7 @@ class Window:
         # not ended. Appended before the look at _registered.
         self._under_way: deque[None] = deque()
         self._world_ranks = group.world_ranks
+        self._size = group.size
 
     @property
     def tensor(self) -> Tensor | None:
@@ -478,7 +479,8 @@ class Window:
                 raise ValueError(
                     f"{self._group.where('put')} needs a tensor in host memory; got {tensor.device}"
                 )
-        self._require_alive("put", dst)
+        if type(dst) is not int or not 0 <= dst < self._size or exited_ranks.has_any():
+            self._require_alive("put", dst)
         if tensor.dtype is not registered.dtype:
             raise TypeError(
                 f"{self._group.where('put')} needs a tensor of the window's dtype, "
@@ -507,8 +509,8 @@ class Window:
         return registered
 
     def _require_rank(self, operation: str, rank: int) -> None:
-        if type(rank) is not int or not 0 <= rank < self._group.size:
-            arguments.rank(self._group.where(operation), rank, "the rank", self._group.size)
+        if type(rank) is not int or not 0 <= rank < self._size:
+            arguments.rank(self._group.where(operation), rank, "the rank", self._size)
 
     def _require_alive(self, operation: str, rank: int) -> None:
         self._require_rank(operation, rank)

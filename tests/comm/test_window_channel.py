@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mpidist.comm import window_channel
-from mpidist.comm.window_channel import DONE, HEADER_BYTES, PUT, SIGNAL, Header
+from mpidist.comm.mpi import backoff
+from mpidist.comm.window_channel import DONE, HEADER_BYTES, PUT, REFUSED, SIGNAL, Header
 from mpidist.errors import FrameError
 from tests.support import agree
 
@@ -39,6 +40,10 @@ def test_other_bytes_are_refused(data):
         window_channel.decoded(data)
 
 
+def dropped(texts):
+    return [text for text in texts if "is dropped" in text]
+
+
 @pytest.mark.mpi(min_size=2)
 def test_messages_that_are_none_change_nothing(group, logged):
     """Sent past the library, on the windows' own communicator."""
@@ -59,13 +64,16 @@ def test_messages_that_are_none_change_nothing(group, logged):
     requests = [
         channel._mpi.Isend((data, len(data), window_channel.MPI.BYTE), right, 1) for data in bad
     ]
-    # A put past the end of the window, with its data.
-    past = struct.pack("<4q", PUT, number, 36, 8)
-    requests.append(channel._mpi.Isend((past, len(past), window_channel.MPI.BYTE), right, 1))
+    backoff.until(lambda: channel.match() or len(dropped(logged)) == 5, timeout_s=20)
+    group.barrier()
+    # A put past the end of the window, with its data; it is refused.
+    refused = window_channel.Put(channel, window._registered.exposed, "a put", right)
+    channel._unanswered[right].append(refused)
     values = torch.ones(2)
-    requests.append(
-        channel._mpi.Isend(window_channel.buffer.as_bytes(values), right, window_channel._DATA)
-    )
+    for data in (struct.pack("<4q", PUT, number, 36, 8), values.numpy().tobytes()):
+        tag = 1 if len(data) == HEADER_BYTES else window_channel._DATA
+        requests.append(channel._mpi.Isend((data, len(data), window_channel.MPI.BYTE), right, tag))
+    backoff.until(lambda: channel.match() or refused.answer is not None, timeout_s=20)
     window.put(torch.full((10,), 2.0), right)
     window.signal(right)
     window.wait_signal(left)
@@ -74,6 +82,6 @@ def test_messages_that_are_none_change_nothing(group, logged):
     expected[10:20] = 2
     for request in requests:
         request.Wait()
-    ok = torch.equal(whole, expected)
+    ok = torch.equal(whole, expected) and refused.answer == REFUSED
     window.tensor_deregister()
-    agree(group, ok and len([text for text in logged if "dropped" in text]) == 5, f"{whole}")
+    agree(group, ok and len(dropped(logged)) == 5, f"{whole}")

@@ -1,0 +1,254 @@
+"""Time one-sided access: put + signal against MPI's own put, messages, and a copy of memory.
+
+mpirun --bind-to none -n 2 python benchmarks/bench_windows.py
+benchmarks/slow_link.sh 1gbit MPIRUN python benchmarks/bench_windows.py    (MPICH's mpirun)
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Any
+
+import benchmark_options
+import collective_goals
+import environment
+import report
+import timing
+import torch
+from collective_goals import Goal, format_bytes
+
+import mpidist.comm
+
+_SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
+_LARGE = 16 << 20
+GOALS = (
+    Goal(
+        "put + signal to wait_signal, 8 B: time over that of MPI's put + flush ≤ 2",
+        "put and signal", "mpidist", "mpi4py", "ratio_of_rounds", 2.0, False, lambda s: s == 8,
+    ),
+    Goal(
+        "put + signal to wait_signal, 8 B: time over that of send and recv ≤ 1.2",
+        "put and signal", "mpidist", "send and recv", "ratio_of_rounds", 1.2, False,
+        lambda s: s == 8,
+    ),
+    Goal(
+        "put within a node, 16 MiB: memcpy's time over ours ≥ 0.9",
+        "put", "memcpy", "mpidist", "ratio_of_rounds", 0.9, True, lambda s: s == _LARGE,
+    ),
+)  # fmt: skip
+
+
+class Raw:
+    """mpi4py's put + flush, and a wait in which the target looks at its own memory.
+
+    A put of 8 bytes is itself the count that the target waits for; of a longer one, the count is a
+    second put.
+    """
+
+    def __init__(self, comm: Any, nbytes: int, is_single_node: bool) -> None:
+        from mpi4py import MPI
+
+        allocate = MPI.Win.Allocate_shared if is_single_node else MPI.Win.Allocate
+        self._win = allocate(nbytes + 8, 1, MPI.INFO_NULL, comm)
+        self._win.Lock_all(MPI.MODE_NOCHECK)
+        self._bytes = memoryview(self._win.tomemory()).cast("B")
+        self._seen = self._bytes[:8].cast("q")
+        self._seen[0] = 0
+        self._win.Sync()
+        comm.Barrier()
+        self._source = torch.ones(nbytes, dtype=torch.uint8)
+        self._count = torch.zeros(1, dtype=torch.int64)
+        self._data = (MPI.buffer.fromaddress(self._source.data_ptr(), nbytes), nbytes, MPI.BYTE)
+        self._flag = (MPI.buffer.fromaddress(self._count.data_ptr(), 8), 8, MPI.BYTE)
+        self._sent = self._waited = 0
+        self._nbytes, self._peer = nbytes, 1 - comm.Get_rank()
+        # Between nodes MPI moves one-sided data while the target calls it.
+        self._advance = self._win.Sync if is_single_node else comm.Iprobe
+        self._type = MPI.BYTE
+
+    def put(self) -> None:
+        """Write the data and the count."""
+        self._sent += 1
+        self._count[0] = self._sent
+        win, peer, nbytes = self._win, self._peer, self._nbytes
+        if nbytes > 8:
+            win.Put(self._data, peer, (8, nbytes, self._type))
+            win.Flush(peer)
+        win.Put(self._flag, peer, (0, 8, self._type))
+        win.Flush(peer)
+
+    def wait(self) -> None:
+        """Wait for the peer's next put."""
+        self._waited += 1
+        while self._seen[0] < self._waited:
+            self._advance()
+        self._win.Sync()
+
+    def check(self) -> bool:
+        """Return whether the data have arrived."""
+        return self._nbytes == 8 or bytes(self._bytes[8:]) == bytes([1]) * self._nbytes
+
+    def free(self) -> None:
+        """Free the window. Collective."""
+        self._seen.release()
+        self._bytes.release()
+        self._win.Unlock_all()
+        self._win.Free()
+
+
+class Case:
+    """One size: the contenders' calls, their windows and their memory."""
+
+    def __init__(self, group: Any, raw_comm: Any, nbytes: int) -> None:
+        self._group, self._peer = group, 1 - group.rank
+        self._source = torch.ones(nbytes, dtype=torch.uint8)
+        self._into = torch.zeros(nbytes, dtype=torch.uint8)
+        self._mapped = group.window(size=nbytes, dtype=torch.uint8)
+        self._plain = group.window(torch.zeros(nbytes, dtype=torch.uint8))
+        self._raw = Raw(raw_comm, nbytes, group.is_single_node)
+        self._private = torch.zeros(nbytes, dtype=torch.uint8)
+
+    def round_trips(self) -> list[timing.Contender]:
+        """Return the contenders of a put and its signal, there and back."""
+        group, peer, source, into = self._group, self._peer, self._source, self._into
+
+        def through(
+            window: Any, is_async: bool
+        ) -> tuple[Callable[[], object], Callable[[], object]]:
+            def go() -> None:
+                window.put(source, peer, 0, is_async)
+                window.signal(peer)
+
+            return go, lambda: window.wait_signal(peer)
+
+        pairs = {
+            "mpidist": through(self._mapped, False),
+            "messages": through(self._plain, True),
+            "send and recv": (lambda: group.send(source, peer), lambda: group.recv(into, peer)),
+            "mpi4py": (self._raw.put, self._raw.wait),
+        }
+        return [
+            timing.Contender(name, pair if group.rank == 0 else pair[::-1], ())
+            for name, pair in pairs.items()
+        ]
+
+    def copies(self) -> list[timing.Contender]:
+        """Return the contenders of one rank's copy while the other waits."""
+        window, peer, source = self._mapped, self._peer, self._source
+        own, private, nbytes = window.tensor, self._private, source.nbytes
+        calls: dict[str, Callable[[], object]] = {
+            "mpidist": lambda: window.put(source, peer),
+            "memcpy": lambda: ctypes.memmove(private.data_ptr(), source.data_ptr(), nbytes),
+            "memcpy, node memory": lambda: ctypes.memmove(
+                own.data_ptr(), source.data_ptr(), nbytes
+            ),
+        }
+        return [
+            timing.Contender(name, (call,) if self._group.rank == 0 else (), ())
+            for name, call in calls.items()
+        ]
+
+    def maps(self) -> list[timing.Contender]:
+        """Return the contenders of the peer's tensor: mapped, and copied."""
+        window, peer = self._mapped, self._peer
+        mapped, private = window.map_remote_tensor(peer), self._private
+        calls: dict[str, Callable[[], object]] = {
+            "mpidist": lambda: window.map_remote_tensor(peer),
+            "copy": lambda: private.copy_(mapped),
+        }
+        return [timing.Contender(name, (call,), ()) for name, call in calls.items()]
+
+    def require(self) -> None:
+        """Check what every contender has written.
+
+        Raises:
+            RuntimeError: Wrong on this rank.
+        """
+        written = {
+            "mpidist": self._mapped.tensor,
+            "messages": self._plain.tensor,
+            "send and recv": self._into,
+        }
+        wrong = [name for name, tensor in written.items() if not bool((tensor == 1).all())]
+        wrong += [] if self._raw.check() else ["mpi4py"]
+        if self._group.is_single_node:
+            first = self._mapped.map_remote_tensor(self._peer)
+            again = self._mapped.map_remote_tensor(self._peer)
+            wrong += [] if first.data_ptr() == again.data_ptr() else ["map_remote_tensor copies"]
+        if wrong:
+            raise RuntimeError(f"wrong result of {', '.join(wrong)}")
+
+    def free(self) -> None:
+        """Give the windows up. Collective."""
+        self._mapped.tensor_deregister()
+        self._plain.tensor_deregister()
+        self._raw.free()
+
+
+def main() -> None:
+    options = _arguments()
+    torch.set_num_threads(1)
+    group = mpidist.comm.init()
+    # mpidist prepares the MPI library before the import of mpi4py.MPI starts MPI.
+    from mpi4py import MPI
+
+    if group.size != 2:
+        raise SystemExit("start two ranks: one writes to the other, and back")
+    raw = MPI.COMM_WORLD.Dup()
+    about = environment.describe(raw)
+    timing.touch_memory()
+    results = []
+    for nbytes in options.sizes:
+        case = Case(group, raw, nbytes)
+        kinds = {"put and signal": case.round_trips()}
+        if group.is_single_node:
+            kinds |= {"put": case.copies(), "map_remote_tensor": case.maps()}
+        for operation, contenders in kinds.items():
+            series = timing.time_rounds(raw, contenders, options.rounds, options.burst_s)
+            results.append(report.result_of(operation, nbytes, nbytes, series))
+        case.require()
+        case.free()
+    if group.rank == 0:
+        for operation in dict.fromkeys(result["operation"] for result in results):
+            rows = [result for result in results if result["operation"] == operation]
+            print(f"\n{operation}\n{report.table(rows)}", flush=True)
+        verdicts = collective_goals.judge(results if group.is_single_node else [], GOALS)
+        print(f"\n{report.goals_table(verdicts)}", flush=True)
+        record = {
+            "benchmark": "windows",
+            "link": options.link,
+            "environment": about,
+            "rounds": options.rounds,
+            # A wrong result ends the run with an error before this line.
+            "results_checked": True,
+            "results": results,
+            "goals": verdicts,
+        }
+        parts = ["windows", environment.library_name(about), str(group.size), options.link]
+        report.write_json(record, options.output / f"{'-'.join(filter(None, parts))}.json")
+    raw.Barrier()
+    raw.Free()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    listed = ", ".join(map(format_bytes, _SIZES))
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=_SIZES, metavar="BYTES", help=f"default: {listed}"
+    )
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--burst-s", type=float, default=0.02, help="seconds of a burst")
+    parser.add_argument(
+        "--link",
+        default=os.environ.get("MPIDIST_LINK", ""),
+        help="name of the network, for the record",
+    )
+    benchmark_options.add_output(parser)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
