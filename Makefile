@@ -51,7 +51,7 @@ help:
 	@echo 'make repeat   tests that have failed by a race 100 times beside two busy processes, each MPI stage five times; a later call goes on'
 	@echo '              (REPEAT="--times 30 --only mpi-4 --minutes 60"); hours'
 	@echo 'make conformance  all of PyTorch'"'"'s distributed_test.py on 2, 3 and 4 ranks, Gloo as the peer; prints the counts'
-	@echo 'make fuzz     random programs, and a tenth as many random models, against references (COUNT=1000 RANKS=3 SEED=0 WITHOUT=)'
+	@echo 'make fuzz     random programs, and a tenth as many random models and programs of windows, against references (COUNT=1000 RANKS=3 SEED=0 WITHOUT=)'
 	@echo 'make fuzz-bytes  damaged and random messages, tables, frames and files, for all that reads foreign bytes (CASES=1000000 SEED=0)'
 	@echo 'make gpu      GPU tests on two ranks, sanitizers, GPU benchmarks into gpu-results/ (CUDA=cuda12 for a torch built with CUDA 12)'
 	@echo '              what never ran or failed comes first; BUDGET=540: seconds, it says what it left out; DEVICE=cpu: a dry run'
@@ -159,6 +159,7 @@ FUZZ := $(FUZZ_RUN) -n $(RANKS) $(PY) -m tests.fuzz
 fuzz: $(READY) $(FUZZ_READY)
 	$(FUZZ) programs --seed $(SEED) --count $(COUNT) --without=$(WITHOUT)
 	$(FUZZ) models --seed $(SEED) --count $$(( ($(COUNT) + 9) / 10 )) --without=$(WITHOUT)
+	$(FUZZ) windows --seed $(SEED) --count $$(( ($(COUNT) + 9) / 10 ))
 
 # One process, and children that it watches: a crash, a hang or too much memory is told with its case as hex.
 CASES ?= 1000000
@@ -204,10 +205,12 @@ bench: $(VENV)/.stamp-bench $(VENV)/.stamp-peers timing long
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_oss.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_owners.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_wire.py
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_windows.py
 
 # Status 77: namespaces are not allowed here, as the script has said.
 bench-link: $(VENV)/.stamp-bench $(MPICH)/.stamp
 	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_ddp.py --models mlp:64 mlp:256 mlp:1024 --rounds 8 --bucket-cap-mb 4 || test $$? = 77
+	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_windows.py --rounds 7 || test $$? = 77
 	$(PY) benchmarks/bench_scaling.py sweep --links 10gbit 1gbit 100mbit
 	for rate in 100mbit 1gbit 10gbit; do \
 	    $(ON_LINK) $$rate $(MPICH)/bin/mpirun $(PY) benchmarks/bench_powersgd.py --models mlp:64 --rounds 8 || test $$? = 77 || exit 1; \

@@ -75,6 +75,7 @@ _OF_COLLECTIVES = [
     ["bench_device.py", "--quick", "--device", "cpu"],
     ["bench_oss.py", "--quick"],
     ["bench_wire.py", "--numel", "20000", "--rounds", "1", "--burst-s", "0", "--link", "test"],
+    ["bench_windows.py", "--sizes", "8", "65536", "--rounds", "1", "--burst-s", "0"],
     ["bench_oss_state.py", "--quick"],
     ["bench_oss_state.py", "--quick", "--growth"],
     ["bench_oss_device.py", "--quick", "--device", "cpu"],
@@ -368,6 +369,21 @@ def test_wires_are_compared_and_recorded(of_collectives):
     ] is True
     # Judged on a device alone.
     assert [goal["verdict"] for goal in record["goals"]] == ["not measured"] * 2
+
+
+@pytest.mark.slow
+def test_windows_are_compared_and_recorded(of_collectives):
+    record = record_of(of_collectives[0], "windows-*-2.json", has_picture=False)
+    results = {(each["operation"], each["size_bytes"]): each for each in record["results"]}
+    assert set(results) == {
+        (operation, size)
+        for operation in ("put and signal", "put", "map_remote_tensor")
+        for size in (8, 65536)
+    }
+    ways = ["mpidist", "messages", "send and recv", "mpi4py"]
+    assert list(results["put and signal", 8]["contenders"]) == ways
+    assert record["results_checked"] is True
+    assert [goal["verdict"] != "not measured" for goal in record["goals"]] == [True, True, False]
 
 
 @pytest.mark.slow

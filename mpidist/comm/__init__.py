@@ -1,4 +1,4 @@
-"""Communication: init → group → collectives/p2p/objects → execution → MPI.
+"""Communication: init → group → collectives/p2p/objects/windows → execution → MPI.
 
 The import starts nothing; ``init()`` starts MPI.
 """
@@ -13,6 +13,9 @@ _HOMES = {
     "default": "group",
     "ProcessGroup": "group",
     "P2POp": "p2p",
+    "Window": "window",
+    "WindowAttr": "window",
+    "WindowAccessType": "window",
     "PremulSum": "algorithms.reduce_op",
     "SUM": "algorithms.reduce_op",
     "AVG": "algorithms.reduce_op",

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from mpidist.comm import arguments, receive_poller
-from mpidist.comm.group_types import Group
 from mpidist.comm.memory import buffer, node_memory
 from mpidist.comm.memory.node_memory import Address
 from mpidist.comm.mpi import autograd_mode, backoff, exited_ranks, mpi_errors
@@ -124,7 +123,7 @@ class Window:
         channel: Returns the messages of the group's windows; the first call is collective.
     """
 
-    def __init__(self, group: Group, channel: Callable[[], WindowChannel]) -> None:
+    def __init__(self, group: Any, channel: Callable[[], WindowChannel]) -> None:
         self._group = group
         self._channel_of_group = channel
         self._registered: _Registered | None = None
@@ -561,7 +560,7 @@ def allocated(where: str, size: int | Sequence[int], dtype: torch.dtype) -> Tens
     """
     shape = (size,) if isinstance(size, int) else tuple(size)
     if not all(isinstance(length, int) and length >= 0 for length in shape):
-        raise ValueError(f"{where} needs a size, or a shape, of numbers ≥ 0; got {size!r}")
+        raise ValueError(f"{where} needs a size, or a shape, of numbers from 0 on; got {size!r}")
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{where} needs a dtype of torch; got {dtype!r}")
     try:
