@@ -342,7 +342,7 @@ class TorchProcessGroup(Collectives, dist.ProcessGroup):
         Collective: over the group, with a tensor; else not.
 
         Args:
-            tensor: This rank's host tensor; one of ``native.allocate_tensor`` can be mapped.
+            tensor: This rank's host tensor; one of ``native.allocate`` can be mapped.
         """
         return TorchWindow(self.native.window(tensor))
 

@@ -93,6 +93,12 @@ def shape(where: str, value: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(size.__index__() for size in sizes)
 
 
+def dtype(where: str, value: object) -> None:
+    """Require a dtype of torch."""
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{where} needs a torch.dtype; got {value!r}")
+
+
 def tensors(where: str, values: object, name: str, count: int | None = None) -> None:
     """Require a list of ``count`` tensors on one device and of one dtype."""
     if not isinstance(values, (list, tuple)):

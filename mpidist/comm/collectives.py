@@ -33,24 +33,25 @@ class Collectives(Execution):
 
     @property
     def allocates_node_memory(self) -> bool:
-        """Return whether ``allocate`` returns memory that the other ranks can read."""
+        """Return whether ``allocate`` returns memory that all other ranks can read."""
         made = node_memory.of(self._comm)
         return self.size > 1 and self.is_single_node and (made is None or made.is_shared)
 
     def allocate(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor in memory that the other ranks of the node read without messages.
+        """Return a tensor in memory that the other ranks of the node reach without messages.
 
-        ``all_gather_into_tensor`` copies straight from there, where every rank's output or input
-        lies in it. The tensor is this rank's own, like any other; a process forked from the rank
-        writes to the same memory.
+        In a group of one node ``all_gather_into_tensor`` copies straight from there, where every
+        rank's output or input lies in it. The tensor is this rank's own, like any other, until it
+        is registered in a ``Window``, through which ranks of the node write to it and map it. A
+        process forked from the rank writes to the same memory.
 
         The memory serves this group's later tensors when nothing refers to the tensor any more, and
         is freed when the group is closed and its last tensor gone; a tensor may outlive the group.
-        On several nodes, on one rank, and with one warning where the ranks cannot map each other's
-        memory or this rank's part of it is full, the tensor is in plain memory.
+        Where no two ranks share a node, and with one warning where the ranks cannot map each
+        other's memory or this rank's part of it is full, the tensor is in plain memory.
 
-        Collective: the first call, over the group; waits behind queued operations. Later calls
-        concern this rank alone.
+        Collective: the first call, over the group, unless a window was made before; waits behind
+        queued operations. Later calls concern this rank alone.
 
         Args:
             shape: Numbers of elements.
@@ -65,10 +66,9 @@ class Collectives(Execution):
         """
         with self._checked("allocate") as where:
             sizes = arguments.shape(where, shape)
-            if not isinstance(dtype, torch.dtype):
-                raise TypeError(f"{where} needs a torch.dtype; got {dtype!r}")
+            arguments.dtype(where, dtype)
         memory = node_memory.of(self._comm)
-        if memory is None and self.allocates_node_memory:
+        if memory is None and node_memory.has_neighbours(self._comm):
             memory = self._launch(
                 Operation("allocate", node_memory.make, args=(self.where("allocate"),))
             )

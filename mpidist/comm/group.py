@@ -23,7 +23,7 @@ from mpidist.comm.operation import Operation, Tensors
 from mpidist.comm.p2p import PointToPoint
 from mpidist.comm.reductions import Reductions
 from mpidist.comm.subgroups import ENV_ON_TIMEOUT, Subgroups
-from mpidist.comm.window import Window, allocated
+from mpidist.comm.window import Window
 from mpidist.comm.window_channel import WindowChannel, channel_of
 from mpidist.comm.work import seconds
 from mpidist.dynamo import untraced
@@ -112,14 +112,12 @@ class ProcessGroup(Reductions, Collectives, PointToPoint, Objects, MonitoredBarr
 
         Args:
             tensor: This rank's tensor; see ``Window.tensor_register``.
-            size: In place of a tensor, the elements or shape of one that ``allocate_tensor`` makes;
-                sizes may differ by rank.
+            size: In place of a tensor, the elements or shape of one of ``allocate``, filled with
+                zeros; sizes may differ by rank, and other ranks may give a tensor.
             dtype: Of that tensor; the same on all ranks.
 
         Raises:
             TypeError, ValueError, DisagreementError: As ``Window.tensor_register``.
-            MpidistError: No memory for the tensor (this rank; the others raise a
-                DisagreementError).
         """
         self._require_usable("window")
         made = Window(self, self._channel_of_windows)
@@ -129,27 +127,11 @@ class ProcessGroup(Reductions, Collectives, PointToPoint, Objects, MonitoredBarr
             made.tensor_register(tensor)
         return made
 
-    def allocate_tensor(
-        self, size: int | Sequence[int], dtype: torch.dtype = torch.float32
-    ) -> torch.Tensor:
-        """Return a host tensor of zeros that the other ranks of this node can map.
-
-        The memory is freed with the last tensor in it, on any rank. Not collective.
-
-        Args:
-            size: Elements, or a shape.
-            dtype: The dtype.
-
-        Raises:
-            MpidistError: Short of memory.
-            ValueError: A negative size.
-        """
-        return allocated(self.where("allocate_tensor"), size, dtype)
-
     def _channel_of_windows(self) -> WindowChannel:
         channel = self._windows
         if channel is None:
-            channel = self._windows = self._launch(Operation("tensor_register", channel_of))
+            ask = Operation("tensor_register", channel_of, args=(self.where("allocate"),))
+            channel = self._windows = self._launch(ask)
         return channel
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:

@@ -1,9 +1,9 @@
 """One-sided access to a tensor of each rank: put, signal, and the memory of other ranks as tensors.
 
-Ranks of a node map tensors of ``ProcessGroup.allocate_tensor``: a put copies straight into the
-other rank's memory, in the calling thread, and ``map_remote_tensor`` copies nothing. Memory on
-another node, and any other tensor, is written by messages (``window_channel``), which the other
-rank's threads receive into place without a call of its program. Decision 0020 has the measurements.
+Ranks of a node map tensors of ``ProcessGroup.allocate``: a put copies straight into the other
+rank's memory, in the calling thread, and ``map_remote_tensor`` copies nothing. Memory on another
+node, and any other tensor, is written by messages (``window_channel``), which the other rank's
+threads receive into place without a call of its program. Decision 0022 has the measurements.
 
 Letters: W ranks of the group.
 
@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from mpidist.comm import arguments, receive_poller
-from mpidist.comm.memory import buffer, node_memory
-from mpidist.comm.memory.node_memory import Address
-from mpidist.comm.mpi import autograd_mode, backoff, exited_ranks, mpi_errors
+from mpidist.comm.algorithms import node_memory
+from mpidist.comm.memory import buffer
+from mpidist.comm.mpi import backoff, exited_ranks, mpi_errors
 from mpidist.comm.window_channel import AnswerWait, Exposed, Put, SignalWait, WindowChannel
 from mpidist.comm.work import RequestWork, Work
 from mpidist.dynamo import untraced
@@ -64,16 +64,13 @@ class _Facts:
     Attributes:
         shape: Of the tensor.
         dtype: Its name.
-        address: Process, descriptor and mark of its memory; empty if others cannot map it.
-        offset: Of the tensor in that memory, in bytes.
-        nbytes: Length of that memory.
+        offset: First byte of the tensor in the rank's arena; -1 for a tensor of other memory, or
+            without elements.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    address: tuple[int, ...] = ()
-    offset: int = 0
-    nbytes: int = 0
+    offset: int
 
 
 class _Registered:
@@ -140,7 +137,7 @@ class Window:
         return None if registered is None else registered.exposed.tensor
 
     def tensor_register(self, tensor: Tensor, owning: bool = True) -> None:
-        """Let the other ranks write to a tensor, and map it if ``allocate_tensor`` made it.
+        """Let the other ranks write to a tensor, and map it if ``allocate`` made it.
 
         Collective: over the group, in the order of its operations.
 
@@ -161,21 +158,26 @@ class Window:
     def register_new(
         self, size: int | Sequence[int], dtype: torch.dtype, tensor: Tensor | None = None
     ) -> None:
-        """Register a new tensor of ``allocate_tensor``; as ``tensor_register``."""
+        """Register a new tensor of ``allocate``, zeros; as ``tensor_register``."""
         where = self._group.where("window")
 
         def make() -> Tensor:
             if tensor is not None:
                 raise ValueError(f"{where} takes a tensor or a size, not both")
-            return allocated(where, size, dtype)
+            # All that ``allocate`` refuses, which would tell the other ranks by itself.
+            shape = arguments.shape(where, size)
+            arguments.dtype(where, dtype)
+            allocated: Tensor = self._group.allocate(shape, dtype)
+            return allocated.zero_()
 
         self._register(make)
 
     def tensor_deregister(self) -> None:
         """End the other ranks' access, after the puts of all ranks have arrived.
 
-        Tensors of ``map_remote_tensor`` stay valid, as memory that no rank may rely on. Signals
-        that were not waited for are dropped, with a ResourceWarning on their receiver.
+        Tensors of ``map_remote_tensor`` must not be used from here on: that rank may give the
+        memory to another tensor. Signals that were not waited for are dropped, with a
+        ResourceWarning on their receiver.
 
         Collective: over the group, in the order of its operations.
 
@@ -348,10 +350,13 @@ class Window:
         Loads and stores of the two ranks are ordered by signals and barriers alone.
 
         Returns:
-            A tensor of that rank's shape, on the CPU; valid for as long as it is referenced.
+            A tensor of that rank's shape, on the CPU. It must not be used after
+            ``tensor_deregister``: the memory stays mapped, and may belong to another tensor of that
+            rank by then.
 
         Raises:
-            MpidistError: That rank's memory is on another node, or not of ``allocate_tensor``.
+            MpidistError: That rank's memory is on another node, or not of this group's
+                ``allocate``, or ``allocate`` had none that ranks share.
             GroupError, ValueError: As ``put``.
         """
         registered = self._require("map_remote_tensor")
@@ -360,7 +365,7 @@ class Window:
         if mapped is None:
             group = self._group
             reason = (
-                "was not made by allocate_tensor, or is in another container"
+                "is in plain memory, not in that of the group's allocate"
                 if group._comm.nodes[rank] == group._comm.nodes[group.rank]
                 else "is on another node"
             )
@@ -403,17 +408,21 @@ class Window:
             raise error
         every = self._agreed(operation, rows)
         mapped = [self._mapped(rank, each, tensor) for rank, each in enumerate(every)]
-        maps = torch.tensor([each is not None for each in mapped], device="cpu")
-        matrix = torch.empty((group.size, group.size), dtype=torch.bool, device="cpu")
-        exposed = Exposed(channel.next_number(), tensor, maps.tolist(), [False] * group.size)
+        maps = [each is not None for each in mapped]
+        # The ranks of a node map all arenas of the node, or none has a tensor in one.
+        nodes, is_reached = group._comm.nodes, facts is not None and facts.offset >= 0
+        mapped_by = [
+            rank == group.rank or (is_reached and node == nodes[group.rank])
+            for rank, node in enumerate(nodes)
+        ]
+        exposed = Exposed(channel.next_number(), tensor, maps, mapped_by)
         # Open before any rank returns: its first put may arrive at once.
         channel.open(exposed)
         try:
-            group.all_gather_into_tensor(matrix, maps)
+            group.barrier()
         except Exception:
             channel.remove(exposed, are_all_complete=False)
             raise
-        exposed.mapped_by = matrix[:, group.rank].tolist()
         if not channel.is_empty():
             receive_poller.watch(channel)
         self._registered = _Registered(exposed, [math.prod(each.shape) for each in every], mapped)
@@ -429,12 +438,9 @@ class Window:
                 f"{where} needs a contiguous tensor; got shape {tuple(tensor.shape)}, strides "
                 f"{tensor.stride()}"
             )
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype)
-        found = node_memory.found(tensor)
-        if found is None:
-            return _Facts(shape, dtype)
-        memory, offset = found
-        return _Facts(shape, dtype, tuple(memory.address), offset, node_memory.nbytes_of(memory))
+        memory = node_memory.of(self._group._comm)
+        offset = -1 if memory is None or not tensor.numel() else memory.offset(tensor)
+        return _Facts(tuple(tensor.shape), str(tensor.dtype), offset)
 
     def _agreed(self, operation: str, rows: Sequence[tuple[str | None, Any]]) -> list[_Facts]:
         where = self._group.where(operation)
@@ -448,19 +454,13 @@ class Window:
         return every
 
     def _mapped(self, rank: int, facts: _Facts, own: Tensor) -> Tensor | None:
-        group = self._group
-        nodes = group._comm.nodes
-        if rank == group.rank:
+        comm = self._group._comm
+        if rank == comm.rank:
             return own
-        if not facts.address or nodes[rank] != nodes[group.rank]:
+        memory = node_memory.of(comm)
+        if memory is None or facts.offset < 0 or comm.nodes[rank] != comm.nodes[comm.rank]:
             return None
-        memory = node_memory.mapped(Address(*facts.address), facts.nbytes)
-        if memory is None:
-            return None
-        with autograd_mode.allocating():
-            numel = math.prod(facts.shape)
-            found = torch.frombuffer(memory, dtype=own.dtype, count=numel, offset=facts.offset)
-            return found.view(facts.shape)
+        return memory.view(rank, facts.offset, facts.shape, own.dtype)
 
     def _start(self, registered: _Registered, dst: int, offset: int, source: Tensor) -> Put:
         try:
@@ -550,23 +550,3 @@ class Window:
         )
         work.kept = memory
         return work
-
-
-def allocated(where: str, size: int | Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a tensor of zeros that other processes of the node can map; see ``allocate_tensor``.
-
-    Args:
-        where: The beginning of messages.
-    """
-    shape = (size,) if isinstance(size, int) else tuple(size)
-    if not all(isinstance(length, int) and length >= 0 for length in shape):
-        raise ValueError(f"{where} needs a size, or a shape, of numbers from 0 on; got {size!r}")
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{where} needs a dtype of torch; got {dtype!r}")
-    try:
-        return node_memory.allocated(shape, dtype)
-    except (OSError, AttributeError) as error:
-        raise MpidistError(
-            f"{where}: no {math.prod(shape) * dtype.itemsize} bytes of memory that other ranks can "
-            f"map: {error}"
-        ) from error

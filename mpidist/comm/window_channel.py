@@ -7,7 +7,7 @@ behind those of the puts, and counts when the data in front of it have arrived. 
 by the thread that waits for one, and by ``receive_poller`` while a window is open that other ranks
 write to by messages.
 
-Source: MPI-4.1 §3.5 (order of messages), §3.8.2 (matched probe). Decision 0020.
+Source: MPI-4.1 §3.5 (order of messages), §3.8.2 (matched probe). Decision 0022.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from mpidist.comm.algorithms import node_memory
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi import closed_communicators, mpi_errors
 from mpidist.comm.mpi.communicator import Communicator
@@ -204,12 +205,16 @@ class WindowChannel:
 
     Args:
         mpi: The windows' communicator.
+
+    Attributes:
+        is_watched: See ``receive_poller``, which sets it.
     """
 
     def __init__(self, mpi: Mpi) -> None:
         self._mpi = mpi
         self.rank: int = mpi.Get_rank()
         self.size: int = mpi.Get_size()
+        self.is_watched = False
         self.registrations = 0  # so far
         self._is_closed = False
         self._answers = False  # puts to windows that are gone
@@ -450,11 +455,19 @@ class WindowChannel:
             window.signals[source].append(None)
 
 
-def channel_of(comm: Communicator, inputs: Tensors, outputs: Tensors) -> WindowChannel:
+def channel_of(comm: Communicator, inputs: Tensors, outputs: Tensors, where: str) -> WindowChannel:
     """Return the messages of a group's windows, on a communicator of their own.
 
+    Makes the group's node memory as well, so that allocations concern one rank from then on.
+
     Collective: over the communicator.
+
+    Args:
+        comm, inputs, outputs: As of every executor.
+        where: See ``node_memory.make``.
     """
+    if node_memory.has_neighbours(comm):
+        node_memory.make(comm, inputs, outputs, where)
     if isinstance(comm.mpi, MpiCalls) and comm.mpi.is_abandonable:
         # A wait for a missing rank can be abandoned here, and not in MPI_Comm_dup.
         comm.mpi.Barrier()

@@ -23,7 +23,7 @@ def test_torch_s_names_work(world, default_group, is_mapped):
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     assert dist._supports_window() and default_group.supports_window
     native = native_of(default_group)
-    own = native.allocate_tensor(10) if is_mapped else torch.zeros(10)
+    own = native.allocate(10, torch.float32).zero_() if is_mapped else torch.zeros(10)
     window = dist._new_window(own)
     works = [
         window.put(torch.full((3,), 2.0), right, 4, False),

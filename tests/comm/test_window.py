@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import threading
 import warnings
 
@@ -38,7 +37,7 @@ def on_nodes(world, monkeypatch):
 def tensor_of(group, kind, size, dtype=torch.float32):
     """Return zeros that other ranks map, or others reach by messages."""
     if kind == "mapped":
-        return group.allocate_tensor(size, dtype)
+        return group.allocate(size, dtype).zero_()
     return torch.zeros(size, dtype=dtype)
 
 
@@ -97,7 +96,7 @@ def test_every_layout_of_nodes_has_its_way(world, on_nodes, kind, layout):
             facts.append(mapped.shape == own.shape)
             facts.append(bool((mapped[1000 * group.rank :][:1000] == group.rank + 1).all()))
         else:
-            words = "another node" if nodes[peer] != nodes[group.rank] else "allocate_tensor"
+            words = "another node" if nodes[peer] != nodes[group.rank] else "plain memory"
             with pytest.raises(MpidistError, match=words):
                 window.map_remote_tensor(peer)
     facts.append(window.map_remote_tensor(group.rank) is own)
@@ -119,8 +118,6 @@ def test_a_mapped_tensor_is_the_other_ranks_memory(group):
     group.barrier()
     ok = ok and there[1, 2].item() == 77 and there.shape == (3, 4)
     window.tensor_deregister()
-    # The memory outlives the registration, and the group.
-    ok = ok and there[1, 2].item() == 77
     agree(group, ok)
 
 
@@ -322,50 +319,126 @@ def test_ranks_that_disagree_all_get_an_error(group):
 
 
 @MPI
-def test_memory_that_is_short_on_one_rank_is_an_error_on_all(group):
-    """A limit on file sizes stands for a machine that is out of memory."""
-    last = group.rank == group.size - 1
-    before = len(os.listdir("/proc/self/fd"))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if last:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
-    try:
-        expected = MpidistError if last else DisagreementError
-        with pytest.raises(expected, match="no 800000 bytes of memory"):
-            group.window(size=200_000)
-        if last:
-            with pytest.raises(MpidistError, match="no 800000 bytes"):
-                group.allocate_tensor(200_000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    agree(group, len(os.listdir("/proc/self/fd")) == before, "a file stayed open")
-    for size in (-1, (2, -1), "x", 1.5):
-        with pytest.raises((ValueError, TypeError)):
-            group.allocate_tensor(size)
-    with pytest.raises(TypeError, match="dtype"):
-        group.allocate_tensor(3, "float32")
-    window = group.window(size=200_000)
-    window.tensor_deregister()
+def test_wrong_sizes_and_dtypes_are_errors_on_all_ranks(world, monkeypatch):
+    """Also in debug mode, in which a refusal of ``allocate`` alone is told to the other ranks."""
+    for debug in ("0", "1"):
+        monkeypatch.setenv("MPIDIST_DEBUG", debug)
+        group = world.clone(f"debug {debug}")
+        last = group.rank == group.size - 1
+        for size, dtype, kind in (
+            (-1, torch.float32, ValueError),
+            ((2, -1), torch.float32, ValueError),
+            ("x", torch.float32, TypeError),
+            (1.5, torch.float32, TypeError),
+            (3, "float32", TypeError),
+        ):
+            with pytest.raises(kind if last else DisagreementError, match="window|torch.dtype"):
+                group.window(size=size if last else 3, dtype=dtype if last else torch.float32)
+        window = group.window(size=3)
+        window.tensor_deregister()
+        group.close()
 
 
 @MPI
-def test_memory_that_one_rank_cannot_map_is_written_by_messages(group, monkeypatch):
-    """As in a container of its own: rank 0 opens no other's file."""
+def test_a_rank_short_of_memory_is_written_by_messages(group, monkeypatch):
+    """The others keep theirs; ranks may mix sizes and tensors, and differ in both."""
+    last = group.size - 1
     right, left = ring(group)
-    if group.rank == 0:
-        monkeypatch.setattr("mpidist.comm.memory.node_memory.mapped", lambda *args: None)
-    window = group.window(size=8)
+    first = group.window(size=10)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        if group.rank == last:
+            patched.setattr(os, "posix_fallocate", full)
+            with pytest.warns(RuntimeWarning, match="No space left"):
+                window = group.window(size=2_000_000)
+        elif group.rank == 0:
+            own = group.allocate((2, 1_000_000), torch.float32).zero_()
+            window = group.window(own)
+        else:
+            window = group.window(size=2_000_000)
     facts = [window.get_attr(peer).access_type for peer in range(group.size)]
-    expected = [SEPARATE if group.rank == 0 and peer else UNIFIED for peer in range(group.size)]
-    for turn in range(50):
-        window.put(torch.full((8,), float(turn)), right, async_op=True)
-        window.signal(right)
-        window.wait_signal(left)
-        ok = bool((window.tensor == turn).all())
-        window.signal(left)
-        window.wait_signal(right)
+    expected = [
+        SEPARATE if peer == last and peer != group.rank else UNIFIED for peer in range(group.size)
+    ]
+    wrong = [] if facts == expected else [facts]
+    for turn in range(20):
+        for each in (window, first):
+            each.put(torch.full((10,), float(turn)), right, async_op=True)
+            each.signal(right)
+            each.wait_signal(left)
+            if not bool((each.tensor.view(-1)[:10] == turn).all()):
+                wrong.append(turn)
+            each.signal(left)
+            each.wait_signal(right)
+    if group.rank != last:
+        with pytest.raises(MpidistError, match="plain memory"):
+            window.map_remote_tensor(last)
     window.tensor_deregister()
+    first.tensor_deregister()
+    agree(group, not wrong, f"{wrong}")
+
+
+@MPI
+def test_ranks_that_cannot_map_each_other_write_by_messages(group, monkeypatch):
+    """As in containers of their own: rank 0 opens no other's file."""
+
+    def refuse(*args, **kwargs):
+        raise OSError("not here")
+
+    right, left = ring(group)
+    with monkeypatch.context() as patched:
+        if group.rank == 0:
+            patched.setattr(os, "open", refuse)
+        plain = group.window(torch.zeros(8))  # makes the arenas, and asks for none of them
+    with pytest.warns(RuntimeWarning, match="cannot map each other's memory"):
+        window = group.window(size=8)
+    facts = [window.get_attr(peer).access_type for peer in range(group.size)]
+    expected = [UNIFIED if peer == group.rank else SEPARATE for peer in range(group.size)]
+    window.put(torch.ones(8), right)
+    window.signal(right)
+    window.wait_signal(left)
+    ok = bool((window.tensor == 1).all())
+    window.tensor_deregister()
+    plain.tensor_deregister()
     agree(group, ok and facts == expected, f"{facts}")
+
+
+@MPI
+def test_a_registered_tensor_keeps_its_range_and_gives_it_back(group):
+    right, left = ring(group)
+    window = group.window(size=5000)
+    address, there = window.tensor.data_ptr(), window.map_remote_tensor(right)
+    gc.collect()
+    other = group.allocate(5000, torch.float32).fill_(-1)
+    apart = other.data_ptr() != address
+    window.put(torch.ones(5000), right)
+    group.barrier()
+    ok = bool((window.tensor == 1).all()) and bool((other == -1).all()) and bool((there == 1).all())
+    window.tensor_deregister()
+    del window, there
+    gc.collect()
+    again = group.allocate(5000, torch.float32)
+    agree(group, ok and apart and again.data_ptr() == address)
+
+
+@MPI
+def test_mapped_tensors_are_apart_in_autograd(group):
+    """A store into one mapped tensor is none into what a graph has saved of another."""
+    right, _ = ring(group)
+    windows = [group.window(size=4), group.window(size=4)]
+    saved, other = (window.map_remote_tensor(right) for window in windows)
+    scale = torch.ones(4, requires_grad=True)
+    result = (saved * scale).sum()
+    other.fill_(3)
+    result.backward()
+    group.barrier()
+    ok = bool((windows[1].tensor == 3).all()) and scale.grad is not None
+    for window in windows:
+        window.tensor_deregister()
+    agree(group, ok)
 
 
 @MPI

@@ -29,8 +29,9 @@ class Player:
         self._program = program
         self._group = group
         self._wholes: list[torch.Tensor] = []
-        self._windows = [group.window(self._memory(window)) for window in program.windows]
+        # First, because it makes the node memory, which only some ranks allocate from below.
         self._bell = group.window(size=1)
+        self._windows = [group.window(self._memory(window)) for window in program.windows]
 
     def play(self, deadline: Deadline) -> None:
         """Run all phases, and give the windows up."""
@@ -61,7 +62,7 @@ class Player:
         rank, dtype = self._group.rank, getattr(torch, window.dtype)
         numel = window.sizes[rank] + 2 * GUARD
         whole = (
-            self._group.allocate_tensor(numel, dtype)
+            self._group.allocate(numel, dtype).zero_()
             if window.is_mapped[rank]
             else torch.zeros(numel, dtype=dtype)
         )

@@ -212,7 +212,7 @@ def test_a_rank_short_of_memory_warns_once_and_uses_plain_memory(
     # What was there before still serves.
     del first
     small = group.allocate(100, torch.float32)
-    agree(group, node_memory.of(group._comm)._offset(small) >= 0)
+    agree(group, node_memory.of(group._comm).offset(small) >= 0)
 
 
 class _no_warning:
@@ -249,14 +249,29 @@ def test_all_ranks_use_plain_memory_where_one_cannot_share(group, gathered, monk
 
 @MPI
 @pytest.mark.parametrize("layout", SEVERAL)
-def test_several_nodes_use_plain_memory(world, monkeypatch, layout):
+def test_several_nodes_map_each_its_own_ranks_and_gather_by_messages(
+    world, monkeypatch, gathered, layout
+):
     with groups(world, monkeypatch) as clone:
         group = clone(layout)
         if group.is_single_node:
             pytest.skip("two ranks that this layout puts on one node")
-        tensor = group.allocate((2, 3), torch.float32)
-        made = node_memory.of(group._comm)
-        agree(world, tensor.shape == (2, 3) and made is None and not group.allocates_node_memory)
+        target = group.allocate((group.size, NUMEL), torch.float32)
+        target[group.rank] = group.rank
+        made, nodes = node_memory.of(group._comm), group._comm.nodes
+        group.barrier()
+        facts = [not group.allocates_node_memory, (made is None) == (len(set(nodes)) == group.size)]
+        if made is not None:
+            # The ranks' first tensors begin at the same place of their arenas.
+            start = made.offset(target)
+            for rank in range(group.size):
+                if nodes[rank] == nodes[group.rank]:
+                    seen = made.view(rank, start, target.shape, target.dtype)
+                    facts.append(bool((seen[rank] == rank).all()))
+        group.barrier()
+        group.all_gather_into_tensor(target, target[group.rank])
+        facts += [bool((target[rank] == rank).all()) for rank in range(group.size)]
+        agree(world, all(facts) and not gathered, f"{facts}")
 
 
 @pytest.mark.mpi(min_size=1)
