@@ -76,7 +76,7 @@ def test_memory_is_allocated_by_group_and_backend(world, default_group):
     for owner in (default_group, default_group._get_backend(torch.device("cpu"))):
         allocated = owner.allocate_tensor(1000, dtype=torch.bfloat16, device=torch.device("cpu"))
         made = node_memory.of(native._comm)
-        is_shared = made is not None and made._offset(allocated) >= 0
+        is_shared = made is not None and made.offset(allocated) >= 0
         facts = allocated.shape, allocated.dtype, owner.supports_tensor_alloc(allocated.device)
         wanted = (1000,), torch.bfloat16, native.allocates_node_memory
         agree(world, facts == wanted and is_shared is native.allocates_node_memory, f"{facts}")

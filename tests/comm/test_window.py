@@ -332,7 +332,7 @@ def test_wrong_sizes_and_dtypes_are_errors_on_all_ranks(world, monkeypatch):
             (1.5, torch.float32, TypeError),
             (3, "float32", TypeError),
         ):
-            with pytest.raises(kind if last else DisagreementError, match="window|torch.dtype"):
+            with pytest.raises(kind if last else DisagreementError, match=r"window|torch\.dtype"):
                 group.window(size=size if last else 3, dtype=dtype if last else torch.float32)
         window = group.window(size=3)
         window.tensor_deregister()
@@ -408,7 +408,7 @@ def test_ranks_that_cannot_map_each_other_write_by_messages(group, monkeypatch):
 
 @MPI
 def test_a_registered_tensor_keeps_its_range_and_gives_it_back(group):
-    right, left = ring(group)
+    right, _ = ring(group)
     window = group.window(size=5000)
     address, there = window.tensor.data_ptr(), window.map_remote_tensor(right)
     gc.collect()
@@ -548,9 +548,9 @@ def test_threads_share_a_window(group, kind):
 
 @MPI
 def test_empty_tensors_and_many_windows(group):
-    before = len(os.listdir("/proc/self/fd"))
     right, left = ring(group)
     empty = [group.window(size=0), group.window(torch.zeros(3, 0))]
+    before = len(os.listdir("/proc/self/fd"))  # those of the node memory are open
     for window in empty:
         window.put(torch.zeros(0), right)
         window.signal(right)
