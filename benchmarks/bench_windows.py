@@ -60,9 +60,10 @@ class Raw:
         self._win.Sync()
         comm.Barrier()
         self._source = torch.ones(nbytes, dtype=torch.uint8)
-        self._count = torch.zeros(1, dtype=torch.int64)
+        count = bytearray(8)
+        self._count = memoryview(count).cast("q")
         self._data = (MPI.buffer.fromaddress(self._source.data_ptr(), nbytes), nbytes, MPI.BYTE)
-        self._flag = (MPI.buffer.fromaddress(self._count.data_ptr(), 8), 8, MPI.BYTE)
+        self._flag = (count, 8, MPI.BYTE)
         self._sent = self._waited = 0
         self._nbytes, self._peer = nbytes, 1 - comm.Get_rank()
         # Between nodes MPI moves one-sided data while the target calls it.

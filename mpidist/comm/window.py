@@ -37,6 +37,9 @@ from mpidist.errors import DisagreementError, GroupError, MpidistError, RankFail
 Tensor = torch.Tensor
 
 _TESTS = 200  # of a signal, before a thread that waits for it enters the journal
+# A copy up to this size is an assignment of memory, which takes a third of the time of a call of
+# memmove but keeps Python's lock.
+_SHORT_BYTES = 16 << 10
 
 
 class WindowAccessType(Enum):
@@ -77,21 +80,32 @@ class _Registered:
     """A registration: each rank's tensor, and where this rank maps it.
 
     Attributes:
+        channel: The messages of the group's windows.
         exposed: This rank's part, which messages work on.
         numels: Elements of each rank's tensor.
         mapped: Each rank's tensor in this rank's memory; None where it is not mapped.
         addresses: Address of each; 0 where it is not mapped.
+        views: The memory of each; of no bytes where it is not mapped.
     """
 
     def __init__(
-        self, exposed: Exposed, numels: Sequence[int], mapped: Sequence[Tensor | None]
+        self,
+        channel: WindowChannel,
+        exposed: Exposed,
+        numels: Sequence[int],
+        mapped: Sequence[Tensor | None],
     ) -> None:
+        self.channel = channel
         self.exposed = exposed
         self.dtype = exposed.tensor.dtype
         self.itemsize = exposed.tensor.element_size()
         self.numels = numels
         self.mapped = mapped
         self.addresses = [0 if tensor is None else tensor.data_ptr() for tensor in mapped]
+        self.views = [
+            memoryview(b"" if tensor is None else buffer.memory(tensor.data_ptr(), tensor.nbytes))
+            for tensor in mapped
+        ]
 
 
 class _SignalWork(RequestWork):
@@ -189,7 +203,7 @@ class Window:
         """
         operation = "tensor_deregister"
         group, registered = self._group, self._require(operation)
-        exposed, channel = registered.exposed, self._channel_of_group()
+        exposed, channel = registered.exposed, registered.channel
         self._registered = None
         # Other threads' puts that have passed the check above; none waits for another rank.
         backoff.until(lambda: not self._under_way)
@@ -264,11 +278,14 @@ class Window:
         under_way.append(None)
         try:
             registered = self._require("put")
-            source = self._checked(registered, tensor, dst_rank, target_offset_nelems)
-            nbytes = source.nbytes
-            offset = target_offset_nelems * registered.itemsize
+            source, numel = self._checked(registered, tensor, dst_rank, target_offset_nelems)
+            itemsize = registered.itemsize
+            nbytes, offset = numel * itemsize, target_offset_nelems * itemsize
             address = registered.addresses[dst_rank]
-            if address:
+            if address and nbytes <= _SHORT_BYTES:
+                view = buffer.memory(source.data_ptr(), nbytes)
+                registered.views[dst_rank][offset : offset + nbytes] = view
+            elif address:
                 ctypes.memmove(address + offset, source.data_ptr(), nbytes)
             elif nbytes:
                 request = self._start(registered, dst_rank, offset, source)
@@ -299,9 +316,10 @@ class Window:
             GroupError, RankFailureError, ValueError: As ``put``.
         """
         registered = self._require("signal")
-        self._require_alive("signal", peer_rank)
+        if type(peer_rank) is not int or not 0 <= peer_rank < self._size or exited_ranks.has_any():
+            self._require_alive("signal", peer_rank)
         try:
-            self._channel_of_group().signal(registered.exposed, peer_rank)
+            registered.channel.signal(registered.exposed, peer_rank)
         except Exception as error:
             raise self._explained("signal", error) from error
         return self._ended("signal", ()) if async_op else None
@@ -327,8 +345,9 @@ class Window:
             GroupError, ValueError: As ``put``.
         """
         registered = self._require("wait_signal")
-        self._require_rank("wait_signal", peer_rank)
-        channel, exposed = self._channel_of_group(), registered.exposed
+        if type(peer_rank) is not int or not 0 <= peer_rank < self._size:
+            self._require_rank("wait_signal", peer_rank)
+        channel, exposed = registered.channel, registered.exposed
         if not async_op:
             take = channel.take
             try:
@@ -425,7 +444,8 @@ class Window:
             raise
         if not channel.is_empty():
             receive_poller.watch(channel)
-        self._registered = _Registered(exposed, [math.prod(each.shape) for each in every], mapped)
+        numels = [math.prod(each.shape) for each in every]
+        self._registered = _Registered(channel, exposed, numels, mapped)
 
     def _facts(self, operation: str, tensor: Tensor) -> _Facts:
         where = self._group.where(operation)
@@ -464,14 +484,16 @@ class Window:
 
     def _start(self, registered: _Registered, dst: int, offset: int, source: Tensor) -> Put:
         try:
-            return self._channel_of_group().put(
+            return registered.channel.put(
                 registered.exposed, self._group.where("put"), dst, offset, source
             )
         except Exception as error:
             raise self._explained("put", error) from error
 
-    def _checked(self, registered: _Registered, tensor: Tensor, dst: int, offset: int) -> Tensor:
-        """Return the contiguous form of a put's tensor, after all checks."""
+    def _checked(
+        self, registered: _Registered, tensor: Tensor, dst: int, offset: int
+    ) -> tuple[Tensor, int]:
+        """Return the contiguous form of a put's tensor, and its elements, after all checks."""
         if type(tensor) is not Tensor or not tensor.is_cpu:
             arguments.tensor(self._group.where("put"), tensor, "tensor")
             if not tensor.is_cpu:
@@ -485,21 +507,22 @@ class Window:
                 f"{self._group.where('put')} needs a tensor of the window's dtype, "
                 f"{registered.dtype}; got {tensor.dtype}"
             )
-        numel = registered.numels[dst]
-        if type(offset) is not int or offset < 0 or offset + tensor.numel() > numel:
+        numel, room = tensor.numel(), registered.numels[dst]
+        if type(offset) is not int or offset < 0 or offset + numel > room:
             raise ValueError(
-                f"{self._group.where('put')}: {tensor.numel()} elements at {offset!r} do not fit "
-                f"the {numel} elements of rank {dst}"
+                f"{self._group.where('put')}: {numel} elements at {offset!r} do not fit the "
+                f"{room} elements of rank {dst}"
             )
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            return tensor
+            return tensor, numel
         # Also of a tensor that is not dense.
         arguments.tensor(self._group.where("put"), tensor, "tensor")
-        return tensor.detach().resolve_conj().resolve_neg().contiguous()
+        return tensor.detach().resolve_conj().resolve_neg().contiguous(), numel
 
     def _require(self, operation: str) -> _Registered:
-        self._group._require_usable(operation)
-        registered = self._registered
+        group, registered = self._group, self._registered
+        if group._closed or group._failure is not None:
+            group._require_usable(operation)
         if registered is None:
             raise GroupError(
                 f"{self._group.where(operation)} needs a registered tensor: call tensor_register "

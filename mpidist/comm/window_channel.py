@@ -160,6 +160,7 @@ class Exposed:
         sent: By destination, the number of signals that this rank has sent.
         puts: This rank's puts by messages that have no answer yet.
         sends: By destination, a persistent send of a signal.
+        is_idle: By destination, whether the last such send is known to have ended.
     """
 
     number: int
@@ -176,6 +177,7 @@ class Exposed:
         size = len(self.maps)
         self.signals = [deque() for _ in range(size)]
         self.arrived, self.sent = [0] * size, [0] * size
+        self.is_idle = [True] * size
         self.number_bytes = self.number.to_bytes(_NUMBER_BYTES, "little")
 
 
@@ -353,10 +355,10 @@ class WindowChannel:
         if send is None:
             space = (window.number_bytes, _NUMBER_BYTES, MPI.BYTE)
             send = window.sends[dst] = self._mpi.Send_init(space, dst, _SIGNAL)
-        if send.Test():
+        if window.is_idle[dst] or send.Test():
             send.Start()
             # Most have ended now, and the next signal may use the request again.
-            send.Test()
+            window.is_idle[dst] = send.Test()
         else:
             self._send(dst, _SIGNAL, window.number_bytes)
 
