@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import threading
 import warnings
 
@@ -18,7 +19,15 @@ from mpidist.errors import (
     MpidistError,
 )
 from tests.simulated_nodes import LAYOUTS, groups
-from tests.support import agree, printed, raises_on_all, short_job
+from tests.support import (
+    agree,
+    launcher,
+    missing,
+    printed,
+    raises_on_all,
+    require_tool,
+    short_job,
+)
 
 MPI = pytest.mark.mpi(min_size=2)
 SLOW = pytest.mark.slow
@@ -651,3 +660,44 @@ def test_a_rank_that_is_gone_is_an_error_of_its_peers(end):
     found = printed(done)
     expected = 2 * [*4 * ["RankFailureError"], 3.0]
     assert [found[rank]["errors"] for rank in (0, 1)] == 2 * [expected], found
+
+
+_FULL = """
+import json, os, torch
+import mpidist.comm
+group = mpidist.comm.init()
+group.barrier()
+if group.rank == 0:
+    with open("/dev/shm/filler", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 20))
+        except OSError:
+            pass
+group.barrier()
+free = os.statvfs("/dev/shm").f_bavail
+other, ones = 1 - group.rank, torch.ones(3_000_000)
+windows = [group.window(size=4_000_000), group.window(torch.zeros(4_000_000))]
+for window in windows:
+    window.put(ones, other, 1_000_000)
+    window.signal(other)
+    window.wait_signal(other)
+sums = [window.tensor.sum().item() for window in windows]
+for window in windows:
+    window.tensor_deregister()
+print(json.dumps({"rank": group.rank, "free": free, "sums": sums}), flush=True)
+group.close()
+"""
+
+
+@SLOW
+def test_a_full_dev_shm_is_no_obstacle():
+    """In a mount namespace, whose /dev/shm the job fills when MPI has started."""
+    unshare = require_tool("unshare")
+    mount = 'mount -t tmpfs -o size=96m tmpfs /dev/shm && exec "$@"'
+    inside = [unshare, "-m", "sh", "-c", mount, "sh"]
+    if os.geteuid() != 0 or subprocess.run([*inside, "true"], check=False).returncode:
+        missing("mount namespaces need root")
+    found = printed(short_job(2, _FULL, command=[*inside, *launcher(2)]))
+    assert [found[rank]["free"] for rank in (0, 1)] == [0, 0]
+    assert [found[rank]["sums"] for rank in (0, 1)] == [[3e6, 3e6], [3e6, 3e6]]
