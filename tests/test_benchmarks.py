@@ -39,7 +39,7 @@ def _found(_libraries, monkeypatch):
 
 
 # One job for many programs of two ranks, because each would import torch, NumPy and matplotlib
-# again; two jobs, because one for all would come near its limit where other tests run beside it.
+# again; three jobs, because one for all would come near its limit where other tests run beside it.
 _IN_TURN = """
     import runpy, sys
     import torch.distributed as dist
@@ -66,20 +66,22 @@ _OF_COLLECTIVES = [
     ["tree_job.py", "collectives", "--quick"],
     ["tree_job.py", "ddp", "--quick"],
     ["bench_collectives.py", "--quick"],
-    ["bench_messages.py", "--quick"],
     ["bench_execution.py", "--rounds", "1"],
-    ["bench_allocate.py", "--quick"],
     ["bench_ddp.py", *_TRAINING],
     ["bench_owners.py", *_TRAINING],
     ["bench_powersgd.py", *_TRAINING],
-    ["bench_device.py", "--quick", "--device", "cpu"],
     ["bench_oss.py", "--quick"],
-    ["bench_wire.py", "--numel", "20000", "--rounds", "1", "--burst-s", "0", "--link", "test"],
-    ["bench_windows.py", "--sizes", "8", "65536", "--rounds", "1", "--burst-s", "0"],
     ["bench_oss_state.py", "--quick"],
     ["bench_oss_state.py", "--quick", "--growth"],
     ["bench_oss_device.py", "--quick", "--device", "cpu"],
     ["bench_ddp_nccl.py", "--models", "many:2", "--rounds", "1", "--device", "cpu"],
+]
+_OF_MESSAGES = [
+    ["bench_messages.py", "--quick"],
+    ["bench_allocate.py", "--quick"],
+    ["bench_device.py", "--quick", "--device", "cpu"],
+    ["bench_wire.py", "--numel", "20000", "--rounds", "1", "--burst-s", "0", "--link", "test"],
+    ["bench_windows.py", "--sizes", "8", "65536", "--rounds", "1", "--burst-s", "0"],
 ]
 
 
@@ -99,6 +101,12 @@ def _run_in_turn(programs, folder):
 def of_calls(_libraries, tmp_path_factory):
     """Return the folder of the records of the benchmarks of RPC and scaling, and their output."""
     return _run_in_turn(_OF_CALLS, tmp_path_factory.mktemp("calls"))
+
+
+@pytest.fixture(scope="module")
+def of_messages(_libraries, tmp_path_factory):
+    """Return the folder of the records of memory and messages, and their output."""
+    return _run_in_turn(_OF_MESSAGES, tmp_path_factory.mktemp("messages"))
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +181,8 @@ def test_ways_to_execute_are_compared_and_recorded(of_collectives):
 
 
 @pytest.mark.slow
-def test_node_memory_is_compared_and_recorded(of_collectives):
-    record = record_of(of_collectives[0], "allocate-*-2.json", has_picture=False)
+def test_node_memory_is_compared_and_recorded(of_messages):
+    record = record_of(of_messages[0], "allocate-*-2.json", has_picture=False)
     assert [result["operation"] for result in record["results"]] == ["all-gather", "unshard"]
     for result in record["results"]:
         assert set(result["contenders"]) == {"gloo", "mpidist", "node memory"}
@@ -214,8 +222,8 @@ def test_sharded_steps_are_compared_and_state_bytes_recorded(of_collectives):
 
 
 @pytest.mark.slow
-def test_messages_are_compared_and_recorded(of_collectives):
-    record = record_of(of_collectives[0], "messages-*-2.json", has_picture=False)
+def test_messages_are_compared_and_recorded(of_messages):
+    record = record_of(of_messages[0], "messages-*-2.json", has_picture=False)
     names = {result["operation"] for result in record["results"]}
     assert {"latency", "exchange", "window", "100 posted tags"} <= names
     assert all(
@@ -350,8 +358,8 @@ def test_pauses_during_steps_of_optimizers(tmp_path):
 
 
 @pytest.mark.slow
-def test_wires_are_compared_and_recorded(of_collectives):
-    record = record_of(of_collectives[0], "wire-*-2-test.json", has_picture=False)
+def test_wires_are_compared_and_recorded(of_messages):
+    record = record_of(of_messages[0], "wire-*-2-test.json", has_picture=False)
     (result,) = record["results"]
     sent = {name: values["bytes_of_a_rank"] for name, values in result["contenders"].items()}
     # 157 times 64 elements and the rest; 40 and 39 blocks of int8 with a scale each, padded to 16
@@ -372,8 +380,8 @@ def test_wires_are_compared_and_recorded(of_collectives):
 
 
 @pytest.mark.slow
-def test_windows_are_compared_and_recorded(of_collectives):
-    record = record_of(of_collectives[0], "windows-*-2.json", has_picture=False)
+def test_windows_are_compared_and_recorded(of_messages):
+    record = record_of(of_messages[0], "windows-*-2.json", has_picture=False)
     results = {(each["operation"], each["size_bytes"]): each for each in record["results"]}
     assert set(results) == {
         (operation, size)
@@ -387,8 +395,8 @@ def test_windows_are_compared_and_recorded(of_collectives):
 
 
 @pytest.mark.slow
-def test_ways_from_device_memory_are_compared_and_recorded(of_collectives):
-    record = record_of(of_collectives[0], "device-*-2-cpu.json")
+def test_ways_from_device_memory_are_compared_and_recorded(of_messages):
+    record = record_of(of_messages[0], "device-*-2-cpu.json")
     contenders = {result["operation"]: list(result["contenders"]) for result in record["results"]}
     assert contenders == {
         "all_reduce": ["library", "ring", "staged"],

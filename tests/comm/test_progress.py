@@ -221,9 +221,9 @@ class _Noted:
 
 
 def test_a_thread_that_was_helped_is_not_woken_and_still_executes(progress, monkeypatch):
-    ran = []
+    ran, woken = [], []
+    monkeypatch.setattr(progress_module, "_LINGER_S", 60.0)
     helped(progress, ran, progress_module._HELPED)
-    woken = []
     monkeypatch.setattr(progress, "_wakes", _Noted(progress._wakes, woken))
     nobody_waits = submit(progress, ran, "nobody waits")
     deadline = time.monotonic() + 60
