@@ -83,6 +83,9 @@ class Execution(Failing):
             )
             comm.mpi = nonblocking.abandonable(comm.plain, check, sleeps=False)
         self._progress = Progress(self.name)
+        # With more ranks than cores, a thread that sleeps leaves its core to a rank that the
+        # operation waits for.
+        self._helps = comm.nodes.count(comm.nodes[comm.rank]) <= (os.cpu_count() or 1)
         self.journal = Journal(self.name, self.key, self._progress.queued)
         debug = settings.debug
         self._debug = os.environ.get(_ENV_DEBUG) == "1" if debug is None else debug
@@ -239,7 +242,8 @@ class Execution(Failing):
         if torch_profiler._is_profiler_enabled:
             # A profile keeps one row for each thread: the operations, and the waits for them.
             submit = profiling.queueing(submit, self, operation)
-        elif operation.device is None:  # on a device the group's thread overlaps with the host
+        elif self._helps and operation.device is None:
+            # On a device the group's thread overlaps with the host.
             future.helped_by(self._progress.help)
         submit(future, execute)
 

@@ -72,7 +72,8 @@ class Reductions(Execution):
             return None
         self._require_usable("all_reduce")
         work = Work("all_reduce", (tensor,), self.where("all_reduce"))
-        work.future.helped_by(self._progress.help)
+        if self._helps:
+            work.future.helped_by(self._progress.help)
         self._progress.submit(work.future, partial(self._run_prepared, call, tensor))
         return work
 

@@ -24,6 +24,7 @@ def group_of(size=4, is_single_node=True):
     comm = SimpleNamespace(
         rank=1,
         size=size,
+        nodes=(0, 0, 0, 0),
         plain=SimpleNamespace(),
         is_single_node=is_single_node,
         sleeping=lambda: far,
