@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -242,11 +241,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--burst-s", type=float, default=0.02, help="seconds of a burst")
-    parser.add_argument(
-        "--link",
-        default=os.environ.get("MPIDIST_LINK", ""),
-        help="name of the network, for the record",
-    )
+    benchmark_options.add_link(parser)
     benchmark_options.add_output(parser)
     return parser.parse_args()
 

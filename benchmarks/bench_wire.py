@@ -7,7 +7,6 @@ benchmarks/slow_link.sh 1gbit MPIRUN python benchmarks/bench_wire.py    (MPICH's
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle, pairwise
@@ -171,11 +170,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where the parameters are"
     )
-    parser.add_argument(
-        "--link",
-        default=os.environ.get("MPIDIST_LINK", ""),
-        help="name of the network, for the record",
-    )
+    benchmark_options.add_link(parser)
     benchmark_options.add_output(parser)
     return parser.parse_args()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -20,6 +21,15 @@ def add_device(parser: argparse.ArgumentParser) -> None:
         choices=("cpu", "cuda"),
         default="cuda",
         help="cpu: check that all runs, with the host as the device",
+    )
+
+
+def add_link(parser: argparse.ArgumentParser) -> None:
+    """Add ``--link``; ``slow_link.sh`` sets its default."""
+    parser.add_argument(
+        "--link",
+        default=os.environ.get("MPIDIST_LINK", ""),
+        help="name of the network, for the record",
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -107,11 +106,7 @@ def arguments(
         default="cpu",
         help="where the models are; a GPU is named in the file's name",
     )
-    parser.add_argument(
-        "--link",
-        default=os.environ.get("MPIDIST_LINK", ""),
-        help="name of the network, for the record",
-    )
+    benchmark_options.add_link(parser)
     benchmark_options.add_output(parser, "JSON and the plot")
     options = parser.parse_args()
     options.suffix = (
