@@ -1,10 +1,10 @@
 """``torch.distributed.send`` and ``recv`` on a group of mpidist, without a handle between them.
 
 torch's functions ask the group for a handle and wait for it, so the group cannot know that its
-caller waits for this message alone. The functions that replace them call the native group for a
-plain tensor on the host, and torch's function for everything else: other backends and devices,
-modes, hooks, subclasses, bad arguments. Modules that imported the functions by name before the
-first group was made keep torch's.
+caller waits for this message alone. The functions that replace them call the native group, and
+torch's function for other backends, modes, hooks, subclasses, and what torch itself refuses or
+converts: a message to oneself, complex tensors, leaves that are received into. Modules that
+imported the functions by name before the first group was made keep torch's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def install() -> None:
 
 # The native group and the peer's rank in it, or None if torch's function must be called.
 _Found = tuple["ProcessGroup", int]
-_Find = Callable[["dist.ProcessGroup | None", torch.Tensor, Any, int], "_Found | None"]
+_Find = Callable[["dist.ProcessGroup | None", torch.Tensor, Any], "_Found | None"]
 
 
 def _finder(c10d: Any) -> _Find:
@@ -50,11 +50,16 @@ def _finder(c10d: Any) -> _Find:
     group_rank = c10d.get_group_rank
 
     @untraced
-    def find(
-        group: dist.ProcessGroup | None, tensor: torch.Tensor, peer: Any, tag: int
-    ) -> _Found | None:
+    def find(group: dist.ProcessGroup | None, tensor: torch.Tensor, peer: Any) -> _Found | None:
         chosen: Any = world.default_pg if group is None else group
-        if type(chosen) is not kind or type(peer) is not int or chosen._is_observed():
+        if (
+            type(chosen) is not kind
+            or type(peer) is not int
+            or type(tensor) is not torch.Tensor
+            or tensor.is_complex()
+            or chosen._is_observed()
+            or _function_modes()
+        ):
             return None
         native: ProcessGroup = chosen.native
         if chosen is not world.default_pg:
@@ -62,9 +67,7 @@ def _finder(c10d: Any) -> _Find:
                 peer = group_rank(chosen, peer)
             except ValueError:
                 return None
-        if peer == native.rank or _function_modes() or not native.takes_directly(tensor, peer, tag):
-            return None
-        return native, peer
+        return None if peer == native.rank else (native, peer)
 
     return find
 
@@ -78,7 +81,7 @@ def _send(original: Callable[..., None], find: _Find) -> Any:
         tag: int = 0,
         group_dst: int | None = None,
     ) -> None:
-        found = find(group, tensor, dst, tag) if group_dst is None else None
+        found = find(group, tensor, dst) if group_dst is None else None
         if found is None:
             original(tensor, dst, group, tag, group_dst)
             return
@@ -97,7 +100,7 @@ def _recv(original: Callable[..., int], find: _Find) -> Any:
         tag: int = 0,
         group_src: int | None = None,
     ) -> int:
-        found = find(group, tensor, src, tag) if group_src is None else None
+        found = find(group, tensor, src) if group_src is None else None
         if found is None or src is None or tensor.requires_grad:
             return original(tensor, src, group, tag, group_src)
         native, rank = found

@@ -122,10 +122,6 @@ class PointToPoint(Execution):
                 works[place] = self.isend(item.tensor, item.peer, item.tag)
         return [works[place] for place in range(len(operations))]
 
-    def takes_directly(self, tensor: Tensor, peer: int, tag: int) -> bool:
-        """Say whether a message needs no check and no copy: a plain tensor on the host."""
-        return self._direct.take(tensor, peer, tag)
-
     def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
         self._require_usable("send")
         if not self._direct.take(tensor, dst, tag):

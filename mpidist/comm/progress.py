@@ -80,7 +80,7 @@ class Progress:
         # The thread that executes an operation, and its acquisitions of the lock.
         self._executing_id: int | None = None
         self._depth = 0
-        self._helper: Future[Any] | None = None  # what a thread that helps waits for
+        self._is_helped = False  # a thread that waits executes the queue
         self._count_lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._thread_id: int | None = None
@@ -154,7 +154,7 @@ class Progress:
         """
         if self._thread_id == threading.get_ident():
             return
-        self._helper = future
+        self._is_helped = True
         try:
             while not future.done() and self.lock.acquire(blocking=False):
                 self._enter(threading.get_ident())
@@ -165,7 +165,7 @@ class Progress:
                 finally:
                     self.leave()
         finally:
-            self._helper = None
+            self._is_helped = False
             if not future.done() or (self._items and self._wakes_thread()):
                 self._wakes.put(True)
 
@@ -237,7 +237,7 @@ class Progress:
                     continue
             seen = None
             # A thread that helps wakes this one if it leaves something.
-            while self._items and self._helper is None:
+            while self._items and not self._is_helped:
                 self._execute_next()
 
     def _first(self) -> object:
