@@ -268,9 +268,11 @@ def test_a_close_names_signals_without_a_waiter(group):
     for kind in KINDS:
         window = short.window(tensor_of(short, kind, 1))
         window.signal(right)
-    # A message of the same pair behind the signals.
-    window.put(torch.ones(1), right)
-    short.barrier()
+        # The signal of the other window is behind the first: its arrival is the first's, too. No
+        # message of another kind, and no barrier, would say so.
+        behind = short.window(tensor_of(short, kind, 1))
+        behind.signal(right)
+        behind.wait_signal(left)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         short.close()
