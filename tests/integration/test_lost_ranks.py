@@ -12,6 +12,15 @@ pytestmark = pytest.mark.slow
 _ULFM = ("--with-ft", "ulfm")
 
 
+# A survivor that ends before the other has seen the death would be a second death for it.
+_MEET = """
+        def meet(folder, rank):
+            open(f"{folder}/{rank}", "x").close()
+            while not all(os.path.exists(f"{folder}/{each}") for each in (0, 1)):
+                time.sleep(0.01)
+"""
+
+
 def test_every_wait_for_a_rank_that_has_ended_raises():
     done = run(
         3,
@@ -205,11 +214,14 @@ def test_with_ulfm_calls_to_a_dead_worker_fail_and_the_living_go_on():
         ("broadcast(x, k % 3)", "abort"),
     ],
 )
-def test_survivors_of_a_rank_that_dies_in_a_long_collective_get_its_number(call, on_timeout):
+def test_survivors_of_a_rank_that_dies_in_a_long_collective_get_its_number(
+    call, on_timeout, tmp_path
+):
     """MPI's own error may be of any class: MPI_ERR_IN_STATUS and MPI_ERR_OTHER were seen."""
     done = run(
         3,
-        f"""
+        _MEET
+        + f"""
         import json, os, signal, threading, time, torch
         import mpidist.comm
         from mpidist.errors import RankFailureError
@@ -225,7 +237,7 @@ def test_survivors_of_a_rank_that_dies_in_a_long_collective_get_its_number(call,
                     work.wait()
         except RankFailureError as error:
             print(json.dumps({{"rank": world.rank, "lost": error.ranks}}), flush=True)
-            time.sleep(3)  # so that the other survivor sees one death
+            meet("{tmp_path}", world.rank)
             os._exit(0)
         """,
         *_ULFM,
@@ -248,11 +260,12 @@ _MESSAGES = {
 
 
 @pytest.mark.parametrize("case", _MESSAGES)
-def test_survivors_of_a_rank_that_dies_in_a_long_message_get_its_number_and_go_on(case):
+def test_survivors_of_a_rank_that_dies_in_a_long_message_get_its_number_and_go_on(case, tmp_path):
     its_part, own_part = _MESSAGES[case]
     done = run(
         3,
-        f"""
+        _MEET
+        + f"""
         import json, os, signal, threading, time, torch
         import mpidist.comm, mpidist.rpc as rpc
         from mpidist.errors import RankFailureError
@@ -281,6 +294,7 @@ def test_survivors_of_a_rank_that_dies_in_a_long_message_get_its_number_and_go_o
         except RankFailureError as error:
             b[0] = -1.0 if error.ranks == (2,) else -2.0
         print(json.dumps({{"rank": world.rank, "lost": lost, "got": b[0].item()}}), flush=True)
+        meet("{tmp_path}", world.rank)
         rpc.shutdown(graceful=False)
         """,
         *_ULFM,
