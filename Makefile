@@ -66,8 +66,8 @@ demo: $(READY)
 	$(OPENMPI_RUN) -n 2 $(PY) examples/demo_digits.py
 	$(OPENMPI_RUN) -n 3 $(PY) examples/embedding_server.py --steps 600 --output demo-output
 
-# Of a product, each case at two of the four numbers of ranks (tests/mpi_marks.py), and on MPICH those that Open MPI leaves out at
-# that number; mpi-N and mpich-N by themselves run them all.
+# Of a product, each case at one number of ranks (tests/mpi_marks.py), and on MPICH at another; mpi-N and mpich-N by themselves run
+# them all.
 test: export ALTERNATE := --alternate
 test: unit slow lint-beside-mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3 slurm-beside-install torch-newest
 check: test

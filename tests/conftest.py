@@ -20,8 +20,8 @@ from tests.support import OnDevice, agree
 
 def pytest_addoption(parser, pluginmanager):
     text = (
-        "run each case of a parametrized MPI test at every other number of ranks: 1 and 3, or 2 "
-        "and 4; `other`: vice versa"
+        "run each case of a parametrized MPI test at one number of ranks (1 and 2, 3, or 4), and a "
+        "test with one case at 1, 2, and 3 or 4; `other`: the cases are dealt otherwise"
     )
     parser.addoption("--alternate", nargs="?", const="one", choices=("one", "other"), help=text)
     if not pluginmanager.hasplugin("pytest_mpi"):
@@ -77,7 +77,7 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--alternate"):
         size = from_environment(os.environ).size or 1
-        chosen = mpi_marks.at_size(items, size + (config.getoption("--alternate") == "other"))
+        chosen = mpi_marks.at_size(items, size, config.getoption("--alternate") == "other")
         left_out = [item for item in items if item.nodeid not in chosen]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item.nodeid in chosen]

@@ -43,24 +43,46 @@ def may_hold(path: Path, expression: str) -> bool:
     return all(f"mark.{mark}" in text for mark in wanted)
 
 
-def at_size(items: Sequence[pytest.Item], size: int) -> set[str]:
+def at_size(items: Sequence[pytest.Item], size: int, is_other: bool = False) -> set[str]:
     """Return the ids of the items that a job of ``size`` ranks runs with ``--alternate``.
 
     The cases of a parametrized function are sorted by a checksum of their ids, which is independent
-    of their meaning. Every other case runs at odd numbers of ranks, the rest at even ones: at 1 and
-    3, or at 2 and 4. A function with one case, that needs three ranks or more, or is marked
-    ``every_case``, runs all cases.
+    of their meaning, and dealt in turn to 1 and 2, 3, or 4 ranks. A function with one case runs at
+    1 and 2 ranks, and at 3 or 4. The turn begins at a checksum of the function's name. What is
+    marked ``every_case`` runs everywhere.
+
+    Args:
+        items: Items of all functions that are to run.
+        size: Number of ranks, at most 4.
+        is_other: The job is of the other MPI: the turn begins one later.
     """
-    cases = defaultdict(list)
-    for item in items:
-        may_leave_out = "mpi" in item.keywords and "every_case" not in item.keywords
-        is_case = hasattr(item, "callspec") and may_leave_out and least_size(item) < 3
-        cases[item.nodeid.partition("[")[0] if is_case else item.nodeid].append(item.nodeid)
+    functions = defaultdict(list)
     chosen: set[str] = set()
-    for ids in cases.values():
-        ordered = sorted(ids, key=lambda name: zlib.crc32(name.encode()))
-        chosen.update(ordered if len(ids) == 1 else ordered[size % 2 :: 2])
+    for item in items:
+        if "mpi" in item.keywords and "every_case" not in item.keywords:
+            functions[item.nodeid.partition("[")[0]].append(item)
+        else:
+            chosen.add(item.nodeid)
+    for name, cases in functions.items():
+        turns = _turns(least_size(cases[0]), len(cases))
+        ordered = sorted((case.nodeid for case in cases), key=_checksum)
+        for place, case in enumerate(ordered, _checksum(name) + is_other):
+            if size in turns[place % len(turns)]:
+                chosen.add(case)
     return chosen
+
+
+def _turns(least: int, cases: int) -> Sequence[set[int]]:
+    """Return the numbers of ranks of each turn, for a function that needs ``least`` ranks."""
+    if cases > 1:
+        turns: tuple[set[int], ...] = ({1, 2}, {3}, {4})
+    else:
+        turns = ({1, 2, 3}, {1, 2, 4}) if least < 3 else ({3, 4},)
+    return [able for turn in turns if (able := {size for size in turn if size >= least})]
+
+
+def _checksum(name: str) -> int:
+    return zlib.crc32(name.encode())
 
 
 def least_size(item: pytest.Item) -> int:

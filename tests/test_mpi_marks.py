@@ -82,37 +82,36 @@ def test_a_file_of_tests_applies_its_marks_itself():
     ]
 
 
-def item(name, least=1, **more):
+def item(name, least=1):
     marks = [pytest.mark.mpi(min_size=least).mark]
-    return SimpleNamespace(
-        nodeid=name, keywords={"mpi": True}, iter_markers=lambda name: marks, **more
-    )
+    return SimpleNamespace(nodeid=name, keywords={"mpi": True}, iter_markers=lambda name: marks)
 
 
-def test_every_case_runs_at_every_other_number_of_ranks():
-    product = [item(f"f[{a}-{b}]", callspec=None) for a in "abcde" for b in (True, False)]
-    few = [item("g[a]", callspec=None)]
-    large = [item(f"h[{a}]", 3, callspec=None) for a in "abcde"]
-    chosen = [item(f"m[{a}]", callspec=None) for a in "abcde"]
-    for one in chosen:
+def test_cases_are_dealt_to_the_numbers_of_ranks():
+    product = [item(f"f[{a}-{b}]") for a in "abcdef" for b in (True, False)]
+    large = [item(f"h[{a}]", 3) for a in "abcd"]
+    singles = [item(f"k{number}" + "[cpu]" * (number % 2)) for number in range(20)]
+    always = [item(f"m[{a}]") for a in "abcde"]
+    for one in always:
         one.keywords["every_case"] = True
-    always = [*few, *large, *chosen, item("k")]
-    whole = {one.nodeid for one in always}
-    runs = {size: at_size([*product, *always], size) for size in (1, 2, 3, 4)}
-    names = {one.nodeid for one in product}
-    assert (
-        runs[1] == runs[3]
-        and runs[2] == runs[4]
-        and runs[1] | runs[2] == names | whole
-        and runs[1] & runs[2] == whole
-    )
-    assert len(runs[1] & names) == len(runs[2] & names) == 5
-    # Both values of the last parameter run at each number of ranks.
-    assert all(
-        any(f"{b}]" in name for name in runs[size] & names)
-        for size in (1, 2)
-        for b in (True, False)
-    )
+    everything = [*product, *large, *singles, item("l", 3), *always]
+
+    def names_at(size, items, **options):
+        return at_size(everything, size, **options) & {one.nodeid for one in items}
+
+    dealt = [names_at(size, product) for size in (2, 3, 4)]
+    assert [len(part) for part in dealt] == [4] * 3 and len(set.union(*dealt)) == len(product)
+    assert names_at(1, product) == dealt[0]
+    other = [names_at(size, product, is_other=True) for size in (2, 3, 4)]
+    assert other == [dealt[2], dealt[0], dealt[1]]
+    assert not names_at(2, large)
+    assert len(names_at(3, large)) == len(names_at(4, large)) == 2
+    assert len(names_at(3, large) | names_at(4, large)) == 4
+    assert all(len(names_at(size, singles)) == 20 for size in (1, 2))
+    assert names_at(3, singles) ^ names_at(4, singles) == {one.nodeid for one in singles}
+    assert names_at(3, singles) and names_at(4, singles)
+    assert [("l" in at_size(everything, size)) for size in (1, 2, 3, 4)] == [False] * 2 + [True] * 2
+    assert all(len(names_at(size, always)) == 5 for size in (1, 2, 3, 4))
 
 
 @pytest.mark.parametrize("marks", [["mpi"], []])
