@@ -206,11 +206,14 @@ bench: $(VENV)/.stamp-bench $(VENV)/.stamp-peers timing long
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_owners.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_wire.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_windows.py
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_windows.py --references
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_windows.py --shards
 
 # Status 77: namespaces are not allowed here, as the script has said.
 bench-link: $(VENV)/.stamp-bench $(MPICH)/.stamp
 	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_ddp.py --models mlp:64 mlp:256 mlp:1024 --rounds 8 --bucket-cap-mb 4 || test $$? = 77
 	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_windows.py --rounds 7 || test $$? = 77
+	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_windows.py --shards --rounds 9 || test $$? = 77
 	$(PY) benchmarks/bench_scaling.py sweep --links 10gbit 1gbit 100mbit
 	for rate in 100mbit 1gbit 10gbit; do \
 	    $(ON_LINK) $$rate $(MPICH)/bin/mpirun $(PY) benchmarks/bench_powersgd.py --models mlp:64 --rounds 8 || test $$? = 77 || exit 1; \

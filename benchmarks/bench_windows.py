@@ -1,6 +1,8 @@
 """Time one-sided access: put + signal against MPI's own put, messages, and a copy of memory.
 
 mpirun --bind-to none -n 2 python benchmarks/bench_windows.py
+mpirun --bind-to none -n 2 python benchmarks/bench_windows.py --references    # RPC's to_here
+mpirun --bind-to none -n 2 python benchmarks/bench_windows.py --shards        # OSS's all-gather
 benchmarks/slow_link.sh 1gbit MPIRUN python benchmarks/bench_windows.py    (MPICH's mpirun)
 """
 
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import benchmark_options
@@ -17,6 +19,8 @@ import environment
 import report
 import timing
 import torch
+import window_references
+import window_shards
 from collective_goals import Goal, format_bytes
 
 import mpidist.comm
@@ -200,23 +204,28 @@ def main() -> None:
     raw = MPI.COMM_WORLD.Dup()
     about = environment.describe(raw)
     timing.touch_memory()
-    results = []
-    for nbytes in options.sizes:
-        case = Case(group, raw, nbytes)
-        kinds = {"put and signal": case.round_trips()}
-        if group.is_single_node:
-            kinds |= {"put": case.copies(), "map_remote_tensor": case.maps()}
-        for operation, contenders in kinds.items():
-            series = timing.time_rounds(raw, contenders, options.rounds, options.burst_s)
-            results.append(report.result_of(operation, nbytes, nbytes, series))
-        case.require()
-        case.free()
+    how = options.rounds, options.burst_s
+    if options.references:
+        if not group.is_single_node:
+            raise SystemExit("--references needs two ranks on one node: others map no memory")
+        part, goals = "references", ()
+        sizes = tuple(options.sizes or window_references.SIZES)
+        found = window_references.measure(group, MPI.COMM_SELF, sizes, *how)
+    elif options.shards:
+        part, goals = "shards", ()
+        sizes = tuple(options.sizes or window_shards.SIZES)
+        found = window_shards.measure(group, raw, sizes, *how)
+    else:
+        part, goals = "", GOALS
+        found = _measure(group, raw, tuple(options.sizes or _SIZES), *how)
+    results = [report.result_of(name, nbytes, nbytes, series) for name, nbytes, series in found]
     if group.rank == 0:
         for operation in dict.fromkeys(result["operation"] for result in results):
             rows = [result for result in results if result["operation"] == operation]
             print(f"\n{operation}\n{report.table(rows)}", flush=True)
-        verdicts = collective_goals.judge(results if group.is_single_node else [], GOALS)
-        print(f"\n{report.goals_table(verdicts)}", flush=True)
+        verdicts = collective_goals.judge(results if group.is_single_node else [], goals)
+        if verdicts:
+            print(f"\n{report.goals_table(verdicts)}", flush=True)
         record = {
             "benchmark": "windows",
             "link": options.link,
@@ -227,17 +236,42 @@ def main() -> None:
             "results": results,
             "goals": verdicts,
         }
-        parts = ["windows", environment.library_name(about), str(group.size), options.link]
+        parts = ["windows", part, environment.library_name(about), str(group.size), options.link]
         report.write_json(record, options.output / f"{'-'.join(filter(None, parts))}.json")
     raw.Barrier()
     raw.Free()
+
+
+def _measure(
+    group: Any, raw: Any, sizes: Sequence[int], rounds: int, burst_s: float
+) -> list[tuple[str, int, list[timing.Series]]]:
+    """Time and check puts and signals; return operation, size and series. Collective."""
+    found = []
+    for nbytes in sizes:
+        case = Case(group, raw, nbytes)
+        kinds = {"put and signal": case.round_trips()}
+        if group.is_single_node:
+            kinds |= {"put": case.copies(), "map_remote_tensor": case.maps()}
+        for operation, contenders in kinds.items():
+            series = timing.time_rounds(raw, contenders, rounds, burst_s)
+            found.append((operation, nbytes, series))
+        case.require()
+        case.free()
+    return found
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     listed = ", ".join(map(format_bytes, _SIZES))
     parser.add_argument(
-        "--sizes", type=int, nargs="+", default=_SIZES, metavar="BYTES", help=f"default: {listed}"
+        "--sizes", type=int, nargs="+", metavar="BYTES", help=f"default of puts: {listed}"
+    )
+    cases = parser.add_mutually_exclusive_group()
+    cases.add_argument(
+        "--references", action="store_true", help="only values of RPC's remote references"
+    )
+    cases.add_argument(
+        "--shards", action="store_true", help="only the all-gather of a sharded optimizer"
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--burst-s", type=float, default=0.02, help="seconds of a burst")

@@ -46,6 +46,12 @@ _PAIRS = (
     ("messages", "mpi4py"),
     ("memcpy", "mpidist"),
     ("memcpy, node memory", "mpidist"),
+    ("to_here", "two copies"),
+    ("to_here", "one copy"),
+    ("to_here", "put by the owner"),
+    ("to_here", "size, then put"),
+    ("mpidist", "window"),
+    ("leaders", "window"),
 )
 _COLORS = {
     "gloo": "tab:red",
