@@ -247,6 +247,78 @@ def test_survivors_of_a_rank_that_dies_in_a_long_collective_get_its_number(
     assert sorted(found, key=lambda one: one["rank"]) == expected, done.stdout + done.stderr
 
 
+_DIES_IN_GATHER = """
+        import json, os, signal, time, torch
+        import mpidist.comm
+        from mpidist.comm.algorithms import node_memory
+        from mpidist.errors import RankFailureError
+        class Deadly(dict):
+            def __getitem__(self, rank):
+                if rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return super().__getitem__(rank)
+        world = mpidist.comm.init()
+        def gathered(group, is_async=False):
+            output = group.allocate((group.size, 1 << 18), torch.float32)
+            shard = output[group.rank].fill_(group.rank + 1)
+            work = group.all_gather_into_tensor(output, shard, async_op=is_async)
+            if work is not None:
+                work.wait()
+            return output[:, -1].tolist()
+"""
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["in its thread", "in the group's"])
+@pytest.mark.parametrize("on_timeout", ["abort", "raise"])
+def test_survivors_of_a_rank_that_dies_among_copies_of_node_memory_get_its_number_and_go_on(
+    is_async, on_timeout, tmp_path
+):
+    """Rank 2 has read rank 0's shard, and the others may still read its own."""
+    done = run(
+        3,
+        _MEET
+        + _DIES_IN_GATHER
+        + f"""
+        group = world.clone("gathering", on_timeout="{on_timeout}")
+        facts = {{"rank": world.rank, "before": gathered(group)}}
+        if world.rank == 2:
+            memory = node_memory.of(group._comm)
+            memory._arenas = Deadly(memory._arenas)
+        try:
+            gathered(group, {is_async})
+        except RankFailureError as error:
+            facts["lost"] = error.ranks
+        small = group.shrink([2])
+        facts["after"] = gathered(small)
+        print(json.dumps(facts), flush=True)
+        meet("{tmp_path}", world.rank)
+        os._exit(0)
+        """,
+        *_ULFM,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    facts = {"before": [1.0, 2.0, 3.0], "lost": [2], "after": [1.0, 2.0]}
+    expected = [{"rank": rank, **facts} for rank in (0, 1)]
+    assert sorted(found, key=lambda one: one["rank"]) == expected, done.stdout + done.stderr
+
+
+def test_without_ulfm_the_job_ends_when_a_rank_dies_among_copies_of_node_memory():
+    done = run(
+        3,
+        _DIES_IN_GATHER
+        + """
+        gathered(world)
+        if world.rank == 2:
+            memory = node_memory.of(world._comm)
+            memory._arenas = Deadly(memory._arenas)
+        gathered(world)
+        print("went through", flush=True)
+        time.sleep(60)
+        """,
+    )
+    assert done.returncode != 0 and "went through" not in done.stdout, done.stdout + done.stderr
+
+
 # By name: (what rank 2 does with the other ranks, what they do with it); 32 MiB each.
 _MESSAGES = {
     "send": ("[world.irecv(y, 0), world.irecv(z, 1)]", "world.send(x, 2)"),
