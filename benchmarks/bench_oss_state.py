@@ -1,7 +1,6 @@
 """State of the sharded optimizer: consolidation, saves during training, and their memory.
 
 mpirun --bind-to none -n 2 python benchmarks/bench_oss_state.py
-mpirun --bind-to none -n 2 python benchmarks/bench_oss_state.py --growth    (many small parameters)
 mpirun -n 1 python benchmarks/bench_oss_state.py    (the writer has a core of its own)
 
 Adam over a perceptron of 8.4 M parameters, with one torch thread per rank, against FairScale's OSS
@@ -20,7 +19,6 @@ from typing import Any
 
 import benchmark_options
 import environment
-import growth
 import process_memory
 import report
 import torch
@@ -59,9 +57,6 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--growth", action="store_true", help="only the cost of a tensor while there are many"
-    )
     benchmark_options.add_quick(parser)
     benchmark_options.add_output(parser)
     options = parser.parse_args()
@@ -72,9 +67,6 @@ def main() -> None:
     from mpi4py import MPI
 
     about = environment.describe(MPI.COMM_WORLD)
-    if options.growth:
-        measure_growth(group, about, options)
-        return
     model = Model(
         lambda params: OSS(params, torch.optim.Adam, group, lr=1e-3), options.width, options.batch
     )
@@ -105,40 +97,6 @@ def main() -> None:
             record,
             options.output / f"oss-state-{environment.library_name(about)}-{about['ranks']}.json",
         )
-
-
-def measure_growth(group: Any, about: dict[str, Any], options: argparse.Namespace) -> None:
-    """Time the consolidation of two numbers of small parameters."""
-    sizes = (10, 100) if options.quick else (1000, 10_000)
-    optimizers = {size: _stepped(group, size) for size in sizes}
-    found = growth.measure(
-        group, sizes, options.rounds, lambda size: optimizers[size].consolidate_state_dict(0)
-    )
-    if group.rank == 0:
-        for size, optimizer in optimizers.items():
-            held = optimizer.state_dict()["state"]
-            if len(held) != size or any(len(values) != 3 for values in held.values()):
-                raise RuntimeError(f"the consolidated state of {size} parameters is wrong")
-        print(growth.table("consolidate_state_dict", found))
-        name = f"oss-growth-{environment.library_name(about)}-{about['ranks']}.json"
-        record = {
-            "benchmark": "oss-growth",
-            "environment": about,
-            "rounds": options.rounds,
-            "results_checked": True,
-            "consolidation": found,
-        }
-        report.write_json(record, options.output / name)
-
-
-def _stepped(group: Any, size: int) -> OSS:
-    """Return an optimizer of small parameters that has stepped once."""
-    parameters = [torch.nn.Parameter(torch.zeros(4)) for _ in range(size)]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer = OSS(parameters, torch.optim.Adam, group, lr=1e-3)
-    optimizer.step()
-    return optimizer
 
 
 def _fairscale(group: Any, options: argparse.Namespace) -> Model | None:

@@ -4,7 +4,6 @@ mpidist takes part twice: between workers that may exchange pickles, and between
 data only.
 
 mpirun --bind-to none -n 2 python benchmarks/bench_rpc.py
-mpirun --bind-to none -n 2 python benchmarks/bench_rpc.py --growth    # many calls of remote
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 
 import benchmark_options
 import environment
-import growth
 import numpy as np
 import report
 import rpc_cases
@@ -49,9 +47,6 @@ def main() -> None:
         print(f"{about['mpi_library']}, torch {about['torch']}, {group.size} ranks, {about['cpu']}")
         print(environment.binding(about), flush=True)
     timing.touch_memory()
-    if options.growth:
-        _measure_growth(group, about, options)
-        return
     cases = rpc_cases.chosen(
         rpc_cases.cases(settings.sizes_bytes, settings.burst, group.size - 1, settings.many),
         options.only,
@@ -72,34 +67,6 @@ def main() -> None:
         suffix = "-part" if options.only or not options.tensorpipe else ""
         name = f"rpc-{environment.library_name(about)}-{group.size}{suffix}.json"
         _report(run, about, options.output / name)
-
-
-def _measure_growth(group: Any, about: dict[str, Any], options: argparse.Namespace) -> None:
-    """Time calls of ``remote`` whose references are all held, for two numbers of them."""
-    sizes, rounds = ((10, 100), 2) if options.quick else ((1000, 10_000), 15)
-    mpidist.rpc.init_rpc(f"worker{group.rank}", group=group)
-
-    def run(size: int) -> list[Any]:
-        count = 0 if group.rank else size
-        return [mpidist.rpc.remote("worker1", rpc_workers.noop, timeout=0) for _ in range(count)]
-
-    def check(references: list[Any]) -> None:
-        if references and references[-1].to_here(timeout=0) is not None:
-            raise RuntimeError("remote has made a wrong value")
-
-    found = growth.measure(group, sizes, rounds, run, check)
-    mpidist.rpc.shutdown()
-    if group.rank == 0:
-        print(growth.table("remote", found))
-        name = f"rpc-growth-{environment.library_name(about)}-{group.size}.json"
-        record = {
-            "benchmark": "rpc-growth",
-            "environment": about,
-            "rounds": rounds,
-            "results_checked": True,
-            "remote": found,
-        }
-        report.write_json(record, options.output / name)
 
 
 def _report(run: rpc_run.Run, about: dict[str, Any], path: Path) -> None:
@@ -157,9 +124,6 @@ def _arguments() -> argparse.Namespace:
         default=[],
         metavar="NAME",
         help="cases whose name contains one of these",
-    )
-    parser.add_argument(
-        "--growth", action="store_true", help="only the cost of a call while many are outstanding"
     )
     parser.add_argument(
         "--blocks", type=int, help="blocks of each contender; more for a noisy machine"

@@ -1,4 +1,4 @@
-"""Cost of one item at different numbers of items: sizes in turns, medians, and their ratio.
+"""Cost of one item at different numbers of items: numbers in turns, medians, and their ratio.
 
 Python's garbage collector works as in a user's program: it is part of the cost, and grows with the
 containers that are alive.
@@ -6,64 +6,97 @@ containers that are alive.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
+from growth_cases import Work
 from tabulate import tabulate
 
-T = TypeVar("T")
+# By number of items: ``wall_us`` of the slowest rank and ``cpu_us`` of this thread, for each item.
+Found: TypeAlias = dict[int, dict[str, list[float]]]
+
+# A case is linear if an item costs at most so many times what it does among a tenth as many.
+LINEAR = 1.5
 
 
-def measure(
-    group: Any,
-    sizes: Sequence[int],
-    rounds: int,
-    run: Callable[[int], T],
-    check: Callable[[T], object] | None = None,
-) -> dict[int, dict[str, list[float]]]:
-    """Time ``run(size)`` for each size in turns, after one round that is not counted.
+def measure(group: Any, works: Mapping[int, Work], rounds: int) -> Found:
+    """Time work on each number of items in turns, after one round that is not counted.
 
     Collective: over the group.
-
-    Args:
-        check: Called with what ``run`` has returned, outside the time.
-
-    Returns:
-        By size, ``wall_us`` of the slowest rank and ``cpu_us`` of this thread, for each item.
     """
-    found: dict[int, dict[str, list[float]]] = {
-        size: {"wall_us": [], "cpu_us": []} for size in sizes
-    }
+    found: Found = {items: {"wall_us": [], "cpu_us": []} for items in works}
     for number in range(rounds + 1):
-        for size in sizes if number % 2 else reversed(sizes):
+        for items, work in works.items() if number % 2 else reversed(works.items()):
             group.barrier()
             start, cpu = time.perf_counter(), time.thread_time()
-            held = run(size)
+            held = work.run()
             passed = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
             cpu = time.thread_time() - cpu
-            if check is not None:
-                check(held)
+            work.check(held)
             group.all_reduce(passed, "max")
             del held
             if number:
-                found[size]["wall_us"].append(1e6 * float(passed) / size)
-                found[size]["cpu_us"].append(1e6 * cpu / size)
+                found[items]["wall_us"].append(1e6 * float(passed) / items)
+                found[items]["cpu_us"].append(1e6 * cpu / items)
     return found
 
 
-def table(name: str, found: dict[int, dict[str, list[float]]]) -> str:
-    """Return the table of the medians, and of each size's ratio to the smallest."""
-    medians = {
-        size: {key: statistics.median(values) for key, values in times.items()}
-        for size, times in found.items()
-    }
-    smallest = medians[min(medians)]
-    rows = [
-        (size, *(value for key in smallest for value in (here[key], here[key] / smallest[key])))
-        for size, here in sorted(medians.items())
+def medians(found: Found, key: str) -> dict[int, float]:
+    """Return the median of a time by number of items, in rising order."""
+    return {items: statistics.median(found[items][key]) for items in sorted(found)}
+
+
+def verdict(found: Found) -> str:
+    """Return "linear", or the steps from one number of items to the next that are not."""
+    wall = list(medians(found, "wall_us").items())
+    steps = [
+        f"{last[0]} to {here[0]}: {here[1] / last[1]:.2f}"
+        for last, here in itertools.pairwise(wall)
+        if here[1] > LINEAR * last[1]
     ]
-    headers = (name, "wall, us an item", "ratio", "CPU of its thread, us", "ratio")
+    return ", ".join(steps) or "linear"
+
+
+def table(results: Mapping[str, Found]) -> str:
+    """Return the table of the medians of all cases."""
+    sizes = sorted({items for found in results.values() for items in found})
+    rows = []
+    for name, found in results.items():
+        wall, cpu = medians(found, "wall_us"), medians(found, "cpu_us")
+        times = [wall.get(items) for items in sizes]
+        rows.append((name, *times, cpu[max(cpu)], verdict(found)))
+    headers = ("us an item", *map(str, sizes), "CPU of its thread", "growth")
     return tabulate(rows, headers, floatfmt=".2f")
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """Plot the cost of an item over the number of items, a line for each case."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    about = record["environment"]
+    for (name, found), marker in zip(record["results"].items(), "osD^vPX", strict=False):
+        wall = medians({int(items): times for items, times in found.items()}, "wall_us")
+        axes.plot(list(wall), list(wall.values()), marker=marker, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="number of items", ylabel="µs an item")
+    axes.grid(alpha=0.3)
+    axes.set_title(
+        f"Cost of one item among many, {about['ranks']} ranks, {about['mpi_library']}",
+        fontsize="medium",
+    )
+    figure.legend(loc="outside right upper")
+    figure.savefig(path, dpi=120)
+
+
+def numbers(least: int, most: int) -> Sequence[int]:
+    """Return the powers of ten from ``least`` to ``most``."""
+    found = [least]
+    while found[-1] * 10 <= most:
+        found.append(found[-1] * 10)
+    return found

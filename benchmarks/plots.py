@@ -31,11 +31,14 @@ def _drawing(record: dict[str, Any]) -> Callable[[dict[str, Any], Path], None]:
     Raises:
         ValueError: Records of this benchmark have no plot.
     """
+    import growth
     import kernel_report
     import report
     import training_report
 
     name = record.get("benchmark")
+    if name == "growth":
+        return growth.draw
     if name == "kernels":
         return kernel_report.draw
     if name in ("collectives", "device"):

@@ -55,7 +55,6 @@ _TRAINING = ["--models", "many:2", "--rounds", "1", "--bucket-cap-mb", "1", "--l
 _OF_CALLS = [
     ["soak_rpc.py", "--calls", "5000", "--references", "500"],
     ["bench_rpc.py", "--quick"],
-    ["bench_rpc.py", "--quick", "--growth"],
     ["bench_rpc_device.py", "--quick", "--device", "cpu"],
     ["tree_job.py", "rpc", "--quick"],
     ["bench_rpc_scale.py", "--quick"],
@@ -72,7 +71,7 @@ _OF_COLLECTIVES = [
     ["bench_powersgd.py", *_TRAINING],
     ["bench_oss.py", "--quick"],
     ["bench_oss_state.py", "--quick"],
-    ["bench_oss_state.py", "--quick", "--growth"],
+    ["bench_growth.py", "--quick"],
     ["bench_oss_device.py", "--quick", "--device", "cpu"],
     ["bench_ddp_nccl.py", "--models", "many:2", "--rounds", "1", "--device", "cpu"],
 ]
@@ -577,6 +576,15 @@ def test_the_start_of_collectives_is_recorded(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_growth_of_costs_is_recorded(of_collectives):
+    record = record_of(of_collectives[0], "growth-*-2.json")
+    assert record["results_checked"] is True and len(record["results"]) == 7
+    for found in record["results"].values():
+        assert list(found) == ["10", "100"]
+        assert all(len(times["wall_us"]) == record["rounds"] for times in found.values())
+
+
+@pytest.mark.slow
 def test_a_soak_ends_with_nothing_left(of_calls):
     assert "5000 calls, 500 references" in of_calls[1] and "nothing left" in of_calls[1]
 
@@ -645,6 +653,16 @@ def test_the_fewest_bytes_of_powersgd():
     assert fewest([(100, 200)], 2) == 4 * (7 * 100 * 200 + 5 * 2 * 300)
     assert fewest([(100, 200), (50,)], 2) == fewest([(100, 200)], 2) + 4 * 4 * 50
     assert fewest([(3, 4)], 4) == 4 * 4 * 12  # sent uncompressed, because it would not shrink
+
+
+def test_growth_is_linear_or_the_step_is_named():
+    growth = importlib.import_module("growth")
+    wall = {100: [9.0, 10.0, 11.0], 1000: [14.0, 14.0, 90.0], 10_000: [22.0, 22.0, 22.0]}
+    found = {items: {"wall_us": us, "cpu_us": us} for items, us in wall.items()}
+    assert growth.verdict(found) == "1000 to 10000: 1.57"
+    del found[10_000]
+    assert growth.verdict(found) == "linear"
+    assert growth.numbers(100, 10_000) == [100, 1000, 10_000]
 
 
 def test_a_loss_and_a_wrong_factor_are_found():

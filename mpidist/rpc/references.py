@@ -230,4 +230,5 @@ class References:
             if on_end is not None:
                 on_end()
             raise
+        self._calls.pace()
         return reference, fork, entry, creation

@@ -11,6 +11,7 @@ import torch
 
 from mpidist.errors import CommTimeout, FrameError, MpidistError, RankFailureError
 from mpidist.rpc import call as call_module
+from mpidist.rpc import calls as calls_module
 from mpidist.rpc import codec, remote_error
 from mpidist.rpc import pending as pending_module
 from mpidist.rpc.call import AsyncCall, Call
@@ -347,3 +348,68 @@ def test_creations_are_counted_until_the_owner_has_answered(calls, clock):
     assert elsewhere.is_lost and calls.creations() == 0
     with pytest.raises(CommTimeout, match=r"remote torch[.]ones on worker1"):
         elsewhere.future().wait()
+
+
+def open_calls(calls, count):
+    for _ in range(count):
+        started(calls, timeout_s=0)
+        calls.pace()
+
+
+@pytest.fixture
+def paced(calls, monkeypatch):
+    """Return calls of a worker that answers the oldest call in each poll, or never."""
+    now = [0.0]
+
+    def monotonic():
+        now[0] += 1e-3
+        return now[0]
+
+    monkeypatch.setattr(calls_module, "time", SimpleNamespace(monotonic=monotonic))
+    calls.most = 0
+
+    def poll_once():
+        calls.polling.helped += 1
+        calls.most = max(calls.most, len(calls))
+        if calls.answers:
+            calls.complete(answer(next(iter(calls._pending))))
+
+    calls.polling.poll_once = poll_once
+    calls.answers = True
+    return calls
+
+
+def test_a_thread_that_issues_many_calls_lets_them_be_answered(paced):
+    many = calls_module._MANY
+    open_calls(paced, many - 1)
+    assert paced.polling.helped == 0
+    open_calls(paced, 20 * many)
+    assert paced.most == many and paced.polling.helped > 10 * many
+
+
+def test_a_worker_that_answers_nothing_delays_a_thread_each_time_the_calls_double(paced):
+    many, paced.answers = calls_module._MANY, False
+    open_calls(paced, 16 * many)
+    # 20 ms each, at 1, 2, 4, 8 and 16 times as many.
+    assert len(paced) == 16 * many and 5 * 10 < paced.polling.helped < 5 * 30
+    # Once they are answered, the next ones are held back as before.
+    paced.answers = True
+    while len(paced) > many // 4:
+        paced.polling.poll_once()
+    paced.most = 0
+    open_calls(paced, 2 * many)
+    assert paced.most == many
+
+
+def test_a_handler_that_issues_many_calls_does_not_wait(paced, monkeypatch):
+    monkeypatch.setattr(calls_module, "here", SimpleNamespace(thread=object()))
+    open_calls(paced, 2 * calls_module._MANY)
+    assert paced.polling.helped == 0
+
+
+def test_calls_that_are_stopped_are_not_waited_for(paced):
+    paced.answers = False
+    open_calls(paced, calls_module._MANY - 1)
+    paced.polling.poll_once = paced.stop
+    open_calls(paced, 1)
+    assert len(paced) == 0
