@@ -94,6 +94,7 @@ def mixed_group(
         ValueError: On all ranks: a backend cannot be created on some rank.
     """
     where = native.where("init_process_group or new_group")
+    native.journal.note_own()
     problems = native.all_gather_object(obstacle(backends))
     for rank, problem in enumerate(problems):
         if problem is not None:

@@ -1,7 +1,7 @@
 """Comparisons between the ranks of a group, and errors of one rank that all ranks raise.
 
 Each comparison is one all-gather of small objects. ``raising_on_all`` and ``maximum`` cost one
-all-reduce of an int32 if no rank has an error.
+all-reduce of an int32 if no rank has an error. The group's journal counts them as mpidist's own.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def require_same(
             and each rank's value, or the ranks with errors and their texts.
         Exception: ``error``, on the rank that gave it.
     """
+    group.journal.note_own()
     reports = group.all_gather_object(
         (None if error is None else f"{type(error).__name__}: {error}", list(rows))
     )
@@ -111,6 +112,7 @@ def same_error_on_all(group: Group, kind: type[Exception], where: str) -> Iterat
         yield
     except Exception as raised:
         error = raised
+    group.journal.note_own()
     texts = group.all_gather_object(None if error is None else describe(error))
     if any(text is not None for text in texts):
         raise kind(f"{where}: {summary(texts)}") from error
@@ -137,6 +139,7 @@ def values_that_differ(group: Group, value: object) -> str | None:
 
     Collective: over the group.
     """
+    group.journal.note_own()
     values = group.all_gather_object(value)
     return None if first_difference([[each] for each in values]) is None else by_rank(values)
 
@@ -149,6 +152,7 @@ def maximum(group: Group, code: int) -> int:
     if group.size == 1:
         return code
     reduced = torch.tensor([code], dtype=torch.int32, device="cpu")
+    group.journal.note_own()
     group.all_reduce(reduced, MAX)
     return int(reduced)
 

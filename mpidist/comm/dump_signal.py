@@ -1,5 +1,7 @@
 """Signal SIGUSR2: a request for the flight record of a process, also while MPI blocks it.
 
+SIGINT and SIGTERM, where the process handles them, are noted in the same way.
+
 Python runs a handler in the main thread, between two instructions of Python: not while that thread
 waits in MPI. The interpreter writes the signal's number into a pipe at once, and the watchdog's
 thread reads the pipe.
@@ -14,6 +16,7 @@ import threading
 from types import FrameType
 
 _NUMBER = signal.SIGUSR2
+_INTERRUPTS = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
 class DumpSignal:
@@ -21,11 +24,15 @@ class DumpSignal:
 
     Not installed outside the main thread, nor if the process handles the signal itself, or hands
     its signals to another pipe (``signal.set_wakeup_fd``).
+
+    Attributes:
+        interrupts: Number of reads by ``has_arrived`` that found a SIGINT or SIGTERM.
     """
 
     def __init__(self) -> None:
         self._reading = -1
         self.is_installed = False
+        self.interrupts = 0
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(_NUMBER) is not signal.SIG_DFL:
@@ -50,6 +57,7 @@ class DumpSignal:
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._reading, 512):
                 numbers += data
+        self.interrupts += not _INTERRUPTS.isdisjoint(numbers)
         # A handler of the user's that was installed later has taken the signal.
         return _NUMBER in numbers and signal.getsignal(_NUMBER) is _ignore
 

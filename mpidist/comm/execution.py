@@ -133,6 +133,7 @@ class Execution(Failing):
             A Work if ``async_op``, else what ``function`` has returned.
         """
         here = device_at(device)
+        function = partial(self.journal.within, function)
         if here is None:
             described = Operation(operation, call, (), (), (function,), facts, results)
         else:

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch
 
-from mpidist.comm import subgroups
+from mpidist.comm import subgroups, watchdog
 from mpidist.comm.algorithms import node_memory, tuning, tuning_runs
 from mpidist.comm.collectives import Collectives
 from mpidist.comm.group_settings import ABORT, GroupSettings
@@ -96,6 +96,7 @@ class ProcessGroup(Reductions, Collectives, PointToPoint, Objects, MonitoredBarr
         held = self._tables.get(device.type)
         if held is None:
             ask = Operation("tuning_table", lambda comm, *_: tuning.agreed_table(comm, device))
+            self.journal.note_own()
             held = self._tables[device.type] = self._launch(ask)
         return held
 
@@ -249,6 +250,7 @@ def from_world(
     on_timeout = on_timeout or os.environ.get(ENV_ON_TIMEOUT) or ABORT
     creation_barrier.wait_for_world("init", creation_barrier.start_limit(limit))
     world = runtime.world()
+    watchdog.start(world)  # before anything is made: it refuses wrong settings
     mpi = world.comm.Split(0, world.rank if key is None else key)
     places = tuple(creation_barrier.ranks_in(mpi, world.comm))
     settings = GroupSettings(name, f"world{next(_worlds)}", places, limit, debug, on_timeout)

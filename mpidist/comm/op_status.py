@@ -10,14 +10,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
+
 # torch's variables for the number of operations that its flight recorder keeps, and its default.
 _ENV_KEPT = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _KEPT = 2000
+_HISTORY = 32  # calls that another rank compares with its own
 # To read a journal between two operations of another thread.
 _ATTEMPTS = 10
 
@@ -35,6 +38,35 @@ class Description(NamedTuple):
     operation: str
     inputs: Sequence[Form] = ()
     outputs: Sequence[Form] = ()
+
+
+class Call(NamedTuple):
+    """A collective as plain data for another rank: its name, and the form of its tensor."""
+
+    operation: str
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+
+    def __str__(self) -> str:
+        form = "" if self.shape is None else f"shape={self.shape}, dtype={self.dtype}"
+        return f"{self.operation}({form})"
+
+
+class History(NamedTuple):
+    """The last collectives of a rank on a group.
+
+    Attributes:
+        sequence: Number of the last that started.
+        calls: The last of them, the newest last; empty if they are not known.
+    """
+
+    sequence: int = 0
+    calls: tuple[Call, ...] = ()
+
+    def call(self, number: int) -> Call | None:
+        """Return the collective of a number; None if it is not known."""
+        place = number - self.sequence + len(self.calls) - 1
+        return self.calls[place] if 0 <= place < len(self.calls) else None
 
 
 class Recorded(NamedTuple):
@@ -82,6 +114,8 @@ class Entry:
         dtype: Of its tensor.
         seconds: Time since its start; None if it has ended.
         queued: Number of operations queued behind it.
+        own: Number of collectives among ``sequence`` that mpidist called for itself.
+        is_own: Whether this is one of them.
     """
 
     group: str
@@ -92,21 +126,37 @@ class Entry:
     dtype: str | None
     seconds: float | None
     queued: int
+    own: int = 0
+    is_own: bool = False
+
+    @property
+    def number(self) -> int:
+        """Return the number of the user's own calls."""
+        return self.sequence - self.own
+
+    @property
+    def title(self) -> str:
+        """Return the name, and the number of the user's call."""
+        if self.is_own:
+            return f"{self.operation} of mpidist itself"
+        return f"{self.operation} number {self.number}"
 
     def __str__(self) -> str:
-        what = self.operation + (
-            f"(shape={self.shape}, dtype={self.dtype})" if self.shape is not None else "()"
-        )
-        number = f" number {self.sequence}" if self.sequence else ""
         if self.seconds is None:
-            last = (
-                f"the last was number {self.sequence}, {self.operation}"
-                if self.sequence
-                else "there was none yet"
-            )
-            return f'outside any collective of group "{self.group}"; {last}'
+            return f'outside any collective of group "{self.group}"; {self._last()}'
+        what = str(Call(self.operation, self.shape, self.dtype))
+        if self.is_own:
+            what += " of mpidist itself" + (f" after number {self.number}" if self.number else "")
+        elif self.sequence:
+            what = f"number {self.number} {what}"
         behind = f", {self.queued} queued behind it" if self.queued else ""
-        return f'in{number} {what} of group "{self.group}" for {self.seconds:.1f} s{behind}'
+        return f'in {what} of group "{self.group}" for {self.seconds:.1f} s{behind}'
+
+    def _last(self) -> str:
+        if not self.number:
+            return "there was none yet"
+        # The name of the last of the user's calls is not known behind one of mpidist's.
+        return f"the last was number {self.number}" + ("" if self.is_own else f", {self.operation}")
 
 
 class _Idle:
@@ -128,6 +178,7 @@ class Journal:
         group: The group's name.
         key: The group's key.
         sequence: Number of collectives started.
+        own: Number of those that mpidist called for itself, which reports do not count.
         operation: The name of the last that started.
         tensor: Its tensor while it is under way (None if it has none), else ``IDLE``.
         description: Its description.
@@ -137,6 +188,8 @@ class Journal:
 
     __slots__ = (
         "_creations",
+        "_depth",
+        "_own_sequence",
         "_seen",
         "_ticks",
         "_waits",
@@ -145,6 +198,7 @@ class Journal:
         "group",
         "key",
         "operation",
+        "own",
         "queued",
         "sequence",
         "tensor",
@@ -154,6 +208,9 @@ class Journal:
         self.group = group
         self.key = key
         self.sequence = 0
+        self.own = 0
+        self._own_sequence = 0  # of the last of them
+        self._depth = 0  # operations under way that issue others on the group
         self.operation = "none"
         self.tensor: Any = IDLE
         self.description = Description("none")
@@ -182,6 +239,27 @@ class Journal:
         """Record the end of the collective."""
         self.tensor = IDLE
         self.ended.append(self.description)
+
+    def note_own(self) -> None:
+        """Count the next collective that this thread issues as mpidist's own."""
+        self.own += 1
+        self._own_sequence = self.sequence + self.queued() + 1
+
+    def within(self, function: Callable[[], T]) -> T:
+        """Call the function of the operation under way; what it issues on the group is not counted.
+
+        Those collectives have numbers of their own, which follow the operation's.
+        """
+        sequence, own, is_own = self.sequence, self.own, self.sequence == self._own_sequence
+        operation, description = self.operation, self.description
+        self._depth += 1
+        try:
+            return function()
+        finally:
+            self._depth -= 1
+            self.own = own + self.sequence - sequence
+            self._own_sequence = self.sequence if is_own else 0
+            self.operation, self.description = operation, description
 
     def enter_wait(
         self,
@@ -233,9 +311,7 @@ class Journal:
         """Return the entry of the collective, then those of the waits for messages."""
         tensor = self.tensor
         if tensor is IDLE:
-            now = Entry(
-                self.group, self.key, self.sequence, self.operation, None, None, None, self.queued()
-            )
+            now = self._entry(self.operation, None, None, self.sequence)
         else:
             now = self._entry(self.operation, tensor, self.observe(), self.sequence)
         clock = time.monotonic()
@@ -273,14 +349,33 @@ class Journal:
             found.append(Recorded(current, sequence, begun_ns, None, is_over=False))
         return found
 
+    def history(self) -> History:
+        """Return the last collectives; without calls while they change, or one issues others.
+
+        Called by any thread.
+        """
+        for _ in range(_ATTEMPTS):
+            is_idle, sequence, current = self.tensor is IDLE, self.sequence, self.description
+            ended = list(self.ended)[-_HISTORY:]
+            if (self.tensor is IDLE, self.sequence) == (is_idle, sequence):
+                break
+        else:
+            return History(sequence)
+        # An operation that issues others ends behind them: their places are not their numbers.
+        if self._depth:
+            return History(sequence)
+        return History(sequence, tuple(map(_call, ended if is_idle else [*ended, current])))
+
     def _entry(
-        self, operation: str, tensor: torch.Tensor | None, seconds: float, sequence: int
+        self, operation: str, tensor: torch.Tensor | None, seconds: float | None, sequence: int
     ) -> Entry:
         shape = tuple(tensor.shape) if tensor is not None else None
         dtype = str(tensor.dtype) if tensor is not None else None
+        own, is_own = (self.own, sequence == self._own_sequence) if sequence else (0, False)
         return Entry(
-            self.group, self.key, sequence, operation, shape, dtype, seconds, self.queued()
-        )
+            self.group, self.key, sequence, operation, shape, dtype, seconds, self.queued(),
+            own, is_own,
+        )  # fmt: skip
 
 
 def _kept(environ: Mapping[str, str]) -> int:
@@ -291,6 +386,13 @@ def _kept(environ: Mapping[str, str]) -> int:
 
 def _forms(tensors: Sequence[torch.Tensor]) -> tuple[Form, ...]:
     return tuple([Form(tensor.shape, tensor.dtype) for tensor in tensors])
+
+
+def _call(description: Description) -> Call:
+    forms = (*description.outputs, *description.inputs)
+    if not forms:
+        return Call(description.operation)
+    return Call(description.operation, tuple(forms[0].shape), str(forms[0].dtype))
 
 
 def _bounds(counts: Sequence[int], times: Sequence[int], sequence: int) -> tuple[int, int | None]:

@@ -15,6 +15,9 @@ The watchdogs of all ranks exchange messages (``watchdog_peers``):
 5. If the call has not returned 2 s later, the watchdog ends the job. A revoked communicator does
    not end a large transfer whose peer stays outside MPI, and a blocking call of MPI cannot be left;
    a job that hangs for good would only use up its allocation.
+
+Points 3 to 5 come after the seconds of ``MPIDIST_LINGER``, 0 by default, in which the processes can
+be looked at. They are left out if the call returns meanwhile.
 """
 
 from __future__ import annotations
@@ -25,13 +28,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from mpidist.comm import flight_record, watchdog_report
+from mpidist.comm import call_difference, flight_record, linger, watchdog_report
 from mpidist.comm.dump_signal import DumpSignal
 from mpidist.comm.execution import Execution, open_groups
 from mpidist.comm.group_settings import RAISE
 from mpidist.comm.mpi import exited_ranks, runtime
+from mpidist.comm.op_status import Call, History
 from mpidist.comm.watchdog_messages import FAILED, LEFT, PRINTED, Subject
 from mpidist.comm.watchdog_peers import Peers, fail
 
@@ -60,20 +65,40 @@ def watch(group: Execution) -> None:
     _watchdog.peers.groups.add(group)
 
 
+@dataclass
+class Reported:
+    """An operation that this process has reported.
+
+    Attributes:
+        subject: The operation, as all ranks name it.
+        text: The report.
+        missing: World ranks that ended without this operation.
+        at: Time of the report.
+        interrupts: Interrupts of the process before the report.
+        failed_at: Time at which the group has failed; None during the linger.
+    """
+
+    subject: Subject
+    text: str
+    missing: Sequence[int]
+    at: float
+    interrupts: int
+    failed_at: float | None = None
+
+
 class Watchdog:
     """The thread, the groups that it watches, and the watchdogs of the other ranks."""
 
     def __init__(self, world: runtime.World) -> None:
+        self._linger_s = linger.limit_s(os.environ)
         self.world = world
         self.peers = Peers(world)
-        # Key: group. Value: the reported operation, the time, and the report's first sentence.
-        self._reported: weakref.WeakKeyDictionary[Execution, tuple[str, float, str]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._reported: weakref.WeakKeyDictionary[Execution, Reported] = weakref.WeakKeyDictionary()
         # Late operations for which this process has written its flight record, and the file.
         self._recorded: dict[Subject, Path | None] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._signal: DumpSignal | None = None
         if world.size > 1:
             self._signal = DumpSignal()
             self._thread = threading.Thread(
@@ -89,7 +114,7 @@ class Watchdog:
             return
         self._thread.join(timeout_s)
         last = {
-            group.key: group.journal.sequence
+            group.key: group.journal.history()
             for group in list(self.peers.groups)
             if not group.is_closed
         }
@@ -106,7 +131,7 @@ class Watchdog:
                 exited_ranks.record_death(rank)
             for subject in self.peers.printers.keys() - self._recorded.keys():
                 self._record_late(subject)
-            if self._signal.has_arrived():
+            if self._signal is not None and self._signal.has_arrived():
                 self._write_record("SIGUSR2")
             for group in list(self.peers.groups):
                 if not group.is_closed:
@@ -117,7 +142,12 @@ class Watchdog:
         creation, age = group.journal.creation()
         if limit is not None and age > limit:
             self._handle_late(
-                group, "new_group", limit, (), lambda: group.journal.creation()[0] == creation
+                group,
+                (group.key, "new_group"),
+                "new_group",
+                limit,
+                (),
+                lambda: group.journal.creation()[0] == creation,
             )
             return
         missing = self._missing(group)
@@ -132,69 +162,108 @@ class Watchdog:
         def is_late() -> bool:
             return group.journal.sequence == sequence and group.journal.observe() > limit
 
-        self._handle_late(
-            group, f"{group.journal.operation} number {sequence}", limit, missing, is_late
-        )
+        # The subject has not the operation's name: ranks may be late in different collectives.
+        subject, title = (group.key, f"number {sequence}"), group.journal.snapshot()[0].title
+        self._handle_late(group, subject, title, limit, missing, is_late)
 
     def _handle_late(
         self,
         group: Execution,
-        operation: str,
+        subject: Subject,
+        title: str,
         limit_s: float,
         missing: Sequence[int],
         is_late: Callable[[], bool],
     ) -> None:
         """Report a late operation once; end the job if the operation does not return."""
         reported = self._reported.get(group)
-        if reported is None or reported[0] != operation:
-            self._report(group, operation, limit_s, missing, is_late)
-        elif time.monotonic() - reported[1] > _ABORT_S:
-            runtime.abort(f"no return from MPI within {_ABORT_S:g} s of the report: {reported[2]}")
+        if reported is None or reported.subject != subject:
+            reported = self._report(group, subject, title, limit_s, missing, is_late)
+        if reported is None:
+            return
+        now = time.monotonic()
+        if reported.failed_at is None:
+            if now - reported.at >= self._linger_s or self._interrupts() != reported.interrupts:
+                self._fail(group, reported)
+        elif now - reported.failed_at > _ABORT_S:
+            runtime.abort(
+                f"no return from MPI within {self._linger_s + _ABORT_S:g} s of the report: "
+                f"{reported.text.split('. ')[0]}"
+            )
+
+    def _interrupts(self) -> int:
+        return 0 if self._signal is None else self._signal.interrupts
+
+    def _fail(self, group: Execution, reported: Reported) -> None:
+        text, missing = reported.text, reported.missing
+        fail(group, text, missing)
+        if group.on_timeout == RAISE:
+            self.peers.send(self.peers.members(group), FAILED, (group.key, text, tuple(missing)))
+        group.revoke()
+        reported.failed_at = time.monotonic()
 
     def _missing(self, group: Execution) -> list[int]:
         """Return the members that ended without the collective that the group executes, or died."""
         sequence, left = group.journal.sequence, self.peers.left
+        own = group.journal.history().call(sequence) if left else None
         # A rank's list has no groups that it had closed: it has executed all their collectives.
         # Those that died while this rank waits for them: MPI returns from most calls by itself
         # (ULFM), within the grace time.
         return [
             rank
             for rank in group.world_ranks
-            if (rank in left and left[rank].get(group.key, sequence) < sequence)
+            if (rank in left and _lacks(left[rank].get(group.key), sequence, own))
             or (exited_ranks.have_died((rank,)) and exited_ranks.all_ended((rank,)))
         ]
 
     def _report(
         self,
         group: Execution,
-        operation: str,
+        subject: Subject,
+        title: str,
         limit_s: float,
         missing: Sequence[int],
         is_late: Callable[[], bool],
-    ) -> None:
-        subject, peers = (group.key, operation), self.peers
+    ) -> Reported | None:
+        peers, interrupts = self.peers, self._interrupts()
         self._collect_answers(group, subject)
         file = self._record_late(subject)
         problem = (
             "waits for a rank that has left" if missing else f"is past its timeout of {limit_s:g} s"
         )
         text = watchdog_report.report(
-            group, operation, problem, peers.answers, missing, self.world.rank, _COLLECT_S
+            group,
+            title,
+            problem,
+            peers.answers,
+            missing,
+            peers.left,
+            self.world.processes,
+            _COLLECT_S,
         )
         # The operation may have ended while the answers arrived.
         if not is_late():
-            return
+            return None
         if peers.printers[subject] != self.world.rank:
             peers.serve_until(lambda: subject in peers.printed, _PRINTED_S)
         if subject not in peers.printed:
-            runtime.write_stderr(text + flight_record.how_to_read(file, self.world.rank))
+            runtime.write_stderr(
+                text + flight_record.how_to_read(file, self.world.rank) + self._commands(group)
+            )
             peers.printed.add(subject)
             peers.send(peers.members(group), PRINTED, subject)
-        fail(group, text, missing)
-        if group.on_timeout == RAISE:
-            peers.send(peers.members(group), FAILED, (group.key, text, tuple(missing)))
-        group.revoke()
-        self._reported[group] = (operation, time.monotonic(), text.split(". ")[0])
+        reported = Reported(subject, text, missing, time.monotonic(), interrupts)
+        self._reported[group] = reported
+        return reported
+
+    def _commands(self, group: Execution) -> str:
+        """Return the lines with a command for each member whose process may live."""
+        places = {
+            place: self.world.processes[rank]
+            for place, rank in enumerate(group.world_ranks)
+            if not exited_ranks.among((rank,))
+        }
+        return linger.commands(self._linger_s, places)
 
     def _record_late(self, subject: Subject) -> Path | None:
         """Write the flight record once for a late operation; return its file, None if not."""
@@ -215,5 +284,12 @@ class Watchdog:
         peers, others = self.peers, self.peers.members(group)
         printer = peers.printers.setdefault(subject, self.world.rank)
         peers.ask(others, subject, printer)
-        peers.answers[self.world.rank] = group.journal.snapshot()
+        peers.answers[self.world.rank] = peers.own_answer(group.key)
         peers.serve_until(lambda: len(peers.answers) > len(others), _COLLECT_S)
+
+
+def _lacks(history: History | None, sequence: int, call: Call | None) -> bool:
+    """Say whether a rank that has ended will never take part in the collective of a number."""
+    if history is None:  # a group that it had closed
+        return False
+    return history.sequence < sequence or call_difference.are_different(history, sequence, call)

@@ -6,10 +6,10 @@ No message may end the watchdog's thread, because the thread reports the hangs o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, fields
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
-from mpidist.comm.op_status import Entry
+from mpidist.comm.op_status import Call, Entry, History
 from mpidist.comm.serialization import frame
 from mpidist.errors import FrameError
 
@@ -18,17 +18,41 @@ ASK, ANSWER, PRINTED, FAILED, LEFT = "ask", "answer", "printed", "failed", "left
 Subject = tuple[str, str]  # a group's key and the late operation
 
 
+_UNKNOWN = History()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """State of a rank.
+
+    Attributes:
+        entries: Its operations on the group of the question, and those under way on others.
+        line: The place of its main thread.
+        history: Its last collectives on the group of the question.
+    """
+
+    entries: list[Entry]
+    line: str = ""
+    history: History = _UNKNOWN
+
+
 def encoded(kind: str, number: int, content: Any) -> bytes:
     """Return the bytes of a message.
 
     Args:
-        kind: ASK with (subject, the printer's world rank); ANSWER with entries of journals; PRINTED
+        kind: ASK with (subject, the printer's world rank); ANSWER with an ``Answer``; PRINTED
             with a subject; FAILED with (a group's key, the report, world ranks that are missing);
-            LEFT with the last collective by each group's key.
+            LEFT with the ``History`` of each group by its key.
         number: The number of the question.
     """
     if kind == ANSWER:
-        content = [astuple(entry) for entry in content]
+        content = (
+            [astuple(entry) for entry in content.entries],
+            content.line,
+            _plain(content.history),
+        )
+    elif kind == LEFT:
+        content = {key: _plain(history) for key, history in content.items()}
     return bytes(frame.to_bytes((kind, number, content), data_only=True))
 
 
@@ -44,7 +68,21 @@ def decoded(data: bytearray) -> tuple[str, int, Any]:
     kind, number, content = value
     if kind not in _CONTENTS or not _CONTENTS[kind](content):
         raise FrameError("its kind is unknown, or its content none of that kind")
-    return kind, number, [Entry(*row) for row in content] if kind == ANSWER else content
+    if kind == ANSWER:
+        rows, line, history = content
+        content = Answer([Entry(*row) for row in rows], line, _history(history))
+    elif kind == LEFT:
+        content = {key: _history(history) for key, history in content.items()}
+    return kind, number, content
+
+
+def _plain(history: History) -> tuple[int, list[tuple[object, ...]]]:
+    return history.sequence, [tuple(call) for call in history.calls]
+
+
+def _history(value: tuple[int, list[tuple[Any, ...]]]) -> History:
+    sequence, calls = value
+    return History(sequence, tuple(Call(*row) for row in calls))
 
 
 def _are(value: object, *types: type) -> bool:
@@ -62,13 +100,35 @@ def _is_entry(row: object) -> bool:
         or not _are(row[:4], str, str, int, str)
     ):
         return False
-    shape, dtype, seconds, queued = row[4:]
+    shape, dtype, seconds, *rest = row[4:]
     return (
-        (shape is None or (type(shape) is tuple and all(type(size) is int for size in shape)))
-        and type(dtype) in (str, type(None))
+        _is_form(shape, dtype)
         and type(seconds) in (float, type(None))
-        and type(queued) is int
+        and _are(tuple(rest), int, int, bool)
     )
+
+
+def _is_form(shape: object, dtype: object) -> bool:
+    return (
+        shape is None or (type(shape) is tuple and all(type(size) is int for size in shape))
+    ) and type(dtype) in (str, type(None))
+
+
+def _is_history(value: object) -> bool:
+    if not _are(value, int, list):
+        return False
+    assert isinstance(value, tuple)
+    return all(
+        type(row) is tuple and len(row) == 3 and type(row[0]) is str and _is_form(*row[1:])
+        for row in value[1]
+    )
+
+
+def _is_answer(value: object) -> bool:
+    if not _are(value, list, str, tuple):
+        return False
+    assert isinstance(value, tuple)
+    return all(map(_is_entry, value[0])) and _is_history(value[2])
 
 
 def _are_ranks(value: object) -> bool:
@@ -78,11 +138,11 @@ def _are_ranks(value: object) -> bool:
 # Check of the content of each kind.
 _CONTENTS: dict[str, Callable[[Any], bool]] = {
     ASK: lambda value: _are(value, tuple, int) and _is_subject(value[0]),
-    ANSWER: lambda value: type(value) is list and all(map(_is_entry, value)),
+    ANSWER: _is_answer,
     PRINTED: _is_subject,
     FAILED: lambda value: _are(value, str, str, tuple) and _are_ranks(value[2]),
     LEFT: lambda value: (
         type(value) is dict
-        and all(type(key) is str and type(last) is int for key, last in value.items())
+        and all(type(key) is str and _is_history(history) for key, history in value.items())
     ),
 }

@@ -12,12 +12,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpidist.comm import watchdog_messages
+from mpidist.comm import main_thread, watchdog_messages
 from mpidist.comm.execution import Execution
 from mpidist.comm.mpi import exited_ranks, mpi_errors, runtime
 from mpidist.comm.mpi.library import MPI
-from mpidist.comm.op_status import Entry
-from mpidist.comm.watchdog_messages import ANSWER, ASK, FAILED, LEFT, PRINTED, Subject
+from mpidist.comm.op_status import History
+from mpidist.comm.watchdog_messages import ANSWER, ASK, FAILED, LEFT, PRINTED, Answer, Subject
 from mpidist.errors import CommTimeout, FrameError, RankFailureError
 
 _SILENT_S = 10.0  # a rank without an answer for this time is stopped or dead
@@ -32,8 +32,8 @@ class Peers:
 
     Attributes:
         groups: Groups of this process, by weak references.
-        left: World ranks that have ended: the number of their last collective by each group's key.
-        answers: Entries by world rank, in answer to the last question.
+        left: World ranks that have ended: their last collectives by each group's key.
+        answers: Answers to the last question by world rank.
         printers: The world rank that prints the report on a subject, as far as this rank knows.
         printed: Subjects whose report is printed.
     """
@@ -41,8 +41,8 @@ class Peers:
     def __init__(self, world: runtime.World) -> None:
         self.world = world
         self.groups: weakref.WeakSet[Execution] = weakref.WeakSet()
-        self.left: dict[int, dict[str, int]] = {}
-        self.answers: dict[int, list[Entry]] = {}
+        self.left: dict[int, dict[str, History]] = {}
+        self.answers: dict[int, Answer] = {}
         self.printers: dict[Subject, int] = {}
         self.printed: set[Subject] = set()
         self._mpi = world.watchdogs
@@ -130,7 +130,7 @@ class Peers:
         if kind == ASK:
             subject, printer = content
             self.printers[subject] = min(self.printers.get(subject, printer), printer)
-            self.send((source,), ANSWER, self._entries(subject[0]), number)
+            self.send((source,), ANSWER, self.own_answer(subject[0]), number)
         elif kind == PRINTED:
             self.printed.add(content)
         elif kind == FAILED:
@@ -144,18 +144,20 @@ class Peers:
         elif number == self._round:
             self.answers[source] = content
 
-    def _entries(self, key: str) -> list[Entry]:
-        """Return this rank's entries of a group, and its calls under way on other groups.
+    def own_answer(self, key: str) -> Answer:
+        """Return this rank's operations on a group, and its calls under way on other groups.
 
         The cause of a hang is usually a call on another group.
         """
-        entries = []
+        entries, history = [], History()
         for group in list(self.groups):
             of_group = group.journal.snapshot()
             if group.key != key:
                 of_group = [entry for entry in of_group if entry.seconds is not None]
+            else:
+                history = group.journal.history()
             entries += of_group
-        return entries
+        return Answer(entries, main_thread.line(), history)
 
 
 def fail(group: Execution, text: str, missing: Sequence[int]) -> None:

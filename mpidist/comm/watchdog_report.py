@@ -1,58 +1,113 @@
-"""Text of the watchdog's report (pure): the late operation, and the operations of each rank."""
+"""Text of the watchdog's report (pure): the late operation, and what each rank is in."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from mpidist.comm import call_difference
 from mpidist.comm.mpi import exited_ranks
-from mpidist.comm.op_status import Entry
+from mpidist.comm.op_status import History
+from mpidist.comm.watchdog_messages import Answer
 
 if TYPE_CHECKING:
     from mpidist.comm.execution import Execution
+    from mpidist.comm.mpi.world import Process
+
+_WIDTH = 100  # of a line
+_LONGEST = 300  # of another rank's words
 
 
 def report(
     group: Execution,
     operation: str,
     problem: str,
-    answers: Mapping[int, Sequence[Entry]],
+    answers: Mapping[int, Answer],
     missing: Sequence[int],
-    reporter: int,
+    left: Mapping[int, Mapping[str, History]],
+    processes: Sequence[Process],
     collect_s: float,
 ) -> str:
-    """Return the report on a late operation, one line for each entry of a rank.
+    """Return the report on a late operation: for each rank its entries, its process and its place.
 
     Args:
         group: The group of the operation.
         operation: Its name and number.
         problem: The reason of the report.
-        answers: Entries by world rank, of the ranks that have answered.
+        answers: By world rank, of the ranks that have answered.
         missing: World ranks that ended without this operation.
-        reporter: World rank that writes the report.
+        left: Last collectives of the ranks that have ended, by world rank and group.
+        processes: By world rank.
         collect_s: Time for which the reporter waited for answers.
     """
+    histories = {rank: answer.history for rank, answer in answers.items()}
+    histories |= {rank: last[group.key] for rank, last in left.items() if group.key in last}
     lines = [
-        f'mpidist: {operation} of group "{group.name}" {problem}. What each rank is in (process '
-        f"{os.getpid()} of rank {reporter} reports):"
+        f'mpidist: {operation} of group "{group.name}" {problem}. What each rank is in:',
+        *_difference(group, histories),
     ]
     for place, rank in enumerate(group.world_ranks):
         label = f"  rank {place}" + (f" (world rank {rank})" if place != rank else "")
-        entries = answers.get(rank)
+        answer, history = answers.get(rank), histories.get(rank, History())
         if exited_ranks.have_died((rank,)):
             lines.append(f"{label}: has died")
-        elif rank in missing:
-            lines.append(f"{label}: has exited, and never called this")
-        elif entries is None and exited_ranks.among((rank,)):
-            lines.append(f"{label}: has exited")
-        elif entries is None:
-            lines.append(
-                f"{label}: no answer within {collect_s:g} s; the process is stopped, dead, or "
-                "holds the interpreter"
-            )
+        elif rank in missing or (answer is None and exited_ranks.among((rank,))):
+            lines.append(f"{label}: has exited{_last(group, history, rank in missing)}")
         else:
-            lines += [f"{label}: {entry}" for entry in entries] or [
-                f"{label}: does not know this group (closed, or not made yet)"
-            ]
+            process = f"process {processes[rank].pid} on {processes[rank].host}"
+            if answer is None:
+                lines += [
+                    f"{label}: no answer within {collect_s:g} s; the process is stopped, dead, or "
+                    "holds the interpreter",
+                    f"    {process}",
+                ]
+            else:
+                lines += [f"{label}: {_safe(str(entry))}" for entry in answer.entries] or [
+                    f"{label}: does not know this group (closed, or not made yet)"
+                ]
+                lines += _place(process, _safe(answer.line))
     return "\n".join(lines) + "\n"
+
+
+def _difference(group: Execution, histories: Mapping[int, History]) -> list[str]:
+    """Return the line that names the ranks whose calls differ, if any do."""
+    places = {rank: place for place, rank in enumerate(group.world_ranks)}
+    found = call_difference.first(
+        {places[rank]: history for rank, history in histories.items() if rank in places}
+    )
+    if found is None:
+        return []
+    number, calls = found
+    # All ranks count alike up to the first difference.
+    before = group.journal.sequence - number
+    where = f" ({before} calls earlier)" if before > 1 else " (the call before)" if before else ""
+    return [f"  {_safe(call_difference.sentence(calls))}{where}"]
+
+
+def _last(group: Execution, history: History, is_missing: bool) -> str:
+    """Return what is known of the calls of a rank that has exited."""
+    if is_missing and history.sequence < group.journal.sequence:
+        return ", and never called this"
+    last = history.call(history.sequence)
+    return "" if last is None else f"; its last call was {_safe(last.operation)}"
+
+
+def _place(process: str, line: str) -> list[str]:
+    """Return the lines of a process and its main thread's place."""
+    if not line:
+        return [f"    {process}"]
+    users, comma, inner = line.partition(", within ")
+    lines, last = [], f"    {process}, main thread:"
+    for part in filter(None, (f" {users}", f"{comma}{inner}")):
+        if len(last) + len(part) <= _WIDTH:
+            last += part
+        else:
+            lines.append(last)
+            last = f"      {part.lstrip(', ')}"
+    return [*lines, last]
+
+
+def _safe(text: str) -> str:
+    """Return another rank's words as one line that a terminal prints."""
+    text = text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+    return "".join(char if char.isprintable() else "?" for char in text)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from mpidist.comm import key_value_table, watchdog_messages
-from mpidist.comm.op_status import Entry
+from mpidist.comm.op_status import Call, Entry, History
 from mpidist.comm.serialization import frame, tensor_pickle
 from mpidist.errors import FrameError
 
@@ -52,11 +52,12 @@ def samples() -> list[bytes]:
         made.append(bytearray(key_value_table.request(tag, verb, args)))
     made.append(bytearray(key_value_table.reply(b"value")))
     entry = Entry("group", "key", 3, "barrier", (2, 3), "float32", 1.5, 0)
+    history = History(3, (Call("all_reduce", (2, 3), "float32"), Call("barrier")))
     for kind, content in (
         ("ask", (("key", "x"), 0)),
-        ("answer", [entry]),
+        ("answer", watchdog_messages.Answer([entry], "train.py:5 in main()", history)),
         ("failed", ("key", "text", (1,))),
-        ("left", {"key": 3}),
+        ("left", {"key": history}),
     ):
         made.append(bytearray(watchdog_messages.encoded(kind, 1, content)))
     return [bytes(one) for one in made]

@@ -30,6 +30,23 @@ def test_a_signal_arrives_once():
     assert made.has_arrived() and not made.has_arrived()
 
 
+def test_interrupts_are_counted_while_the_user_handles_them():
+    made, seen = DumpSignal(), []
+    former = {
+        number: signal.signal(number, lambda number, frame: seen.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        assert not made.has_arrived() and made.interrupts == 0
+        for number in former:
+            os.kill(os.getpid(), number)
+        assert not made.has_arrived() and made.interrupts == 1
+        assert not made.has_arrived() and made.interrupts == 1 and seen == list(former)
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
 def test_a_handler_of_the_user_stays():
     seen = []
     signal.signal(signal.SIGUSR2, lambda number, frame: seen.append(number))

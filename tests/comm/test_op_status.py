@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpidist.comm import op_status as journals
-from mpidist.comm.op_status import Journal
+from mpidist.comm.op_status import Call, History, Journal
 
 
 @pytest.fixture
@@ -47,6 +47,56 @@ def test_an_operation_is_described_with_number_shape_dtype_and_time(clock):
         str(journal.snapshot()[0])
         == 'outside any collective of group "world"; the last was number 1, all_reduce'
     )
+
+
+def test_calls_of_mpidist_itself_are_not_counted():
+    journal = Journal("world", "key")
+
+    def one(operation, *notes):
+        for note in notes:
+            note()
+        journal.enter(operation)
+        entry = journal.snapshot()[0]
+        journal.leave()
+        return str(entry)
+
+    assert "in all_gather_object() of mpidist itself of group" in one(
+        "all_gather_object", journal.note_own
+    )
+    assert str(journal.snapshot()[0]).endswith("there was none yet")
+    assert "in number 1 all_reduce()" in one("all_reduce")
+    own = one("all_gather_object", journal.note_own)
+    assert "in all_gather_object() of mpidist itself after number 1 of group" in own
+    assert str(journal.snapshot()[0]).endswith("the last was number 1")
+    # An operation of several stages counts once, with what mpidist calls in it.
+    journal.enter("average")
+
+    def stages():
+        one("barrier")
+        one("all_gather_object", journal.note_own)
+        assert journal.history() == History(6)
+        return 5
+
+    assert journal.within(stages) == 5
+    journal.leave()
+    assert str(journal.snapshot()[0]).endswith("the last was number 2, average")
+    assert "in number 3 barrier()" in one("barrier")
+
+
+def test_the_last_calls_are_numbered():
+    journal = Journal("world", "key")
+    assert journal.history() == History(0) and journal.history().call(0) is None
+    for size in range(1, 41):
+        journal.enter("all_reduce", [torch.zeros(size)], [torch.zeros(size)])
+        journal.leave()
+    journal.enter("gather", [torch.zeros(2, 3)])
+    history = journal.history()
+    assert history.sequence == 41 and history.call(41) == Call("gather", (2, 3), "torch.float32")
+    assert history.call(40) == Call("all_reduce", (40,), "torch.float32")
+    assert history.call(9) == Call("all_reduce", (9,), "torch.float32")
+    assert history.call(8) is None and history.call(42) is None
+    journal.leave()
+    assert journal.history().call(41) == history.call(41)
 
 
 def test_the_clock_starts_anew_with_each_operation(clock):

@@ -11,8 +11,10 @@ from mpidist.comm import op_status as journals
 from mpidist.comm import watchdog, watchdog_messages, watchdog_peers, watchdog_report
 from mpidist.comm.mpi import exited_ranks
 from mpidist.comm.mpi.library import MPI
-from mpidist.comm.op_status import Journal
+from mpidist.comm.mpi.world import Process
+from mpidist.comm.op_status import Call, History, Journal
 from mpidist.comm.serialization import frame
+from mpidist.comm.watchdog_messages import Answer
 from mpidist.comm.watchdog_peers import Peers
 from mpidist.errors import CommTimeout, FrameError, RankFailureError
 from tests.rpc.limits import soon
@@ -31,6 +33,9 @@ def clock(monkeypatch):
     for module in (journals, watchdog, watchdog_peers):
         monkeypatch.setattr(module, "time", time)
     return now
+
+
+PROCESSES = tuple(Process(100 + rank, f"node{rank}") for rank in range(5))
 
 
 class Group:
@@ -66,7 +71,7 @@ def dog(monkeypatch, clock):
     )
     monkeypatch.setattr(watchdog.runtime, "write_stderr", said.written.append)
     monkeypatch.setattr(watchdog.runtime, "abort", said.aborted.append)
-    world = SimpleNamespace(watchdogs=None, size=1, rank=0)
+    world = SimpleNamespace(watchdogs=None, size=1, rank=0, processes=PROCESSES)
     made = watchdog.Watchdog(world)
     return made, said
 
@@ -93,6 +98,7 @@ def test_a_collective_in_time_is_not_reported(dog, clock):
 def test_a_late_collective_is_reported_once_then_the_job_ends(dog, clock):
     watching, said = dog
     group = Group((0, 1))
+    watching.peers.groups.add(group)
     group.journal.enter("barrier")
     watching._check(group)
     clock[0] += 6
@@ -105,6 +111,7 @@ def test_a_late_collective_is_reported_once_then_the_job_ends(dog, clock):
     (text,) = said.written
     assert 'barrier number 1 of group "test" is past its timeout of 5 s' in text
     assert "rank 0: in number 1 barrier()" in text and "rank 1: no answer within 1 s" in text
+    assert "    process 100 on node0, main thread:" in text and "process 101 on node1" in text
     watching._check(group)
     assert len(said.written) == 1 and said.aborted == []
     clock[0] += 2.1
@@ -131,12 +138,69 @@ def test_a_call_that_returns_does_not_end_the_job(dog, clock):
     assert said.aborted == [] and len(said.written) == 1
 
 
+def test_a_job_that_lingers_fails_and_ends_after_that_time_or_an_interrupt(dog, clock):
+    watching, said = dog
+    watching._linger_s = 600.0
+    watching._signal = SimpleNamespace(interrupts=1)
+    groups = [Group((0, 1), name=name) for name in ("first", "second", "third")]
+    for group in groups:
+        group.journal.enter("barrier")
+        watching._check(group)
+    clock[0] += 6
+    for group in groups:
+        watching._check(group)
+    for text in said.written:
+        assert "the job ends in 600 s (MPIDIST_LINGER)" in text
+        assert "    py-spy dump --pid 101   # rank 1, on node1\n" in text
+    groups[0].journal.leave()  # the other rank has come
+    clock[0] += 595
+    for group in groups:
+        watching._check(group)
+    assert len(said.written) == 3 and not any(group.failure or group.revoked for group in groups)
+    watching._signal.interrupts += 1
+    watching._check(groups[1])
+    assert isinstance(groups[1].failure, CommTimeout) and groups[2].failure is None
+    watching._signal.interrupts -= 1
+    clock[0] += 6
+    for group in groups:
+        watching._check(group)
+    assert groups[0].failure is None and isinstance(groups[2].failure, CommTimeout)
+    assert len(said.aborted) == 1 and '"second"' in said.aborted[0]
+
+
+def test_a_rank_that_called_another_collective_and_ended_is_missing(dog, clock):
+    watching, said = dog
+    group = Group((0, 1), timeout_s=1800.0)
+    watching.peers.groups.add(group)
+    for operation in ("barrier", "all_reduce"):
+        group.journal.enter(operation)
+        watching._check(group)
+        clock[0] += 3
+        group.journal.leave()
+    group.journal.enter("all_reduce")
+    watching._check(group)
+    clock[0] += 3
+    # The same call as here has ended on the other rank: this rank waits for its own part alone.
+    watching.peers.left[1] = {group.key: History(3, (Call("barrier"), Call("all_reduce")))}
+    watching._check(group)
+    assert said.written == []
+    watching.peers.left[1] = {group.key: History(3, (Call("barrier"), Call("broadcast")))}
+    watching._check(group)
+    (text,) = said.written
+    lines = text.splitlines()
+    assert "all_reduce number 3" in lines[0] and "waits for a rank that has left" in lines[0]
+    # The call before differs, too: the first is named.
+    assert lines[1] == "  rank 1 called barrier where rank 0 called all_reduce (the call before)"
+    assert lines[-1] == "  rank 1: has exited; its last call was broadcast"
+    assert isinstance(group.failure, RankFailureError)
+
+
 def test_a_rank_that_has_ended_is_waited_for_two_seconds_only(dog, clock):
     watching, said = dog
     group = Group((0, 3), timeout_s=1800.0)
     # Rank 3 ended after its first collective of this group; a group that it had closed is not in
     # its list.
-    watching.peers.left[3] = {group.key: 1}
+    watching.peers.left[3] = {group.key: History(1)}
     closed = Group((0, 3), timeout_s=1800.0, name="closed")
     for one in (group, closed):
         one.journal.enter("barrier")
@@ -161,7 +225,7 @@ def test_another_rank_that_is_late_prints_if_it_was_the_first_to_ask(dog, clock)
     watching._check(group)
     clock[0] += 6
     # The state after a question of a watchdog with a lower rank.
-    subject = (group.key, "barrier number 1")
+    subject = (group.key, "number 1")
     watching.peers.printers[subject] = -1
     watching._check(group)
     waited = clock[0] - 1006
@@ -171,7 +235,7 @@ def test_another_rank_that_is_late_prints_if_it_was_the_first_to_ask(dog, clock)
     again.journal.enter("barrier")
     watching._check(again)
     clock[0] += 6
-    subject = (again.key, "barrier number 1")
+    subject = (again.key, "number 1")
     watching.peers.printers[subject] = -1
     watching.peers.printed.add(subject)
     watching._check(again)
@@ -197,11 +261,14 @@ FOREIGN = {
     "a number that is none": bytes_of("printed", "0", ("a", "b")),
     "a question without a subject": bytes_of("ask", 1, (("a",), 0)),
     "an answer without entries": bytes_of(
-        "answer", 1, [("group", "key", 3, "barrier", [], None, None, 0)]
+        "answer", 1, ([("group", "key", 3, "barrier", [], None, None, 0, 0, False)], "", (0, []))
     ),
-    "an answer that is cut": bytes_of("answer", 1, [("group",)]),
+    "an answer that is cut": bytes_of("answer", 1, ([("group",)], "", (0, []))),
+    "an answer without a place": bytes_of("answer", 1, ([], 3, (0, []))),
+    "an answer without a history": bytes_of("answer", 1, ([], "", (0, [("barrier", None)]))),
     "a failure of no group": bytes_of("failed", 0, ("key", "text", ["a"])),
     "an end with other values": bytes_of("left", 0, {"group": "3"}),
+    "an end with other calls": bytes_of("left", 0, {"group": (1, [("barrier", "x", None)])}),
 }
 
 
@@ -209,10 +276,17 @@ FOREIGN = {
     ("kind", "content"),
     [
         ("ask", (("key", "barrier number 1"), 0)),
-        ("answer", [ENTRY, journals.Entry("group", "key", 0, "none", None, None, None, 0)]),
+        (
+            "answer",
+            Answer(
+                [ENTRY, journals.Entry("group", "key", 0, "none", None, None, None, 0, 1, True)],
+                "train.py:3 in load_data()",
+                History(3, (Call("all_reduce", (2, 3), "float32"), Call("barrier"))),
+            ),
+        ),
         ("printed", ("key", "barrier number 1")),
         ("failed", ("key", "text", (0, 2))),
-        ("left", {"key": 3}),
+        ("left", {"key": History(3, (Call("barrier"),)), "other": History()}),
     ],
 )
 def test_messages_are_decoded_as_encoded(kind, content):
@@ -243,23 +317,43 @@ def test_the_thread_drops_invalid_messages_and_continues(group, logged):
     agree(group, ok, f"{logged}")
 
 
-def test_a_report_names_the_operation_of_each_rank(clock, monkeypatch):
+def report(group, answers, missing=(), left=()):
+    return watchdog_report.report(
+        group, "barrier number 1", "is late", answers, missing, dict(left), PROCESSES, 1.0
+    )
+
+
+def test_a_report_names_operation_process_and_place_of_each_rank(clock, monkeypatch):
     group = Group((4, 0, 2))
     group.journal.enter("barrier")
     group.journal.observe()
     clock[0] += 6
-    late = group.journal.snapshot()
-    text = watchdog_report.report(group, "barrier", "is late", {2: late, 4: late}, [], 4, 1.0)
+    late = Answer(group.journal.snapshot(), "train.py:7 in main(), within torch/x.py:3 in y()")
+    text = report(group, {2: late, 4: late})
     assert text.index("rank 0 (world rank 4): in number 1") < text.index(
         "rank 1 (world rank 0): no answer"
     )
-    text = watchdog_report.report(
-        group, "barrier", "is late", {2: late, 4: late, 0: []}, [], 4, 1.0
+    lines = text.splitlines()
+    place = "main thread: train.py:7 in main(), within torch/x.py:3 in y()"
+    assert lines[2] == f"    process 104 on node4, {place}"
+    assert lines[4] == "    process 100 on node0"
+    far = Answer([], f"{'x' * 70}:1, within {'y' * 70}:2")
+    lines = report(group, {2: late, 4: late, 0: far}).splitlines()
+    assert lines[3:7] == [
+        "  rank 1 (world rank 0): does not know this group (closed, or not made yet)",
+        "    process 100 on node0, main thread:",
+        f"      {'x' * 70}:1",
+        f"      within {'y' * 70}:2",
+    ]
+    hostile = Answer(group.journal.snapshot(), "a\x1b[2J\nrank 7: fine" + "x" * 10_000)
+    assert report(group, {0: hostile}).count("\n") == 8 and "a?[2J?rank 7" in report(
+        group, {0: hostile}
     )
-    assert "rank 1 (world rank 0): does not know this group" in text
     monkeypatch.setattr(exited_ranks, "_exit_times", {0: clock[0]})
-    text = watchdog_report.report(group, "barrier", "is late", {2: late, 4: late}, [], 4, 1.0)
-    assert "rank 1 (world rank 0): has exited" in text
+    assert "rank 1 (world rank 0): has exited\n" in report(group, {2: late, 4: late})
+    left = {0: {group.key: History(0)}}
+    text = report(group, {2: late, 4: late}, [0], left)
+    assert "rank 1 (world rank 0): has exited, and never called this\n" in text
 
 
 def test_a_member_that_died_is_missing_after_the_grace_time(monkeypatch):
@@ -273,35 +367,49 @@ def test_a_member_that_died_is_missing_after_the_grace_time(monkeypatch):
     assert watchdog.Watchdog._missing(dog, group) == []
     monkeypatch.setattr(exited_ranks, "_exit_times", {2: now - exited_ranks.GRACE_S - 1})
     assert watchdog.Watchdog._missing(dog, group) == [2]
-    text = watchdog_report.report(group, "all_reduce", "is late", {}, [2], 4, 1.0)
-    assert "rank 2: has died" in text
+    assert "rank 2: has died" in report(group, {}, [2])
 
 
 # --- whole jobs ---
 
 
 @pytest.mark.slow
-def test_a_missing_rank_is_reported_and_the_job_ends():
+def test_a_missing_rank_is_reported_and_the_job_ends(tmp_path):
+    """An interrupt of a rank that lingers ends the job, which would linger for an hour."""
     done = short_job(
         2,
         """
-        import torch, torch.distributed as dist
+        import os, signal, threading, time, torch, torch.distributed as dist
         from datetime import timedelta
         dist.init_process_group("mpidist", timeout=timedelta(seconds=1))
         elsewhere = dist.group.WORLD.native.clone("elsewhere")
         elsewhere.timeout_s = None
+        pid = torch.tensor([os.getpid()])
+        dist.broadcast(pid, 0)
+        def interrupt():  # behind the question of rank 0's watchdog, which is about to report
+            while not os.path.exists(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + "1"):
+                time.sleep(0.05)
+            os.kill(int(pid), signal.SIGINT)
+        def load_data():
+            threading.Thread(target=interrupt, daemon=True).start()
+            elsewhere.broadcast(torch.ones(7, dtype=torch.int16), 0)
         dist.all_reduce(torch.ones(5))
         if dist.get_rank() == 0:
             dist.all_reduce(torch.ones(3, 2, dtype=torch.float64))
         else:
-            elsewhere.broadcast(torch.ones(7, dtype=torch.int16), 0)
+            load_data()
         """,
+        env={
+            "MPIDIST_LINGER": "3600",
+            "TORCH_FR_DUMP_ON_TIMEOUT": "1",
+            "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "run_"),
+        },
     )
     assert done.returncode != 0
     report = done.stderr
-    number = int(
-        re.search(r'all_reduce number (\d+) of group "world" is past its timeout of 1 s', report)[1]
-    )
+    # The user's third call, behind a split and those that mpidist compares the ranks with.
+    number = 4
+    assert f'all_reduce number {number} of group "world" is past its timeout of 1 s' in report
     assert re.search(
         rf"rank 0: in number {number} all_reduce\(shape=\(3, 2\), dtype=torch.float64\) of group",
         report,
@@ -315,7 +423,31 @@ def test_a_missing_rank_is_reported_and_the_job_ends():
         r'rank 1: in number 1 broadcast\(shape=\(7,\), dtype=torch.int16\) of group "elsewhere"',
         report,
     )
-    assert "no return from MPI within 2 s of the report" in report
+    places = re.findall(r"    process (\d+) on .+, main thread: <string>:\d+(.*)", report)
+    assert [place.split(",")[0] for _, place in places] == ["", " in load_data()"], report
+    for rank, (pid, _) in enumerate(places):
+        assert f"    py-spy dump --pid {pid}   # rank {rank}, on " in report
+    assert "no return from MPI within 3602 s of the report" in report
+
+
+@pytest.mark.slow
+def test_a_rank_that_called_another_collective_is_named_though_it_has_ended():
+    done = short_job(
+        3,
+        """
+        import mpidist.comm, torch
+        world = mpidist.comm.init()  # a timeout of half an hour
+        world.all_reduce(torch.ones(5))
+        if world.rank == 1:
+            world.broadcast(torch.ones(5), 1)  # it returns on its root
+        else:
+            world.all_reduce(torch.ones(50_000))
+        """,
+    )
+    assert done.returncode != 0
+    assert 'all_reduce number 2 of group "world" waits for a rank that has left' in done.stderr
+    assert "  rank 1 called broadcast where ranks 0, 2 called all_reduce\n" in done.stderr
+    assert "  rank 1: has exited; its last call was broadcast\n" in done.stderr
 
 
 _LEAVES = """

@@ -7,9 +7,11 @@ failure; no module keeps its communicator, rank or size at import.
 from __future__ import annotations
 
 import os
+import socket
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mpidist.comm.mpi import backoff, launcher_env, torchrun_env, trust
 from mpidist.comm.mpi.launcher_env import Launch
@@ -18,8 +20,17 @@ from mpidist.comm.mpi.nonblocking import Mpi
 from mpidist.comm.mpi.serialized import serialized
 from mpidist.errors import CommTimeout, LaunchError
 
+# What each rank tells: first rank of its node, MPIDIST_TRUST, process id, host.
+_ROW = struct.Struct("<qqq64s")
 _INT = struct.Struct("<q")
 _SLEEP_S = 1e-3  # between two tests whether all ranks have started
+
+
+class Process(NamedTuple):
+    """Process id and host of a rank, as the rank itself knows them."""
+
+    pid: int
+    host: str
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,7 @@ class World:
         thread_level: MPI's thread level.
         highest_tag: MPI_TAG_UB.
         nodes: Node number of each rank; nodes are numbered in the order of their first ranks.
+        processes: Process of each rank.
         pid: The process that joined the world.
     """
 
@@ -52,6 +64,7 @@ class World:
     thread_level: int
     highest_tag: int
     nodes: tuple[int, ...]
+    processes: tuple[Process, ...] = ()
     pid: int = field(default_factory=os.getpid)
 
     @property
@@ -112,7 +125,7 @@ def join(comm_world: MPI.Comm, launch: Launch, timeout_s: float | None) -> World
     # allocation inherit Slurm's variables.
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
     local_rank, local_size = node.Get_rank(), node.Get_size()
-    nodes, problem = _gather_settings(comm, node)
+    nodes, processes, problem = _gather_settings(comm, node)
     node.Free()
     if problem:
         raise LaunchError(problem)
@@ -126,6 +139,7 @@ def join(comm_world: MPI.Comm, launch: Launch, timeout_s: float | None) -> World
         generation=0, rank=comm.Get_rank(), size=comm.Get_size(),
         local_rank=local_rank, local_size=local_size, launcher=launch.launcher,
         thread_level=level, highest_tag=highest_tag, nodes=nodes,
+        processes=processes,
     )  # fmt: skip
 
 
@@ -135,18 +149,22 @@ def number_alike(keys: Iterable[int]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
 
 
-def _gather_settings(comm: Mpi, node: MPI.Comm) -> tuple[tuple[int, ...], str | None]:
-    """Return each rank's node number, and the error if ``MPIDIST_TRUST`` differs.
+def _gather_settings(
+    comm: Mpi, node: MPI.Comm
+) -> tuple[tuple[int, ...], tuple[Process, ...], str | None]:
+    """Return each rank's node number and process, and the error if ``MPIDIST_TRUST`` differs.
 
     Collective: over both communicators.
     """
     first = bytearray(_INT.pack(comm.Get_rank()))
     node.Bcast((first, len(first), MPI.BYTE), 0)
-    mine = bytes(first) + _INT.pack(trust.code())
+    host = socket.gethostname().encode()
+    mine = _ROW.pack(*_INT.unpack(first), trust.code(), os.getpid(), host)
     gathered = bytearray(len(mine) * comm.Get_size())
     comm.Allgather((mine, len(mine), MPI.BYTE), (gathered, len(mine), MPI.BYTE))
-    numbers = [number for (number,) in _INT.iter_unpack(gathered)]
-    return number_alike(numbers[::2]), trust.problem(numbers[1::2])
+    nodes, codes, pids, hosts = zip(*_ROW.iter_unpack(gathered), strict=True)
+    names = [host.rstrip(b"\0").decode(errors="replace") for host in hosts]
+    return number_alike(nodes), tuple(map(Process, pids, names)), trust.problem(codes)
 
 
 def _duplicate(comm_world: MPI.Comm, timeout_s: float | None) -> MPI.Comm:
