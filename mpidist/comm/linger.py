@@ -40,7 +40,7 @@ def commands(seconds: float, processes: Mapping[int, Process]) -> str:
     """
     if not seconds:
         return ""
-    lines = [f"  the job ends in {seconds:g} s ({ENV_LINGER}) unless the call returns; until then:"]
+    lines = [f"  the job ends in {seconds:g} s ({ENV_LINGER}); until then:"]
     lines += [
         f"    py-spy dump --pid {process.pid}   # rank {rank}, on {process.host}"
         for rank, process in sorted(processes.items())

@@ -188,7 +188,7 @@ class Journal:
 
     __slots__ = (
         "_creations",
-        "_depth",
+        "_outer",
         "_own_sequence",
         "_seen",
         "_ticks",
@@ -210,7 +210,8 @@ class Journal:
         self.sequence = 0
         self.own = 0
         self._own_sequence = 0  # of the last of them
-        self._depth = 0  # operations under way that issue others on the group
+        # Of the operation under way that issues others on the group: number, own, and name.
+        self._outer: tuple[int, int, str] | None = None
         self.operation = "none"
         self.tensor: Any = IDLE
         self.description = Description("none")
@@ -252,11 +253,12 @@ class Journal:
         """
         sequence, own, is_own = self.sequence, self.own, self.sequence == self._own_sequence
         operation, description = self.operation, self.description
-        self._depth += 1
+        outer = self._outer
+        self._outer = outer or (sequence, own, operation)
         try:
             return function()
         finally:
-            self._depth -= 1
+            self._outer = outer
             self.own = own + self.sequence - sequence
             self._own_sequence = self.sequence if is_own else 0
             self.operation, self.description = operation, description
@@ -362,7 +364,7 @@ class Journal:
         else:
             return History(sequence)
         # An operation that issues others ends behind them: their places are not their numbers.
-        if self._depth:
+        if self._outer is not None:
             return History(sequence)
         return History(sequence, tuple(map(_call, ended if is_idle else [*ended, current])))
 
@@ -372,6 +374,10 @@ class Journal:
         shape = tuple(tensor.shape) if tensor is not None else None
         dtype = str(tensor.dtype) if tensor is not None else None
         own, is_own = (self.own, sequence == self._own_sequence) if sequence else (0, False)
+        if sequence and (outer := self._outer) is not None:
+            first, own, name = outer
+            own += sequence - first
+            operation, is_own = f"{name}/{operation}", False
         return Entry(
             self.group, self.key, sequence, operation, shape, dtype, seconds, self.queued(),
             own, is_own,

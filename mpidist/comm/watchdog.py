@@ -44,6 +44,7 @@ _POLL_S = 0.1  # interval of the checks, and longest time until a question is an
 _COLLECT_S = 1.0  # of the wait for answers
 _PRINTED_S = 0.5  # of the further wait for the message that another rank has printed the report
 _ABORT_S = 2.0  # from the report to the end of the job
+_TELL_S = 5.0  # until the thread looks, which may report something else
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -96,6 +97,8 @@ class Watchdog:
         self._reported: weakref.WeakKeyDictionary[Execution, Reported] = weakref.WeakKeyDictionary()
         # Late operations for which this process has written its flight record, and the file.
         self._recorded: dict[Subject, Path | None] = {}
+        # A thread that asks for ``ranks_at_timeout``, and that this was printed.
+        self._is_asked, self._is_told = threading.Event(), threading.Event()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._signal: DumpSignal | None = None
@@ -106,6 +109,7 @@ class Watchdog:
             )
             self._thread.start()
             runtime.close_at_exit(self, stage=1)
+            runtime.before_timeout_ends_job(self._tell_and_linger)
 
     def close(self, timeout_s: float) -> None:
         """Stop the thread, and send the other watchdogs that this process has ended."""
@@ -131,11 +135,41 @@ class Watchdog:
                 exited_ranks.record_death(rank)
             for subject in self.peers.printers.keys() - self._recorded.keys():
                 self._record_late(subject)
+            if self._is_asked.is_set() and not self._is_told.is_set():
+                self._tell()
             if self._signal is not None and self._signal.has_arrived():
                 self._write_record("SIGUSR2")
             for group in list(self.peers.groups):
                 if not group.is_closed:
                     self._check(group)
+
+    def _tell_and_linger(self) -> None:
+        """Print what the other ranks are in, then linger; called by a thread with a timeout."""
+        interrupts, at = self._interrupts(), time.monotonic()
+        self.peers.is_ending = True
+        self._is_asked.set()
+        if not self._is_told.wait(_COLLECT_S + _TELL_S):
+            return
+        while time.monotonic() - at < self._linger_s and self._interrupts() == interrupts:
+            time.sleep(_POLL_S)
+
+    def _tell(self) -> None:
+        peers, world = self.peers, self.world
+        subject = ("", "a timeout")
+        others = [rank for rank in peers.others() if rank not in peers.left]
+        printer = peers.printers.setdefault(subject, world.rank)
+        peers.ask(others, subject, printer)
+        peers.serve_until(lambda: len(peers.answers) >= len(others), _COLLECT_S)
+        # The lowest rank of those whose timeouts come together prints, and the first of others.
+        if peers.printers[subject] == world.rank and subject not in peers.printed:
+            text = watchdog_report.ranks_at_timeout(
+                world.rank, peers.answers, world.processes, _COLLECT_S
+            )
+            alive = {rank: world.processes[rank] for rank in [world.rank, *others]}
+            runtime.write_stderr(text + linger.commands(self._linger_s, alive))
+            peers.printed.add(subject)
+            peers.send(others, PRINTED, subject)
+        self._is_told.set()
 
     def _check(self, group: Execution) -> None:
         limit = group.timeout_s

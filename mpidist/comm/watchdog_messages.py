@@ -27,12 +27,12 @@ class Answer:
 
     Attributes:
         entries: Its operations on the group of the question, and those under way on others.
-        line: The place of its main thread.
+        places: Lines on its threads.
         history: Its last collectives on the group of the question.
     """
 
     entries: list[Entry]
-    line: str = ""
+    places: tuple[str, ...] = ()
     history: History = _UNKNOWN
 
 
@@ -48,7 +48,7 @@ def encoded(kind: str, number: int, content: Any) -> bytes:
     if kind == ANSWER:
         content = (
             [astuple(entry) for entry in content.entries],
-            content.line,
+            content.places,
             _plain(content.history),
         )
     elif kind == LEFT:
@@ -69,8 +69,8 @@ def decoded(data: bytearray) -> tuple[str, int, Any]:
     if kind not in _CONTENTS or not _CONTENTS[kind](content):
         raise FrameError("its kind is unknown, or its content none of that kind")
     if kind == ANSWER:
-        rows, line, history = content
-        content = Answer([Entry(*row) for row in rows], line, _history(history))
+        rows, places, history = content
+        content = Answer([Entry(*row) for row in rows], places, _history(history))
     elif kind == LEFT:
         content = {key: _history(history) for key, history in content.items()}
     return kind, number, content
@@ -125,10 +125,15 @@ def _is_history(value: object) -> bool:
 
 
 def _is_answer(value: object) -> bool:
-    if not _are(value, list, str, tuple):
+    if not _are(value, list, tuple, tuple):
         return False
     assert isinstance(value, tuple)
-    return all(map(_is_entry, value[0])) and _is_history(value[2])
+    entries, places, history = value
+    return (
+        all(map(_is_entry, entries))
+        and all(type(place) is str for place in places)
+        and _is_history(history)
+    )
 
 
 def _are_ranks(value: object) -> bool:

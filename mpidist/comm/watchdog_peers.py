@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpidist.comm import main_thread, watchdog_messages
+from mpidist.comm import thread_places, watchdog_messages
 from mpidist.comm.execution import Execution
 from mpidist.comm.mpi import exited_ranks, mpi_errors, runtime
 from mpidist.comm.mpi.library import MPI
@@ -36,6 +36,7 @@ class Peers:
         answers: Answers to the last question by world rank.
         printers: The world rank that prints the report on a subject, as far as this rank knows.
         printed: Subjects whose report is printed.
+        is_ending: Whether a thread of this process has a timeout that ends the job.
     """
 
     def __init__(self, world: runtime.World) -> None:
@@ -45,6 +46,7 @@ class Peers:
         self.answers: dict[int, Answer] = {}
         self.printers: dict[Subject, int] = {}
         self.printed: set[Subject] = set()
+        self.is_ending = False
         self._mpi = world.watchdogs
         self._sends: list[tuple[MPI.Request, bytes]] = []
         self._round = 0
@@ -157,7 +159,9 @@ class Peers:
             else:
                 history = group.journal.history()
             entries += of_group
-        return Answer(entries, main_thread.line(), history)
+        # The thread with the timeout has left the user's program.
+        places = ["ended by a timeout of its own"] if self.is_ending else thread_places.places()
+        return Answer(entries, tuple(places), history)
 
 
 def fail(group: Execution, text: str, missing: Sequence[int]) -> None:

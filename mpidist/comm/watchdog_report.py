@@ -49,24 +49,59 @@ def report(
     for place, rank in enumerate(group.world_ranks):
         label = f"  rank {place}" + (f" (world rank {rank})" if place != rank else "")
         answer, history = answers.get(rank), histories.get(rank, History())
+        unknown = "does not know this group (closed, or not made yet)"
         if exited_ranks.have_died((rank,)):
             lines.append(f"{label}: has died")
         elif rank in missing or (answer is None and exited_ranks.among((rank,))):
             lines.append(f"{label}: has exited{_last(group, history, rank in missing)}")
         else:
-            process = f"process {processes[rank].pid} on {processes[rank].host}"
-            if answer is None:
-                lines += [
-                    f"{label}: no answer within {collect_s:g} s; the process is stopped, dead, or "
-                    "holds the interpreter",
-                    f"    {process}",
-                ]
-            else:
-                lines += [f"{label}: {_safe(str(entry))}" for entry in answer.entries] or [
-                    f"{label}: does not know this group (closed, or not made yet)"
-                ]
-                lines += _place(process, _safe(answer.line))
+            lines += _of_rank(label, answer, processes[rank], unknown, collect_s)
     return "\n".join(lines) + "\n"
+
+
+def ranks_at_timeout(
+    reporter: int, answers: Mapping[int, Answer], processes: Sequence[Process], collect_s: float
+) -> str:
+    """Return what the other ranks are in when a timeout of one rank's own call ends the job.
+
+    Args:
+        reporter: World rank with the timeout.
+        answers: By world rank, of the ranks that have answered.
+        processes: By world rank.
+        collect_s: Time for which the reporter waited for answers.
+    """
+    lines = [f"mpidist: what the other ranks are in, at the timeout of rank {reporter}:"]
+    for rank, process in enumerate(processes):
+        if rank == reporter and rank not in answers:
+            continue
+        if exited_ranks.among((rank,)):
+            how = "died" if exited_ranks.have_died((rank,)) else "exited"
+            lines.append(f"  rank {rank}: has {how}")
+        else:
+            answer, idle = answers.get(rank), "outside any call of a group"
+            lines += _of_rank(f"  rank {rank}", answer, process, idle, collect_s)
+    return "\n".join(lines) + "\n"
+
+
+def _of_rank(
+    label: str, answer: Answer | None, process: Process, unknown: str, collect_s: float
+) -> list[str]:
+    """Return the lines of a rank that lives, as far as is known."""
+    where = f"    process {process.pid} on {process.host}"
+    if answer is None:
+        return [
+            f"{label}: no answer within {collect_s:g} s; the process is stopped, dead, or "
+            "holds the interpreter",
+            where,
+        ]
+    lines = [f"{label}: {_safe(str(entry))}" for entry in answer.entries] or [f"{label}: {unknown}"]
+    if not answer.places:
+        return [*lines, where]
+    first, *others = map(_safe, answer.places)
+    lines += _folded(f"{where}, {first}")
+    for place in others:
+        lines += _folded(f"    {place}")
+    return lines
 
 
 def _difference(group: Execution, histories: Mapping[int, History]) -> list[str]:
@@ -92,12 +127,11 @@ def _last(group: Execution, history: History, is_missing: bool) -> str:
     return "" if last is None else f"; its last call was {_safe(last.operation)}"
 
 
-def _place(process: str, line: str) -> list[str]:
-    """Return the lines of a process and its main thread's place."""
-    if not line:
-        return [f"    {process}"]
-    users, comma, inner = line.partition(", within ")
-    lines, last = [], f"    {process}, main thread:"
+def _folded(line: str) -> list[str]:
+    """Return ``thread: place, within place`` as lines of at most 100 columns, if the paths fit."""
+    head, colon, rest = line.partition(": ")
+    users, comma, inner = rest.partition(", within ")
+    lines, last = [], head + colon.rstrip()
     for part in filter(None, (f" {users}", f"{comma}{inner}")):
         if len(last) + len(part) <= _WIDTH:
             last += part

@@ -55,7 +55,7 @@ def samples() -> list[bytes]:
     history = History(3, (Call("all_reduce", (2, 3), "float32"), Call("barrier")))
     for kind, content in (
         ("ask", (("key", "x"), 0)),
-        ("answer", watchdog_messages.Answer([entry], "train.py:5 in main()", history)),
+        ("answer", watchdog_messages.Answer([entry], ("main thread: train.py:5",), history)),
         ("failed", ("key", "text", (1,))),
         ("left", {"key": history}),
     ):

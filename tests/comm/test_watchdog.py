@@ -261,11 +261,11 @@ FOREIGN = {
     "a number that is none": bytes_of("printed", "0", ("a", "b")),
     "a question without a subject": bytes_of("ask", 1, (("a",), 0)),
     "an answer without entries": bytes_of(
-        "answer", 1, ([("group", "key", 3, "barrier", [], None, None, 0, 0, False)], "", (0, []))
+        "answer", 1, ([("group", "key", 3, "barrier", [], None, None, 0, 0, False)], (), (0, []))
     ),
-    "an answer that is cut": bytes_of("answer", 1, ([("group",)], "", (0, []))),
-    "an answer without a place": bytes_of("answer", 1, ([], 3, (0, []))),
-    "an answer without a history": bytes_of("answer", 1, ([], "", (0, [("barrier", None)]))),
+    "an answer that is cut": bytes_of("answer", 1, ([("group",)], (), (0, []))),
+    "an answer without a place": bytes_of("answer", 1, ([], (3,), (0, []))),
+    "an answer without a history": bytes_of("answer", 1, ([], (), (0, [("barrier", None)]))),
     "a failure of no group": bytes_of("failed", 0, ("key", "text", ["a"])),
     "an end with other values": bytes_of("left", 0, {"group": "3"}),
     "an end with other calls": bytes_of("left", 0, {"group": (1, [("barrier", "x", None)])}),
@@ -280,7 +280,7 @@ FOREIGN = {
             "answer",
             Answer(
                 [ENTRY, journals.Entry("group", "key", 0, "none", None, None, None, 0, 1, True)],
-                "train.py:3 in load_data()",
+                ("main thread: train.py:3 in load_data()",),
                 History(3, (Call("all_reduce", (2, 3), "float32"), Call("barrier"))),
             ),
         ),
@@ -328,7 +328,9 @@ def test_a_report_names_operation_process_and_place_of_each_rank(clock, monkeypa
     group.journal.enter("barrier")
     group.journal.observe()
     clock[0] += 6
-    late = Answer(group.journal.snapshot(), "train.py:7 in main(), within torch/x.py:3 in y()")
+    late = Answer(
+        group.journal.snapshot(), ("main thread: train.py:7 in main(), within torch/x.py:3 in y()",)
+    )
     text = report(group, {2: late, 4: late})
     assert text.index("rank 0 (world rank 4): in number 1") < text.index(
         "rank 1 (world rank 0): no answer"
@@ -337,16 +339,17 @@ def test_a_report_names_operation_process_and_place_of_each_rank(clock, monkeypa
     place = "main thread: train.py:7 in main(), within torch/x.py:3 in y()"
     assert lines[2] == f"    process 104 on node4, {place}"
     assert lines[4] == "    process 100 on node0"
-    far = Answer([], f"{'x' * 70}:1, within {'y' * 70}:2")
+    far = Answer([], (f"main thread: {'x' * 70}:1, within {'y' * 70}:2", "mpidist-rpc-a-0: z:3"))
     lines = report(group, {2: late, 4: late, 0: far}).splitlines()
-    assert lines[3:7] == [
+    assert lines[3:8] == [
         "  rank 1 (world rank 0): does not know this group (closed, or not made yet)",
         "    process 100 on node0, main thread:",
         f"      {'x' * 70}:1",
         f"      within {'y' * 70}:2",
+        "    mpidist-rpc-a-0: z:3",
     ]
-    hostile = Answer(group.journal.snapshot(), "a\x1b[2J\nrank 7: fine" + "x" * 10_000)
-    assert report(group, {0: hostile}).count("\n") == 8 and "a?[2J?rank 7" in report(
+    hostile = Answer(group.journal.snapshot(), ("a: \x1b[2J\nrank 7: fine" + "x" * 10_000,))
+    assert report(group, {0: hostile}).count("\n") == 8 and "?[2J?rank 7" in report(
         group, {0: hostile}
     )
     monkeypatch.setattr(exited_ranks, "_exit_times", {0: clock[0]})
@@ -428,6 +431,47 @@ def test_a_missing_rank_is_reported_and_the_job_ends(tmp_path):
     for rank, (pid, _) in enumerate(places):
         assert f"    py-spy dump --pid {pid}   # rank {rank}, on " in report
     assert "no return from MPI within 3602 s of the report" in report
+
+
+@pytest.mark.slow
+def test_a_timeout_of_one_rank_says_where_the_others_are():
+    """An interrupt ends the linger of the rank with the timeout, too."""
+    done = short_job(
+        2,
+        """
+        import os, signal, sys, threading, mpidist.comm, mpidist.rpc as rpc
+        world, lock = mpidist.comm.init(), threading.Lock()
+        def take():
+            with lock:
+                pass
+        def load_data(pid):
+            # The watchdog of rank 0 sends that it has printed the report.
+            from mpidist.comm import watchdog
+            while ("", "a timeout") not in watchdog._watchdog.peers.printed:
+                threading.Event().wait(0.05)
+            os.kill(pid, signal.SIGINT)
+            threading.Event().wait()
+        if world.rank == 1:
+            lock.acquire()
+        pids = world.all_gather_object(os.getpid())
+        rpc.init_rpc(f"worker{world.rank}")
+        if world.rank == 0:
+            rpc.rpc_sync("worker1", take, timeout=1)
+        else:
+            load_data(pids[0])
+        """,
+        env={"MPIDIST_LINGER": "3600"},
+    )
+    assert done.returncode != 0
+    told = done.stderr.partition("what the other ranks are in, at the timeout of rank 0:\n")[2]
+    assert re.match(
+        r"  rank 1: outside any call of a group\n"
+        r"    process \d+ on .+, main thread:\s+<string>:\d+ in load_data\(\)",
+        told,
+    ), done.stderr
+    assert re.search(r"\n    mpidist-rpc-worker1-\d+: <string>:\d+ in take\(\)\n", told)
+    assert re.search(r"    py-spy dump --pid \d+   # rank 1, on ", told)
+    assert "CommTimeout: RPC ran for more than set timeout" in done.stderr
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 from mpidist.comm.mpi import cuda_context, launcher_env
 from mpidist.comm.mpi.library import MPI, is_started
 from mpidist.comm.mpi.world import World, check_start, join
-from mpidist.errors import MpidistError
+from mpidist.errors import CommTimeout, MpidistError
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +41,7 @@ _at_exit: weakref.WeakKeyDictionary[Closable, int] = weakref.WeakKeyDictionary()
 # Reports that a rank has printed, and the short form that this rank prints instead.
 _reports: dict[str, str] = {}
 _unfinished: Unfinished | None = None
+_before_end: Callable[[], None] | None = None  # of a job that a timeout ends
 
 
 class Closable(Protocol):
@@ -147,6 +148,12 @@ def note_report(text: str) -> None:
     _reports[text] = f"{text.split('. ')[0]} (the report stands once in the job's output)"
 
 
+def before_timeout_ends_job(function: Callable[[], None]) -> None:
+    """Have a function called once before an uncaught CommTimeout without a report ends the job."""
+    global _before_end
+    _before_end = function
+
+
 def write_stderr(text: str) -> None:
     """Write to file descriptor 2, past torch's ``sys.excepthook`` and ``sys.stderr``."""
     data = text.encode(errors="backslashreplace")
@@ -239,6 +246,10 @@ def _end_job_for(kind: type[BaseException], error: BaseException, where: str) ->
     write_stderr("".join(prefix + line + "\n" for line in lines.rstrip().split("\n")))
     if os.environ.get(_ENV_ALL_THREADS) == "1":
         faulthandler.dump_traceback(file=2, all_threads=True)
+    if _before_end is not None and issubclass(kind, CommTimeout) and str(error) not in _reports:
+        # An interrupt of the wait ends the job at once.
+        with contextlib.suppress(KeyboardInterrupt):
+            _before_end()
     abort(f"{kind.__name__} {where}")
 
 

@@ -1,4 +1,4 @@
-"""Line of the main thread: the user's place, and the innermost frame."""
+"""Places of threads: the user's line, and the innermost frame."""
 
 import sysconfig
 import threading
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mpidist
-from mpidist.comm import main_thread
+from mpidist.comm import thread_places
 
 STANDARD = sysconfig.get_path("stdlib")
 INSTALLED = sysconfig.get_path("purelib")
@@ -23,7 +23,7 @@ def described(*files):
     for place, file in enumerate(files, 1):
         code = SimpleNamespace(co_filename=file, co_name=f"level{place}")
         frame = SimpleNamespace(f_back=frame, f_code=code, f_lineno=2)
-    return main_thread.describe(frame)
+    return thread_places.describe(frame)
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,31 @@ def test_the_innermost_frame_of_the_users_is_named(files, line):
     assert described(*files) == line
 
 
-def test_another_thread_reads_the_main_thread():
-    lines = []
-    thread = threading.Thread(target=lambda: lines.append(main_thread.line()))
-    thread.start()
-    thread.join()
-    assert "test_main_thread.py:" in lines[0]
-    assert "test_another_thread_reads_the_main_thread()" in lines[0]
-    assert "within threading.py:" in lines[0]
+def test_another_thread_reads_the_main_thread_and_handlers():
+    go, begun, found = threading.Event(), threading.Event(), []
+
+    def handler():
+        begun.set()
+        go.wait()
+
+    threads = [
+        threading.Thread(target=handler, name="mpidist-rpc-w1-0"),
+        threading.Thread(target=go.wait, name="mpidist-rpc-w1-1"),  # an idle one
+        threading.Thread(target=handler, name="other"),
+    ]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    reader = threading.Thread(target=lambda: found.extend(thread_places.places()))
+    reader.start()
+    reader.join()
+    go.set()
+    for thread in threads:
+        thread.join()
+    main, handling = found
+    assert main.startswith("main thread: tests/comm/test_thread_places.py:")
+    assert (
+        "in test_another_thread_reads_the_main_thread_and_handlers(), within threading.py:" in main
+    )
+    assert handling.startswith("mpidist-rpc-w1-0: tests/comm/test_thread_places.py:")
+    assert "in handler(), within threading.py:" in handling

@@ -1,7 +1,7 @@
-"""Line of the main thread: the place in the user's program, and the innermost frame.
+"""Places of threads: a line of the user's program, and the innermost frame.
 
-A thread reads the stack of the main thread while that one waits or computes, at the time of a
-report alone. Only a main thread within C code that keeps the interpreter stops such a reader.
+A thread reads the stacks of others while these wait or compute, at the time of a report alone. Only
+C code that keeps the interpreter stops such a reader.
 """
 
 from __future__ import annotations
@@ -23,13 +23,24 @@ _PATHS = sysconfig.get_paths()
 _STANDARD = tuple({_PATHS[name] + os.sep for name in ("stdlib", "platstdlib")})
 _INSTALLED = tuple({_PATHS[name] + os.sep for name in ("purelib", "platlib")})
 _LENGTH = 80  # of a path
+_HANDLERS = "mpidist-rpc-"  # names of the threads that run handlers of calls
+_MOST = 8  # handlers
 
 
-def line() -> str:
-    """Return the main thread's place in the user's program, and in a library below it."""
-    ident = threading.main_thread().ident
-    frame = None if ident is None else sys._current_frames().get(ident)
-    return "" if frame is None else describe(frame)
+def places() -> list[str]:
+    """Return the place of the main thread, and those of handlers of calls."""
+    frames, main = sys._current_frames(), threading.main_thread()
+    found = []
+    if (frame := frames.get(main.ident or 0)) is not None:
+        found.append(f"main thread: {describe(frame)}")
+    handlers = [
+        f"{thread.name}: {describe(frame)}"
+        for thread in threading.enumerate()
+        if thread.name.startswith(_HANDLERS)
+        and (frame := frames.get(thread.ident or 0)) is not None
+        and not all(map(_is_library, _stack(frame)))
+    ]
+    return found + sorted(handlers)[:_MOST]
 
 
 def describe(innermost: FrameType) -> str:
