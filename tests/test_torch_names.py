@@ -141,9 +141,13 @@ class Module:
                     yield name
 
     def attributes(self) -> Iterator[str]:
-        """Yield the private attributes of any object but ``self`` and ``cls``."""
+        """Yield the private attributes of any object but ``sys``, whose own are documented."""
         for node in ast.walk(self._tree):
-            if isinstance(node, ast.Attribute) and is_private(node.attr):
+            if (
+                isinstance(node, ast.Attribute)
+                and is_private(node.attr)
+                and ast.unparse(node.value) != "sys"
+            ):
                 yield node.attr
 
     def own(self) -> Iterator[str]:
