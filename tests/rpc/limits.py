@@ -76,8 +76,11 @@ def joined(threads: list[threading.Thread], seconds: float) -> list[str]:
 
 
 def soon(holds: Callable[[], bool], seconds: float = 2 * CALL_S) -> bool:
-    """Wait until a condition holds, at most some seconds; return whether it holds."""
+    """Wait until a condition holds, at most some seconds; return whether it has held."""
     deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
+    # Not asked again once it has held: another rank may have gone on since.
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.01)
-    return holds()
+    return True
