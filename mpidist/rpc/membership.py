@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+import torch
 
 from mpidist.comm import group as groups
 from mpidist.comm.group import ProcessGroup
@@ -94,6 +96,7 @@ class _Description(NamedTuple):
         name: The worker's name.
         generation: The number of calls of ``init_rpc`` by these ranks, equal on all of them.
         device_maps: Of the worker's options.
+        devices: Number of CUDA devices that the worker sees.
         is_data_only: The worker has a list, and reads data only.
         problem: Reason why the worker cannot join, else None.
     """
@@ -101,6 +104,7 @@ class _Description(NamedTuple):
     name: str
     generation: int
     device_maps: dict[str, dict[int, int]]
+    devices: int
     is_data_only: bool
     problem: str | None
 
@@ -134,6 +138,7 @@ def gather_workers(
         name if isinstance(name, str) else "",
         transport.generation,
         options.device_maps,
+        torch.cuda.device_count(),
         is_data_only,
         text,
     ]
@@ -155,7 +160,8 @@ def _require_consistent(descriptions: Sequence[_Description]) -> list[WorkerInfo
     """Check the descriptions of all workers against each other; return the workers.
 
     Raises:
-        MpidistError: A worker has a problem, or names, generations or device maps do not match.
+        MpidistError: A worker has a problem, or names, generations or device maps do not match, or
+            a device of a map is missing.
     """
     for rank, one in enumerate(descriptions):
         if one.problem is not None:
@@ -181,7 +187,28 @@ def _require_consistent(descriptions: Sequence[_Description]) -> list[WorkerInfo
         raise MpidistError(
             f"device maps name workers that there are not: {unknown}; the workers are {workers}"
         )
+    for one in descriptions:
+        _require_devices(one, {other.name: other.devices for other in descriptions})
     return workers
+
+
+def _require_devices(description: _Description, devices: Mapping[str, int]) -> None:
+    """Check that both ends of a worker's device maps see the devices.
+
+    Args:
+        devices: Number of devices by worker.
+
+    Raises:
+        MpidistError: A device is missing.
+    """
+    for to, device_map in description.device_maps.items():
+        for pair in device_map.items():
+            for name, index in zip((description.name, to), pair, strict=True):
+                if index >= devices[name]:
+                    raise MpidistError(
+                        f"the device map of {description.name} for {to} names cuda:{index} of "
+                        f"{name}, which sees {devices[name]} CUDA devices"
+                    )
 
 
 def _validate(rank: int, description: Any) -> _Description:
@@ -191,11 +218,12 @@ def _validate(rank: int, description: Any) -> _Description:
         MpidistError: The description is invalid.
     """
     try:
-        name, generation, maps, is_data_only, problem = description
+        name, generation, maps, devices, is_data_only, problem = description
         pairs = [pair for device_map in maps.values() for pair in device_map.items()]
         is_right = (
             type(name) is str
             and type(generation) is int
+            and type(devices) is int
             and type(is_data_only) is bool
             and (problem is None or type(problem) is str)
             and all(type(worker) is str for worker in maps)
@@ -209,4 +237,4 @@ def _validate(rank: int, description: Any) -> _Description:
         is_right = False
     if not is_right:
         raise MpidistError(f"rank {rank} has sent an invalid description of its worker")
-    return _Description(name, generation, maps, is_data_only, problem)
+    return _Description(name, generation, maps, devices, is_data_only, problem)

@@ -14,12 +14,12 @@ from mpidist.rpc.options import RpcBackendOptions
 from tests.bytes_fuzz import payloads
 
 _DESCRIPTIONS: list[Any] = [
-    ["worker1", 1, {}, False, None],
-    ["worker1", 1, {"worker0": {0: 1, 1: 0}}, True, None],
-    ["a-b_c:9", 1, {"worker0": {}}, False, None],
-    ["worker1", 2, {}, False, None],
-    ["worker1", 1, {}, False, "ValueError: a problem"],
-    ["", 1, {}, False, None],
+    ["worker1", 1, {}, 0, False, None],
+    ["worker1", 1, {"worker0": {-1: -1}}, 2, True, None],
+    ["a-b_c:9", 1, {"worker0": {}}, 0, False, None],
+    ["worker1", 2, {}, 0, False, None],
+    ["worker1", 1, {}, 0, False, "ValueError: a problem"],
+    ["", 1, {}, 0, False, None],
 ]
 
 
@@ -49,7 +49,7 @@ def samples() -> list[bytes]:
 
 
 def cases(valid: tuple[bytes, ...] = ()) -> Any:
-    """Return a strategy of lists of five items, any of which may be any data."""
+    """Return a strategy of lists of six items, any of which may be any data."""
     data = st.recursive(
         st.sampled_from(
             [
@@ -74,6 +74,7 @@ def cases(valid: tuple[bytes, ...] = ()) -> Any:
         st.sampled_from(["worker1", "worker0", ""]) | data,
         st.just(1) | data,
         maps | data,
+        st.integers(-1, 300) | data,
         st.booleans() | data,
         st.none() | data,
     ).map(list)

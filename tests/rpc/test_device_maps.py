@@ -12,11 +12,12 @@ from mpidist.comm import device_p2p
 from mpidist.comm.serialization import tensor_table
 from mpidist.comm.serialization.tensor_format import HOST
 from mpidist.comm.transport import loopback
+from mpidist.errors import MpidistError
 from mpidist.rpc import current
 from mpidist.rpc.rref_store import Entry
 from tests.comm.lazy_device import LazyDevice, LazyStream
 from tests.rpc.limits import shut_down
-from tests.support import agree
+from tests.support import agree, raises_on_all
 
 pytestmark = pytest.mark.mpi(min_size=1)
 _device: LazyDevice
@@ -80,6 +81,7 @@ def lazy(monkeypatch):
     _device = CountingDevice()
     for module in (device_p2p, loopback):
         monkeypatch.setattr(module, "device_at", lambda where: where and _device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     return _device
 
 
@@ -113,6 +115,26 @@ def test_host_tensors_go_to_the_device_that_a_map_names(group, mapped):
     answered, received = _device.received, rpc.rpc_sync(mapped, same, args=(7,))
     agree(group, received == 7 and _device.received == answered, "an answer went to a device")
     group.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("device_map", "text"),
+    [
+        ({1: "cpu"}, "worker1 for worker0 names cuda:1 of worker1, which sees 1 CUDA devices"),
+        ({0: 2}, "worker1 for worker0 names cuda:2 of worker0, which sees 1 CUDA devices"),
+    ],
+)
+def test_a_map_with_a_device_that_is_missing_is_refused_by_all(group, lazy, device_map, text):
+    maps = {"worker0": device_map} if group.rank == 1 else {}
+    options = rpc.RpcBackendOptions(device_maps=maps)
+    raises_on_all(
+        group,
+        MpidistError,
+        lambda: rpc.init_rpc(f"worker{group.rank}", group=group, rpc_backend_options=options),
+        text,
+    )
+    agree(group, current.agent is None, "a worker has begun")
 
 
 @pytest.mark.mpi(min_size=2)

@@ -33,37 +33,40 @@ def descriptions(generation: int) -> dict[str, Any]:
         "nothing": None,
         "number": 5,
         "text": "abcde",
-        "too_few": [name, generation, {}],
-        "too_many": [name, generation, {}, False, None, 1],
-        "dict": {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5},
-        "name_number": [5, generation, {}, False, None],
-        "name_bytes": [b"worker1", generation, {}, False, None],
-        "name_empty": ["", generation, {}, False, None],
-        "name_long": ["w" * 1_000_000, generation, {}, False, None],
-        "name_path": ["../../worker1", generation, {}, False, None],
-        "name_format": ["{0.__class__}", generation, {}, False, None],
-        "name_newline": ["worker1\nERROR forged line", generation, {}, False, None],
-        "name_taken": ["worker0", generation, {}, False, None],
-        "generation_bool": [name, True, {}, False, None],
-        "generation_text": [name, str(generation), {}, False, None],
-        "generation_other": [name, generation + 1, {}, False, None],
-        "generation_huge": [name, 1 << 70, {}, False, None],
-        "data_only_text": [name, generation, {}, "no", None],
-        "data_only_number": [name, generation, {}, 2, None],
-        "problem_number": [name, generation, {}, False, 5],
-        "problem_claimed": [name, generation, {}, False, "ValueError: nothing of the kind"],
-        "maps_list": [name, generation, [("worker0", {0: 0})], False, None],
-        "maps_number": [name, generation, {5: {0: 0}}, False, None],
-        "maps_text": [name, generation, {"worker0": "00"}, False, None],
-        "maps_unknown": [name, generation, {"worker77": {0: 0}}, False, None],
-        "maps_below": [name, generation, {"worker0": {-2: 0}}, False, None],
-        "maps_far": [name, generation, {"worker0": {0: 1 << 40}}, False, None],
-        "maps_bool": [name, generation, {"worker0": {True: 0}}, False, None],
-        "maps_float": [name, generation, {"worker0": {0: 0.0}}, False, None],
-        "maps_nested": [name, generation, {"worker0": {0: {0: 0}}}, False, None],
-        "pickle_of_maps": [name, generation, {"worker0": Bomb()}, False, None],
+        "too_few": [name, generation, {}, 2],
+        "too_many": [name, generation, {}, 2, False, None, 1],
+        "dict": {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5, "f": 6},
+        "name_number": [5, generation, {}, 2, False, None],
+        "name_bytes": [b"worker1", generation, {}, 2, False, None],
+        "name_empty": ["", generation, {}, 2, False, None],
+        "name_long": ["w" * 1_000_000, generation, {}, 2, False, None],
+        "name_path": ["../../worker1", generation, {}, 2, False, None],
+        "name_format": ["{0.__class__}", generation, {}, 2, False, None],
+        "name_newline": ["worker1\nERROR forged line", generation, {}, 2, False, None],
+        "name_taken": ["worker0", generation, {}, 2, False, None],
+        "generation_bool": [name, True, {}, 2, False, None],
+        "generation_text": [name, str(generation), {}, 2, False, None],
+        "generation_other": [name, generation + 1, {}, 2, False, None],
+        "generation_huge": [name, 1 << 70, {}, 2, False, None],
+        "devices_bool": [name, generation, {}, True, False, None],
+        "devices_text": [name, generation, {}, "2", False, None],
+        "devices_missing": [name, generation, {"worker0": {2: -1}}, 2, False, None],
+        "data_only_text": [name, generation, {}, 2, "no", None],
+        "data_only_number": [name, generation, {}, 2, 2, None],
+        "problem_number": [name, generation, {}, 2, False, 5],
+        "problem_claimed": [name, generation, {}, 2, False, "ValueError: nothing of the kind"],
+        "maps_list": [name, generation, [("worker0", {0: 0})], 2, False, None],
+        "maps_number": [name, generation, {5: {0: 0}}, 2, False, None],
+        "maps_text": [name, generation, {"worker0": "00"}, 2, False, None],
+        "maps_unknown": [name, generation, {"worker77": {0: 0}}, 2, False, None],
+        "maps_below": [name, generation, {"worker0": {-2: 0}}, 2, False, None],
+        "maps_far": [name, generation, {"worker0": {0: 1 << 40}}, 2, False, None],
+        "maps_bool": [name, generation, {"worker0": {True: 0}}, 2, False, None],
+        "maps_float": [name, generation, {"worker0": {0: 0.0}}, 2, False, None],
+        "maps_nested": [name, generation, {"worker0": {0: {0: 0}}}, 2, False, None],
+        "pickle_of_maps": [name, generation, {"worker0": Bomb()}, 2, False, None],
         "pickle": Bomb(),
-        "pickle_of_name": [Bomb(), generation, maps, False, None],
+        "pickle_of_name": [Bomb(), generation, maps, 2, False, None],
     }
 
 
@@ -119,7 +122,7 @@ def test_a_frame_that_is_none(world, generation, change):
 
     def hostile(obj: Any, *args: Any, **options: Any) -> Any:
         header, body = encode(
-            Bomb() if change == "claims_data" else ["worker1", 1, {}, False, None], *args[:0]
+            Bomb() if change == "claims_data" else ["worker1", 1, {}, 0, False, None], *args[:0]
         )
         header, first = bytearray(header), bytearray(body[0])
         if change == "claims_data":
@@ -154,7 +157,9 @@ def begin_honestly(group: Any) -> BaseException | None:
 
 @pytest.mark.mpi(min_size=2)
 def test_a_claim_to_read_data_only_harms_nobody(world, generation):
-    error = begin(world, world.rank == ATTACKER, [f"worker{ATTACKER}", generation, {}, True, None])
+    error = begin(
+        world, world.rank == ATTACKER, [f"worker{ATTACKER}", generation, {}, 0, True, None]
+    )
     agree(world, error is None, repr(error))
     if world.rank == ATTACKER:
         # The answer is data, which a worker without a list reads as well.
