@@ -24,6 +24,8 @@ check_values() {
     done
     for name in MPIDIST_GPUS_PER_NODE MPIDIST_MAX_REQUEUES; do
         [[ ${!name} =~ ^[0-9]+$ ]] || die "edit $SITE: $name must be a whole number, not '${!name}'"
+        # bash takes 08 for an octal number.
+        printf -v "$name" '%d' "$((10#${!name}))"
     done
     case $MPIDIST_MPI in
         auto | mpirun | pmix | pmix_v* | pmi2 | cray_shasta) ;;

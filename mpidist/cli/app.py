@@ -9,9 +9,10 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, ParamSpec
+from typing import Annotated, Any, ParamSpec
 
 import typer
+from typer.core import TyperCommand
 
 from mpidist.cli.bench import RANKS
 from mpidist.cli.help_examples import EXAMPLES, epilog
@@ -56,6 +57,26 @@ def _reporting_errors(call: Callable[P, object]) -> Callable[P, None]:
             raise typer.Exit(_STATUS_OF_ERROR) from None
 
     return command
+
+
+class _WithProgram(TyperCommand):
+    """Subcommand with a program behind ``--``; the error for an unknown option names the ``--``."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        """See click's Command."""
+        given = list(args)  # consumed
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except Exception as error:
+            # click's, which typer imports or has within itself, by its version.
+            if type(error).__name__ == "NoSuchOption" and "--" not in given:
+                error.message += (  # type: ignore[attr-defined]
+                    f". The program and its options stand behind --: mpidist {info_name} ... -- "
+                    "train.py --epochs 3"
+                )
+            raise
 
 
 app = typer.Typer(
@@ -233,7 +254,7 @@ def tune(context: typer.Context, ranks: Ranks = None, dry_run: DryRun = False) -
     start.start(Request(program, ranks=ranks), dry_run)
 
 
-@app.command(epilog=epilog(*EXAMPLES["submit"]), context_settings=_BEHIND)
+@app.command(cls=_WithProgram, epilog=epilog(*EXAMPLES["submit"]), context_settings=_BEHIND)
 @_reporting_errors
 def submit(
     context: typer.Context,

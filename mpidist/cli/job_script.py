@@ -25,8 +25,8 @@ _SETTING = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TIME = re.compile(
     r"(\d+|\d+:[0-5]?\d|\d+:[0-5]?\d:[0-5]?\d|\d+-\d+(:[0-5]?\d){0,2}|UNLIMITED|INFINITE)"
 )
-_ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
-_WORD = re.compile(r"[^\s'\"\\]+")
+_ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", re.ASCII)
+_WORD = re.compile(r"[^\s'\"\\\x00-\x1f\x7f]+")
 _POSITIVE = ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task")
 # Names in env.sh.
 _SITE = {
@@ -186,9 +186,9 @@ def _line(key: str, text: str) -> str:
 
 
 def _validate(key: str, text: str) -> None:
-    if key in _POSITIVE and not (text.isdigit() and int(text) > 0):
+    if key in _POSITIVE and not (re.fullmatch(r"[0-9]+", text) and int(text) > 0):
         raise ValueError(f"--{key} must be a positive number; got {text!r}")
-    if key == "gpus-per-node" and not re.fullmatch(r"([A-Za-z][\w.-]*:)?\d+", text):
+    if key == "gpus-per-node" and not re.fullmatch(r"([A-Za-z][\w.-]*:)?[0-9]+", text):
         raise ValueError(f"--{key} must be a number, or TYPE:NUMBER; got {text!r}")
     if key == "time" and not (
         _TIME.fullmatch(text) and any(digit in text for digit in "123456789UI")

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 
 from mpidist.cli import srun_types
 from mpidist.cli.launch_request import Request, Site, in_allocation, is_one_node
-from mpidist.cli.launcher_options import hydra_options, mpirun_options, srun_command
+from mpidist.cli.launcher_options import (
+    hydra_options,
+    mpirun_options,
+    program_words,
+    srun_command,
+)
 from mpidist.comm.mpi import launcher_env
 from mpidist.comm.mpi.launcher_env import OPEN_MPI
 from mpidist.errors import LaunchError
@@ -149,7 +154,7 @@ def _by_mpirun(
             f"{ranks} ranks on {site.cores} cores: they take turns, and figures say nothing about "
             "speed"
         )
-    return Plan((site.mpirun, *options, *request.program), variables, tuple(notes))
+    return Plan((site.mpirun, *options, *program_words(request.program)), variables, tuple(notes))
 
 
 def program_of(

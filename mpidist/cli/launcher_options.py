@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 
 from mpidist.cli.launch_request import Request, Site, is_one_node
 from mpidist.errors import LaunchError
@@ -11,6 +12,16 @@ _SRUN_BINDINGS = {"none": "none", "core": "cores", "socket": "sockets", "numa": 
 # Steps of a Slurm job that srun has not started: the batch script and the shell of salloc
 # (SLURM_BATCH_SCRIPT and SLURM_INTERACTIVE_STEP in slurm.h).
 _SHELL_STEPS = ("4294967291", "4294967290")
+
+
+def program_words(program: Sequence[str]) -> tuple[str, ...]:
+    """Return a program and its arguments as mpirun or srun has to get them.
+
+    Both divide their command line into several programs at a word ":". The shell gets one then.
+    """
+    if ":" not in program:
+        return tuple(program)
+    return ("/bin/sh", "-c", f"exec {shlex.join(program)}")
 
 
 def srun_command(
@@ -33,7 +44,7 @@ def srun_command(
     if "SLURM_CPUS_PER_TASK" in environ:
         argv.append(f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}")
     # A rank that dies ends the job, because the other ranks would wait for this rank.
-    return (*argv, "--kill-on-bad-exit=1", *request.program)
+    return (*argv, "--kill-on-bad-exit=1", *program_words(request.program))
 
 
 def mpirun_options(

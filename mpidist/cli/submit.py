@@ -121,10 +121,11 @@ def fitted(
     """
     fitted_header = dict(header)
     gpus = (fitted_header.get("gpus-per-node") or "").split(":")[-1]
-    if gpus.isdigit() and int(gpus) == 0:
+    is_number = gpus.isascii() and gpus.isdigit()
+    if is_number and int(gpus) == 0:
         fitted_header["gpus-per-node"] = None
     elif (
-        gpus.isdigit()
+        is_number
         and "ntasks-per-node" in shipped_header
         and not {"ntasks", "ntasks-per-node"} & set(fitted_header)
     ):

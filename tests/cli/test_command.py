@@ -208,3 +208,12 @@ def test_help_comes_without_torch():
     code += "except SystemExit:\n    print('torch' in sys.modules)"
     done = started([sys.executable, "-c", code], 60)
     assert done.stdout.endswith("False\n"), done.stdout + done.stderr
+
+
+def test_options_of_a_program_without_the_dashes_are_explained(call):
+    done = call("submit", "ddp", "train.py", "--epochs", "3")
+    text = " ".join(done.output.replace("│", " ").split())
+    assert done.exit_code == 2 and "No such option: --epochs" in text
+    assert "stand behind --: mpidist submit ... -- train.py --epochs 3" in text
+    done = call("submit", "ddp", "--nods", "2", "--", "train.py")
+    assert done.exit_code == 2 and "stand behind" not in done.output

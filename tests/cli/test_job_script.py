@@ -92,12 +92,16 @@ def test_a_rendered_script_runs_without_a_path_of_its_own(tmp_path):
             ({"time": text}, "--time takes")
             for text in ("1h", "1:2:3:4", "0", "00:00:00", "1:99", "", "-1")
         ),
-        *(({"nodes": text}, "positive number") for text in ("0", "-1", "two", "1.5", "")),
+        *(
+            ({"nodes": text}, "positive number")
+            for text in ("0", "-1", "two", "1.5", "", "²", "２")
+        ),
         ({"cpus-per-task": "0"}, "positive number"),
-        ({"gpus-per-node": "many"}, "TYPE:NUMBER"),
-        *(({"array": text}, "--array takes") for text in ("a", "1-", "1-3%", "%4")),
+        *(({"gpus-per-node": text}, "TYPE:NUMBER") for text in ("many", "²", "a100:４")),
+        *(({"array": text}, "--array takes") for text in ("a", "1-", "1-3%", "%4", "１")),
         ({"account": "two words"}, "one word"),
         ({"job-name": "a\n#SBATCH --x"}, "one word"),
+        *(({"job-name": f"a{char}b"}, "one word") for char in "\x00\x1b\x7f"),
         *(
             ({key: "5\n"}, words)
             for key, words in (("job-name", "one word"), ("time", "--time"), ("array", "--array"))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import shlex
 
 import pytest
 
@@ -180,6 +181,18 @@ def test_variables_are_set_unless_the_user_has():
         Request(TRAIN, 2, hosts=("a", "b")), root, {"MPIDIST_DEBUG": "1", "OMP_NUM_THREADS": "2"}
     )
     assert "-x MPIDIST_DEBUG -x OMP_NUM_THREADS python" in far
+
+
+@pytest.mark.parametrize(
+    ("site", "environ"), [(OPEN, {}), (MPICH, {}), (dataclasses.replace(OPEN, **SRUN), SLURM)]
+)
+def test_a_colon_among_the_arguments_is_no_launchers(site, environ):
+    words = ("python", "it's.py", "a", ":", "b c")
+    *_, shell, option, line = plan(Request(words, 2), site, environ).argv
+    assert (shell, option) == ("/bin/sh", "-c")
+    assert shlex.split(line) == ["exec", *words]
+    # A word with a colon in it is no launcher's, either.
+    assert plan(Request(("python", "a:b"), 2), site, environ).argv[-1] == "a:b"
 
 
 def test_every_wish_ends_with_the_program_or_an_error():

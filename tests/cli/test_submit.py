@@ -108,6 +108,11 @@ def test_what_is_not_there_is_named(site, name, options, env, words):
         submit.text_of(name, options, env, {})
 
 
+def test_a_number_that_is_no_ascii_is_refused_like_any_word(site):
+    with pytest.raises(ValueError, match="TYPE:NUMBER"):
+        submit.text_of("ddp", Options({"gpus-per-node": "²"}), None, {})
+
+
 def test_settings_and_arguments_that_are_no_files_here_go_on_as_they_are(site):
     settings = {
         "UCX_NET_DEVICES": "mlx5_1:1",

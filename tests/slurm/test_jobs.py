@@ -99,7 +99,7 @@ def sites(slurm: Slurm) -> dict[str, Path]:
     bare.chmod(0o755)
     return {
         "mpich": slurm.site("mpich", mpich, GPUS_PER_NODE=1),
-        "openmpi": slurm.site("openmpi", GPUS_PER_NODE=0),
+        "openmpi": slurm.site("openmpi", GPUS_PER_NODE=0, MAX_REQUEUES="08"),  # no octal number
         "mpirun": slurm.site("mpirun", GPUS_PER_NODE=0, MPI="mpirun"),
         "once": slurm.site("once", GPUS_PER_NODE=0, MAX_REQUEUES=0),
         "container": slurm.site(
@@ -298,6 +298,8 @@ def test_the_time_limit_requeues(jobs, name):
     job = jobs[name]
     assert job.exit_code() == 0 and job.fields()["Restarts"] == "1"
     assert "rank 0 of 2 goes on" in job.log() and "rank 1 of 2 goes on" in job.log()
+    most = 8 if name == "limit" else 20
+    assert f"requeued (1 of at most {most} times)" in job.log()
 
 
 @pytest.mark.parametrize(
