@@ -38,8 +38,9 @@ def _found(_libraries, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-# One job for many programs of two ranks, because each would import torch, NumPy and matplotlib
-# again; three jobs, because one for all would come near its limit where other tests run beside it.
+# One job for several programs of two ranks, because each would import torch, NumPy and matplotlib
+# again. On an idle machine a job takes 15 to 25 s, an eighth of its limit: a machine may be half as
+# fast, and other tests run beside it.
 _IN_TURN = """
     import runpy, sys
     import torch.distributed as dist
@@ -58,28 +59,34 @@ _OF_CALLS = [
     ["bench_rpc_device.py", "--quick", "--device", "cpu"],
     ["tree_job.py", "rpc", "--quick"],
     ["bench_rpc_scale.py", "--quick"],
+]
+_OF_SCALE = [
     ["bench_autograd.py", "--quick"],
     ["bench_scaling.py", "--quick"],
+    ["bench_growth.py", "--quick"],
 ]
 _OF_COLLECTIVES = [
     ["tree_job.py", "collectives", "--quick"],
-    ["tree_job.py", "ddp", "--quick"],
     ["bench_collectives.py", "--quick"],
     ["bench_execution.py", "--rounds", "1"],
+]
+_OF_TRAINING = [
+    ["tree_job.py", "ddp", "--quick"],
     ["bench_ddp.py", *_TRAINING],
     ["bench_owners.py", *_TRAINING],
     ["bench_powersgd.py", *_TRAINING],
+    ["bench_ddp_nccl.py", "--models", "many:2", "--rounds", "1", "--device", "cpu"],
+]
+_OF_OPTIMIZERS = [
     ["bench_oss.py", "--quick"],
     ["bench_oss_state.py", "--quick"],
-    ["bench_growth.py", "--quick"],
     ["bench_oss_device.py", "--quick", "--device", "cpu"],
-    ["bench_ddp_nccl.py", "--models", "many:2", "--rounds", "1", "--device", "cpu"],
+    ["bench_wire.py", "--numel", "20000", "--rounds", "1", "--burst-s", "0", "--link", "test"],
 ]
 _OF_MESSAGES = [
     ["bench_messages.py", "--quick"],
     ["bench_allocate.py", "--quick"],
     ["bench_device.py", "--quick", "--device", "cpu"],
-    ["bench_wire.py", "--numel", "20000", "--rounds", "1", "--burst-s", "0", "--link", "test"],
     *(
         ["bench_windows.py", *part, "--sizes", *sizes, "--rounds", "1", "--burst-s", "0"]
         for part, sizes in (
@@ -105,20 +112,38 @@ def _run_in_turn(programs, folder):
 
 @pytest.fixture(scope="module")
 def of_calls(_libraries, tmp_path_factory):
-    """Return the folder of the records of the benchmarks of RPC and scaling, and their output."""
+    """Return the folder of the records of the benchmarks of RPC, and the output."""
     return _run_in_turn(_OF_CALLS, tmp_path_factory.mktemp("calls"))
 
 
 @pytest.fixture(scope="module")
-def of_messages(_libraries, tmp_path_factory):
-    """Return the folder of the records of memory and messages, and their output."""
-    return _run_in_turn(_OF_MESSAGES, tmp_path_factory.mktemp("messages"))
+def of_scale(_libraries, tmp_path_factory):
+    """Return the folder of the records of autograd, scaling and growth, and the output."""
+    return _run_in_turn(_OF_SCALE, tmp_path_factory.mktemp("scale"))
 
 
 @pytest.fixture(scope="module")
 def of_collectives(_libraries, tmp_path_factory):
-    """Return the folder of the records of all other benchmarks of two ranks, and their output."""
+    """Return the folder of the records of collectives, and the output."""
     return _run_in_turn(_OF_COLLECTIVES, tmp_path_factory.mktemp("collectives"))
+
+
+@pytest.fixture(scope="module")
+def of_training(_libraries, tmp_path_factory):
+    """Return the folder of the records of training steps, and the output."""
+    return _run_in_turn(_OF_TRAINING, tmp_path_factory.mktemp("training"))
+
+
+@pytest.fixture(scope="module")
+def of_optimizers(_libraries, tmp_path_factory):
+    """Return the folder of the records of the sharded optimizer, and the output."""
+    return _run_in_turn(_OF_OPTIMIZERS, tmp_path_factory.mktemp("optimizers"))
+
+
+@pytest.fixture(scope="module")
+def of_messages(_libraries, tmp_path_factory):
+    """Return the folder of the records of memory, messages and windows, and the output."""
+    return _run_in_turn(_OF_MESSAGES, tmp_path_factory.mktemp("messages"))
 
 
 def record_of(folder, pattern, *, has_picture=True):
@@ -196,8 +221,8 @@ def test_node_memory_is_compared_and_recorded(of_messages):
 
 
 @pytest.mark.slow
-def test_sharded_steps_are_compared_and_state_bytes_recorded(of_collectives):
-    record = record_of(of_collectives[0], "oss-[mo]*-2.json", has_picture=False)
+def test_sharded_steps_are_compared_and_state_bytes_recorded(of_optimizers):
+    record = record_of(of_optimizers[0], "oss-[mo]*-2.json", has_picture=False)
     cases = {result["operation"]: result["contenders"] for result in record["results"]}
     assert set(cases) == {
         "Adam, loop",
@@ -239,8 +264,8 @@ def test_messages_are_compared_and_recorded(of_messages):
 
 
 @pytest.mark.slow
-def test_state_of_the_sharded_optimizer_is_measured_and_recorded(of_collectives):
-    record = record_of(of_collectives[0], "oss-state-*-2.json", has_picture=False)
+def test_state_of_the_sharded_optimizer_is_measured_and_recorded(of_optimizers):
+    record = record_of(of_optimizers[0], "oss-state-*-2.json", has_picture=False)
     assert record["results_checked"] is True
     ways = {"used again", "fresh", "all ranks"}
     if importlib.util.find_spec("fairscale") is not None:
@@ -255,8 +280,8 @@ def test_state_of_the_sharded_optimizer_is_measured_and_recorded(of_collectives)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "owners", "powersgd"])
-def test_steps_of_training_are_compared_and_recorded(of_collectives, name):
-    record = record_of(of_collectives[0], f"{name}-*-2-test*.json")
+def test_steps_of_training_are_compared_and_recorded(of_training, name):
+    record = record_of(of_training[0], f"{name}-*-2-test*.json")
     (result,) = record["results"]
     contenders = result["contenders"]
     assert result["parameters"] == 120 * (128 * 128 + 128)
@@ -364,8 +389,8 @@ def test_pauses_during_steps_of_optimizers(tmp_path):
 
 
 @pytest.mark.slow
-def test_wires_are_compared_and_recorded(of_messages):
-    record = record_of(of_messages[0], "wire-*-2-test.json", has_picture=False)
+def test_wires_are_compared_and_recorded(of_optimizers):
+    record = record_of(of_optimizers[0], "wire-*-2-test.json", has_picture=False)
     (result,) = record["results"]
     sent = {name: values["bytes_of_a_rank"] for name, values in result["contenders"].items()}
     # 157 times 64 elements and the rest; 40 and 39 blocks of int8 with a scale each, padded to 16
@@ -440,8 +465,8 @@ def test_echoes_of_device_tensors_are_compared_and_recorded(of_calls):
 
 
 @pytest.mark.slow
-def test_sharded_steps_on_a_device_are_compared_and_recorded(of_collectives):
-    record = judged_record_of(of_collectives[0], "oss-device-*-2-cpu.json", goals=3)
+def test_sharded_steps_on_a_device_are_compared_and_recorded(of_optimizers):
+    record = judged_record_of(of_optimizers[0], "oss-device-*-2-cpu.json", goals=3)
     (result,) = record["results"]
     ways = {"mpidist", "mpidist flat", "mpidist flat bf16", "mpidist flat int8"}
     others = {"Adam", "copies of others' shards", "torch on mpidist"}
@@ -451,9 +476,9 @@ def test_sharded_steps_on_a_device_are_compared_and_recorded(of_collectives):
 
 
 @pytest.mark.slow
-def test_steps_beside_nccl_are_compared_and_recorded(of_collectives):
+def test_steps_beside_nccl_are_compared_and_recorded(of_training):
     """On the CPU Gloo takes NCCL's place."""
-    record = judged_record_of(of_collectives[0], "ddp-nccl-*-2-cpu.json", goals=1)
+    record = judged_record_of(of_training[0], "ddp-nccl-*-2-cpu.json", goals=1)
     (result,) = record["results"]
     assert set(result["contenders"]) == {"torch on gloo", "torch on mpidist", "mpidist", "bare"}
 
@@ -487,8 +512,8 @@ def test_calls_are_compared_and_recorded(of_calls):
 
 
 @pytest.mark.slow
-def test_backward_passes_are_compared_and_recorded(of_calls):
-    record = record_of(of_calls[0], "autograd-*-2.json", has_picture=False)
+def test_backward_passes_are_compared_and_recorded(of_scale):
+    record = record_of(of_scale[0], "autograd-*-2.json", has_picture=False)
     shown = {result["operation"]: set(result["contenders"]) for result in record["results"]}
     assert list(shown) == ["1 layer", "4 layers", "4 layers and step"]
     assert all(names == {"tensorpipe", "mpidist", "smart"} for names in shown.values())
@@ -533,8 +558,8 @@ def test_start_memory_and_calls_of_all_are_recorded(of_calls):
 
 
 @pytest.mark.slow
-def test_a_job_of_the_scaling_benchmark_is_recorded(of_calls):
-    record = record_of(of_calls[0], "scaling-*-2.json", has_picture=False)
+def test_a_job_of_the_scaling_benchmark_is_recorded(of_scale):
+    record = record_of(of_scale[0], "scaling-*-2.json", has_picture=False)
     assert (record["ranks"], record["nodes"], record["ranks_per_node"], record["machines"]) == (
         2,
         1,
@@ -576,8 +601,8 @@ def test_the_start_of_collectives_is_recorded(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_growth_of_costs_is_recorded(of_collectives):
-    record = record_of(of_collectives[0], "growth-*-2.json")
+def test_the_growth_of_costs_is_recorded(of_scale):
+    record = record_of(of_scale[0], "growth-*-2.json")
     assert record["results_checked"] is True and len(record["results"]) == 7
     for found in record["results"].values():
         assert list(found) == ["10", "100"]
