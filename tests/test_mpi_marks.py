@@ -94,7 +94,8 @@ def test_cases_are_dealt_to_the_numbers_of_ranks():
     always = [item(f"m[{a}]") for a in "abcde"]
     for one in always:
         one.keywords["every_case"] = True
-    everything = [*product, *large, *singles, item("l", 3), *always]
+    larger = [item(f"n[{a}]", 6) for a in "ab"]
+    everything = [*product, *large, *larger, *singles, item("l", 3), item("o", 5), *always]
 
     def names_at(size, items, **options):
         return at_size(everything, size, **options) & {one.nodeid for one in items}
@@ -111,6 +112,7 @@ def test_cases_are_dealt_to_the_numbers_of_ranks():
     assert names_at(3, singles) ^ names_at(4, singles) == {one.nodeid for one in singles}
     assert names_at(3, singles) and names_at(4, singles)
     assert [("l" in at_size(everything, size)) for size in (1, 2, 3, 4)] == [False] * 2 + [True] * 2
+    assert not any(names_at(size, [*larger, item("o", 5)]) for size in (1, 2, 3, 4))
     assert all(len(names_at(size, always)) == 5 for size in (1, 2, 3, 4))
 
 
