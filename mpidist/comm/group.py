@@ -18,6 +18,7 @@ from mpidist.comm.monitored_barrier import MonitoredBarrier
 from mpidist.comm.mpi import closed_communicators, creation_barrier, mpi_errors, runtime
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.objects import Objects
 from mpidist.comm.operation import Operation, Tensors
 from mpidist.comm.p2p import PointToPoint
@@ -156,10 +157,11 @@ class ProcessGroup(Reductions, Collectives, PointToPoint, Objects, MonitoredBarr
         if _default is self:
             _default = None
         if self._failure is None and not MPI.Is_finalized():
-            self._drop_messages()
+            tag = self._comm.own_tag(Tag.GROUP_END)
+            ended = self._drop_messages(tag)
             if self._windows is not None:
                 self._close_windows(self._windows)
-            closed_communicators.add(self._mpi, self._comm.children())
+            closed_communicators.add(self._mpi, tag, self._comm.children(), ended)
 
     def _close_windows(self, channel: WindowChannel) -> None:
         with mpi_errors.death_tolerated():
@@ -173,17 +175,26 @@ class ProcessGroup(Reductions, Collectives, PointToPoint, Objects, MonitoredBarr
                     )
         channel.close()
 
-    def _drop_messages(self) -> None:
+    def _drop_messages(self, end: int) -> set[int]:
+        """Drop what was not received; return the ranks whose message of their close was there.
+
+        Args:
+            end: The tag of such a message.
+        """
+        ended = set()
         with mpi_errors.death_tolerated():
             for source, tag, length in self._receives.drain():
+                if tag == end:
+                    ended.add(source)
                 # Messages with the library's own tags belong to calls that were refused or left.
-                if tag <= self._comm.max_tag:
+                elif tag <= self._comm.max_tag:
                     warnings.warn(
                         f"{self.where('close')}: a message from rank {source} (tag {tag}, {length} "
                         "bytes) was never received",
                         ResourceWarning,
                         3,
                     )
+        return ended
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "failed" if self._failure else "open"

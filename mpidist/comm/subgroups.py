@@ -348,7 +348,7 @@ def _require_same_end(mpi: Mpi, name: str, on_timeout: str) -> None:
     every = bytearray(mpi.Get_size())
     mpi.Allgather((bytes([codes.get(on_timeout, 2)]), 1, MPI.BYTE), (every, 1, MPI.BYTE))
     if max(every) == 2 or len(set(every)) > 1:
-        closed_communicators.add(mpi)
+        closed_communicators.add(mpi, 0)
         words = [*codes, "another word"]
         values = ", ".join(
             f"{words[code]} on rank {every.index(code)}" for code in sorted(set(every))

@@ -37,7 +37,7 @@ PUT, SIGNAL, DONE, REFUSED = range(4)
 _FIXED = struct.Struct("<4q")
 HEADER_BYTES = _FIXED.size
 # Of the windows' own communicator, where nothing else is sent.
-_HEADER, _DATA, _SIGNAL = 1, 2, 3
+_HEADER, _DATA, _SIGNAL, _END = 1, 2, 3, 4
 _NUMBER_BYTES = 8
 
 
@@ -343,7 +343,7 @@ class WindowChannel:
                 if isinstance(entry, _Arrival)
                 for request in entry.requests
             )
-        closed_communicators.add(self._mpi)
+        closed_communicators.add(self._mpi, _END)
 
     def _send(self, dst: int, tag: int, data: bytes) -> None:
         request = self._mpi.Isend((data, len(data), MPI.BYTE), dst, tag)

@@ -68,6 +68,29 @@ def test_a_timeout_raises_on_every_rank_and_the_group_has_failed(world):
         world.barrier()
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_has_closed_the_group_goes_on(world):
+    """The others' failure reaches it after its close, and no later group."""
+    last = world.size - 1
+    for name in ("all_reduce", "large all_reduce"):
+        group = world.clone(f"left before {name}", on_timeout="raise")
+        group.timeout_s = 0.2
+        message = ""
+        if world.rank != last:
+            try:
+                _WAITS[name](group)
+            except CommTimeout as error:
+                message = str(error)
+        group.close()
+        is_told = "is past its timeout of 0.2 s" in message and f"rank {last}: " in message
+        agree(world, world.rank == last or is_told, f"{name}: {message}")
+        fresh = world.clone("after it")
+        tensor = torch.ones(300_000)
+        fresh.all_reduce(tensor)
+        agree(world, bool((tensor == world.size).all()) and fresh._failure is None, name)
+        fresh.close()
+
+
 def test_groups_whose_timeouts_raise_compute_the_same(world):
     leavable, plain = world.clone("leavable", on_timeout="raise"), world.clone("plain")
     assert isinstance(leavable._comm.mpi, MpiCalls) and leavable._comm.mpi.is_abandonable

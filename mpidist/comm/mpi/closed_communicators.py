@@ -6,19 +6,24 @@ same number, where a new message is lost in its place; and a thread that polls d
 may read freed memory. So a closed communicator is kept until
 
 * eight more were closed, after which no thread works on its last messages;
-* an MPI_Ibarrier, which each rank starts when it closes the group, has completed: every member has
-  closed it, and sends no more. Where a member never closes it (its call has failed, or it has
-  ended), the barrier stays incomplete and the communicator is lost, as on that member;
+* a barrier, which each rank starts when it closes the group, has completed: every member has closed
+  it, and sends no more. Where a member never closes it (its call has failed, or it has ended), the
+  barrier stays incomplete and the communicator is lost, as on that member;
 * three successive probes have found no message, and those found are received.
 
+The barrier is of messages with a tag of its own: an MPI_Ibarrier would match a collective that
+another rank has called and this one has not, which would then return with a wrong result.
+
 MPI ends with the rest of them: nothing waits for a barrier.
+
+Source: Hensgen, Finkel, Manber, "Two algorithms for barrier synchronization", 1988 (dissemination).
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import MatchedMessage, Mpi, Request
@@ -36,17 +41,24 @@ class ClosedCommunicators:
         # Kept alive, because MPI may still work on their requests.
         self._lost: list[_Closed] = []
 
-    def add(self, mpi: Mpi, children: Sequence[Mpi] = ()) -> None:
+    def add(
+        self, mpi: Mpi, tag: int, children: Sequence[Mpi] = (), ended: Collection[int] = ()
+    ) -> None:
         """Take a communicator that this rank uses no more; free older ones that are due.
 
-        Collective: over the communicator, as its last operation. Blocks: no.
+        Each member calls this once, as its last use of the communicator. Blocks: no.
 
         Args:
             mpi: The communicator.
+            tag: A tag that nothing else uses.
             children: Communicators that were made from it and used together with it.
+            ended: Ranks whose message with the tag this rank has received.
         """
         with self._lock:
-            self._closed.append(_Closed(mpi, children))
+            self._closed.append(_Closed(mpi, _Barrier(mpi, tag, ended), children))
+            # A round of a barrier takes an answer: those that are not due begin theirs.
+            for closed in self._closed:
+                closed.advance()
             unfinished: list[_Closed] = []
             for _ in range(len(self._closed) - KEPT):
                 closed = self._closed.popleft()
@@ -58,19 +70,67 @@ class ClosedCommunicators:
             self._closed.extendleft(reversed(unfinished))
 
 
+class _Barrier:
+    """Barrier over a communicator by messages without content; ``Test`` advances it.
+
+    In round k a rank sends to the rank 2^k above it and receives from the rank 2^k below it, after
+    that of round k - 1. Each of a rank's senders is another one.
+    """
+
+    def __init__(self, mpi: Mpi, tag: int, received: Collection[int]) -> None:
+        self._mpi, self._tag = mpi, tag
+        self._received = set(received)
+        rank, size = mpi.Get_rank(), mpi.Get_size()
+        distances = [1 << k for k in range((size - 1).bit_length())]
+        # Receiver and sender of each round.
+        self._rounds = deque(
+            ((rank + distance) % size, (rank - distance) % size) for distance in distances
+        )
+        self._is_sent = False  # this rank's message of the first of them
+        self._sends: list[Request] = []
+
+    def Test(self) -> bool:
+        """Return whether all ranks have come."""
+        while self._rounds:
+            to, source = self._rounds[0]
+            if not self._is_sent:
+                self._sends.append(self._mpi.Isend((b"", 0, MPI.BYTE), to, self._tag))
+                self._is_sent = True
+            if not self._has_come(source):
+                return False
+            self._rounds.popleft()
+            self._is_sent = False
+        while self._sends and self._sends[-1].Test():
+            self._sends.pop()
+        return not self._sends
+
+    def _has_come(self, source: int) -> bool:
+        if source in self._received:
+            return True
+        message = self._mpi.Improbe(source, self._tag, MPI.Status())
+        if message is None:
+            return False
+        message.Recv((bytearray(), 0, MPI.BYTE))
+        return True
+
+
 class _Closed:
     """A closed communicator, its barrier, and its late messages."""
 
-    def __init__(self, mpi: Mpi, children: Sequence[Mpi]) -> None:
+    def __init__(self, mpi: Mpi, barrier: _Barrier, children: Sequence[Mpi]) -> None:
         self._mpi = mpi
         self._children = children
         self._receives: list[tuple[Request, bytearray]] = []
-        self._barrier: Request | None = None
+        self._barrier = barrier
         self._error: Exception | None = None
+
+    def advance(self) -> bool:
+        """Advance the barrier; return whether it is complete. ``free`` raises its error."""
         try:
-            self._barrier = mpi.Ibarrier()
+            return self._barrier.Test()
         except Exception as error:
-            self._error = error
+            self._error = self._error or error
+            return False
 
     def free(self) -> bool:
         """Free the communicator and its children if no message can reach them; say whether.
@@ -80,10 +140,8 @@ class _Closed:
         """
         if self._error is not None:
             raise self._error
-        if self._barrier is not None:
-            if not self._barrier.Test():
-                return False
-            self._barrier = None
+        if not self.advance():
+            return False
         for length, message in late_messages(self._mpi):
             space = bytearray(length)
             self._receives.append((message.Irecv((space, length, MPI.BYTE)), space))
@@ -112,9 +170,9 @@ def late_messages(mpi: Mpi) -> Iterator[tuple[int, MPI.Message | MatchedMessage]
 _closed = ClosedCommunicators()
 
 
-def add(mpi: Mpi, children: Sequence[Mpi] = ()) -> None:
+def add(mpi: Mpi, tag: int, children: Sequence[Mpi] = (), ended: Collection[int] = ()) -> None:
     """Keep a communicator that this rank uses no more, and free it later.
 
-    Collective: over the communicator, as its last operation. Blocks: no.
+    See ``ClosedCommunicators.add``.
     """
-    _closed.add(mpi, children)
+    _closed.add(mpi, tag, children, ended)

@@ -29,8 +29,9 @@ class Tag(IntEnum):
     OBJECT_COLLECTIVE_PART = 9
     GROUP_CREATION = 10
     OBJECT_MESSAGE_PART = 11
+    GROUP_END = 12
     # The first of PIECE_TAGS: pieces of one long message have one of them for themselves.
-    MESSAGE_PIECE = 12
+    MESSAGE_PIECE = 13
 
 
 PIECE_TAGS = 32
