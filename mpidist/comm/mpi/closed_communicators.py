@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import MatchedMessage, Mpi, Request
@@ -38,6 +38,7 @@ class ClosedCommunicators:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._closed: deque[_Closed] = deque()
+        self._incomplete: list[_Closed] = []  # of these, with a barrier under way
         # Kept alive, because MPI may still work on their requests.
         self._lost: list[_Closed] = []
 
@@ -55,10 +56,12 @@ class ClosedCommunicators:
             ended: Ranks whose message with the tag this rank has received.
         """
         with self._lock:
-            self._closed.append(_Closed(mpi, _Barrier(mpi, tag, ended), children))
-            # A round of a barrier takes an answer: those that are not due begin theirs.
-            for closed in self._closed:
-                closed.advance()
+            # A round of a barrier takes an answer: those that are not due advance, too.
+            self._incomplete = [one for one in self._incomplete if not one.advance()]
+            added = _Closed(mpi, _Barrier(mpi, tag, ended), children)
+            if not added.begin():
+                self._incomplete.append(added)
+            self._closed.append(added)
             unfinished: list[_Closed] = []
             for _ in range(len(self._closed) - KEPT):
                 closed = self._closed.popleft()
@@ -89,14 +92,22 @@ class _Barrier:
         self._is_sent = False  # this rank's message of the first of them
         self._sends: list[Request] = []
 
+    def begin(self) -> bool:
+        """Send the first message; return whether there is none."""
+        if self._rounds:
+            self._send()
+        return not self._rounds
+
+    def _send(self) -> None:
+        self._sends.append(self._mpi.Isend((b"", 0, MPI.BYTE), self._rounds[0][0], self._tag))
+        self._is_sent = True
+
     def Test(self) -> bool:
         """Return whether all ranks have come."""
         while self._rounds:
-            to, source = self._rounds[0]
             if not self._is_sent:
-                self._sends.append(self._mpi.Isend((b"", 0, MPI.BYTE), to, self._tag))
-                self._is_sent = True
-            if not self._has_come(source):
+                self._send()
+            if not self._has_come(self._rounds[0][1]):
                 return False
             self._rounds.popleft()
             self._is_sent = False
@@ -122,15 +133,23 @@ class _Closed:
         self._children = children
         self._receives: list[tuple[Request, bytearray]] = []
         self._barrier = barrier
+        self._is_complete = False
         self._error: Exception | None = None
 
+    def begin(self) -> bool:
+        """Begin the barrier; return whether it has ended. ``free`` raises its error."""
+        return self._ends(self._barrier.begin)
+
     def advance(self) -> bool:
-        """Advance the barrier; return whether it is complete. ``free`` raises its error."""
+        """Advance the barrier; return whether it has ended. ``free`` raises its error."""
+        return self._ends(self._barrier.Test)
+
+    def _ends(self, step: Callable[[], bool]) -> bool:
         try:
-            return self._barrier.Test()
+            self._is_complete = step()
         except Exception as error:
-            self._error = self._error or error
-            return False
+            self._error = error
+        return self._is_complete or self._error is not None
 
     def free(self) -> bool:
         """Free the communicator and its children if no message can reach them; say whether.
@@ -140,7 +159,7 @@ class _Closed:
         """
         if self._error is not None:
             raise self._error
-        if not self.advance():
+        if not self._is_complete:
             return False
         for length, message in late_messages(self._mpi):
             space = bytearray(length)
