@@ -175,8 +175,7 @@ class Calls(PendingCalls):
 
         Does nothing in a handler, and while fewer than ``_MANY`` calls are open.
 
-        Blocks: until few are open; 20 ms without an answer, each time that the open calls have
-        doubled.
+        Blocks: until few are open; 20 ms without an answer, after each ``_MANY`` calls more.
         """
         count = len(self._pending)
         if count < _MANY:
@@ -197,7 +196,7 @@ class Calls(PendingCalls):
                 break
             else:
                 os.sched_yield()
-        self._pace_at = max(_MANY, 2 * len(pending))
+        self._pace_at = len(pending) + _MANY
 
     # Waiting.
 
