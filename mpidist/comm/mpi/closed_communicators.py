@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import MatchedMessage, Mpi, Request
@@ -57,11 +57,10 @@ class ClosedCommunicators:
         """
         with self._lock:
             # A round of a barrier takes an answer: those that are not due advance, too.
+            closed = _Closed(mpi, _Barrier(mpi, tag, ended), children)
+            self._closed.append(closed)
+            self._incomplete.append(closed)
             self._incomplete = [one for one in self._incomplete if not one.advance()]
-            added = _Closed(mpi, _Barrier(mpi, tag, ended), children)
-            if not added.begin():
-                self._incomplete.append(added)
-            self._closed.append(added)
             unfinished: list[_Closed] = []
             for _ in range(len(self._closed) - KEPT):
                 closed = self._closed.popleft()
@@ -92,22 +91,14 @@ class _Barrier:
         self._is_sent = False  # this rank's message of the first of them
         self._sends: list[Request] = []
 
-    def begin(self) -> bool:
-        """Send the first message; return whether there is none."""
-        if self._rounds:
-            self._send()
-        return not self._rounds
-
-    def _send(self) -> None:
-        self._sends.append(self._mpi.Isend((b"", 0, MPI.BYTE), self._rounds[0][0], self._tag))
-        self._is_sent = True
-
     def Test(self) -> bool:
         """Return whether all ranks have come."""
         while self._rounds:
+            to, source = self._rounds[0]
             if not self._is_sent:
-                self._send()
-            if not self._has_come(self._rounds[0][1]):
+                self._sends.append(self._mpi.Isend((b"", 0, MPI.BYTE), to, self._tag))
+                self._is_sent = True
+            if not self._has_come(source):
                 return False
             self._rounds.popleft()
             self._is_sent = False
@@ -136,17 +127,10 @@ class _Closed:
         self._is_complete = False
         self._error: Exception | None = None
 
-    def begin(self) -> bool:
-        """Begin the barrier; return whether it has ended. ``free`` raises its error."""
-        return self._ends(self._barrier.begin)
-
     def advance(self) -> bool:
         """Advance the barrier; return whether it has ended. ``free`` raises its error."""
-        return self._ends(self._barrier.Test)
-
-    def _ends(self, step: Callable[[], bool]) -> bool:
         try:
-            self._is_complete = step()
+            self._is_complete = self._barrier.Test()
         except Exception as error:
             self._error = error
         return self._is_complete or self._error is not None
