@@ -187,8 +187,9 @@ def _require_consistent(descriptions: Sequence[_Description]) -> list[WorkerInfo
         raise MpidistError(
             f"device maps name workers that there are not: {unknown}; the workers are {workers}"
         )
+    devices = {one.name: one.devices for one in descriptions}
     for one in descriptions:
-        _require_devices(one, {other.name: other.devices for other in descriptions})
+        _require_devices(one, devices)
     return workers
 
 
