@@ -110,40 +110,22 @@ def _run_in_turn(programs, folder):
     return folder, done.stdout
 
 
-@pytest.fixture(scope="module")
-def of_calls(_libraries, tmp_path_factory):
-    """Return the folder of the records of the benchmarks of RPC, and the output."""
-    return _run_in_turn(_OF_CALLS, tmp_path_factory.mktemp("calls"))
+def _job_of(name, programs):
+    """Return the fixture ``of_<name>``: the folder of the programs' records, and the output."""
+
+    @pytest.fixture(scope="module", name=f"of_{name}")
+    def run(_libraries, tmp_path_factory):
+        return _run_in_turn(programs, tmp_path_factory.mktemp(name))
+
+    return run
 
 
-@pytest.fixture(scope="module")
-def of_scale(_libraries, tmp_path_factory):
-    """Return the folder of the records of autograd, scaling and growth, and the output."""
-    return _run_in_turn(_OF_SCALE, tmp_path_factory.mktemp("scale"))
-
-
-@pytest.fixture(scope="module")
-def of_collectives(_libraries, tmp_path_factory):
-    """Return the folder of the records of collectives, and the output."""
-    return _run_in_turn(_OF_COLLECTIVES, tmp_path_factory.mktemp("collectives"))
-
-
-@pytest.fixture(scope="module")
-def of_training(_libraries, tmp_path_factory):
-    """Return the folder of the records of training steps, and the output."""
-    return _run_in_turn(_OF_TRAINING, tmp_path_factory.mktemp("training"))
-
-
-@pytest.fixture(scope="module")
-def of_optimizers(_libraries, tmp_path_factory):
-    """Return the folder of the records of the sharded optimizer, and the output."""
-    return _run_in_turn(_OF_OPTIMIZERS, tmp_path_factory.mktemp("optimizers"))
-
-
-@pytest.fixture(scope="module")
-def of_messages(_libraries, tmp_path_factory):
-    """Return the folder of the records of memory, messages and windows, and the output."""
-    return _run_in_turn(_OF_MESSAGES, tmp_path_factory.mktemp("messages"))
+of_calls = _job_of("calls", _OF_CALLS)
+of_scale = _job_of("scale", _OF_SCALE)
+of_collectives = _job_of("collectives", _OF_COLLECTIVES)
+of_training = _job_of("training", _OF_TRAINING)
+of_optimizers = _job_of("optimizers", _OF_OPTIMIZERS)
+of_messages = _job_of("messages", _OF_MESSAGES)
 
 
 def record_of(folder, pattern, *, has_picture=True):
