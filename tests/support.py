@@ -21,9 +21,17 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpidist.comm.mpi.launcher_env import without_launcher
+from tests.preloaded import interpreter
 
 ROOT = Path(__file__).resolve().parents[1]
 END_S = 10  # the time in which a job ends that is asked to
+# Two jobs may run at the same time: a rank that polls must not keep the core of one that computes.
+VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
 
 
 def require_tool(name: str) -> str:
@@ -92,9 +100,20 @@ def job(
     timeout_s: float = 60,
     command: Sequence[str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python source as an MPI job, ended after ``timeout_s``, and return its output."""
+    """Run Python source as an MPI job, ended after ``timeout_s``, and return its output.
+
+    Its ranks are forks of a process that has imported torch (``tests.preloaded``).
+    """
     start = list(command) if command is not None else launcher(ranks, *options)
-    return started([*start, sys.executable, "-c", textwrap.dedent(script)], timeout_s, env)
+    return started([*start, *python(), "-c", textwrap.dedent(script)], timeout_s, env)
+
+
+def python(**variables: str) -> list[str]:
+    """Return the command of a Python that has imported torch, for what ``started`` starts.
+
+    ``variables`` are those of the job that torch or Python reads as it starts.
+    """
+    return interpreter({**VARIABLES, **variables})
 
 
 def short_job(
@@ -118,17 +137,9 @@ def started(
 
     A job that has not ended after ``timeout_s`` is ended, and the test fails with its output.
     """
-    variables = {
-        "OMP_NUM_THREADS": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    }
-    # Two such jobs may run at the same time: a rank that polls must not keep the core of one that
-    # computes.
-    variables["OMPI_MCA_mpi_yield_when_idle"] = "1"
     process = subprocess.Popen(
         list(command),
-        env={**without_launcher(os.environ), **variables, **(env or {})},
+        env={**without_launcher(os.environ), **VARIABLES, **(env or {})},
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

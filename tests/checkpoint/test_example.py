@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.support import ROOT, launcher, started
+from tests.support import ROOT, launcher, python, started
 
 pytestmark = pytest.mark.slow
 PROGRAM = str(ROOT / "examples" / "train_digits.py")
@@ -28,7 +28,7 @@ def data(tmp_path_factory):
 
 def run(ranks, *options):
     start = launcher(ranks) if ranks > 1 else []
-    return started([*start, sys.executable, PROGRAM, *map(str, options)], timeout_s=100)
+    return started([*start, *python(), PROGRAM, *map(str, options)], timeout_s=100)
 
 
 def lines(path):

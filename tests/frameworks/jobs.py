@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from typing import Any
 
 import pytest
 
 from mpidist.c10d import generation
-from tests.support import launcher, missing, printed, started
+from tests.support import launcher, missing, printed, python, started
 
 OURS = f"{generation.FOLDER}.process_group.TorchProcessGroup"
 OUR_DDP, TORCHS_DDP = "mpidist.ddp.module", "torch.nn.parallel.distributed"
@@ -44,7 +43,8 @@ def ranks_of(
     environment = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", **variables}
     if words is not None:
         environment["MPIDIST_REPLACE"] = words
-    command = [*launcher(2), sys.executable, "-m", f"tests.frameworks.{program}", *arguments]
+    command = [*launcher(2), *python(PYTHONWARNINGS="ignore"), "-m"]
+    command += [f"tests.frameworks.{program}", *arguments]
     done = started(command, 180, environment)
     # The Trainer prints dicts as well.
     if done.returncode == 0:

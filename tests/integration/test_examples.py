@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 
-from tests.support import ROOT, launcher, started
+from tests.support import ROOT, launcher, python, started
 
 pytestmark = pytest.mark.slow
 
 
 def run(ranks, program, *options, env=None):
-    command = [*launcher(ranks), sys.executable, str(ROOT / "examples" / program), *options]
+    command = [*launcher(ranks), *python(), str(ROOT / "examples" / program), *options]
     done = started(command, timeout_s=100, env=env)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -84,7 +83,7 @@ def test_trainers_learn_with_tables_on_servers(ranks, trainers, servers):
 )
 def test_a_wrong_command_line_is_explained_once(program, options, problem):
     done = started(
-        [*launcher(2), sys.executable, str(ROOT / "examples" / program), *options], timeout_s=100
+        [*launcher(2), *python(), str(ROOT / "examples" / program), *options], timeout_s=100
     )
     assert done.returncode != 0
     assert done.stderr.count("usage:") == 1 and done.stderr.count(problem) == 1, done.stderr
@@ -110,7 +109,7 @@ def test_the_program_of_the_page_about_distributed_autograd(tmp_path):
     )
     program = tmp_path / "program.py"
     program.write_text("import torch\ntorch.manual_seed(0)\n" + source)
-    done = started([*launcher(2), sys.executable, str(program)], timeout_s=100)
+    done = started([*launcher(2), *python(), str(program)], timeout_s=100)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [float(line.split()[1]) for line in done.stdout.splitlines()]
     assert len(losses) == 20 and losses[-1] < losses[0] / 2, losses

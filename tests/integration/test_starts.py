@@ -1,11 +1,10 @@
 """Starts of jobs as users' scripts do them: exported variables, other launchers, parts of a job."""
 
 import socket
-import sys
 
 import pytest
 
-from tests.support import ROOT, launcher, short_job, started
+from tests.support import ROOT, launcher, python, short_job, started
 
 pytestmark = pytest.mark.slow
 
@@ -188,7 +187,7 @@ def spawning(folder, call, port, *start, **variables):
     """Run a program that calls something in two processes of its own; return what they print."""
     program = folder / "program.py"
     program.write_text(_SPAWNS.format(call=(_CALLS | _OF_REPLACED)[call], port=port))
-    done = started([*start, sys.executable, str(program)], 90, variables)
+    done = started([*start, *python(), str(program)], 90, variables)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 2, lines
@@ -213,7 +212,7 @@ _RPC_PROGRAM = ROOT / "tests" / "integration" / "torch_rpc_program.py"
 
 
 def test_a_program_on_torchs_rpc_changes_its_launcher_alone():
-    command = [*launcher(2), sys.executable, str(_RPC_PROGRAM)]
+    command = [*launcher(2), *python(), str(_RPC_PROGRAM)]
     done = started(command, 90, {"MPIDIST_REPLACE": "gloo,rpc"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
