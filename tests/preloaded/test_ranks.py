@@ -43,16 +43,20 @@ def test_a_program_sees_what_a_new_interpreter_shows_it(tmp_path, words):
     assert forked[-1] == "typed"
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_output_to_a_pipe_waits_unless_it_is_to_be_unbuffered(unbuffered):
+def test_a_variable_that_is_read_at_the_start_is_the_servers_or_makes_a_new_interpreter():
+    program = "import os, sys; print('torch' in sys.modules, os.environ[{name!r}])"
+    for name in ("TORCH_SHOW_CPP_STACKTRACES", "OMP_NUM_THREADS", "PYTHONPATH"):
+        done = started([*python(), "-c", program.format(name=name)], 60, {name: "2"})
+        assert done.stdout == "False 2\n"
+    # Output to a pipe waits for more, unless it is to be unbuffered.
     program = (
         "import os, sys; sys.stdout.reconfigure(errors='replace'); print('late', '\\udcff'); "
         "print('at once', file=sys.stderr); os._exit(0)"
     )
-    environ = {"PYTHONUNBUFFERED": unbuffered}
-    for start in (python(**environ), [sys.executable]):
-        done = started([*start, "-c", program], 60, environ)
-        assert (done.stdout, done.stderr) == ("late ?\n" if unbuffered else "", "at once\n")
+    for environ, printed in (({"PYTHONUNBUFFERED": "1"}, "late ?\n"), ({}, "")):
+        for start in (python(**environ), [sys.executable]):
+            done = started([*start, "-c", program], 60, {"PYTHONUNBUFFERED": "", **environ})
+            assert (done.stdout, done.stderr) == (printed, "at once\n"), start
 
 
 def test_torch_is_imported_and_each_fork_draws_other_numbers():
@@ -63,17 +67,6 @@ def test_torch_is_imported_and_each_fork_draws_other_numbers():
     first, second = (started([*python(), "-c", program], 60).stdout.split() for _ in range(2))
     assert first[0] == second[0] == "True"
     assert first[1] != second[1] and first[2] != second[2] and first[3] == second[3]
-
-
-@pytest.mark.parametrize(
-    "variable", ["TORCH_SHOW_CPP_STACKTRACES", "OMP_NUM_THREADS", "PYTHONPATH"]
-)
-def test_a_variable_that_is_read_at_the_start_makes_a_new_interpreter(variable):
-    program = f"import os, sys; print('torch' in sys.modules, os.environ[{variable!r}])"
-    done = started([*python(), "-c", program], 60, {variable: "2"})
-    assert done.stdout == "False 2\n"
-    done = started([*python(**{variable: "2"}), "-c", program], 60, {variable: "2"})
-    assert done.stdout == "True 2\n"
 
 
 @pytest.mark.parametrize(
