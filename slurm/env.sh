@@ -8,7 +8,7 @@ MPIDIST_ACCOUNT=""
 MPIDIST_PARTITION=""
 
 # GPUs per node, one per rank; 0 for a partition without GPUs. Change --ntasks-per-node accordingly.
-MPIDIST_GPUS_PER_NODE="4"
+MPIDIST_GPUS_PER_NODE="1"
 
 # Modules with the cluster's MPI, in loading order; empty for none.
 MPIDIST_MODULES=""

@@ -21,7 +21,7 @@ LAYERS = [
     ["c10d", "ddp", "zero", "rpc"],
     ["autograd"],
     ["optim"],
-    ["nn", "checkpoint", "elastic", "frameworks", "trace", "tune"],
+    ["nn", "checkpoint", "elastic", "frameworks", "slurm", "trace", "tune"],
     ["cli"],
     ["__main__"],
     ["mpidist"],  # the package's own __init__: its public face

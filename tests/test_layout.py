@@ -28,6 +28,7 @@ COVERED_BY = {
     "cli/node_findings": "cli/test_findings.py",
     "cli/option_types": "cli/test_command.py",
     "cli/questions": "cli/test_doctor.py",
+    "cli/submit": "cli/test_command.py",
     "cli/tables": "cli/test_command.py",
     "c10d/calls": "c10d/test_process_group.py",
     "c10d/collectives": "integration/test_torch_api.py",

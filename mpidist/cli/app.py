@@ -25,6 +25,7 @@ from mpidist.cli.option_types import (
     DrySubmit,
     EnvFile,
     GpusPerNode,
+    JobScript,
     Ranks,
     Sbatch,
     Settings,
@@ -258,7 +259,7 @@ def tune(context: typer.Context, ranks: Ranks = None, dry_run: DryRun = False) -
 @_reporting_errors
 def submit(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="the job script: ddp, oss, rpc, bench or test")],
+    name: JobScript,
     nodes: Annotated[int | None, typer.Option(help="nodes of the job")] = None,
     gpus_per_node: GpusPerNode = "",
     ntasks_per_node: TasksPerNode = None,
@@ -275,10 +276,11 @@ def submit(
 ) -> None:
     """Submit a shipped job script to Slurm, with your options in its header.
 
-    The program and its arguments stand behind --; without them the script runs an example.
+    The program and its arguments stand behind --; without them the script runs an example. Numbers
+    left out are the partition's. A job that the partition cannot start is refused.
     """
     from mpidist.cli import submit as submission
-    from mpidist.cli.job_script import Options
+    from mpidist.slurm.job_script import Options
 
     given: dict[str, str | int | None] = {
         "job-name": job_name,

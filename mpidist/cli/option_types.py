@@ -10,6 +10,13 @@ import typer
 
 from mpidist.cli.bench import RANKS
 from mpidist.cli.launch_request import BINDINGS
+from mpidist.slurm.job_plan import names
+
+
+def job_scripts() -> list[str]:
+    """Return what a shell proposes for the name of a job script."""
+    return [name for name in names() if name != "rpc-het"]
+
 
 Binding = Enum("Binding", {name: name for name in BINDINGS}, type=str)  # type: ignore[misc]
 Benchmark = Enum("Benchmark", {name: name for name in RANKS}, type=str)  # type: ignore[misc]
@@ -38,4 +45,8 @@ Settings = Annotated[
 ]
 EnvFile = Annotated[
     Path | None, typer.Option(help="your env.sh; else that of $MPIDIST_SLURM, else the shipped one")
+]
+JobScript = Annotated[
+    str,
+    typer.Argument(help="the job script: ddp, oss, rpc, bench or test", autocompletion=job_scripts),
 ]

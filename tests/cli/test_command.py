@@ -13,11 +13,14 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import mpidist
+from mpidist import shipped
 from mpidist.cli import app as cli
 from mpidist.cli import command, doctor, run, submit, tables
 from mpidist.cli.finding import PROBLEM, WARNING, Finding
 from mpidist.cli.launch_request import Site
 from mpidist.errors import LaunchError
+from mpidist.slurm import submission
+from mpidist.slurm.job_plan import JobPlan
 from tests.cli.test_findings import alone, job
 from tests.support import started
 
@@ -99,8 +102,7 @@ def test_what_cannot_be_done_ends_with_status_2_and_words(call, tmp_path, monkey
         ("nothing", "No such command"),
     ]:
         if line.startswith("submit ddp"):
-            monkeypatch.setattr(submit, "names", lambda: ["ddp"])
-            monkeypatch.setattr(submit.shipped, "folder", lambda name: tmp_path)
+            monkeypatch.setattr(shipped, "folder", lambda name: tmp_path)
             (tmp_path / "ddp.sbatch").write_text(
                 '#!/bin/bash\n#SBATCH --nodes=1\nsource "$MPIDIST_SLURM/env.sh"\n'
             )
@@ -112,15 +114,19 @@ def test_what_cannot_be_done_ends_with_status_2_and_words(call, tmp_path, monkey
 
 def test_submit_prints_or_hands_over(call, monkeypatch):
     seen = []
+    monkeypatch.setattr(submission, "partitions", lambda: None)
     monkeypatch.setattr(
-        submit, "text_of", lambda *args: seen.append(args) or ("the text\n", args[1])
+        submit,
+        "planned",
+        lambda *args: seen.append(args) or JobPlan("the text\n", args[1], ("two nodes",)),
     )
     line = (
         "submit ddp --nodes 2 --gpus-per-node 4 --name x --sbatch qos=low --set A=b=c --dry-run "
         "-- train.py --epochs 3"
     )
-    assert call(*line.split()).stdout == "the text\n"
-    name, options, env, _ = seen[0]
+    done = call(*line.split())
+    assert (done.stdout, done.stderr) == ("the text\n", "mpidist submit: two nodes\n")
+    name, options, env, *_ = seen[0]
     assert (name, env, options.settings, options.arguments) == (
         "ddp",
         None,
@@ -128,7 +134,8 @@ def test_submit_prints_or_hands_over(call, monkeypatch):
         ("train.py", "--epochs", "3"),
     )
     assert options.header == {"job-name": "x", "nodes": "2", "gpus-per-node": "4", "qos": "low"}
-    monkeypatch.setattr(submit, "submit", lambda text, options: 5)
+    ended = SimpleNamespace(returncode=5)
+    monkeypatch.setattr(submission, "call_sbatch", lambda plan: ended)
     assert call("submit", "ddp").exit_code == 5
 
 

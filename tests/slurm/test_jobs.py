@@ -141,7 +141,8 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
         openmpi / "oss.sbatch",
         "--epochs",
         "3",
-        options=f"--nodes=2 --ntasks=3 --dependency=afterok:{submitted['oss'].number}",
+        options="--nodes=2 --ntasks=3 --ntasks-per-node=2 "
+        f"--dependency=afterok:{submitted['oss'].number}",
         MPIDIST_CHECKPOINT=f"checkpoints/mpidist-oss-{submitted['oss'].number}",
     )
     submitted["array"] = slurm.submit(

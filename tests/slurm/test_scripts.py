@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from mpidist.checkpoint import REQUEUE_EXIT_CODE
-from mpidist.cli.job_script import Options, render
 from mpidist.comm.discovery.installed import installed
 from mpidist.comm.mpi.launcher_env import OPEN_MPI
+from mpidist.slurm.job_script import Options, render
 from tests.support import ROOT, missing
 from tests.test_prose import long_lines
 

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from mpidist.cli.job_script import (
+from mpidist.slurm.job_script import (
     Options,
     header_of,
     render,

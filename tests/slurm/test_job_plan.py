@@ -1,4 +1,4 @@
-"""Submission of job scripts: shipped scripts, site values, the call of sbatch."""
+"""Plan of a submission: shipped scripts, site values, partitions, refusals."""
 
 import re
 import subprocess
@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from mpidist import shipped
-from mpidist.cli import submit
-from mpidist.cli.job_script import Options
 from mpidist.errors import LaunchError
+from mpidist.slurm import job_plan
+from mpidist.slurm.job_script import Options
+from mpidist.slurm.partition import parse
 
 _DDP = """#!/bin/bash
 #SBATCH --nodes=1
@@ -30,6 +31,7 @@ def site(tmp_path, monkeypatch):
         folder.mkdir()
     for name in ("array", "bench", "ddp", "test"):
         (scripts / f"{name}.sbatch").write_text(_DDP)
+    (scripts / "bench_collectives.py").write_text("")
     (scripts / "env.sh").write_text('MPIDIST_GPUS_PER_NODE="4"\nMPIDIST_VENV=""\n')
     (here / "env.sh").write_text(
         'MPIDIST_ACCOUNT="mine"\nMPIDIST_GPUS_PER_NODE="2"\nMPIDIST_VENV="$HOME/venv"\n'
@@ -44,10 +46,10 @@ def site(tmp_path, monkeypatch):
 
 
 def test_the_sites_values_and_the_users_options_meet(site):
-    text, filled = submit.text_of(
+    plan = job_plan.planned(
         "ddp", Options({"nodes": "2"}, {}, ("train.py", "--epochs", "3")), Path("env.sh"), {}
     )
-    lines = text.splitlines()
+    text, lines = plan.text, plan.text.splitlines()
     wanted = [
         "#SBATCH --nodes=2",
         "#SBATCH --ntasks-per-node=2",
@@ -58,26 +60,26 @@ def test_the_sites_values_and_the_users_options_meet(site):
     assert f"export MPIDIST_SLURM={site}/scripts" in lines and f"source {site}/here/env.sh" in lines
     assert f"set -- {site}/here/train.py --epochs 3" in lines
     assert "export MPIDIST_ACCOUNT=mine" in lines and "MPIDIST_VENV" not in text
-    assert filled.header["ntasks-per-node"] == "2"
+    assert plan.options.header["ntasks-per-node"] == "2"
 
 
 def test_no_gpus_and_ranks_of_ones_own(site):
-    text, _ = submit.text_of("ddp", Options({"gpus-per-node": "0"}), None, {})
+    text = job_plan.planned("ddp", Options({"gpus-per-node": "0"}), None, {}).text
     assert (
         "gpus-per-node" not in text
         and "#SBATCH --ntasks-per-node=4" in text
         and "MPIDIST_GPUS_PER_NODE=0" in text
     )
-    text, _ = submit.text_of(
-        "ddp", Options({"gpus-per-node": "a100:2", "ntasks-per-node": "8"}), None, {}
-    )
-    assert "#SBATCH --gpus-per-node=a100:2" in text and "#SBATCH --ntasks-per-node=8" in text
-    text, _ = submit.text_of(
+    text = job_plan.planned(
+        "ddp", Options({"gpus-per-node": "a100:8", "ntasks-per-node": "2"}), None, {}
+    ).text
+    assert "#SBATCH --gpus-per-node=a100:8" in text and "#SBATCH --ntasks-per-node=2" in text
+    text = job_plan.planned(
         "ddp",
         Options({}, {"MPIDIST_GPUS_PER_NODE": "1"}),
         None,
         {"MPIDIST_SLURM": str(site / "here")},
-    )
+    ).text
     assert "#SBATCH --gpus-per-node=1" in text and "#SBATCH --account=mine" in text
 
 
@@ -105,12 +107,12 @@ def test_no_gpus_and_ranks_of_ones_own(site):
 )
 def test_what_is_not_there_is_named(site, name, options, env, words):
     with pytest.raises(LaunchError, match=words):
-        submit.text_of(name, options, env, {})
+        job_plan.planned(name, options, env, {})
 
 
 def test_a_number_that_is_no_ascii_is_refused_like_any_word(site):
     with pytest.raises(ValueError, match="TYPE:NUMBER"):
-        submit.text_of("ddp", Options({"gpus-per-node": "²"}), None, {})
+        job_plan.planned("ddp", Options({"gpus-per-node": "²"}), None, {})
 
 
 def test_settings_and_arguments_that_are_no_files_here_go_on_as_they_are(site):
@@ -119,45 +121,91 @@ def test_settings_and_arguments_that_are_no_files_here_go_on_as_they_are(site):
         "MPIDIST_CHECKPOINT": "old",
         "MPIDIST_IMAGE": "x.sif",
     }
-    text, _ = submit.text_of("ddp", Options({}, settings, ("/app/train.py",)), None, {})
+    text = job_plan.planned("ddp", Options({}, settings, ("/app/train.py",)), None, {}).text
     assert "\nset -- /app/train.py\n" in text and "\nexport UCX_NET_DEVICES=mlx5_1:1\n" in text
-    text, _ = submit.text_of("bench", Options({}, {}, ("collectives",)), None, {})
+    text = job_plan.planned("bench", Options({}, {}, ("collectives",)), None, {}).text
     assert "\nset -- collectives\n" in text
 
 
 def test_this_environment_is_the_jobs_unless_the_site_names_one():
-    assert submit.environment_of({}, "/venv", "/usr") == {"MPIDIST_VENV": "/venv"}
-    assert submit.environment_of({}, "/usr", "/usr") == {}
+    assert job_plan.environment_of({}, "/venv", "/usr") == {"MPIDIST_VENV": "/venv"}
+    assert job_plan.environment_of({}, "/usr", "/usr") == {}
     for taken in ({"MPIDIST_VENV": "$HOME/x"}, {"MPIDIST_IMAGE": "x.sif"}):
-        assert submit.environment_of(taken, "/venv", "/usr") == {}
+        assert job_plan.environment_of(taken, "/venv", "/usr") == {}
 
 
-def test_sbatch_gets_the_text_and_its_status_is_passed_on(site, monkeypatch, capfd):
-    sbatch = site / "sbatch"
-    sbatch.write_text('#!/bin/bash\necho "$SBATCH_ACCOUNT|$SBATCH_QOS|$(cat)"\nexit 3\n')
-    sbatch.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{site}:/bin:/usr/bin")
-    monkeypatch.setenv("SBATCH_ACCOUNT", "other")
-    monkeypatch.setenv("SBATCH_QOS", "low")
-    assert submit.submit("a job", Options({"account": "mine"})) == 3
-    assert capfd.readouterr().out == "|low|a job\n"
-    monkeypatch.setenv("PATH", str(site / "here"))
-    with pytest.raises(LaunchError, match=r"sbatch was not found.*--dry-run"):
-        submit.submit("a job", Options({}))
+CLUSTER = parse(
+    "cpu*|up|10|64|2|32|(null)|1-00:00:00\ngpu|up|4|32|2|16|gpu:a100:2|infinite\n"
+    "old|down|1|8|1|8|(null)|infinite\n"
+)
+
+
+def headers(plan):
+    return dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", plan.text, re.MULTILINE))
+
+
+def test_numbers_left_out_are_the_partitions_and_are_told(site):
+    plan = job_plan.planned("ddp", Options({"partition": "gpu"}), None, {}, CLUSTER)
+    found = headers(plan)
+    assert (found["ntasks-per-node"], found["gpus-per-node"]) == ("2", "2")
+    assert "export MPIDIST_GPUS_PER_NODE=2" in plan.text
+    assert plan.notes[0].startswith("2 nodes; on each 2 ranks of 1 CPU, 2 GPUs (--nodes, ")
+    assert plan.notes[1] == "partition gpu (4 nodes of 32 CPUs and 2 GPUs a100)"
+    # The default partition, without GPUs: a rank for each socket.
+    plan = job_plan.planned("ddp", Options({}), None, {}, CLUSTER)
+    found = headers(plan)
+    assert "gpus-per-node" not in found and found["ntasks-per-node"] == "2"
+    assert "export MPIDIST_GPUS_PER_NODE=0" in plan.text
+    # The site's own env.sh is not asked again.
+    with pytest.raises(LaunchError, match=r"partition cpu .*no GPUs\).*--gpus-per-node 0"):
+        job_plan.planned("ddp", Options({}), Path("env.sh"), {}, CLUSTER)
+
+
+def test_a_job_that_does_not_fit_is_refused_with_the_partition_and_the_option(site):
+    for header, words in [
+        ({"partition": "gone"}, "no partition gone: --partition cpu, gpu, old"),
+        ({"nodes": "11"}, r"partition cpu \(10 nodes of 64 .*--nodes 10"),
+        ({"time": "2-0"}, "--time 2-0 is above its limit: at most --time 1440"),
+        ({"partition": "gpu", "gpus-per-node": "4"}, "partition gpu .*--gpus-per-node 2"),
+        ({"partition": "gpu,old", "nodes": "5"}, "partition gpu .*; partition old "),
+    ]:
+        with pytest.raises(LaunchError, match=words):
+            job_plan.planned("ddp", Options(header), None, {}, CLUSTER)
+    # One partition of several is enough; what sbatch reads from the environment counts.
+    assert job_plan.planned(
+        "ddp", Options({"partition": "old,cpu", "nodes": "9"}), None, {}, CLUSTER
+    )
+    environ = {"SBATCH_PARTITION": "old"}
+    with pytest.raises(LaunchError, match="partition old"):
+        job_plan.planned("ddp", Options({"nodes": "2"}), None, environ, CLUSTER)
+
+
+def test_what_was_not_checked_is_said(site):
+    def notes(partitions, **header):
+        return " | ".join(job_plan.planned("ddp", Options(header), None, {}, partitions).notes)
+
+    assert "nothing was checked against the cluster: sinfo was not found" in notes(None)
+    alone = {"gpu": CLUSTER["gpu"]}
+    assert "nothing was checked against a partition: none is given" in notes(alone)
+    assert "checked" not in notes(CLUSTER)
+    assert "partition old starts no jobs at present" in notes(CLUSTER, partition="old")
+    assert "1 GPU of each node stays unused" in notes(
+        CLUSTER, partition="gpu", **{"gpus-per-node": "2", "ntasks-per-node": "1"}
+    )
 
 
 def test_every_shipped_script_can_be_rendered():
-    for name in submit.names():
+    for name in job_plan.names():
         if name == "rpc-het":
             with pytest.raises(
                 ValueError, match="heterogeneous job has a header for each component"
             ):
-                submit.text_of(name, Options({"nodes": "2"}), None, {})
+                job_plan.planned(name, Options({"nodes": "2"}), None, {})
             continue
         arguments = (__file__,) if name == "array" else ()
-        text, _ = submit.text_of(
+        text = job_plan.planned(
             name, Options({"nodes": "2", "time": "10"}, {}, arguments), None, {}
-        )
+        ).text
         assert "#SBATCH --nodes=2" in text and "#SBATCH --time=10" in text
         assert not re.search(r"^#SBATCH", text.split("set -", 1)[1], re.MULTILINE), name
         done = subprocess.run(

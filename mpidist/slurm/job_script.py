@@ -168,6 +168,22 @@ def without_overrides(
     return {name: text for name, text in environ.items() if name not in hidden}
 
 
+def header_from(
+    environ: Mapping[str, str], header: Mapping[str, str | None]
+) -> dict[str, str | None]:
+    """Return what sbatch takes from the environment of a job's place, limit and GPUs.
+
+    Args:
+        environ: Usually ``os.environ``.
+        header: Options that take precedence.
+    """
+    return {
+        key: environ[_VARIABLES[key]]
+        for key in ("partition", "time", "gpus-per-node")
+        if key not in header and environ.get(_VARIABLES[key])
+    }
+
+
 def _headed(lines: Sequence[str], header: Mapping[str, str | None]) -> list[str]:
     left = dict(header)
     kept = []

@@ -1,0 +1,126 @@
+"""Partitions of a Slurm cluster as ``sinfo`` prints them: nodes, CPUs, GPUs, time limit; pure.
+
+``FORMAT`` is sinfo's ``-o`` format, which every version of Slurm has. sinfo prints a line for the
+nodes of one kind in one partition.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+# Partition with * for the default, availability, nodes, CPUs, sockets, cores of a socket, generic
+# resources, time limit.
+FORMAT = "%P|%a|%D|%c|%X|%Y|%G|%l"
+
+_FIELDS = 8
+# gpu:4, gpu:a100:4(S:0-1), gpu:a100:4(IDX:0-3)
+_GPUS = re.compile(r"gpu(?::([A-Za-z][\w.-]*))?:(\d+)")
+# "64+": nodes of several kinds in one line.
+_COUNT = re.compile(r"[0-9]+\+?")
+_UNLIMITED = ("infinite", "unlimited", "n/a")
+
+
+@dataclass(frozen=True)
+class NodeKind:
+    """Nodes of one partition with the same hardware.
+
+    Attributes:
+        nodes: Number of such nodes.
+        cpus: CPUs of a node, as Slurm counts them (hardware threads on most clusters).
+        sockets: Sockets of a node; 1 where Slurm was told the number of CPUs alone.
+        gpus: GPUs of a node by type; "" for a type without a name.
+    """
+
+    nodes: int
+    cpus: int
+    sockets: int
+    gpus: Mapping[str, int] = field(default_factory=dict)
+
+    def gpus_of(self, type_name: str) -> int:
+        """Return the GPUs of a node of one type; of all types for ""."""
+        return self.gpus.get(type_name, 0) if type_name else sum(self.gpus.values())
+
+    def __str__(self) -> str:
+        gpus = " + ".join(
+            f"{counted(count, 'GPU')} {name}".strip() for name, count in self.gpus.items()
+        )
+        return f"{counted(self.nodes, 'node')} of {self.cpus} CPUs and {gpus or 'no GPUs'}"
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One partition.
+
+    Attributes:
+        name: Name.
+        is_default: Jobs without a partition go there.
+        is_up: The partition starts jobs.
+        limit_s: Largest time limit in seconds; None for no limit.
+        kinds: Kinds of its nodes.
+    """
+
+    name: str
+    is_default: bool
+    is_up: bool
+    limit_s: int | None
+    kinds: Sequence[NodeKind]
+
+    def __str__(self) -> str:
+        return f"partition {self.name} ({'; '.join(map(str, self.kinds)) or 'no nodes'})"
+
+
+def parse(text: str) -> dict[str, Partition]:
+    """Return the partitions by name from sinfo's output in ``FORMAT``.
+
+    Raises:
+        ValueError: The text has another form.
+    """
+    found: dict[str, Partition] = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        fields = line.split("|")
+        if len(fields) != _FIELDS or not all(map(_COUNT.fullmatch, fields[2:6])):
+            raise ValueError(f"sinfo printed another format than {FORMAT}: {line!r}")
+        name = fields[0].rstrip("*")
+        nodes, cpus, sockets, cores = (int(word.rstrip("+")) for word in fields[2:6])
+        # A socket of one core is what Slurm assumes where slurm.conf has the CPUs alone.
+        kind = NodeKind(nodes, cpus, sockets if cores > 1 else 1, _gpus(fields[6]))
+        before = found[name].kinds if name in found else ()
+        # A partition without nodes has a line, too.
+        kinds = [*before, *([kind] if nodes else [])]
+        found[name] = Partition(
+            name, fields[0].endswith("*"), fields[1] == "up", seconds(fields[7]), kinds
+        )
+    return found
+
+
+def seconds(text: str) -> int | None:
+    """Return the seconds of a time limit of Slurm; None without a limit.
+
+    Args:
+        text: As for sbatch's ``--time``: minutes, ``30:00``, ``1:00:00``, ``1-12``, ``1-12:00:00``.
+    """
+    if text.lower() in _UNLIMITED:
+        return None
+    days, dash, clock = text.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    if dash:
+        hours, minutes, rest = [*parts, 0, 0][:3]
+    elif len(parts) == 3:
+        hours, minutes, rest = parts
+    else:
+        hours, minutes, rest = 0, *[*parts, 0][:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a text for a number of things: "1 node", "2 nodes"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _gpus(text: str) -> dict[str, int]:
+    gpus: dict[str, int] = {}
+    for name, count in _GPUS.findall(text):
+        gpus[name] = gpus.get(name, 0) + int(count)
+    return gpus

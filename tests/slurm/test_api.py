@@ -1,0 +1,66 @@
+"""Python API of jobs on a real Slurm: submission, states, logs, cancellation, refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+import mpidist.slurm
+from mpidist.errors import LaunchError
+from tests.slurm.conftest import LIMIT_S
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture
+def submitted(slurm, monkeypatch, tmp_path):
+    """Return a function that submits the text of a program, with all CPUs and GPUs left out."""
+    for name, text in slurm.environment.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.chdir(slurm.work)
+    env = slurm.site(tmp_path.name) / "env.sh"
+    # The number of GPUs is left out: set within the job, where the plan does not look.
+    env.write_text(env.read_text().replace('NODE="1"', 'NODE="$((1))"'))
+
+    def submit(text, **options):
+        program = tmp_path / "program.py"
+        program.write_text(text)
+        options = {"settings": {"MPIDIST_GPUS_PER_NODE": "0"}, **options}
+        return mpidist.slurm.submit("ddp", program, cpus_per_task=1, env=env, **options)
+
+    return submit
+
+
+def test_a_job_is_waited_for_and_its_log_read(submitted):
+    job = submitted("print('fine')", ntasks_per_node=2)
+    assert job.wait(LIMIT_S, poll_s=0.2) == "COMPLETED" and job.done()
+    assert job.stdout().count("fine") == 2 and job.paths()[0].name == f"mpidist-ddp-{job.id}.out"
+    failed = submitted("raise SystemExit(3)", ntasks_per_node=1, name="fails")
+    assert failed.wait(LIMIT_S, poll_s=0.2) == "FAILED"
+    assert mpidist.slurm.Job(failed.id).paths()[0].name == f"fails-{failed.id}.out"
+
+
+def test_a_job_that_goes_on_is_cancelled(submitted):
+    job = submitted("import time; time.sleep(600)", ntasks_per_node=1)
+    with pytest.raises(TimeoutError, match="has not ended"):
+        job.wait(0.5, poll_s=0.1)
+    job.cancel()
+    assert job.wait(LIMIT_S, poll_s=0.2) == "CANCELLED"
+
+
+def test_what_slurm_would_never_start_is_refused(submitted):
+    for options, words in [
+        ({"nodes": 3}, r"partition train \(2 nodes of 4 CPUs and 6 GPUs\).*--nodes 2"),
+        ({"ntasks_per_node": 5}, "--ntasks-per-node 4"),
+        ({"settings": {}, "gpus_per_node": 7}, "no node has 7 GPUs: --gpus-per-node 6"),
+        ({"time": "2:00:00"}, "at most --time 60"),
+        ({"partition": "moon"}, "no partition moon: --partition train, low, urgent"),
+    ]:
+        with pytest.raises(LaunchError, match=words):
+            submitted("", **options)
+
+
+def test_numbers_left_out_give_a_job_that_runs(submitted):
+    job = submitted("print('fine')", settings=None)
+    assert job.wait(LIMIT_S, poll_s=0.2) == "COMPLETED"
+    # Four CPUs and six GPUs a node: four ranks.
+    assert job.stdout().count("fine") == 4 and "GPUs of a node: 4" in job.stdout()

@@ -1,0 +1,108 @@
+"""Shape of a job: defaults from a partition, and what would never start."""
+
+import pytest
+
+from mpidist.slurm.job_shape import Shape, completed, objections, own_objections, shape_of
+from mpidist.slurm.partition import NodeKind, Partition
+
+SHIPPED = {"nodes": "1", "ntasks-per-node": "1", "gpus-per-node": "1", "cpus-per-task": "4"}
+RPC = {**SHIPPED, "ntasks-per-node": "2", "gpus-per-node": "2"}
+CPU = Partition("cpu", True, True, 3600, [NodeKind(8, 48, 2)])
+GPU = Partition("gpu", False, True, None, [NodeKind(6, 64, 2, {"a100": 4})])
+ONE = Partition("one", False, True, None, [NodeKind(3, 8, 1, {"": 1})])
+MIXED = Partition("mixed", False, True, None, [NodeKind(9, 96, 2), NodeKind(2, 16, 2, {"v100": 8})])
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "shipped", "partition", "expected"),
+    [
+        ("ddp", {}, SHIPPED, GPU, Shape(1, 4, 4, 4)),
+        ("ddp", {}, SHIPPED, CPU, Shape(1, 2, 24, 0)),
+        ("ddp", {}, SHIPPED, None, Shape(1, 1, 4, 1)),
+        ("ddp", {"gpus-per-node": "3"}, SHIPPED, None, Shape(1, 3, 4, 3)),
+        ("ddp", {"gpus-per-node": "0"}, SHIPPED, None, Shape(1, 1, 4, 0)),
+        ("ddp", {"gpus-per-node": "a100:2"}, SHIPPED, GPU, Shape(1, 2, 4, 2, "a100")),
+        ("ddp", {"ntasks-per-node": "2"}, SHIPPED, GPU, Shape(1, 2, 4, 2)),
+        ("ddp", {"ntasks": "8", "nodes": "2"}, SHIPPED, GPU, Shape(2, 4, 4, 4)),
+        ("ddp", {"gpus-per-node": "0"}, SHIPPED, GPU, Shape(1, 2, 32, 0)),
+        ("ddp", {"ntasks-per-node": "16"}, SHIPPED, CPU, Shape(1, 16, 3, 0)),
+        ("ddp", {"gres": "gpu:2", "ntasks-per-node": "2"}, SHIPPED, GPU, Shape(1, 2, 4, None)),
+        # A sweep's tasks are jobs of their own.
+        ("array", {}, SHIPPED, GPU, Shape(1, 1, 4, 1)),
+        ("array", {}, SHIPPED, CPU, Shape(1, 1, 4, 0)),
+        # Few CPUs for each GPU.
+        ("ddp", {}, SHIPPED, ONE, Shape(1, 1, 4, 1)),
+        ("ddp", {"gpus-per-node": "8"}, SHIPPED, MIXED, Shape(1, 8, 2, 8)),
+        # As many nodes as the script's two ranks need.
+        ("rpc", {}, RPC, ONE, Shape(2, 1, 4, 1)),
+        ("rpc", {}, RPC, GPU, Shape(1, 4, 4, 4)),
+        ("test", {}, {**SHIPPED, "nodes": "2"}, GPU, Shape(2, 4, 4, 4)),
+    ],
+)
+def test_what_is_left_open_is_the_partitions(name, given, shipped, partition, expected):
+    header = {**shipped, **completed(name, given, shipped, partition)}
+    assert shape_of(header) == expected
+    assert own_objections(header) == []
+    assert partition is None or objections(header, partition) == []
+
+
+@pytest.mark.parametrize(
+    "kinds", [[NodeKind(2, 8, 2)], [NodeKind(1, 4, 1, {"": 2})], [NodeKind(1, 4, 1, {"": 6})]]
+)
+def test_defaults_never_meet_an_objection(kinds):
+    partition = Partition("any", True, True, None, kinds)
+    for shipped in (SHIPPED, RPC, {**SHIPPED, "nodes": "2"}):
+        for name in ("ddp", "array"):
+            header = {**shipped, **completed(name, {}, shipped, partition)}
+            assert own_objections(header) + objections(header, partition) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "partition", "words"),
+    [
+        ({"gpus-per-node": "8"}, GPU, "no node has 8 GPUs: --gpus-per-node 4"),
+        ({"gpus-per-node": "h100:2"}, GPU, "no GPUs h100|no node has 2 GPUs h100"),
+        ({"gpus-per-node": "2"}, CPU, "--gpus-per-node 0, or another --partition"),
+        ({"cpus-per-task": "32"}, GPU, "4 ranks of 32 CPUs are 128 .* 64: --cpus-per-task 16"),
+        ({"ntasks-per-node": "99"}, CPU, "--ntasks-per-node 48"),
+        ({"nodes": "9"}, CPU, "it has 8 nodes, 9 are asked for: --nodes 8"),
+        ({"nodes": "3", "gpus-per-node": "8"}, MIXED, "2 nodes that the job fits on.*--nodes 2"),
+        (
+            {"gpus-per-node": "8", "cpus-per-task": "8"},
+            MIXED,
+            "64 on a node, and nodes with 8 GPUs have 16: --cpus-per-task 2",
+        ),
+        ({"time": "2:00:00"}, CPU, "--time 2:00:00 is above its limit: at most --time 60"),
+        ({}, Partition("none", False, True, None, []), "no nodes: another --partition"),
+    ],
+)
+def test_what_never_starts_names_the_option(given, partition, words):
+    header = {**SHIPPED, **completed("ddp", given, SHIPPED, partition)}
+    with pytest.raises(AssertionError, match=words):
+        assert not objections(header, partition), "; ".join(objections(header, partition))
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ({"ntasks-per-node": "4", "gpus-per-node": "2"}, "--ntasks-per-node 2, or --gpus-per-node"),
+        ({"gpus-per-task": "1"}, "--gpus-per-task hides the GPUs"),
+        ({"gpu-bind": "none"}, "--gpu-bind hides the GPUs"),
+        ({"ntasks": "2", "nodes": "3"}, "2 ranks cannot be on 3 nodes: --nodes 2"),
+        ({"signal": "USR1@120", "time": "2"}, "SIGUSR1 comes 120 s before .* of 120 s.*--time 7"),
+        ({"signal": "B:USR1@300", "time": "5"}, "signal=USR1@75"),
+    ],
+)
+def test_what_ends_at_once_on_every_cluster(header, words):
+    with pytest.raises(AssertionError, match=words):
+        assert not own_objections(header), "; ".join(own_objections(header))
+
+
+def test_what_is_sound_has_no_objection():
+    for header in (
+        {"signal": "USR1@120", "time": "3"},
+        {"signal": "USR1", "time": "10"},
+        {"ntasks-per-node": "2", "gpus-per-node": "4"},
+        {"ntasks-per-node": "9"},
+    ):
+        assert own_objections(header) == []

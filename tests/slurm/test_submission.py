@@ -1,0 +1,93 @@
+"""Submission by commands of Slurm: sinfo, sbatch, and the function of the Python API."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from mpidist import slurm
+from mpidist.errors import LaunchError
+from mpidist.slurm import submission
+from mpidist.slurm.job_plan import JobPlan
+from mpidist.slurm.job_script import Options
+
+
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    """Return a function that puts a shell script under a name first on the PATH."""
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/bin:/usr/bin")
+    monkeypatch.chdir(tmp_path)
+    for name in ("SBATCH_PARTITION", "SBATCH_TIMELIMIT", "SBATCH_GPUS_PER_NODE", "MPIDIST_SLURM"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "train.py").write_text("")
+
+    def put(name, text):
+        file = tmp_path / "bin" / name
+        file.write_text(f"#!/bin/bash\n{text}\n")
+        file.chmod(0o755)
+
+    put("sinfo", 'echo "gpu*|up|3|32|2|16|gpu:4|infinite"')
+    return put
+
+
+def test_sbatch_gets_the_text_and_its_status_is_passed_on(commands, monkeypatch, capfd, tmp_path):
+    commands("sbatch", 'echo "$SBATCH_ACCOUNT|$SBATCH_QOS|$(cat)"; exit 3')
+    monkeypatch.setenv("SBATCH_ACCOUNT", "other")
+    monkeypatch.setenv("SBATCH_QOS", "low")
+    plan = JobPlan("a job", Options({"account": "mine"}), ())
+    assert submission.call_sbatch(plan).returncode == 3
+    assert capfd.readouterr().out == "|low|a job\n"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match=r"sbatch was not found.*--dry-run"):
+        submission.call_sbatch(plan)
+
+
+@pytest.mark.parametrize("text", ["exit 1", "echo nonsense", "true"])
+def test_a_sinfo_that_fails_leaves_the_partitions_unknown(commands, text):
+    assert list(submission.partitions()) == ["gpu"]
+    commands("sinfo", text)
+    assert submission.partitions() is None
+
+
+def test_no_sinfo_leaves_the_partitions_unknown(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert submission.partitions() is None
+
+
+def test_a_job_is_submitted_by_the_plan_of_the_command(commands, tmp_path, caplog):
+    commands("sbatch", f'cat > {tmp_path}/text; [[ $1 == --parsable ]] && echo "4711;here"')
+    with caplog.at_level(logging.INFO, "mpidist"):
+        job = slurm.submit(
+            "ddp", tmp_path / "train.py", "--epochs", "3", nodes=2, time=30, sbatch={"qos": "low"}
+        )
+    assert job.id == "4711" and repr(job) == "Job('4711')"
+    text = (tmp_path / "text").read_text()
+    for line in ("nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "time=30", "qos=low"):
+        assert f"#SBATCH --{line}\n" in text
+    assert f"\nset -- {tmp_path}/train.py --epochs 3\n" in text
+    assert "2 nodes; on each 4 ranks of 4 CPUs, 4 GPUs" in caplog.text
+    command = [sys.executable, "-m", "mpidist", "submit", "ddp", "--nodes", "2", "--time", "30"]
+    command += ["--sbatch", "qos=low", "--dry-run", "--", "train.py", "--epochs", "3"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert printed.stdout == text
+
+
+def test_a_doomed_job_does_not_reach_sbatch(commands, tmp_path):
+    commands("sbatch", f"touch {tmp_path}/called")
+    with pytest.raises(LaunchError, match=r"partition gpu .*4 GPUs.*--gpus-per-node 4"):
+        slurm.submit("ddp", "train.py", gpus_per_node=8)
+    done = subprocess.run(
+        [sys.executable, "-m", "mpidist", "submit", "ddp", "--nodes", "9", "--", "train.py"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "it has 3 nodes, 9 are asked for: --nodes 3" in done.stderr
+    assert not (tmp_path / "called").exists()
+
+
+def test_what_sbatch_says_is_the_error(commands):
+    commands("sbatch", "echo 'sbatch: error: invalid account' >&2; exit 1")
+    with pytest.raises(LaunchError, match="sbatch ended with 1: sbatch: error: invalid account"):
+        slurm.submit("ddp", "train.py")
