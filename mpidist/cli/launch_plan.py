@@ -52,6 +52,8 @@ def plan(request: Request, site: Site, environ: Mapping[str, str]) -> Plan:
     """
     _require_outside(environ)
     variables = {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": "1"}
+    if site.home and not environ.get("HOME"):
+        variables["HOME"] = site.home
     if not in_allocation(environ):
         return _by_mpirun(request, site, environ, variables)
     _require_nodes(request, environ)

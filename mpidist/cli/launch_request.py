@@ -52,6 +52,7 @@ class Site:
         mpi_types: Types that ``srun --mpi=list`` prints.
         cores: Number of physical cores that this process may use.
         is_root: The user is root.
+        home: Home folder for a launcher, if the environment has none.
     """
 
     abi: str
@@ -62,6 +63,7 @@ class Site:
     mpi_types: tuple[str, ...]
     cores: int
     is_root: bool
+    home: str = ""
 
     @property
     def open_mpi_major(self) -> int:

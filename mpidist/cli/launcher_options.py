@@ -83,7 +83,8 @@ def mpirun_options(
     if site.is_root:
         names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
         variables.update({name: "1" for name in names if name not in environ})
-    # Open MPI forwards its own variables to other nodes, and other variables only with -x.
+    # Open MPI forwards its own variables to other nodes, and others only with -x; each node has a
+    # home.
     exported = sorted(
         {
             *variables,
@@ -92,7 +93,10 @@ def mpirun_options(
     )
     if not is_one_node(request, environ):
         options += [
-            word for name in exported if not name.startswith("OMPI_") for word in ("-x", name)
+            word
+            for name in exported
+            if not name.startswith("OMPI_") and name != "HOME"
+            for word in ("-x", name)
         ]
     return options
 

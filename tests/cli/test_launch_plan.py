@@ -233,3 +233,13 @@ def test_a_program_is_found_or_named():
     ]:
         with pytest.raises(LaunchError, match=said):
             program_of(words, "", "py", there)
+
+
+def test_a_launcher_gets_a_home_where_the_environment_has_none():
+    site = dataclasses.replace(OPEN, home="/h")
+    request = Request(TRAIN, ranks=2, hosts=("a", "b"))
+    assert plan(request, site, {}).variables["HOME"] == "/h"
+    assert plan(request, site, {"HOME": ""}).variables["HOME"] == "/h"
+    assert "HOME" not in plan(request, site, {"HOME": "/mine"}).variables
+    # A node has a home of its own.
+    assert "HOME" not in plan(request, site, {}).argv

@@ -94,3 +94,16 @@ def test_the_exit_status_is_the_jobs_and_a_signal_ends_it(tmp_path):
     while any(os.path.exists(f"/proc/{rank}") for rank in left) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(os.path.exists(f"/proc/{rank}") for rank in left)
+
+
+def test_jobs_start_without_a_home(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("import mpidist; mpidist.comm.init(); print('begun')")
+    for name in ("HOME", "XDG_CACHE_HOME", "MPIDIST_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    command = [sys.executable, "-m", "mpidist", "run", "-n", "2", str(tmp_path / "train.py")]
+    done = started(command, 60)
+    assert done.returncode == 0 and done.stdout.count("begun") == 2, done.stderr
+    assert "Traceback" not in done.stderr and "home directory" not in done.stderr
+    command = [sys.executable, "-m", "mpidist", "doctor", "--no-launcher"]
+    done = started(command, 60)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mpidist.comm.mpi.launcher_env import without_launcher
+from mpidist.comm.mpi.library import home
 
 RANKS = 2
 _MARK = "MPIDIST_NESTED"
@@ -64,11 +65,13 @@ def find_launcher(is_open_mpi: bool) -> str | None:
 def environment(environ: Mapping[str, str], is_root: bool) -> dict[str, str]:
     """Return the environment of a child job.
 
-    It has this process's module path, one thread per rank, and none of a launcher's variables.
+    It has this process's module path, one thread per rank, a home, and none of a launcher's
+    variables.
     """
     variables = without_launcher(environ)
     variables["PYTHONPATH"] = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     variables["OMP_NUM_THREADS"] = "1"
+    variables["HOME"] = home(environ)
     if is_root:  # the user has already given Open MPI this permission
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return variables

@@ -12,9 +12,11 @@ import ctypes
 import importlib.util
 import multiprocessing
 import os
+import pwd
 import re
 import shutil
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
@@ -72,6 +74,35 @@ def start_settings(environ: MutableMapping[str, str]) -> Iterator[None]:
     finally:
         if needs_none:
             environ.pop(_TRANSPORTS, None)
+
+
+def home(environ: Mapping[str, str]) -> str:
+    """Return the home folder for an MPI that needs one: ``HOME``, else the user's, else ``/tmp``.
+
+    A service or a container may start a process without ``HOME``, or as a user without an entry in
+    the system's table. Open MPI reads the variable alone, and ends without it.
+    """
+    if environ.get("HOME"):
+        return environ["HOME"]
+    try:
+        found = pwd.getpwuid(os.geteuid()).pw_dir
+    except KeyError:
+        found = ""
+    return found if found and Path(found).is_dir() else tempfile.gettempdir()
+
+
+@contextmanager
+def _home_for_start(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Set ``HOME`` within the context if it is missing; the user's processes do not inherit it."""
+    former = environ.get("HOME")
+    environ["HOME"] = home(environ)
+    try:
+        yield
+    finally:
+        if former is None:
+            del environ["HOME"]
+        else:
+            environ["HOME"] = former
 
 
 def parameter_files(environ: Mapping[str, str]) -> list[Path]:
@@ -139,6 +170,8 @@ def load(makes_context: bool = True) -> ModuleType:
             if _pid_of_start is None:
                 with (
                     start_settings(os.environ),
+                    _home_for_start(os.environ),
+                    _home_for_start(os.environ),
                     cuda_context.current_at_start(_is_running(), makes_context),
                 ):
                     _start()

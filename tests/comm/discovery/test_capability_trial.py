@@ -179,7 +179,7 @@ def test_the_ranks_find_the_modules_that_this_process_finds(monkeypatch):
     variables = child_job.environment({"PYTHONPATH": "lost", "PMI_RANK": "0"}, is_root=True)
     assert variables["PYTHONPATH"].split(os.pathsep)[0] == os.path.abspath("relative")
     assert variables["OMPI_ALLOW_RUN_AS_ROOT"] == "1"
-    assert "PMI_RANK" not in variables
+    assert "PMI_RANK" not in variables and variables["HOME"]
     assert "OMPI_ALLOW_RUN_AS_ROOT" not in child_job.environment({}, is_root=False)
 
 

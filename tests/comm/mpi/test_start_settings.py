@@ -1,9 +1,12 @@
 """Settings of Open MPI's start, by the launcher's variables; pure."""
 
+import tempfile
+from types import SimpleNamespace
+
 import pytest
 
 from mpidist.comm.mpi.launcher_env import is_on_one_node
-from mpidist.comm.mpi.library import start_settings
+from mpidist.comm.mpi.library import _home_for_start, home, start_settings
 
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}
 
@@ -75,3 +78,26 @@ def test_a_transport_of_the_user_or_the_site_stays(tmp_path, where, text, is_set
     with start_settings(environ):
         assert environ.get("OMPI_MCA_btl") == (None if is_set else "^ofi")
     assert "OMPI_MCA_btl" not in environ
+
+
+def test_a_missing_home_is_the_users_or_the_temporary_folder(monkeypatch, tmp_path):
+    assert home({"HOME": "/mine"}) == "/mine"
+    entry = SimpleNamespace(pw_dir=str(tmp_path))
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: entry)
+    assert home({}) == home({"HOME": ""}) == str(tmp_path)
+    entry.pw_dir = "/nonexistent"
+    assert home({}) == tempfile.gettempdir()
+
+    def unknown(uid):
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert home({}) == tempfile.gettempdir()
+
+
+@pytest.mark.parametrize("environ", [{}, {"HOME": ""}, {"HOME": "/mine"}])
+def test_a_home_is_there_while_mpi_starts_alone(environ):
+    before = dict(environ)
+    with _home_for_start(environ):
+        assert environ["HOME"] == home(before) != ""
+    assert environ == before
