@@ -6,6 +6,8 @@
 # Exit status of a rank that has saved its state and requests another run: EX_TEMPFAIL of
 # sysexits.h, mpidist.checkpoint.REQUEUE_EXIT_CODE.
 REQUEUE_STATUS=75
+# Status of srun and mpirun after SIGUSR1 has ended a rank.
+SIGNALLED_STATUS=138
 
 say() { printf 'mpidist: %s\n' "$*"; }
 
@@ -163,6 +165,12 @@ run_ranks() {
     done
     trap - USR1
     if ((status == REQUEUE_STATUS)); then request_another_run; fi
+    if ((status == SIGNALLED_STATUS)); then
+        say "SIGUSR1 ended a rank: it came before the program had entered" \
+            "mpidist.checkpoint.Preemption (a rank that still imports torch, for example), or the" \
+            "program has none. This run saved nothing at the signal, and is not requeued. To go" \
+            "on from an earlier checkpoint: MPIDIST_CHECKPOINT=$MPIDIST_CHECKPOINT sbatch …"
+    fi
     return "$status"
 }
 

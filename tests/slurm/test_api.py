@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 import mpidist.slurm
@@ -45,6 +47,18 @@ def test_a_job_that_goes_on_is_cancelled(submitted):
         job.wait(0.5, poll_s=0.1)
     job.cancel()
     assert job.wait(LIMIT_S, poll_s=0.2) == "CANCELLED"
+
+
+def test_a_signal_before_the_handler_is_explained_in_the_log(slurm, submitted):
+    # As a rank that imports torch when the signal comes.
+    job = submitted("print('begun'); import time; time.sleep(600)", ntasks_per_node=2)
+    end = time.monotonic() + LIMIT_S
+    while job.stdout().count("begun") < 2:
+        assert not job.done() and time.monotonic() < end, job.stdout()
+        time.sleep(0.1)
+    slurm.command("scancel", "--signal=USR1", job.id)
+    assert job.wait(LIMIT_S, poll_s=0.2) == "FAILED"
+    assert "SIGUSR1 ended a rank: it came before" in job.stdout()
 
 
 def test_what_slurm_would_never_start_is_refused(submitted):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -164,3 +165,18 @@ def test_the_launcher_fits_the_library_and_slurm(tmp_path, offered, setting, pri
     environ["PATH"] = f"{tmp_path}:{environ['PATH']}"
     done = subprocess.run(["bash", "-c", job], capture_output=True, text=True, env=environ)
     assert printed in f"{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "is_told"), [("kill -USR1 $$", 138, True), ("exit 3", 3, False)]
+)
+def test_a_rank_that_sigusr1_ends_is_explained(ending, status, is_told):
+    functions, _ = (FOLDER / "job.sh").read_text().split("\nSITE=")
+    job = (
+        f"set -euo pipefail\n{functions}\nMPIDIST_CHECKPOINT=checkpoints/x-7\n"
+        f"run_ranks bash -c {shlex.quote(ending)}"
+    )
+    done = subprocess.run(["bash", "-c", job], capture_output=True, text=True, timeout=20)
+    assert done.returncode == status
+    assert ("SIGUSR1 ended a rank: it came before" in done.stdout) == is_told
+    assert ("MPIDIST_CHECKPOINT=checkpoints/x-7 sbatch" in done.stdout) == is_told
