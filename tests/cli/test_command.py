@@ -224,3 +224,25 @@ def test_options_of_a_program_without_the_dashes_are_explained(call):
     assert "stand behind --: mpidist submit ... -- train.py --epochs 3" in text
     done = call("submit", "ddp", "--nods", "2", "--", "train.py")
     assert done.exit_code == 2 and "stand behind" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("line", "proposed"),
+    [
+        ("mpidist su", "submit"),
+        ("mpidist submit d", "ddp"),
+        ("mpidist submit rpc", "rpc"),
+        # Nothing of its own: the shell proposes files.
+        ("mpidist run -n 2 tr", ""),
+        ("mpidist submit ddp -- tr", ""),
+    ],
+)
+def test_a_shell_completes_names_and_leaves_programs_to_its_files(line, proposed):
+    words = line.split()
+    environ = {
+        "_MPIDIST_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
+    }
+    done = started([sys.executable, "-m", "mpidist"], 60, environ)
+    assert done.stdout.split() == proposed.split(), done.stderr
