@@ -126,9 +126,10 @@ def doctor(
         bool, typer.Option("--try-device", help="try what MPI does with device memory (minutes)")
     ] = False,
 ) -> None:
-    """Look at MPI, devices, cores, memory and versions; say what is wrong and what to do.
+    """Look at MPI, devices, cores, memory and versions; say what to do, and what is wrong.
 
-    Alone, or under mpirun or srun on every rank. The exit status is 1 if something would stop jobs,
+    Alone, with two more ranks that run README's first program; or under mpirun or srun, on every
+    rank. The exit status is 1 if something would stop jobs,
     else 0.
     """
     from mpidist.cli import doctor as examination

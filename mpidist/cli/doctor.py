@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from mpidist.cli import facts as process_facts
+from mpidist.cli import first_program
 from mpidist.cli.deadline import deadline
 from mpidist.cli.facts import Facts
 from mpidist.cli.finding import NOTE, PROBLEM, WARNING, Finding
@@ -21,8 +22,12 @@ from mpidist.comm.discovery import installed, launcher_trial
 from mpidist.comm.mpi import launcher_env
 from mpidist.errors import MpidistError
 
-_HANDSHAKE = "two ranks of mpirun"  # check in a separate job
+# Checks in a separate job.
+_HANDSHAKE = "two ranks of mpirun"
+_FIRST_PROGRAM = "init_process_group and all_reduce on two ranks"
 _SILENCE_S = 8.0
+# The ranks import torch from a file system that may be cold.
+_TORCH_SILENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ def examine(
         )
     with ThreadPoolExecutor(1) as pool:
         trial = (
-            pool.submit(launcher_trial.try_launcher, library.text, _SILENCE_S)
+            pool.submit(_try_two_ranks, library.text)
             if is_alone and tries_launcher and library.mpirun
             else None
         )
@@ -101,7 +106,7 @@ def examine(
         except MpidistError as error:
             return _without_mpi(own, error, launch.rank)
         own = questions.ask(own, library)
-        checks = {} if trial is None else {_HANDSHAKE: trial.result()}
+        checks = {} if trial is None else trial.result()
     return report_of(own, checks, timeout_s, tries_device)
 
 
@@ -123,7 +128,9 @@ def report_of(
     mpi = own.mpi
     assert mpi is not None
     group = questions.trial_group(timeout_s)
-    own = replace(own, checks={**checks, **questions.check(group)})
+    own = replace(
+        own, checks={**checks, **questions.check(group, timeout_s)}, clock_s=questions.clock(group)
+    )
     # If a check failed on one rank only, the gather waits until the other ranks' checks time out.
     ranks = questions.gather(own)
     # All ranks have the same facts and decide alike, because the next calls are collective.
@@ -135,6 +142,13 @@ def report_of(
         ranks = questions.gather(questions.with_operations(own))
     group.close()
     return Report(ranks, findings(ranks), own.rank == 0)
+
+
+def _try_two_ranks(library: str) -> dict[str, str]:
+    checks = {_HANDSHAKE: launcher_trial.try_launcher(library, _SILENCE_S)}
+    if not checks[_HANDSHAKE]:
+        checks[_FIRST_PROGRAM] = first_program.try_two_ranks(library, _TORCH_SILENCE_S)
+    return checks
 
 
 def _without_mpi(own: Facts, error: MpidistError, rank: int | None) -> Report:

@@ -91,6 +91,8 @@ class Facts:
         mpi: Facts that need MPI, or None if MPI did not start.
         problem: Error of MPI's start; "" without one.
         checks: Error of each small operation, by name; "" for success.
+        clock_s: Clock after a barrier of all ranks, in seconds since 1970; 0 if there was none.
+        has_home: ``HOME`` is set.
     """
 
     rank: int
@@ -114,6 +116,8 @@ class Facts:
     mpi: MpiFacts | None = None
     problem: str = ""
     checks: Mapping[str, str] = field(default_factory=dict)
+    clock_s: float = 0.0
+    has_home: bool = True
 
 
 def collect(environ: Mapping[str, str], path_mpirun: str = "") -> Facts:
@@ -147,6 +151,7 @@ def collect(environ: Mapping[str, str], path_mpirun: str = "") -> Facts:
         or Path("/dev/nvidiactl").exists(),
         driver_cuda=driver_version(),
         path_mpirun=path_mpirun,
+        has_home=bool(environ.get("HOME")),
     )
 
 

@@ -42,6 +42,8 @@ _VALUES = {
     "MPIDIST_ON_TIMEOUT": ("raise", "abort"),
     "MPIDIST_TRUST": ("data", "pickle"),
 }
+# Clocks of nodes may differ by so many seconds: ranks leave a barrier within milliseconds.
+_CLOCKS_S = 1.0
 _MAY_DIFFER = ("CUDA_VISIBLE_DEVICES", "OMP_PLACES")
 
 
@@ -154,6 +156,34 @@ def _hosts(ranks: Sequence[Facts]) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+def _clocks(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    nodes = {
+        number: max(facts.clock_s for facts in members)
+        for number, members in by_node(ranks).items()
+        if all(facts.clock_s for facts in members)
+    }
+    if len(nodes) < 2:
+        return
+    first = min(nodes)
+    late = {
+        number: clock_s - nodes[first]
+        for number, clock_s in nodes.items()
+        if abs(clock_s - nodes[first]) > _CLOCKS_S
+    }
+    if late:
+        members = by_node(ranks)
+        words = ", ".join(
+            f"{members[number][0].host} {ahead:+.1f} s" for number, ahead in late.items()
+        )
+        yield Finding(
+            WARNING,
+            tuple(facts.rank for number in late for facts in members[number]),
+            f"clocks differ from that of {members[first][0].host}: {words}; times of files and in "
+            "logs are uncertain, and Slurm refuses more than 300 s",
+            "synchronise the nodes' clocks (systemctl status chronyd on each, or ntpd)",
+        )
+
+
 # --- MPI and its launcher ---
 
 
@@ -190,6 +220,12 @@ def _launchers(ranks: Sequence[Facts]) -> Iterator[Finding]:
                          f"loads is {first.mpi.mpirun}",
             "start jobs with 'mpidist run', or with that path; another MPI's mpirun starts ranks "
             "that do not see each other",
+        )  # fmt: skip
+    if not first.has_home and first.mpi.abi == "openmpi":
+        yield Finding(
+            NOTE, (), "HOME is not set, and Open MPI does not start without it; mpidist sets it "
+                      "while MPI starts",
+            "export HOME=FOLDER where other programs start MPI",
         )  # fmt: skip
     if first.in_allocation:
         yield Finding(
@@ -267,6 +303,6 @@ def _settings(ranks: Sequence[Facts]) -> Iterator[Finding]:
 
 
 _RULES = (
-    _no_mpi, _failed_checks, _disagreements, _hosts, _threads, _launchers, *node_findings.CORES,
-    *device_findings.RULES, *node_findings.MEMORY, _old, _settings,
+    _no_mpi, _failed_checks, _disagreements, _hosts, _clocks, _threads, _launchers,
+    *node_findings.CORES, *device_findings.RULES, *node_findings.MEMORY, _old, _settings,
 )  # fmt: skip

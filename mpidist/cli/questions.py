@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 
 from mpidist.cli import facts as process_facts
+from mpidist.cli import first_program
 from mpidist.cli.facts import Device, Facts
 from mpidist.cli.mpi_facts import MpiFacts
 from mpidist.comm.algorithms import shared_memory
@@ -19,6 +22,7 @@ from mpidist.comm.group import ProcessGroup, from_world
 from mpidist.comm.group_types import Group
 from mpidist.comm.mpi import byte_strings, runtime
 from mpidist.comm.serialization import frame
+from mpidist.comm.subgroups import ENV_ON_TIMEOUT
 from mpidist.errors import MpidistError
 
 NOT_TRIED = "not tried"
@@ -101,10 +105,26 @@ def with_operations(facts: Facts) -> Facts:
     return replace(facts, mpi=replace(facts.mpi, operations=operations))
 
 
-def check(group: Group) -> dict[str, str]:
+def clock(group: Group) -> float:
+    """Return this rank's clock after a barrier: seconds since 1970. Collective: over the group.
+
+    0.0 if the group has failed; then no clock says anything.
+    """
+    try:
+        group.barrier()
+    except (MpidistError, RuntimeError):
+        return 0.0
+    return time.time()
+
+
+def check(group: Group, timeout_s: float = 20.0) -> dict[str, str]:
     """Run one small operation of each kind and check the result.
 
     Collective: over the group, whose calls must raise on a timeout.
+
+    Args:
+        group: All ranks of the job.
+        timeout_s: Limit in seconds of operations of torch's own group.
 
     Returns:
         By name, "" or this rank's error. After an exception the remaining operations are "not
@@ -112,16 +132,17 @@ def check(group: Group) -> dict[str, str]:
     """
     results: dict[str, str] = {}
     has_failed = False
-    for name, call in _checks(group):
+    for name, call in _checks(group, timeout_s):
         try:
             results[name] = NOT_TRIED if has_failed else call()
-        except (MpidistError, RuntimeError, ValueError, OSError) as error:
+        # Versions of torch that were not tested may raise anything.
+        except Exception as error:
             results[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
             has_failed = True
     return results
 
 
-def _checks(group: Group) -> Sequence[tuple[str, Callable[[], str]]]:
+def _checks(group: Group, timeout_s: float) -> Sequence[tuple[str, Callable[[], str]]]:
     own = runtime.device()
     ranks = range(group.size)
     total, highest = sum(rank + 1 for rank in ranks), group.size
@@ -150,10 +171,24 @@ def _checks(group: Group) -> Sequence[tuple[str, Callable[[], str]]]:
         ("all_gather of objects", gathers),
         ("average in memory of the node", lambda: _average_in_node_memory(group)),
     ]
+    found.append(("init_process_group and all_reduce", lambda: first_program.all_reduce(timeout_s)))
     if own.type == "cuda":
         call = reduces(torch.float32, "sum", total, str(own))
         found.append((f"all_reduce fp32 sum on {own.type}", call))
     return found
+
+
+def _first_program(timeout_s: float) -> str:
+    # A rank that does not come must not end the doctor before its report.
+    former = os.environ.get(ENV_ON_TIMEOUT)
+    os.environ[ENV_ON_TIMEOUT] = "raise"
+    try:
+        return first_program.all_reduce(timeout_s)
+    finally:
+        if former is None:
+            del os.environ[ENV_ON_TIMEOUT]
+        else:
+            os.environ[ENV_ON_TIMEOUT] = former
 
 
 def _average_in_node_memory(group: Group) -> str:

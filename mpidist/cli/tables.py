@@ -12,12 +12,16 @@ from rich.table import Table
 
 from mpidist.cli.doctor import Report
 from mpidist.cli.facts import SHARED_MEMORY, Facts
-from mpidist.cli.finding import PROBLEM, WARNING, ranks_of, size
+from mpidist.cli.finding import PROBLEM, WARNING, by_node, ranks_of, size
 from mpidist.cli.mpi_facts import MpiFacts
 from mpidist.comm.discovery.transports import Transports
+from mpidist.torch_version import NEWEST, OLDEST
 
-_WIDTH_OF_LOGS = 130
-_MOST_RANKS = 64
+_WIDTH_OF_LOGS = 80
+# Rows for nodes: in a log, on a screen.
+_MOST_NODES, _NODES_OF_A_SCREEN = 64, 2
+# Characters of a row on a screen: two or three lines.
+_LONGEST_ON_SCREEN = 150
 _STYLES = {PROBLEM: "bold red", WARNING: "yellow"}
 _COMPONENTS = {
     "ob1": "its own transports (shared memory, TCP)",
@@ -43,21 +47,19 @@ def console(file: TextIO | None = None, is_rank: bool = False) -> Console:
 
 
 def print_report(report: Report, to: Console) -> None:
-    """Print the facts of the job, its ranks, and the findings."""
-    first = report.ranks[0]
-    to.print(_facts_table(report, first))
-    if first.mpi is not None:
-        to.print(_rank_table(report.ranks))
+    """Print the facts of the job, its nodes, and the findings, each with its remedy first.
+
+    A report without findings fits a terminal of 80 columns and 24 lines: long rows are shortened
+    there, but not in a file. Findings are not wrapped, so that commands in remedies can be copied.
+    """
+    to.print(_facts_table(report, to.is_terminal))
     for finding in report.findings:
         where = f" ({ranks_of(finding.ranks)})" if finding.ranks and len(report.ranks) > 1 else ""
-        style = _STYLES.get(finding.level, "")
-        to.print(
-            f"[{style}]{finding.level}[/]" if style else finding.level,
-            escape(f"{finding.text}{where}"),
-            sep=": ",
-        )
-        if finding.remedy:
-            to.print(f"    {escape(finding.remedy)}")
+        style = _STYLES.get(finding.level, "bold")
+        lines = [line for line in (finding.remedy, finding.text) if line]
+        to.print(f"[{style}]{finding.level}{where}[/]: {escape(lines[0])}", soft_wrap=True)
+        for line in lines[1:]:
+            to.print(f"    {escape(line)}", soft_wrap=True)
     to.print(_verdict(report))
 
 
@@ -81,26 +83,38 @@ def _counted(number: int, noun: str) -> str:
     return f"{number or 'no'} {noun}{'s' * (number != 1)}"
 
 
-def _facts_table(report: Report, first: Facts) -> Table:
-    size_of_job = len(report.ranks)
-    table = Table(
-        title=f"mpidist doctor: {_counted(size_of_job, 'rank')}, started by {first.launcher}",
-        title_justify="left",
-        show_header=False,
+def _facts_table(report: Report, is_screen: bool) -> Table:
+    first = report.ranks[0]
+    table = Table.grid(padding=(0, 2))
+    table.title = (
+        f"mpidist doctor: {_counted(len(report.ranks), 'rank')}, started by {first.launcher}"
     )
+    table.title_justify = "left"
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, text in _rows(first):
-        table.add_row(name, escape(text))
+    rows = _rows(first)
+    if len(report.ranks) > 1:
+        rows += _node_rows(report.ranks, _NODES_OF_A_SCREEN if is_screen else _MOST_NODES)
+    for name, text in rows:
+        table.add_row(name, escape(_shortened(text) if is_screen else text))
     return table
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _LONGEST_ON_SCREEN:
+        return text
+    return f"{text[:_LONGEST_ON_SCREEN].rsplit(' ', 1)[0]} … (all: --json FILE)"
 
 
 def _rows(facts: Facts) -> list[tuple[str, str]]:
     rows = _mpi_rows(facts.mpi) if facts.mpi is not None else [("MPI", "did not start: see below")]
+    oldest, newest = (".".join(map(str, pair)) for pair in (OLDEST, NEWEST))
+    tested = {"torch": f" (tested: {oldest} to {newest})"}
+    # torch's own version says for which CUDA it is built, and the CuPy wheel's name is its version.
     versions = ", ".join(
-        f"{name} {text or 'missing'}"
+        f"{name} {text or 'missing'}".replace("cupy cupy-", "cupy-") + tested.get(name, "")
         for name, text in facts.versions.items()
-        if text or name != "torch's CUDA"
+        if name != "torch's CUDA"
     )
     rows.append(("versions", versions))
     rows += _device_rows(facts)
@@ -109,27 +123,17 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
         if facts.shm_bytes >= 0
         else "missing"
     )
-    shared = {
-        True: "ranks map each other's",
-        False: "ranks cannot map each other's",
-        None: "not tried with one rank on the node",
-    }
-    mapped = shared[facts.mpi.shares_memory] if facts.mpi is not None else "not tried"
-    rows.append((SHARED_MEMORY, f"{shm} (for MPI's own messages)"))
-    rows.append(
-        (
-            "memory of the node",
-            f"{mapped}; gradients lie there, in anonymous files that need nothing of "
-            f"{SHARED_MEMORY}",
-        )
-    )
-    rows.append(("locked memory", size(facts.memlock_bytes)))
+    shared = {True: "; ranks map each other's memory", False: "; ranks map no memory of others"}
+    shares = None if facts.mpi is None else facts.mpi.shares_memory
+    mapped = "" if shares is None else shared[shares]
+    locked = f"locked memory: {size(facts.memlock_bytes)}"
+    rows.append(("memory", f"{SHARED_MEMORY} {shm}; {locked}{mapped}"))
     threads = facts.settings.get("OMP_NUM_THREADS")
     rows.append(
         (
-            "threads",
-            f"torch computes with {facts.torch_threads}, OMP_NUM_THREADS is "
-            f"{threads or 'not set'}; {facts.cores} cores",
+            "cores",
+            f"{facts.cores}; torch computes with {_counted(facts.torch_threads, 'thread')}, "
+            f"OMP_NUM_THREADS is {threads or 'not set'}",
         )
     )
     rows.append(
@@ -137,20 +141,20 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
     )
     if facts.checks:
         fine = [name for name, text in facts.checks.items() if not text]
-        rows.append(("works", ", ".join(fine) or "nothing"))
+        rows.append(("works", "; ".join(fine) or "nothing"))
     return rows
 
 
 def _mpi_rows(mpi: MpiFacts) -> list[tuple[str, str]]:
-    abi = {"openmpi": "ABI of Open MPI", "mpich": "ABI of MPICH"}[mpi.abi]
+    # Open MPI's text goes on with who built it.
+    name = mpi.library.split(", package:")[0]
+    ulfm = "ULFM is on" if mpi.survives_failures else "ULFM is off"
     return [
-        ("MPI", f"{mpi.library}; MPI {mpi.standard}, {abi}"),
+        ("MPI", f"{name}; MPI {mpi.standard}; {mpi.thread_level}; {ulfm}"),
         ("library", mpi.file or "linked into mpi4py"),
         ("launcher", mpi.mpirun or "none found"),
-        ("thread level", mpi.thread_level),
-        ("ULFM", "on: a group survives the death of a rank" if mpi.survives_failures else "off"),
         ("transports", transport_words(mpi.transports)),
-    ]  # fmt: skip
+    ]
 
 
 def transport_words(known: Transports) -> str:
@@ -171,57 +175,45 @@ def transport_words(known: Transports) -> str:
 
 def _device_rows(facts: Facts) -> list[tuple[str, str]]:
     driver = (
-        f"supports up to CUDA {facts.driver_cuda // 1000}.{facts.driver_cuda % 1000 // 10}"
+        f"driver up to CUDA {facts.driver_cuda // 1000}.{facts.driver_cuda % 1000 // 10}"
         if facts.driver_cuda
-        else "none"
+        else "no driver"
     )
-    rows = [
-        (
-            "CUDA",
-            f"{facts.device.name}, driver {driver}"
-            if facts.device
-            else f"no device for this rank; driver {driver}",
-        )
-    ]
+    words = [facts.device.name if facts.device else "none for this rank", driver]
     if facts.mpi is None:
-        return rows
-    rows += [
-        ("CUDA-aware", _awareness(facts.mpi.cuda_aware, facts.mpi.cuda_source)),
-        ("ROCm-aware", _awareness(facts.mpi.rocm_aware, facts.mpi.rocm_source)),
-    ]
-    if facts.device is not None:
-        rows += [(f"  {name}", text) for name, text in facts.mpi.operations.items()]
+        return [("device", "; ".join(words))]
+    mpi, has_one = facts.mpi, facts.device is not None
+    words.append(
+        f"MPI takes {_awareness('CUDA', mpi.cuda_aware, mpi.cuda_source, has_one)}, "
+        f"{_awareness('ROCm', mpi.rocm_aware, mpi.rocm_source, has_one)}"
+    )
+    rows = [("device", "; ".join(words))]
+    if has_one and mpi.operations:
+        rows.append(
+            ("on device", ", ".join(f"{name} {text}" for name, text in mpi.operations.items()))
+        )
     return rows
 
 
-def _awareness(is_aware: bool | None, source: str) -> str:
-    return source if is_aware is None else f"{'yes' if is_aware else 'no'} ({source})"
+def _awareness(name: str, is_aware: bool | None, source: str, is_sourced: bool) -> str:
+    known = {True: "yes", False: "no", None: "unknown"}[is_aware]
+    return f"{name}: {known} ({source})" if is_sourced else f"{name}: {known}"
 
 
-def _rank_table(ranks: Sequence[Facts]) -> Table:
-    left = len(ranks) - _MOST_RANKS
-    table = Table(
-        "rank",
-        "node",
-        "host",
-        "local rank",
-        "cores",
-        "device",
-        caption=f"and {left} ranks more" if left > 0 else None,
-    )
-    for facts in ranks[:_MOST_RANKS]:
-        assert facts.mpi is not None  # because the facts of several ranks were gathered by MPI
-        device = f"cuda:{facts.device.index} {facts.device.uuid}" if facts.device else "cpu"
-        node = str(facts.mpi.nodes[facts.rank])
-        table.add_row(
-            str(facts.rank),
-            node,
-            facts.host,
-            f"{facts.mpi.local_rank} of {facts.mpi.local_size}",
-            _cores(facts),
-            device,
+def _node_rows(ranks: Sequence[Facts], most: int) -> list[tuple[str, str]]:
+    """Return a row for each node, with its ranks, their cores and devices."""
+    nodes = by_node(ranks)
+    rows = []
+    for number, members in list(nodes.items())[:most]:
+        held = [facts.device for facts in members if facts.device is not None]
+        devices = ", ".join(f"cuda:{device.index} {device.uuid}" for device in held) or "cpu"
+        cores = {_cores(facts): None for facts in members}
+        where = ranks_of([facts.rank for facts in members])
+        rows.append(
+            (f"node {number}", f"{members[0].host}: {where}; cores {' | '.join(cores)}; {devices}")
         )
-    return table
+    left = len(nodes) - most
+    return [*rows, *([("", f"and {_counted(left, 'node')} more")] if left > 0 else [])]
 
 
 def _cores(facts: Facts) -> str:

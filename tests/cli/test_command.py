@@ -1,5 +1,6 @@
 """The ``mpidist`` command line: help, examples, errors, missing packages."""
 
+import io
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -16,7 +18,7 @@ import mpidist
 from mpidist import shipped
 from mpidist.cli import app as cli
 from mpidist.cli import command, doctor, run, submit, tables
-from mpidist.cli.finding import PROBLEM, WARNING, Finding
+from mpidist.cli.finding import NOTE, PROBLEM, WARNING, Finding
 from mpidist.cli.launch_request import Site
 from mpidist.errors import LaunchError
 from mpidist.slurm import submission
@@ -24,6 +26,18 @@ from mpidist.slurm.job_plan import JobPlan
 from tests.cli.test_findings import alone, job
 from tests.support import started
 
+# The doctor's checks under a launcher and alone.
+CHECKS = (
+    "two ranks of mpirun",
+    "init_process_group and all_reduce on two ranks",
+    "all_reduce fp32 sum",
+    "all_reduce bf16 average",
+    "all_reduce int64 max",
+    "all_reduce fp32, asynchronous",
+    "all_gather of objects",
+    "average in memory of the node",
+    "init_process_group and all_reduce",
+)
 SITE = Site("openmpi", "Open MPI v5.0.11", "/m/lib/libmpi.so", "/m/bin/mpirun", "", (), 4, False)
 
 
@@ -172,6 +186,33 @@ def test_doctors_report_is_printed_plainly_and_written(call, monkeypatch, tmp_pa
     assert (data["problems"], data["warnings"], data["notes"], len(data["ranks"])) == (1, 1, 0, 4)
     assert data["ranks"][3]["mpi"]["transports"]["component"] == "ucx"
     assert "(rank 1)" in call("doctor").output and "1 problem, 1 warning" in call("doctor").output
+
+
+@pytest.mark.parametrize("ranks", [alone(), job()], ids=["one", "four"])
+def test_a_fine_report_is_one_screen(ranks):
+    settings = {f"UCX_SETTING_{number}": "a long value" for number in range(30)}
+    ranks = [
+        replace(one, settings=settings, checks=dict.fromkeys(CHECKS, ""), clock_s=1.0)
+        for one in ranks
+    ]
+    screen = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    tables.print_report(doctor.Report(ranks, [], True), screen)
+    lines = screen.file.getvalue().splitlines()
+    # The last line of a terminal is the prompt's.
+    assert len(lines) <= 23 and max(map(len, lines)) <= 80, "\n".join(lines)
+    assert "everything that was looked at is fine" in lines[-1]
+    log = tables.console(io.StringIO())
+    tables.print_report(doctor.Report(ranks, [], True), log)
+    assert "UCX_SETTING_29" in log.file.getvalue() and "--json" in screen.file.getvalue()
+
+
+def test_a_remedy_stands_before_its_problem_in_one_line(call, monkeypatch):
+    remedy = "srun --mpi=pmix --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 python train.py a=1"
+    found = [Finding(PROBLEM, (1,), "it breaks", remedy), Finding(NOTE, (), "it is so", "")]
+    monkeypatch.setattr(doctor, "examine", lambda *args: doctor.Report(job(), found, True))
+    lines = call("doctor").output.splitlines()
+    shown = [f"problem (rank 1): {remedy}", "    it breaks", "note: it is so"]
+    assert lines[-4:-1] == shown
 
 
 def test_a_terminal_gets_colours_and_a_rank_does_not(monkeypatch):

@@ -33,8 +33,8 @@ def test_a_job_is_examined_by_all_ranks(world, own):
         )
         assert one.mpi.transports.component or one.mpi.transports.device
         rows = dict(tables._device_rows(one))
-        assert one.mpi.cuda_source in rows["CUDA-aware"]
-        assert one.mpi.rocm_source in rows["ROCm-aware"]
+        assert "MPI takes CUDA: " in rows["device"] and ", ROCm: " in rows["device"]
+        assert "init_process_group and all_reduce" in one.checks and one.clock_s > 0
     # Findings about the machine's cores are ignored.
     agree(
         world,
@@ -60,7 +60,7 @@ def test_a_finding_of_one_rank_is_reported_on_all(world, own, monkeypatch):
         ("fine", lambda: ""),
         ("wrong", lambda: "expected 1, got 2" if world.rank == last else ""),
     ]
-    monkeypatch.setattr(questions, "_checks", lambda group: checks)
+    monkeypatch.setattr(questions, "_checks", lambda group, timeout_s: checks)
     report = doctor.report_of(own, {"before": ""}, 30.0, False)
     texts = " | ".join(finding.text for finding in report.findings)
     agree(world, report.exit_code() == 1 and "torch differs: " in texts, texts)
@@ -72,14 +72,16 @@ def test_a_finding_of_one_rank_is_reported_on_all(world, own, monkeypatch):
 @pytest.mark.mpi
 def test_after_an_exception_nothing_is_tried(world, monkeypatch):
     def breaks():
-        raise RuntimeError("no\n way")
+        raise AttributeError("no\n way")
 
     monkeypatch.setattr(
-        questions, "_checks", lambda group: [("a", lambda: ""), ("b", breaks), ("c", lambda: "")]
+        questions,
+        "_checks",
+        lambda group, timeout_s: [("a", lambda: ""), ("b", breaks), ("c", lambda: "")],
     )
     assert questions.check(world) == {
         "a": "",
-        "b": "RuntimeError: no way",
+        "b": "AttributeError: no way",
         "c": questions.NOT_TRIED,
     }
     assert "expected 2, got 1" in questions._compared(torch.ones(3), 2)
@@ -104,3 +106,24 @@ def test_a_start_that_fails_is_a_problem_and_one_rank_prints_it(monkeypatch):
     monkeypatch.setattr(questions, "start", lambda timeout_s: fails())
     report = doctor.examine(ranked, 5.0, True, False)
     assert report.exit_code() == 1 and report.ranks[0].rank == 1
+
+
+def test_torch_is_tried_after_the_handshake_alone(monkeypatch):
+    answers = {"handshake": "", "torch": "RuntimeError: no backend"}
+    monkeypatch.setattr(doctor.launcher_trial, "try_launcher", lambda *_: answers["handshake"])
+    monkeypatch.setattr(doctor.first_program, "try_two_ranks", lambda *_: answers["torch"])
+    assert list(doctor._try_two_ranks("x").values()) == ["", "RuntimeError: no backend"]
+    answers["handshake"] = "hung"
+    assert list(doctor._try_two_ranks("x").values()) == ["hung"]
+
+
+@pytest.mark.parametrize("former", [None, "abort"])
+def test_a_rank_that_does_not_come_leaves_the_report(monkeypatch, former):
+    monkeypatch.delenv("MPIDIST_ON_TIMEOUT", raising=False)
+    if former is not None:
+        monkeypatch.setenv("MPIDIST_ON_TIMEOUT", former)
+    monkeypatch.setattr(
+        questions.first_program, "all_reduce", lambda limit_s: os.environ["MPIDIST_ON_TIMEOUT"]
+    )
+    assert questions._first_program(1.0) == "raise"
+    assert os.environ.get("MPIDIST_ON_TIMEOUT") == former

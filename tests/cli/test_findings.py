@@ -94,6 +94,26 @@ def test_a_fine_job_has_no_findings():
     assert findings(job()) == [] and findings(alone()) == []
 
 
+def test_clocks_are_compared_between_nodes():
+    def at(*clocks_s):
+        ranks = zip(job(), clocks_s, strict=True)
+        return [replace(one, clock_s=clock_s) for one, clock_s in ranks]
+
+    assert findings(at(100.0, 100.1, 100.4, 100.9)) == []
+    assert findings(at(100.0, 100.0, 0.0, 0.0)) == []  # after a failure
+    (found,) = findings(at(100.0, 100.0, 96.5, 96.6))
+    assert (found.level, found.ranks) == (WARNING, (2, 3))
+    assert "n1 -3.4 s" in found.text and "chronyd" in found.remedy
+    # Ranks of one node have one clock.
+    assert findings(at(100.0, 105.0, 105.0, 105.0)) == []
+
+
+def test_a_missing_home_is_noted_for_open_mpi():
+    (found,) = findings(alone(has_home=False))
+    assert found.level == NOTE and "HOME is not set" in found.text
+    assert findings(alone({"abi": "mpich"}, has_home=False)) == []
+
+
 RDMA = Transports("ob1", "", {}, (), ("mlx5_0",))
 ONE_GPU = Device(0, "H100", "GPU-0", GPUS)
 # name: (the ranks, level, ranks concerned, words of the text, word of the remedy)

@@ -107,3 +107,4 @@ def test_jobs_start_without_a_home(tmp_path, monkeypatch):
     command = [sys.executable, "-m", "mpidist", "doctor", "--no-launcher"]
     done = started(command, 60)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert len(done.stdout.splitlines()) < 24 and "HOME is not set" in done.stdout

@@ -320,7 +320,7 @@ def test_the_benchmark_prints_its_table(slurm, jobs):
 
 def test_the_self_check_gives_a_verdict(jobs):
     assert jobs["test"].exit_code() == 0
-    assert "thread level" in jobs["test"].log()
+    assert "MPI_THREAD_MULTIPLE" in jobs["test"].log()
     assert (
         "self-check: 2 ranks, all fine" in jobs["test"].log()
         and "mpidist: PASS" in jobs["test"].log()
