@@ -23,11 +23,12 @@ def submitted(slurm, monkeypatch, tmp_path):
     # The number of GPUs is left out: set within the job, where the plan does not look.
     env.write_text(env.read_text().replace('NODE="1"', 'NODE="$((1))"'))
 
-    def submit(text, **options):
+    def submit(text, script="ddp", **options):
         program = tmp_path / "program.py"
         program.write_text(text)
-        options = {"settings": {"MPIDIST_GPUS_PER_NODE": "0"}, **options}
-        return mpidist.slurm.submit("ddp", program, cpus_per_task=1, env=env, **options)
+        options = {"settings": {"MPIDIST_GPUS_PER_NODE": "0"}, "cpus_per_task": 1, **options}
+        arguments = [program] if text else []
+        return mpidist.slurm.submit(script, *arguments, env=env, **options)
 
     return submit
 
@@ -78,3 +79,12 @@ def test_numbers_left_out_give_a_job_that_runs(submitted):
     assert job.wait(LIMIT_S, poll_s=0.2) == "COMPLETED"
     # Four CPUs and six GPUs a node: four ranks.
     assert job.stdout().count("fine") == 4 and "GPUs of a node: 4" in job.stdout()
+
+
+def test_the_doctor_looks_at_both_nodes(submitted):
+    job = submitted("", "test", nodes=2, ntasks_per_node=1)
+    assert job.wait(LIMIT_S, poll_s=0.2) == "COMPLETED", job.stdout()
+    log = job.stdout()
+    assert "node 0      n1: rank 0" in log and "node 1      n2: rank 1" in log
+    assert "init_process_group and all_reduce" in log and "clocks differ" not in log
+    assert "mpidist: PASS" in log
