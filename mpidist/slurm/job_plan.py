@@ -25,7 +25,8 @@ _ALMOST = 0.85
 # Variables of job.sh that a user may set.
 _OF_JOBS = ("MPIDIST_CHECKPOINT",)
 # Numbers that the plan completes.
-_OPEN = ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task")
+_OPEN = ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time")
+_RANKS = {"nodes", "ntasks", "ntasks-per-node", "gpus-per-node"}
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,12 @@ def _notes(
         notes.append("nothing was checked against the cluster: sinfo was not found, or failed")
     else:
         notes.append("nothing was checked against a partition: none is given, none the default")
+    least = shape_of(shipped_header)
+    if where and not _RANKS & set(given) and shape.nodes * shape.ranks < least.nodes * least.ranks:
+        notes.append(
+            f"{counted(shape.nodes * shape.ranks, 'rank')}, where the script alone starts "
+            f"{least.nodes * least.ranks}: the partition has no more"
+        )
     if shape.gpus and shape.ranks < shape.gpus:
         unused = shape.gpus - shape.ranks
         verb = "stays" if unused == 1 else "stay"

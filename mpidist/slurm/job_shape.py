@@ -68,7 +68,8 @@ def completed(
 
     One rank for each GPU. With a partition: all GPUs of its most frequent kind of node; without
     GPUs a rank for each socket; CPUs by shares, but for a rank with a GPU no more than the script
-    says; as many nodes as the script's number of ranks needs. Without one the script's numbers.
+    says; as many nodes as the script's number of ranks needs; the script's time limit, or the
+    partition's if that is shorter. Without one the script's numbers.
 
     Args:
         name: Name of the job script.
@@ -100,6 +101,9 @@ def completed(
                 header["ntasks-per-node"] = str(min(kind.sockets, most or kind.sockets))
     if kind is None:
         return header
+    assert partition is not None
+    if "time" not in given and _is_above(shipped.get("time"), partition):
+        header["time"] = str((partition.limit_s or 0) // 60)
     ranks = shape_of({**shipped, **header}).ranks
     if "cpus-per-task" in shipped and "cpus-per-task" not in given:
         share = max(1, kind.cpus // ranks)
@@ -149,11 +153,9 @@ def own_objections(header: Mapping[str, str | None]) -> list[str]:
 def objections(header: Mapping[str, str | None], partition: Partition) -> list[str]:
     """Return why a job of this complete header never starts in a partition; empty if it may."""
     shape, found = shape_of(header), []
-    limit_s = seconds(header.get("time") or "infinite")
-    if limit_s is not None and partition.limit_s is not None and limit_s > partition.limit_s:
-        found.append(
-            f"--time {header['time']} is above its limit: at most --time {partition.limit_s // 60}"
-        )
+    if _is_above(header.get("time"), partition):
+        most = (partition.limit_s or 0) // 60
+        found.append(f"--time {header['time']} is above its limit: at most --time {most}")
     fitting = [kind for kind in partition.kinds if _fits(shape, kind)]
     if not fitting:
         found.append(_too_large(shape, partition))
@@ -161,6 +163,11 @@ def objections(header: Mapping[str, str | None], partition: Partition) -> list[s
         of_them = "" if len(fitting) == len(partition.kinds) else " that the job fits on"
         found.append(f"it has {has} nodes{of_them}, {shape.nodes} are asked for: --nodes {has}")
     return found
+
+
+def _is_above(time: str | None, partition: Partition) -> bool:
+    asked_s = seconds(time or "infinite")
+    return asked_s is not None and partition.limit_s is not None and asked_s > partition.limit_s
 
 
 def _too_large(shape: Shape, partition: Partition) -> str:
@@ -171,11 +178,13 @@ def _too_large(shape: Shape, partition: Partition) -> str:
     most_cpus = max(kind.cpus for kind in kinds)
     of_type = f" {shape.gpu_type}" if shape.gpu_type else ""
     if gpus > most_gpus:
-        advice = (
-            f"--gpus-per-node {f'{shape.gpu_type}:' * bool(shape.gpu_type)}{most_gpus}"
-            if most_gpus
-            else "--gpus-per-node 0, or another --partition"
-        )
+        held = {name: count for kind in kinds for name, count in kind.gpus.items()}
+        others = [f"{name}:{count}" if name else str(count) for name, count in held.items()]
+        advice = "--gpus-per-node 0, or another --partition"
+        if most_gpus:
+            advice = f"--gpus-per-node {f'{shape.gpu_type}:' * bool(shape.gpu_type)}{most_gpus}"
+        elif others:
+            advice = f"--gpus-per-node {' or '.join(others)}, or another --partition"
         return f"no node has {gpus} GPUs{of_type}: {advice}"
     asked = f"{shape.ranks} ranks of {shape.cpus} CPUs are {shape.ranks * shape.cpus} on a node"
     if shape.ranks > most_cpus:

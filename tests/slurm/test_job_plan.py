@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from mpidist import shipped
 from mpidist.errors import LaunchError
 from mpidist.slurm import job_plan
 from mpidist.slurm.job_script import Options
-from mpidist.slurm.partition import parse
+from mpidist.slurm.partition import NodeKind, parse
 
 _DDP = """#!/bin/bash
 #SBATCH --nodes=1
@@ -189,6 +190,9 @@ def test_what_was_not_checked_is_said(site):
     assert "nothing was checked against a partition: none is given" in notes(alone)
     assert "checked" not in notes(CLUSTER)
     assert "partition old starts no jobs at present" in notes(CLUSTER, partition="old")
+    assert "2 ranks, where the script alone starts 4: the partition has no more" in notes(
+        {"one": replace(CLUSTER["cpu"], kinds=[NodeKind(1, 8, 2)])}
+    )
     assert "1 GPU of each node stays unused" in notes(
         CLUSTER, partition="gpu", **{"gpus-per-node": "2", "ntasks-per-node": "1"}
     )

@@ -46,6 +46,15 @@ def test_what_is_left_open_is_the_partitions(name, given, shipped, partition, ex
     assert partition is None or objections(header, partition) == []
 
 
+def test_a_limit_left_open_is_within_the_partitions():
+    shipped = {**SHIPPED, "time": "01:00:00"}
+    short = Partition("debug", False, True, 1800, [NodeKind(1, 8, 1, {"": 1})])
+    assert completed("ddp", {}, shipped, short)["time"] == "30"
+    assert "time" not in completed("ddp", {}, shipped, CPU)
+    assert "time" not in completed("ddp", {}, shipped, GPU)
+    assert completed("ddp", {"time": "45"}, shipped, short)["time"] == "45"
+
+
 @pytest.mark.parametrize(
     "kinds", [[NodeKind(2, 8, 2)], [NodeKind(1, 4, 1, {"": 2})], [NodeKind(1, 4, 1, {"": 6})]]
 )
@@ -61,7 +70,11 @@ def test_defaults_never_meet_an_objection(kinds):
     ("given", "partition", "words"),
     [
         ({"gpus-per-node": "8"}, GPU, "no node has 8 GPUs: --gpus-per-node 4"),
-        ({"gpus-per-node": "h100:2"}, GPU, "no GPUs h100|no node has 2 GPUs h100"),
+        (
+            {"gpus-per-node": "h100:2"},
+            GPU,
+            "no node has 2 GPUs h100: --gpus-per-node a100:4, or another --partition",
+        ),
         ({"gpus-per-node": "2"}, CPU, "--gpus-per-node 0, or another --partition"),
         ({"cpus-per-task": "32"}, GPU, "4 ranks of 32 CPUs are 128 .* 64: --cpus-per-task 16"),
         ({"ntasks-per-node": "99"}, CPU, "--ntasks-per-node 48"),
