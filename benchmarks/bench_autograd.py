@@ -18,13 +18,13 @@ import collective_goals
 import environment
 import report
 import rpc_workers
+import tables
 import timing
 import torch
 from autograd_cases import FEW, STEP, TRAINERS, Case
 from autograd_counts import memory_growth, messages_per_pass
 from autograd_stacks import BATCH, WIDTH, stack_of
 from collective_goals import Goal, judge_below
-from tabulate import tabulate
 
 import mpidist.comm
 import mpidist.rpc
@@ -236,11 +236,11 @@ def _print(
         "TensorPipe /\nSMART",
         "SMART /\nFAST",
     )
-    print(f"\n{tabulate(rows, headers, floatfmt=('', '.0f', '.0f', '.0f', '.2f', '.2f', '.2f'))}")
-    print(f"\n{tabulate(planning, 'keys', floatfmt='.3f')}")
+    print(f"\n{tables.text(rows, headers, '.2f')}")
+    print(f"\n{tables.text([list(one.values()) for one in planning], list(planning[0]), '.3f')}")
     print("\nmessages of the engine in one pass over 4 layers:")
     print(
-        tabulate(
+        tables.text(
             [
                 [name, *(f"{kind} {count:g}" for kind, count in sent.items())]
                 for name, sent in messages.items()

@@ -18,10 +18,10 @@ from typing import Any
 import benchmark_options
 import environment
 import report
+import tables
 import timing
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from timing import Contender
 from torch.autograd import profiler as torch_profiler
 from torch.distributed import _functional_collectives as functional
@@ -232,7 +232,7 @@ def main() -> None:
                     (s.name, round(s.median_us, 2), round(s.percentile_us(90), 2)) for s in series
                 ]
                 print(
-                    f"\n{name}, {size_bytes} B\n{tabulate(rows, ('way', 'us, median', 'p90'))}",
+                    f"\n{name}, {size_bytes} B\n{tables.text(rows, ('way', 'us, median', 'p90'))}",
                     flush=True,
                 )
     if is_first:

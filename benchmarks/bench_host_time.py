@@ -178,8 +178,8 @@ def _line(row: dict[str, Any]) -> str:
         f"buckets of {row['tensors']} tensors"
     )
     return (
-        f"{head}  {row['us']:7.1f} us a bucket  {row['cpu_us']:7.1f} us of the processors  "
-        f"({counts})"
+        f"{head}\n    {row['us']:.1f} us a bucket, {row['cpu_us']:.1f} us of the processors; "
+        f"{counts}"
     )
 
 
@@ -207,11 +207,23 @@ def _profile(options: argparse.Namespace, group: Any) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--networks", nargs="+", default=["ResNet-50", "GPT-2"], choices=list(LISTS)
+        "--networks",
+        nargs="+",
+        default=["ResNet-50", "GPT-2"],
+        choices=list(LISTS),
+        metavar="NAME",
+        help=", ".join(LISTS),
     )
     parser.add_argument("--hooks", nargs="+", default=list(HOOKS), choices=HOOKS)
     kinds = ["views kept", "views", "copied back"]
-    parser.add_argument("--gradients", nargs="+", default=kinds, choices=kinds)
+    parser.add_argument(
+        "--gradients",
+        nargs="+",
+        default=kinds,
+        choices=kinds,
+        metavar="KIND",
+        help=", ".join(map(repr, kinds)),
+    )
     parser.add_argument("--rounds", type=int, default=200)
     benchmark_options.add_output(parser)
     parser.add_argument(

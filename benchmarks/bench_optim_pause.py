@@ -21,8 +21,8 @@ from typing import Any
 import benchmark_options
 import environment
 import report
+import tables
 import torch
-from tabulate import tabulate
 
 from mpidist import comm
 from mpidist.optim import functional
@@ -96,7 +96,7 @@ def main() -> None:
     comm.init()
     from mpi4py import MPI
 
-    print(tabulate([list(row.values()) for row in rows], list(rows[0]), floatfmt=".2f"))
+    print(tables.text([list(row.values()) for row in rows], list(rows[0]), floats=".2f"))
     record = {
         "benchmark": "optim-pause",
         "environment": environment.describe(MPI.COMM_SELF),

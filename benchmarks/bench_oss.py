@@ -17,11 +17,11 @@ import benchmark_options
 import environment
 import report
 import state_bytes
+import tables
 import timing
 import torch
 import torch.distributed as dist
 from oss_cases import WAYS, Peers, check, mlp, muons, optimizers
-from tabulate import tabulate
 from timing import Contender, Series
 
 from mpidist.zero.parameter_gather import gather_parameters
@@ -161,7 +161,7 @@ def main() -> None:
                 for s in series
             ]
             headers = ("contender", "ms, median", "p10", "p90")
-            print(f"\n{case}\n{tabulate(rows, headers, floatfmt='.2f')}", flush=True)
+            print(f"\n{case}\n{tables.text(rows, headers, floats='.2f')}", flush=True)
 
     for kernel, settings in _KERNELS.items():
         built = optimizers(peers, lambda: mlp(depth, width), lr=1e-3, **settings)
@@ -194,12 +194,14 @@ def _conclusions(results: list[dict[str, Any]], held_bytes: dict[str, list[int]]
     """Print the goals, overheads and bytes of state; return them for the record."""
     reached, by_arithmetic = ratios(results), state_bytes.rows()
     headers = ("case", "ours", "peer", "to reach", "times faster")
-    print(f"\n{tabulate(reached, headers, floatfmt='.2f')}")
+    print(f"\n{tables.text(reached, headers, floats='.2f')}")
     print("\nStep less the base optimizer's, over a copy of the others' shards (1.5 to reach):")
-    print(tabulate(sorted(overheads(results).items()), floatfmt=".2f"))
+    print(tables.text(sorted(overheads(results).items()), floats=".2f"))
     print("\nState of each rank, MiB: ")
     print(
-        tabulate([(name, *(f"{n / 2**20:.2f}" for n in held)) for name, held in held_bytes.items()])
+        tables.text(
+            [(name, *(f"{n / 2**20:.2f}" for n in held)) for name, held in held_bytes.items()]
+        )
     )
     print(
         "\nAdam's state on the fullest rank, and its ratio to an even "

@@ -22,9 +22,9 @@ import rpc_cases
 import rpc_goals
 import rpc_run
 import rpc_workers
+import tables
 import timing
 import torch
-from tabulate import tabulate
 
 import mpidist.comm
 import mpidist.rpc
@@ -111,7 +111,7 @@ def _threads_table(busy: dict[str, dict[str, float]], idle: dict[str, float]) ->
         for name, values in busy.items()
     ]
     headers = ("", "callee computes in Python:\nmedian, ms", "p99, ms", "idle worker:\n% of a core")
-    return tabulate(rows, headers, floatfmt=".2f")
+    return tables.text(rows, headers, floats=".2f")
 
 
 def _arguments() -> argparse.Namespace:

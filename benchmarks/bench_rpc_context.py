@@ -5,15 +5,16 @@ mpirun --bind-to none -n 2 python benchmarks/bench_rpc_context.py
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import tables
 import torch
 from rpc_workers import echo, noop
-from tabulate import tabulate
 
 import mpidist.comm
 import mpidist.rpc as rpc
@@ -48,6 +49,7 @@ class Engine:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     group = mpidist.comm.init()
     engine: Any = Engine()
@@ -70,7 +72,7 @@ def main() -> None:
             "engine adds",
             "context adds, a message",
         )
-        print(tabulate(rows, headers, floatfmt=".1f"))
+        print(tables.text(rows, headers, floats=".1f"))
     group.barrier()
     rpc.shutdown()
 

@@ -23,9 +23,9 @@ import process_memory
 import report
 import rpc_workers
 import scaling_jobs
+import tables
 import torch
 from rpc_workers import noop
-from tabulate import tabulate
 
 import mpidist.comm
 
@@ -188,7 +188,7 @@ def _print(jobs: Sequence[dict[str, Any]]) -> None:
         for job in jobs
         for name, values in job["contenders"].items()
     ]
-    print(tabulate(rows, headers, disable_numparse=True, stralign="right"), flush=True)
+    print(tables.text(rows, headers), flush=True)
 
 
 def _arguments() -> argparse.Namespace:

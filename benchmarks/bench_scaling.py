@@ -1,10 +1,11 @@
-"""Scaling of a data-parallel step: measurements, a latency-bandwidth model, and predictions.
+"""Scaling of data-parallel steps: measurements, a model, predictions, memory.
 
-mpirun --bind-to none -n 2 python benchmarks/bench_scaling.py measure    # one job, any size
-python benchmarks/bench_scaling.py report scaling-*.json                 # tables, model, plot
-python benchmarks/bench_scaling.py sweep --links 10gbit 1gbit 100mbit    # both, on this machine
-python benchmarks/bench_scaling.py startup --jobs 2 4 8 16 32            # start-up and memory
-python benchmarks/bench_scaling.py advise --bandwidth 10 --parameters 350e6 --ranks 64
+mpidist bench scaling -n 2 -- measure                     # one job, any size
+mpidist bench scaling -- report scaling-*.json            # tables, model, plot
+mpidist bench scaling -- sweep --links 10gbit 1gbit       # both, here
+mpidist bench scaling -- startup --jobs 2 4 8 16 32       # start-up and memory
+mpidist bench scaling -- advise --bandwidth 10 --parameters 350e6 --ranks 64
+mpidist bench scaling -- advise memory --parameters 350e6 --ranks 64
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from pathlib import Path
 import benchmark_options
 import environment
 import report
+import tables
 import torch
-from tabulate import tabulate
 
 _JOB = Path(__file__).with_name("startup_job.py")
 _LIMIT_S = 120
@@ -45,7 +45,7 @@ def main() -> None:
         for name in times
     ]
     headers = ["job", "median s", "min s", "max s", "of Gloo's"]
-    print(tabulate(rows, headers, floatfmt=".2f"))
+    print(tables.text(rows, headers, floats=".2f"))
     about = {
         "processor": environment.cpu_model(),
         "python": platform.python_version(),

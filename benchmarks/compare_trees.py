@@ -26,8 +26,8 @@ import environment
 import numpy as np
 import report
 import scaling_jobs
+import tables
 import timing
-from tabulate import tabulate
 
 _HERE = Path(__file__).resolve().parent
 _BENCHMARKS = ("collectives", "ddp", "rpc")
@@ -218,7 +218,7 @@ def _tables(cases: Sequence[Case], verdicts: Sequence[Verdict]) -> str:
     by_ratio = sorted(ours, key=lambda case: -case.ratio)[:_WORST]
     by_difference = sorted(small, key=lambda case: -case.difference_us)[:_WORST]
     headers = ("", "before, us", "after, us", "after / before\n(p10–p90 of pairs)", "difference")
-    tables = []
+    texts = []
     for title, worst in (("largest ratios", by_ratio), ("largest differences", by_difference)):
         rows = []
         for case in worst:
@@ -230,16 +230,16 @@ def _tables(cases: Sequence[Case], verdicts: Sequence[Verdict]) -> str:
                 f"{case.ratio:.3f} ({low:.3f}–{high:.3f})",
                 f"{case.difference_us:+.2f}",
             ))  # fmt: skip
-        tables.append(tabulate(rows, (title, *headers[1:]), disable_numparse=True))
+        texts.append(tables.text(rows, (title, *headers[1:])))
     goals = [
         (one.goal, "" if one.worst is None else f"{one.worst:.3f}, {one.worst_case}",
          f"{one.verdict} ({len(one.missed)} missed)" if one.missed else one.verdict)
         for one in verdicts
     ]  # fmt: skip
     ratio = np.median([case.ratio for case in ours])
-    tables.append(f"median ratio of {len(ours)} cases: {ratio:.3f}")
-    tables.append(tabulate(goals, ("goal", "worst", "verdict"), disable_numparse=True))
-    return "\n\n".join(tables)
+    texts.append(f"median ratio of {len(ours)} cases: {ratio:.3f}")
+    texts.append(tables.text(goals, ("goal", "worst", "verdict")))
+    return "\n\n".join(texts)
 
 
 def _rounded(series: timing.Series) -> list[float]:

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import tables
 import torch
 from growth_cases import Work
-from tabulate import tabulate
 
 # By number of items: ``wall_us`` of the slowest rank and ``cpu_us`` of this thread, for each item.
 Found: TypeAlias = dict[int, dict[str, list[float]]]
@@ -71,7 +71,7 @@ def table(results: Mapping[str, Found]) -> str:
         times = [wall.get(items) for items in sizes]
         rows.append((name, *times, cpu[max(cpu)], verdict(found)))
     headers = ("us an item", *map(str, sizes), "CPU of its thread", "growth")
-    return tabulate(rows, headers, floatfmt=".2f")
+    return tables.text(rows, headers, floats=".2f")
 
 
 def draw(record: dict[str, Any], path: Path) -> None:

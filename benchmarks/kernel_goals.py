@@ -7,8 +7,8 @@ from typing import Any
 
 import kernel_cases as copies
 import powersgd_cases as powersgd
+import tables
 from collective_goals import format_bytes
-from tabulate import tabulate
 
 # Kernels, the least share of the device copy's rate, and the size in MiB from which it is asked.
 _OF_COPY = ((("pack", "unpack"), 0.85, 16), (("quantize_change", "dequantize_add"), 0.80, 64))
@@ -102,6 +102,4 @@ def goals_table(verdicts: Sequence[dict[str, Any]]) -> str:
         )
         for one in verdicts
     ]
-    return tabulate(
-        rows, ("to reach", "worst", "verdict"), tablefmt="simple", disable_numparse=True
-    )
+    return tables.text(rows, ("to reach", "worst", "verdict"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from tabulate import tabulate
+import tables
 
 # Ratios to FairScale's speed.
 _GOALS = {"used again": 8.0, "fresh": 6.0}
@@ -41,18 +41,18 @@ def show(record: dict[str, Any]) -> None:
         for name, values in record["consolidation_ms"].items()
     ]
     print(f"{record['parameters']} parameters, {record['environment']['ranks']} ranks")
-    print(tabulate(rows, ("consolidation", "ms, median", "least", "most"), floatfmt=".1f"))
-    print(tabulate(record["memory_mib"].items(), ("MiB of each rank", "")))
+    print(tables.text(rows, ("consolidation", "ms, median", "least", "most"), floats=".1f"))
+    print(tables.text(record["memory_mib"].items(), ("MiB of each rank", "")))
     print(
-        tabulate(
-            [list(one.values()) for one in record["save"]], list(record["save"][0]), floatfmt=".2f"
+        tables.text(
+            [list(one.values()) for one in record["save"]], list(record["save"][0]), floats=".2f"
         )
     )
     print(
-        tabulate(
+        tables.text(
             [list(one.values()) for one in record["goals"]],
             ("goal", "value", "reached"),
-            floatfmt=".2f",
+            floats=".2f",
         )
     )
 

@@ -5,10 +5,10 @@ Command: ``python benchmarks/plots.py RECORD.json …``
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,13 @@ def _drawing(record: dict[str, Any]) -> Callable[[dict[str, Any], Path], None]:
     raise ValueError(f"records of the benchmark {name!r} have no plot of their own")
 
 
-def main(words: Sequence[str]) -> None:
-    for word in words:
-        path = Path(word)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("records", type=Path, nargs="+", metavar="RECORD.json")
+    for path in parser.parse_args().records:
         record = json.loads(path.read_text(encoding="utf-8"))
         print(beside(record, path, _drawing(record)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

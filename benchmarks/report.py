@@ -10,8 +10,8 @@ from typing import Any
 
 import environment
 import plots
+import tables
 from collective_goals import format_bytes
-from tabulate import tabulate
 from timing import Series, compare
 
 # Pairs shown for each operation in which both contenders take part.
@@ -104,7 +104,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         *(f"{label}\nus (p10–p90)" for label in labels),
         *(pair.replace(" / ", " /\n") for pair in pairs),
     ]
-    return tabulate(rows, headers, tablefmt="simple", stralign="right", disable_numparse=True)
+    return tables.text(rows, headers)
 
 
 def _pair(comparison: dict[str, Any]) -> str:
@@ -129,9 +129,7 @@ def goals_table(verdicts: Sequence[dict[str, Any]]) -> str:
         rows.append(
             (verdict["goal"], worst, verdict["verdict"] + (f" at {missed}" if missed else ""))
         )
-    return tabulate(
-        rows, ("to reach", "worst", "verdict"), tablefmt="simple", disable_numparse=True
-    )
+    return tables.text(rows, ("to reach", "worst", "verdict"))
 
 
 def write_json(record: dict[str, Any], path: Path) -> None:

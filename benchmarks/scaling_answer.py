@@ -10,6 +10,7 @@ from typing import Any
 import scaling_jobs
 import scaling_model as models
 import scaling_steps as steps
+import tables
 from scaling_advice import (
     BANDWIDTHS,
     LEAST_GBIT_S,
@@ -22,7 +23,6 @@ from scaling_advice import (
     shapes_of,
     times,
 )
-from tabulate import tabulate
 
 
 def text_of(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -70,10 +70,10 @@ def text_of(rows: Sequence[Mapping[str, Any]]) -> str:
         [
             "Which hook pays, PREDICTED, one rank a node: the fastest, and how many times faster "
             "than uncompressed",
-            tabulate(lines, headers, tablefmt="simple", disable_numparse=True),
+            tables.text(lines, headers, keys=3),
             "\nUp to which Gbit/s, PREDICTED, 64 ranks "
             f"(looked for from {LEAST_GBIT_S:g} to {MOST_GBIT_S:g})",
-            tabulate(crossed, ("", "network", "fastest"), tablefmt="simple", disable_numparse=True),
+            tables.text(crossed, ("", "network", "fastest")),
         ]
     )
 
@@ -148,11 +148,9 @@ def _text_of_answer(options: Any, processor: Processor, source: str) -> str:
         hook if rate == float("inf") else f"{hook} up to {rate:.2g} Gbit/s"
         for hook, rate in crossings(case, processor)
     )
-    table = tabulate(
+    table = tables.text(
         rows,
         ("hook", "step, ms", "exposed, ms", "× uncompressed", ""),
-        tablefmt="simple",
-        disable_numparse=True,
     )
     return (
         f"{options.parameters:g} parameters, {options.ranks} ranks, {options.ranks_per_node} a "

@@ -21,8 +21,8 @@ def add_commands(commands: Any) -> None:
 
 
 def _add_measure(commands: Any) -> None:
-    parser = commands.add_parser(
-        "measure", help="this job, started by mpirun or srun; without a command, too"
+    parser = _command(
+        commands, "measure", "this job, started by mpirun or srun; without a command, too"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
@@ -70,9 +70,7 @@ def _add_measure(commands: Any) -> None:
 
 
 def _add_sweep(commands: Any) -> None:
-    parser = commands.add_parser(
-        "sweep", help="jobs of several sizes on this machine, then the report"
-    )
+    parser = _command(commands, "sweep", "jobs of several sizes on this machine, then the report")
     parser.add_argument(
         "--jobs", type=_positive, nargs="+", default=[1, 2, 3, 4, 6, 8], metavar="RANKS"
     )
@@ -89,6 +87,7 @@ def _add_sweep(commands: Any) -> None:
         type=_positive,
         nargs="+",
         default=[1, 2, 3, 4],
+        metavar="RANKS",
         help="on each of a link's two nodes",
     )
     parser.add_argument(
@@ -108,16 +107,14 @@ def _add_sweep(commands: Any) -> None:
 
 
 def _add_report(commands: Any) -> None:
-    parser = commands.add_parser(
-        "report", help="tables, model, JSON and plot from records of `measure`"
-    )
+    parser = _command(commands, "report", "tables, model, JSON and plot from records of `measure`")
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
     benchmark_options.add_output(parser, _FILES)
 
 
 def _add_startup(commands: Any) -> None:
-    parser = commands.add_parser(
-        "startup", help="time to the first step, memory, files, threads, messages, by ranks"
+    parser = _command(
+        commands, "startup", "time to the first step, memory, files, threads, messages, by ranks"
     )
     parser.add_argument(
         "--jobs", type=_positive, nargs="+", default=[2, 4, 8, 16, 32], metavar="RANKS"
@@ -136,7 +133,7 @@ def _add_startup(commands: Any) -> None:
 
 
 def _add_advise(commands: Any) -> None:
-    parser = commands.add_parser("advise", help="which hook pays in your own case")
+    parser = _command(commands, "advise", "which hook pays in your own case")
     parser.add_argument(
         "--bandwidth", type=float, required=True, metavar="GBIT_S", help="of a node's link"
     )
@@ -165,6 +162,13 @@ def _add_advise(commands: Any) -> None:
     )
     parser.add_argument("--launcher", help="command line up to -n, for --measure")
     parser.add_argument("--limit-s", type=float, default=60.0, help="for --measure")
+
+
+def _command(commands: Any, name: str, does: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=does, description=f"{does[0].upper()}{does[1:]}."
+    )
+    return parser
 
 
 def _positive(text: str) -> int:

@@ -13,11 +13,12 @@ import scaling_advice
 import scaling_answer
 import scaling_model as models
 import scaling_plot
+import tables
 from collective_goals import format_bytes
 from cost_model import median_error, rate_of
-from tabulate import tabulate
 
-Table = tuple[Sequence[str], list[list[Any]]]
+# Titles, rows, and the number of leading columns that name a row.
+Table = tuple[Sequence[str], list[list[Any]], int]
 # Marks numbers of ranks larger than the number of cores.
 MARK = "*"
 _SHOWN_SIZES = 6
@@ -116,10 +117,9 @@ def text_of(record: Mapping[str, Any]) -> str:
         f"PREDICTED, one rank a node, a core each; beyond {_most(record)} ranks nothing was "
         "measured": _predicted(record),
     }
-    style = {"tablefmt": "simple", "disable_numparse": True, "stralign": "right"}
     return "\n\n".join(
-        f"{title}\n{tabulate(rows, headers, **style)}"
-        for title, (headers, rows) in titles.items()
+        f"{title}\n{tables.text(rows, headers, keys=keys)}"
+        for title, (headers, rows, keys) in titles.items()
         if rows
     )
 
@@ -129,21 +129,19 @@ def _steps(steps: Sequence[Mapping[str, Any]]) -> Table:
         "link",
         "ranks",
         "network",
-        "scaling",
-        "batch\na rank",
+        "scaling,\nbatch",
         "hook",
-        "step, ms",
+        "step\nms",
         "exposed\nms",
-        "efficiency",
+        "effi-\nciency",
         "model\nms",
     )
-    return headers, [
+    rows = [
         [
             one["link"] or "node",
             _ranks(one),
             one["network"],
-            one["scaling"],
-            one["batch"],
+            f"{one['scaling']}, {one['batch']}",
             one["hook"],
             f"{1e3 * one['seconds']:.1f}",
             f"{1e3 * one['exposed_seconds']:.1f}",
@@ -152,6 +150,7 @@ def _steps(steps: Sequence[Mapping[str, Any]]) -> Table:
         ]
         for one in steps
     ]
+    return headers, rows, 5
 
 
 def _collectives(jobs: Sequence[Mapping[str, Any]]) -> Table:
@@ -169,12 +168,12 @@ def _collectives(jobs: Sequence[Mapping[str, Any]]) -> Table:
                 "" if us is None else f"{us:.0f}" if us >= 100 else f"{us:.1f}" for us in found
             ]
             rows.append([operation, format_bytes(nbytes) if nbytes else "", *cells])
-    return ("", "bytes", *(f"{job['link'] or 'node'}\n{_ranks(job)}" for job in wanted)), rows
+    return ("", "bytes", *(f"{job['link'] or 'node'}\n{_ranks(job)}" for job in wanted)), rows, 2
 
 
 def _memory(jobs: Sequence[Mapping[str, Any]]) -> Table:
     headers = ("link", "ranks", "RSS", "PSS", "of the model\nin DDP, RSS", "device")
-    return headers, [
+    rows = [
         [
             job["link"] or "node",
             _ranks(job),
@@ -186,6 +185,7 @@ def _memory(jobs: Sequence[Mapping[str, Any]]) -> Table:
         for job in jobs
         if job["memory"]
     ]
+    return headers, rows, 2
 
 
 def _validation(found: Mapping[str, Any]) -> Table:
@@ -202,14 +202,13 @@ def _validation(found: Mapping[str, Any]) -> Table:
     rows += [["steps (none was fitted to)", found["steps"]]]
     rows += [["… of ranks with a core each", found["steps_without_oversubscribed"]]]
     rows += [[f"steps, {name}", value] for name, value in found["steps_by_link"].items()]
-    return ("", "median error"), [
-        [name, f"{value:.0%}"] for name, value in rows if value is not None
-    ]
+    shown = [[name, f"{value:.0%}"] for name, value in rows if value is not None]
+    return ("", "median error"), shown, 1
 
 
 def _choices(found: Sequence[Mapping[str, Any]]) -> Table:
     headers = ("link", "ranks", "network", "fastest", "chosen", "agree", "step longer by")
-    return headers, [
+    rows = [
         [
             one["link"] or "node",
             _ranks(one),
@@ -221,6 +220,7 @@ def _choices(found: Sequence[Mapping[str, Any]]) -> Table:
         ]
         for one in found
     ]
+    return headers, rows, 3
 
 
 def _predicted(record: Mapping[str, Any]) -> Table:
@@ -245,7 +245,7 @@ def _predicted(record: Mapping[str, Any]) -> Table:
                 ),
             ]
         )
-    return headers, rows
+    return headers, rows, 3
 
 
 def _most(record: Mapping[str, Any]) -> int:

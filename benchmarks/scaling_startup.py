@@ -257,7 +257,7 @@ def growth(values: Sequence[tuple[int, float]]) -> str:
 
 def text_of(rows: Sequence[Mapping[str, Any]], judged: Mapping[str, str]) -> str:
     """Return the table: a row per figure, a column per size."""
-    from tabulate import tabulate
+    import tables
 
     headers = (
         "of the rank that has most",
@@ -265,7 +265,4 @@ def text_of(rows: Sequence[Mapping[str, Any]], judged: Mapping[str, str]) -> str
         "grows",
     )
     lines = [[name, *(f"{row[name]:.3g}" for row in rows), judged[name]] for name in judged]
-    return (
-        tabulate(lines, headers, tablefmt="simple", disable_numparse=True)
-        + "\n*: more ranks than cores, which take turns"
-    )
+    return tables.text(lines, headers) + "\n*: more ranks than cores, which take turns"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import gradient_lists
-from tabulate import tabulate
+import tables
 
 from mpidist.zero import buffer_plan, partition
 
@@ -81,4 +81,4 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         *(f"{name}, MiB" for name in partition.PARTITIONS),
         "biggest parameter, MiB",
     )
-    return tabulate(lines, headers, stralign="right", disable_numparse=True)
+    return tables.text(lines, headers)

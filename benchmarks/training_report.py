@@ -10,7 +10,7 @@ from typing import Any
 import environment
 import numpy as np
 import plots
-from tabulate import tabulate
+import tables
 from timing import Series
 
 
@@ -53,9 +53,7 @@ def table(result: dict[str, Any]) -> str:
         for name, values in result["contenders"].items()
     ]
     headers = (f"{result['model']}", "step ms", "p10–p90", "more than bare, ms", "over bare")
-    return (
-        tabulate(rows, headers, tablefmt="simple", stralign="right", disable_numparse=True) + "\n"
-    )
+    return tables.text(rows, headers) + "\n"
 
 
 def write(record: dict[str, Any], path: Path) -> None:

@@ -23,7 +23,8 @@ _SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, and cache it. Collective: over all ranks of the job."""
-    options = _parser().parse_args(arguments)
+    prog = "python -m mpidist.tune" if arguments is None else "mpidist tune"
+    options = _parser(prog).parse_args(arguments)
     # The jobs that use the table have a CUDA context when MPI starts; without one MPI would choose
     # another path.
     library.load(makes_context=options.device == "cuda")
@@ -57,13 +58,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m mpidist.tune", description=main.__doc__)
-    parser.add_argument("--device", choices=["cuda", "host", "cpu"], default="cuda")
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Measure which all-reduce is the fastest at which size, on the ranks of this "
+        "job, and keep the table for later jobs.",
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cuda", "host", "cpu"],
+        default="cuda",
+        help="cuda: this rank's GPU; host: memory of jobs with several ranks on each of several "
+        "nodes; cpu: check that all runs, and keep nothing",
+    )
     parser.add_argument(
         "--sizes", type=_positive, nargs="+", default=_SIZES, metavar="BYTES", help="of a tensor"
     )
-    parser.add_argument("--rounds", type=_positive, default=20)
+    parser.add_argument("--rounds", type=_positive, default=20, help="calls of each algorithm")
     return parser
 
 

@@ -28,7 +28,7 @@ OPERATIONS = {
 
 @pytest.fixture(scope="module")
 def _libraries():
-    for name in ("matplotlib", "psutil", "tabulate"):
+    for name in ("matplotlib", "psutil", "rich"):
         if importlib.util.find_spec(name) is None:
             missing(f"{name} is not installed")
 

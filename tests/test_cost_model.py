@@ -21,7 +21,7 @@ SIZES = [8 << (2 * power) for power in range(12)]
 
 @pytest.fixture(autouse=True)
 def _found(monkeypatch):
-    for name in ("matplotlib", "psutil", "scipy", "tabulate"):
+    for name in ("matplotlib", "psutil", "scipy", "rich"):
         if importlib.util.find_spec(name) is None:
             missing(f"{name} is not installed")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

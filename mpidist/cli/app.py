@@ -9,13 +9,20 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import Annotated, ParamSpec
 
 import typer
-from typer.core import TyperCommand
 
 from mpidist.cli.bench import RANKS
 from mpidist.cli.help_examples import EXAMPLES, epilog
+from mpidist.cli.help_pages import (
+    BenchCommand,
+    Command,
+    Group,
+    RunCommand,
+    SubmitCommand,
+    TuneCommand,
+)
 from mpidist.cli.launch_plan import Plan
 from mpidist.cli.launch_request import Request
 from mpidist.cli.option_types import (
@@ -60,27 +67,8 @@ def _reporting_errors(call: Callable[P, object]) -> Callable[P, None]:
     return command
 
 
-class _WithProgram(TyperCommand):
-    """Subcommand with a program behind ``--``; the error for an unknown option names the ``--``."""
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
-    ) -> Any:
-        """See click's Command."""
-        given = list(args)  # consumed
-        try:
-            return super().make_context(info_name, args, parent, **extra)
-        except Exception as error:
-            # click's, which typer imports or has within itself, by its version.
-            if type(error).__name__ == "NoSuchOption" and "--" not in given:
-                error.message += (  # type: ignore[attr-defined]
-                    f". The program and its options stand behind --: mpidist {info_name} ... -- "
-                    "train.py --epochs 3"
-                )
-            raise
-
-
 app = typer.Typer(
+    cls=Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -105,7 +93,7 @@ def _common(
     pass
 
 
-@app.command(epilog=epilog(*EXAMPLES["doctor"]))
+@app.command(cls=Command, epilog=epilog(*EXAMPLES["doctor"]))
 @_reporting_errors
 def doctor(
     json_file: Annotated[
@@ -151,7 +139,7 @@ def doctor(
     raise typer.Exit(report.exit_code(strict))
 
 
-@app.command(epilog=epilog(*EXAMPLES["run"]), context_settings=_PROGRAM)
+@app.command(cls=RunCommand, epilog=epilog(*EXAMPLES["run"]), context_settings=_PROGRAM)
 @_reporting_errors
 def run(
     context: typer.Context,
@@ -201,11 +189,11 @@ def run(
     start.start(request, dry_run)
 
 
-@app.command(epilog=epilog(*EXAMPLES["bench"]), context_settings=_BEHIND)
+@app.command(cls=BenchCommand, epilog=epilog(*EXAMPLES["bench"]), context_settings=_BEHIND)
 @_reporting_errors
 def bench(
     context: typer.Context,
-    name: Annotated[Benchmark, typer.Argument(help="the benchmark")],
+    name: Annotated[Benchmark, typer.Argument(metavar="NAME", help="the benchmark; see below")],
     ranks: Ranks = None,
     output: Annotated[Path, typer.Option(help="folder of the JSON and the plots")] = Path(
         "mpidist-bench"
@@ -236,7 +224,9 @@ def bench(
 
 
 @app.command(
-    epilog=epilog(*EXAMPLES["tune"]), context_settings=_BEHIND | {"ignore_unknown_options": True}
+    cls=TuneCommand,
+    epilog=epilog(*EXAMPLES["tune"]),
+    context_settings=_BEHIND | {"ignore_unknown_options": True},
 )
 @_reporting_errors
 def tune(context: typer.Context, ranks: Ranks = None, dry_run: DryRun = False) -> None:
@@ -256,7 +246,7 @@ def tune(context: typer.Context, ranks: Ranks = None, dry_run: DryRun = False) -
     start.start(Request(program, ranks=ranks), dry_run)
 
 
-@app.command(cls=_WithProgram, epilog=epilog(*EXAMPLES["submit"]), context_settings=_BEHIND)
+@app.command(cls=SubmitCommand, epilog=epilog(*EXAMPLES["submit"]), context_settings=_BEHIND)
 @_reporting_errors
 def submit(
     context: typer.Context,

@@ -28,7 +28,7 @@ RANKS = {
 # no files.
 _ALONE = {"scaling": ("sweep", "report", "startup", "advise")}
 _SILENT = ("advise",)
-_LIBRARIES = ("matplotlib", "psutil", "tabulate")
+_LIBRARIES = ("matplotlib", "psutil", "rich")
 
 
 def is_installed(name: str) -> bool:

@@ -48,5 +48,5 @@ EnvFile = Annotated[
 ]
 JobScript = Annotated[
     str,
-    typer.Argument(help="the job script: ddp, oss, rpc, bench or test", autocompletion=job_scripts),
+    typer.Argument(metavar="NAME", help="the job script; see below", autocompletion=job_scripts),
 ]

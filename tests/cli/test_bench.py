@@ -66,6 +66,6 @@ def test_a_missing_package_is_named_with_its_install_command(tmp_path):
     ]:
         with pytest.raises(LaunchError, match=words):
             bench.program(name, folder, arguments, lambda name: True)
-    with pytest.raises(LaunchError, match=r"need psutil, tabulate: pip install 'mpidist\[bench\]'"):
+    with pytest.raises(LaunchError, match=r"need psutil, rich: pip install 'mpidist\[bench\]'"):
         bench.program("ddp", tmp_path, [], lambda name: name == "matplotlib")
     assert bench.is_installed("torch") and not bench.is_installed("no_such_package")

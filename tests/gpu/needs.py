@@ -27,7 +27,8 @@ from pathlib import Path
 # Modules that tests and benchmarks import, each of a distribution of the same name, with their
 # dependencies.
 MODULES = {
-    **dict.fromkeys(("mpi4py", "msgspec", "expecttest", "psutil", "cloudpickle", "tabulate"), ()),
+    **dict.fromkeys(("mpi4py", "msgspec", "expecttest", "psutil", "cloudpickle"), ()),
+    "rich": ("markdown-it-py", "mdurl", "pygments"),
     "pytest": ("pluggy", "iniconfig", "pygments", "packaging"),
     "hypothesis": ("sortedcontainers",),
 }

@@ -195,7 +195,7 @@ class Steps:
             models = ("mlp:256", "resnet18:64", "transformer:64")
             powersgd = ("--models", *models, "--rounds", "9", "--bucket-cap-mb", "25")
             with_cuda = ("cupy",)
-        needs = ("tabulate", "psutil", "mpi4py")
+        needs = ("rich", "psutil", "mpi4py")
         # What tune finds does not decide what the tests of a later call use.
         apart = {"MPIDIST_CACHE": str(self._found.work / "findings")}
         yield self._alone(

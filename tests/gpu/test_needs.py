@@ -15,11 +15,11 @@ def test_what_is_missing_is_named_with_the_way_to_get_it(monkeypatch):
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
-        lambda name: None if name in ("hypothesis", "tabulate") else real(name),
+        lambda name: None if name in ("hypothesis", "rich") else real(name),
     )
     assert dict(needs.missing("cpu")) == {
         "hypothesis": "pip install hypothesis",
-        "tabulate": "pip install tabulate",
+        "rich": "pip install rich",
     }
 
 

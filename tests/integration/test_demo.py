@@ -10,7 +10,7 @@ from tests.support import launcher, missing, started
 
 
 def run_program(ranks, program, tmp_path, *options):
-    for name in ("matplotlib", "sklearn", "tabulate", "tqdm"):
+    for name in ("matplotlib", "sklearn", "rich", "tqdm"):
         if importlib.util.find_spec(name) is None:
             missing(f"{name} is not installed")
     command = [
