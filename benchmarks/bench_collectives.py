@@ -20,6 +20,7 @@ import torch.distributed as dist
 from collective_cases import FP32_BYTES, OPERATIONS, Ways, cases_of
 
 import mpidist.comm
+from mpidist import progress_bar
 
 _KI, _MI = 1 << 10, 1 << 20
 
@@ -96,7 +97,8 @@ def measure(operation: str, ways: Ways, settings: Settings) -> Iterator[dict[str
     Raises:
         RuntimeError: A contender's result is wrong; on all ranks.
     """
-    for make in cases_of(operation, ways, settings.sizes_bytes):
+    cases = cases_of(operation, ways, settings.sizes_bytes)
+    for make in progress_bar.track(cases, operation, ways.rank):
         case = make()
         wrong = case.wrong(ways)
         if wrong:

@@ -60,6 +60,8 @@ def _measure(options: argparse.Namespace) -> None:
 def _sweep(options: argparse.Namespace) -> None:
     import scaling_jobs as jobs
 
+    from mpidist import progress_bar
+
     passed = ["measure", *(["--quick"] if options.quick else [])]
     todo = [jobs.plain(ranks, passed, options.launcher) for ranks in options.jobs]
     missed: dict[str, str] = {}
@@ -74,7 +76,7 @@ def _sweep(options: argparse.Namespace) -> None:
             else:
                 missed[link] = reason
     records: list[dict[str, Any]] = []
-    for job in todo:
+    for job in progress_bar.track(todo, "jobs", 0):
         written, why = jobs.run(job, options.limit_s)
         records += written
         if why is not None:

@@ -161,7 +161,10 @@ def _jobs(options: argparse.Namespace) -> None:
 
     rows: list[dict[str, Any]] = []
     missed: dict[str, str] = {}
-    for ranks in options.jobs:
+
+    from mpidist import progress_bar
+
+    for ranks in progress_bar.track(options.jobs, "jobs", 0):
         found = {}
         for what in ("mpi4py", "mpidist"):
             passed = ["startup", "--what", what, "--limit-s", str(options.limit_s)]

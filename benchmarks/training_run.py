@@ -15,6 +15,8 @@ import torch.distributed as dist
 import training_cases as cases
 import training_report
 
+from mpidist import progress_bar
+
 Measured = tuple[Sequence[timing.Series], dict[str, float]]
 
 
@@ -44,7 +46,8 @@ def run(
     is_first = raw.Get_rank() == 0
     timing.touch_memory()
     results = []
-    for name, size in (text.split(":") for text in options.models):
+    for text in progress_bar.track(options.models, benchmark, raw.Get_rank()):
+        name, size = text.split(":")
         model = cases.MODELS[name](int(size)).on(device)
         series, figures = measure(raw, model, options)
         result = training_report.result_of(model, series, "bare")

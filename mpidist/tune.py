@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from datetime import date
+from typing import NoReturn
 
 import torch
 
-from mpidist import comm
+from mpidist import comm, progress_bar
 from mpidist.comm.mpi import library, runtime
 from mpidist.zero.wire_tuning import measured_segments
 
@@ -30,11 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     library.load(makes_context=options.device == "cuda")
     group = comm.init()
     where = {"host": None, "cpu": torch.device("cpu")}.get(options.device, runtime.device())
-    if options.device == "cuda" and (where is None or where.type != "cuda"):
-        raise SystemExit(
-            "mpidist.tune needs a CUDA device on each rank; --device host measures host memory "
-            "between nodes, --device cpu shows "
-            "only that it runs"
+    lacks = options.device == "cuda" and (where is None or where.type != "cuda")
+    without = [rank for rank, lacking in enumerate(group.all_gather_object(lacks)) if lacking]
+    if without:
+        _end(
+            group.rank,
+            f"mpidist.tune needs a CUDA device on each rank, and {len(without)} of {group.size} "
+            "have none; --device host measures host memory between nodes, --device cpu shows only "
+            "that it runs",
         )
 
     def log(line: str) -> None:
@@ -50,12 +54,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     source = f"measured {date.today()}"
     try:
-        table = group.tune(where, options.sizes, options.rounds, source, log, segments)
+        with progress_bar.bar("all-reduces", len(options.sizes), group.rank) as advance:
+
+            def told(line: str) -> None:
+                log(line)
+                advance()
+
+            table = group.tune(where, options.sizes, options.rounds, source, told, segments)
     except ValueError as error:
-        raise SystemExit(str(error)) from None
+        _end(group.rank, str(error))
     for line in table.lines():
         log(line)
     return 0
+
+
+def _end(rank: int, why: str) -> NoReturn:
+    """End this rank; rank 0 prints the reason, which is the same on all ranks."""
+    raise SystemExit(why if rank == 0 else 1)
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:

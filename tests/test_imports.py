@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # row.
 LAYERS = [
     ["errors", "cache", "dynamo", "folder_sync", "torch_version"],
-    ["future", "saved_file", "shipped", "state_scalars", "whole_file"],
+    ["future", "progress_bar", "saved_file", "shipped", "state_scalars", "whole_file"],
     ["kernels"],
     ["comm"],
     ["c10d", "ddp", "zero", "rpc"],

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpidist import state_scalars
+from mpidist import progress_bar, state_scalars
 from mpidist.checkpoint import files, manifest, model_state, rng
 from mpidist.checkpoint.manifest import MODEL, OPTIMIZER, TRAINING
 from mpidist.checkpoint.reading import Reader, reporting_damage
@@ -103,7 +103,9 @@ def load(
     if chosen is None:
         return None
     path, text = chosen
-    return _Loading(native, training, Reader(path, manifest.from_json(text), map_location)).run()
+    reader = Reader(path, manifest.from_json(text), map_location)
+    with progress_bar.spinner(f"loads {path.name}", native.rank):
+        return _Loading(native, training, reader).run()
 
 
 def _chosen(

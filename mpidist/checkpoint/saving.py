@@ -13,6 +13,7 @@ from typing import SupportsIndex
 
 import torch
 
+from mpidist import progress_bar
 from mpidist.checkpoint import digested_file, files, model_state
 from mpidist.checkpoint.manifest import Contents, Entry, Manifest
 from mpidist.checkpoint.training import Stateful, Training
@@ -74,7 +75,8 @@ def save(
     """
     native = group_of(group, model)
     training = Training(model, optimizer, hook_state, sampler, scheduler, scaler)
-    return _agreed(native, folder, step, keep, training, rng, extra).run()
+    with progress_bar.spinner(f"saves step {step}", native.rank):
+        return _agreed(native, folder, step, keep, training, rng, extra).run()
 
 
 def group_of(group: AnyGroup, model: torch.nn.Module) -> Group:

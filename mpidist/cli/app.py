@@ -13,6 +13,7 @@ from typing import Annotated, ParamSpec
 
 import typer
 
+from mpidist import progress_bar
 from mpidist.cli.bench import RANKS
 from mpidist.cli.help_examples import EXAMPLES, epilog
 from mpidist.cli.help_pages import (
@@ -81,6 +82,12 @@ def _print_version(is_asked: bool) -> None:
     if is_asked:
         print(importlib.metadata.version("mpidist"))
         raise typer.Exit
+
+
+def _pass_terminal() -> None:
+    """Tell the ranks, which have pipes to the launcher, that their output is a terminal's."""
+    if sys.stderr.isatty():
+        os.environ.setdefault(progress_bar.VARIABLE, "1")
 
 
 @app.callback()
@@ -217,6 +224,7 @@ def bench(
             )
         start.become(Plan(start.program(program), {}), dry_run)
         return
+    _pass_terminal()
     chosen = ranks or (
         None if in_allocation(os.environ) and "SLURM_NTASKS" in os.environ else RANKS[name.value]
     )
@@ -242,6 +250,7 @@ def tune(context: typer.Context, ranks: Ranks = None, dry_run: DryRun = False) -
         raise typer.Exit(measurement.main(context.args))
     from mpidist.cli import run as start
 
+    _pass_terminal()
     program = start.program(tuple(context.args), "mpidist.tune")
     start.start(Request(program, ranks=ranks), dry_run)
 

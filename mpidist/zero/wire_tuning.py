@@ -15,6 +15,7 @@ from statistics import median
 
 import torch
 
+from mpidist.comm.algorithms import tuning
 from mpidist.comm.group_types import Group
 from mpidist.zero.wire_int8 import Int8Wire
 
@@ -58,10 +59,8 @@ def measured_segments(
         if group.size == 1 or len(segments) == 1:
             continue
         times = _seconds(group, device, shard_numel, segments, rounds)
-        log(
-            f"int8 wire, shards of {shard_numel} elements  "
-            + "  ".join(f"{segment}: {1e6 * s:.0f} us" for segment, s in times.items())
-        )
+        entries = [f"{segment}: {1e6 * s:.0f} us" for segment, s in times.items()]
+        log(tuning.line_of(f"int8 wire, shards of {shard_numel} elements", entries))
         found.append((shard_numel, min(times, key=times.__getitem__)))
     return found
 

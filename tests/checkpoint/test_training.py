@@ -1,11 +1,13 @@
 """Resumed runs: equal bits on as many ranks, equal state and order on others; failed saves."""
 
+import contextlib
 import json
 import warnings
 
 import pytest
 import torch
 
+from mpidist import progress_bar
 from mpidist.checkpoint import digested_file, files, latest, load, manifest, save
 from mpidist.errors import CheckpointError, DisagreementError
 from mpidist.optim import OSS
@@ -34,6 +36,22 @@ def test_a_run_goes_on_with_the_same_bits(group, folder, kind):
     agree(group, same(resumed.tensors(), straight.tensors()), "other weights or buffers")
     agree(group, same(resumed.moments(), straight.moments()), "other moments")
     agree(group, not list(folder.glob("*.part")))
+
+
+def test_long_saves_and_loads_have_a_spinner(group, folder, monkeypatch):
+    seen = []
+
+    @contextlib.contextmanager
+    def spinner(text, rank):
+        seen.append((text, rank))
+        yield
+
+    monkeypatch.setattr(progress_bar, "spinner", spinner)
+    run = Run(group, "adam")
+    save(folder, 3, **run.state(), group=group)
+    load(folder, **run.state(), group=group)
+    rank = group.rank
+    agree(group, seen == [("saves step 3", rank), ("loads step-3", rank)], str(seen))
 
 
 class Delegating:

@@ -8,6 +8,7 @@ are used. The cache is the user's.
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +88,15 @@ class Table:
 
     def _row(self, nbytes: int) -> int:
         return _nearest([size for size, _ in self.rows], nbytes)
+
+
+def line_of(head: str, entries: Sequence[str], width: int = 80) -> str:
+    """Return a head and entries as text that fits a terminal, broken between entries only."""
+    # Spaces within an entry must not break.
+    kept = "  ".join(entry.replace(" ", "\0") for entry in entries)
+    indent = " " * (len(head) + 2)
+    lines = textwrap.wrap(kept, width - len(indent), break_on_hyphens=False) or [""]
+    return f"{head}  " + f"\n{indent}".join(lines).replace("\0", " ")
 
 
 def _nearest(sizes: Sequence[int], wanted: int) -> int:

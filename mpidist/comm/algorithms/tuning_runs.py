@@ -61,10 +61,8 @@ def seconds(
                 if turn:
                     times[name].append(elapsed_s)
         measured[nbytes] = {name: median(taken) for name, taken in times.items()}
-        log(
-            f"{nbytes:>11} B  "
-            + "  ".join(f"{name} {1e6 * s:.0f} us" for name, s in measured[nbytes].items())
-        )
+        times_text = [f"{name} {1e6 * s:.0f} us" for name, s in measured[nbytes].items()]
+        log(tuning.line_of(f"{nbytes:>11} B", times_text))
     return measured
 
 
@@ -124,11 +122,16 @@ def measured_table(
 ) -> tuning.Table:
     """Return the table of measured times; use it in this job, and cache it for later ones.
 
+    A table of the CPU, of a dry run, is not cached: it would say nothing about a device.
+
     Collective: over ``comm``.
     """
     algorithms = tuning.HOST_ALGORITHMS if where is None else tuning.ALGORITHMS
     table = replace(tuning.table_of(measured, source, algorithms), segments=tuple(sorted(segments)))
-    if comm.rank == 0:
+    if where is not None and where.type == "cpu":
+        if comm.rank == 0:
+            log("not kept for later jobs: measured on the CPU, which shows only that it runs")
+    elif comm.rank == 0:
         is_kept = tuning.store(comm, where, table)
         log(
             "kept for later jobs"

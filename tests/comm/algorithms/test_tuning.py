@@ -212,27 +212,29 @@ def test_a_choice_is_made_once_for_a_table(group, monkeypatch):
 
 
 @pytest.mark.mpi
-def test_the_command_measures_and_caches_a_table(world, monkeypatch, tmp_path, capsys):
+def test_the_command_measures_on_the_cpu_and_caches_nothing(world, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
     folder = world.all_gather_object(str(tmp_path))[0]
     monkeypatch.setenv("MPIDIST_CACHE", folder)
     monkeypatch.setattr(wire_tuning, "SEGMENTS", (256, 1024))
     assert tune.main(["--device", "cpu", "--sizes", "64", "100000", "--rounds", "2"]) == 0
     world.barrier()
-    held = cache.load("all-reduce", tuning.key(world._comm, torch.device("cpu")))
-    agree(world, held is not None and [row[0] for row in held["rows"]] == [64, 100000], str(held))
-    agree(world, all(sorted(row[1]) == sorted(ALGORITHMS) for row in held["rows"]))
-    agree(world, held["chunks"] == [1 << 20, 1 << 20], str(held))
+    kept = cache.load("all-reduce", tuning.key(world._comm, torch.device("cpu")))
+    agree(world, kept is None, str(kept))
+    # This job uses the table.
+    held = world.tuning_table(torch.device("cpu"))
+    agree(world, [row[0] for row in held.rows] == [64, 100000], str(held))
+    agree(world, all(sorted(row[1]) == sorted(ALGORITHMS) for row in held.rows))
+    agree(world, held.chunks == (1 << 20, 1 << 20), str(held))
     shard_numel = -(-25_000 // world.size)
-    segments = [(numel, segment in (256, 1024)) for numel, segment in held["segments"]]
+    segments = [(numel, segment in (256, 1024)) for numel, segment in held.segments]
     agree(world, segments == [(shard_numel, True)] * (world.size > 1), str(held))
-    # A later job's tables come from the cache, and so does this one's first group.
-    agree(world, world.tuning_table(torch.device("cpu")).source.startswith("measured "))
+    agree(world, held.source.startswith("measured "))
     output = capsys.readouterr().out
     agree(world, ("int8 wire, shards of" in output) == (world.rank == 0 and world.size > 1))
     agree(
         world,
-        ("kept for later jobs" in output) == ("ring (1 MiB)" in output) == (world.rank == 0),
+        ("not kept for later jobs" in output) == ("ring (1 MiB)" in output) == (world.rank == 0),
         output,
     )
     world._comm.tuning_tables.clear()
@@ -277,5 +279,21 @@ def test_bad_options_are_refused(world, option):
 def test_without_a_gpu_the_error_says_so(world):
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(SystemExit, match="needs a CUDA device"):
+    with pytest.raises(SystemExit) as ended:
         tune.main([])
+    # One rank speaks.
+    said = str(ended.value.code)
+    agree(
+        world,
+        "needs a CUDA device" in said if world.rank == 0 else ended.value.code == 1,
+        f"rank {world.rank}: {said}",
+    )
+
+
+def test_lines_of_measurements_fit_a_terminal_and_break_between_entries():
+    entries = [f"ring ({mib} MiB) {mib}000000 us" for mib in (1, 4, 16, 64)]
+    entries += ["library 1 us", "staged 2 us"]
+    text = tuning.line_of(f"{1 << 26:>11} B", entries)
+    assert max(map(len, text.splitlines())) <= 80 and len(text.splitlines()) > 1
+    assert all(entry in text for entry in entries)
+    assert tuning.line_of("8 B", ["library 1 us"]) == "8 B  library 1 us"
