@@ -124,7 +124,18 @@ def _startup(options: argparse.Namespace) -> None:
 def _advise(options: argparse.Namespace) -> None:
     import scaling_answer
 
-    if not (options.bandwidth > 0 and options.parameters >= 1000) or options.ranks < 2:
+    if options.what == "memory":
+        if not options.parameters >= 1000 or not options.activations_mib >= 0:
+            raise SystemExit(
+                "advise memory needs at least 1000 --parameters, and no negative --activations-mib"
+            )
+        print(scaling_answer.memory(options), flush=True)
+        return
+    if (
+        options.bandwidth is None
+        or not (options.bandwidth > 0 and options.parameters >= 1000)
+        or options.ranks < 2
+    ):
         raise SystemExit(
             "advise needs a --bandwidth above 0, at least 1000 --parameters and 2 --ranks"
         )

@@ -33,7 +33,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
 
 TRAINED_RANKS = (2, 4)
 TERMS = ("call", "node latency", "node bytes", "network latency", "network bytes", "turns")
@@ -159,6 +158,9 @@ def fit(points: Iterable[Point]) -> Fit:
 
 
 def _fitted(points: Sequence[Point], ends: tuple[float, ...]) -> tuple[float, Fit] | None:
+    # Here, because predictions need no scipy.
+    from scipy.optimize import nnls
+
     parameters: list[tuple[float, ...]] = []
     first = -1.0
     latency = TERMS.index("network latency")

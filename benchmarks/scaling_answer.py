@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import memory_estimate
 import scaling_jobs
 import scaling_model as models
 import scaling_steps as steps
 import tables
+import torch
 from scaling_advice import (
     BANDWIDTHS,
     LEAST_GBIT_S,
@@ -23,6 +26,8 @@ from scaling_advice import (
     shapes_of,
     times,
 )
+
+_MIB = 1 << 20
 
 
 def text_of(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -59,7 +64,7 @@ def text_of(rows: Sequence[Mapping[str, Any]]) -> str:
             row["processor"],
             row["network"],
             ", then ".join(
-                hook if rate == float("inf") else f"{hook} up to {rate:.2g}"
+                hook if rate == float("inf") else f"{hook} up to {float(f'{rate:.2g}'):g}"
                 for hook, rate in row["fastest_up_to_gbit_s"]
             ),
         )
@@ -96,13 +101,64 @@ def answer(options: Any) -> str:
         model = _measured_here(model, options)
         source = "hooks' costs and computing measured here just now"
     by_name = {one.name: one for one in processors(model)}
-    if options.processor not in by_name:
+    name, why = processor_of(options)
+    if name not in by_name:
         raise SystemExit(
             f"{path.name} has no measured links or hooks: `sweep --links 10gbit 1gbit` measures "
             "them"
         )
-    source = source if options.processor == "cpu" else "hooks as on an H100"
-    return _text_of_answer(options, by_name[options.processor], source)
+    source = source if name == "cpu" else "hooks as on an H100"
+    return _text_of_answer(options, by_name[name], f"{name} ({why}); {source}")
+
+
+def processor_of(options: Any) -> tuple[str, str]:
+    """Return the processor of the user's ranks, and how it was found: given, seen, measured, asked.
+
+    Raises:
+        SystemExit: It is not known, and there is no terminal to ask.
+    """
+    if options.processor is not None:
+        return options.processor, "given"
+    if options.measure:
+        # The job of one rank computes on the CPU.
+        return "cpu", "measured"
+    if torch.cuda.is_available():
+        return "gpu", f"{torch.cuda.get_device_name()} is seen here"
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        from rich.console import Console
+        from rich.prompt import Prompt
+
+        to = Console(file=sys.stderr)
+        question = "No GPU is seen here. Processor of the ranks"
+        return Prompt.ask(question, console=to, choices=["gpu", "cpu"]), "answered"
+    raise SystemExit(
+        "the answer depends on the processor, and no GPU is seen here: --processor gpu, or "
+        "--processor cpu (as measured in the model), or --measure for this machine's"
+    )
+
+
+def memory(options: Any) -> str:
+    """Return the memory of the fullest rank, by what it holds."""
+    training = memory_estimate.Training(
+        options.ranks,
+        options.optimizer,
+        options.partition,
+        memory_estimate.DTYPES[options.dtype],
+        options.powersgd_rank,
+        options.copy_gradients,
+        int(options.activations_mib * _MIB),
+    )
+    found = memory_estimate.estimate(shapes_of(int(options.parameters)), training)
+    total = sum(found.values())
+    rows = [(name, f"{nbytes / _MIB:,.1f}") for name, nbytes in [*found.items(), ("sum", total)]]
+    return (
+        f"{options.parameters:g} parameters of {options.dtype}, {options.ranks} ranks: "
+        f"{total / _MIB:,.0f} MiB on the fullest rank (PREDICTED)\n"
+        f"{tables.text(rows, ('of a rank', 'MiB'))}\n"
+        "not in it: torch, CUDA and MPI themselves, temporary tensors, what an allocator keeps"
+        f"{'' if options.activations_mib else '; activations (--activations-mib)'}. Gradients are "
+        "shaped as GPT-2's"
+    )
 
 
 def _model_path(path: Path | None) -> Path:
@@ -145,7 +201,7 @@ def _text_of_answer(options: Any, processor: Processor, source: str) -> str:
         else f"6 · parameters · {processor.samples} samples / {processor.flop_rate:.2g} a second"
     )
     changes = ", then ".join(
-        hook if rate == float("inf") else f"{hook} up to {rate:.2g} Gbit/s"
+        hook if rate == float("inf") else f"{hook} up to {float(f'{rate:.2g}'):g} Gbit/s"
         for hook, rate in crossings(case, processor)
     )
     table = tables.text(

@@ -133,35 +133,66 @@ def _add_startup(commands: Any) -> None:
 
 
 def _add_advise(commands: Any) -> None:
-    parser = _command(commands, "advise", "which hook pays in your own case")
+    parser = _command(commands, "advise", "which hook pays in your case, or a rank's memory")
     parser.add_argument(
-        "--bandwidth", type=float, required=True, metavar="GBIT_S", help="of a node's link"
+        "what",
+        nargs="?",
+        choices=("hook", "memory"),
+        default="hook",
+        help="hook: which communication hook is the fastest; memory: bytes of a rank",
     )
+    parser.add_argument("--bandwidth", type=float, metavar="GBIT_S", help="hook: of a node's link")
     parser.add_argument("--parameters", type=float, required=True, help="of the network: 350e6")
-    parser.add_argument("--ranks", type=_positive, required=True)
-    parser.add_argument("--ranks-per-node", type=_positive, default=1)
+    parser.add_argument("--ranks", type=_positive, required=True, help="of the job")
+    parser.add_argument("--ranks-per-node", type=_positive, default=1, help="hook: 1 if not given")
     parser.add_argument(
         "--compute-ms",
         type=float,
-        help="forward and backward pass of one rank; estimated if not given",
+        help="hook: forward and backward pass of one rank; estimated if not given",
     )
-    parser.add_argument("--bucket-cap-mb", type=float, help="DDP's; 25 if not given")
+    parser.add_argument("--bucket-cap-mb", type=float, help="hook: DDP's; 25 if not given")
     parser.add_argument(
         "--processor",
         choices=("cpu", "gpu"),
-        default="cpu",
-        help="gpu: an H100's hooks, from results/",
+        help="hook: of the ranks; gpu has an H100's hooks, from results/. A GPU that is seen here "
+        "is taken if not given, and a terminal is asked",
     )
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="measure hooks and computing here first, in a job of one rank",
+        help="hook: measure hooks and computing here first, in a job of one rank",
     )
     parser.add_argument(
-        "--model", type=Path, help="JSON of sweep or report; the one in results/ if not given"
+        "--model", type=Path, help="hook: JSON of sweep or report; the one in results/ if not given"
     )
     parser.add_argument("--launcher", help="command line up to -n, for --measure")
     parser.add_argument("--limit-s", type=float, default=60.0, help="for --measure")
+    parser.add_argument(
+        "--optimizer", choices=("sgd", "momentum", "adam"), default="adam", help="memory: its state"
+    )
+    parser.add_argument(
+        "--partition",
+        choices=("none", "greedy", "balanced", "flat"),
+        default="none",
+        help="memory: OSS's; none: each rank has the whole state",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16", "float64"),
+        default="float32",
+        help="memory: of parameters, gradients and state",
+    )
+    parser.add_argument(
+        "--powersgd-rank", type=_positive, default=0, metavar="R", help="memory: of the hook"
+    )
+    parser.add_argument(
+        "--copy-gradients",
+        action="store_true",
+        help="memory: DDP with gradient_as_bucket_view=False",
+    )
+    parser.add_argument(
+        "--activations-mib", type=float, default=0.0, metavar="MIB", help="memory: of your model"
+    )
 
 
 def _command(commands: Any, name: str, does: str) -> argparse.ArgumentParser:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import importlib
 import importlib.util
+import io
 import json
 import math
 import random
 import sys
+import textwrap
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from tests.support import ROOT, missing
+from tests.support import ROOT, missing, started
 
 SIZES = [8 << (2 * power) for power in range(12)]
 
@@ -346,6 +350,8 @@ def test_advice_follows_the_bandwidth_and_says_what_it_assumes(monkeypatch, caps
     path.write_text(json.dumps({"model": models.to_json(model)}))
     case = [
         "advise",
+        "--processor",
+        "cpu",
         "--parameters",
         "2e6",
         "--ranks",
@@ -377,6 +383,68 @@ def test_advice_follows_the_bandwidth_and_says_what_it_assumes(monkeypatch, caps
     ):
         with pytest.raises(SystemExit, match=reason):
             asked(monkeypatch, capsys, *words)
+
+
+def test_the_processor_is_seen_or_asked_and_never_assumed(monkeypatch, capsys):
+    answer = importlib.import_module("scaling_answer")
+    case = ["advise", "--parameters", "350e6", "--ranks", 64, "--bandwidth", 100]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    closed = SimpleNamespace(isatty=lambda: False)
+    monkeypatch.setattr(answer, "sys", SimpleNamespace(stdin=closed, stderr=closed))
+    with pytest.raises(SystemExit, match="--processor gpu, or --processor cpu"):
+        asked(monkeypatch, capsys, *case)
+    gpu, cpu = (asked(monkeypatch, capsys, *case, "--processor", name) for name in ("gpu", "cpu"))
+    assert "powersgd-4 is the fastest" in gpu and "gpu (given)" in gpu
+    assert "none is the fastest" in cpu and "cpu (given)" in cpu
+    # A person at a terminal is asked.
+    terminal = SimpleNamespace(isatty=lambda: True)
+    monkeypatch.setattr(answer, "sys", SimpleNamespace(stdin=terminal, stderr=io.StringIO()))
+    answer.sys.stderr.isatty = lambda: True
+    monkeypatch.setattr("builtins.input", lambda *words: "gpu")
+    assert "gpu (answered)" in asked(monkeypatch, capsys, *case)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A")
+    assert "gpu (NVIDIA A is seen here)" in asked(monkeypatch, capsys, *case)
+
+
+def test_advice_needs_no_packages_for_plots_and_fits():
+    program = """
+        import sys
+        sys.modules.update(dict.fromkeys(("matplotlib", "scipy", "psutil")))
+        sys.path.insert(0, "benchmarks")
+        import bench_scaling
+        common = ["--parameters", "350e6", "--ranks", "64"]
+        for words in (["--bandwidth", "100", "--processor", "gpu"], ["memory"]):
+            sys.argv = ["bench_scaling.py", "advise", *common, *words]
+            bench_scaling.main()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = started(command, 100, {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert "powersgd-4 is the fastest" in done.stdout and "MiB on the fullest" in done.stdout
+
+
+def test_advice_on_memory_adds_what_a_rank_holds(monkeypatch, capsys):
+    case = ["advise", "memory", "--parameters", "1048576", "--ranks", 8]
+    whole = asked(monkeypatch, capsys, *case)
+    # Parameters, buckets and two moments in fp32: 16 bytes a parameter.
+    assert "16 MiB on the fullest rank (PREDICTED)" in whole and "state of adam" in whole
+    flat = asked(
+        monkeypatch, capsys, *case, "--partition", "flat", "--activations-mib", 5, "--dtype",
+        "bfloat16", "--copy-gradients",
+    )  # fmt: skip
+    # Three times 2 MiB, an eighth of 4 MiB, and 5.
+    assert "12 MiB on the fullest rank" in flat and "activations, as given" in flat
+    assert "state of sgd" not in asked(monkeypatch, capsys, *case, "--optimizer", "sgd")
+    for words, reason in (
+        (["--activations-mib", -1], "no negative"),
+        (["--partition", "no"], "2"),
+        (["--parameters", 5], "at least 1000"),
+    ):
+        with pytest.raises(SystemExit, match=reason):
+            asked(monkeypatch, capsys, *case, *words)
+    with pytest.raises(SystemExit, match="--bandwidth above 0"):
+        asked(monkeypatch, capsys, "advise", *case[2:])
 
 
 def test_costs_of_hooks_on_a_gpu_come_from_the_record_of_its_kernels():
@@ -442,3 +510,17 @@ def test_a_job_that_fails_says_why_and_one_that_lasts_is_ended(tmp_path):
         == "skipped"
     )
     assert "mpirun" in jobs.why_no_link(tmp_path)
+
+
+def test_the_page_has_all_options_of_advise():
+    options = importlib.import_module("scaling_options")
+    commands = argparse.ArgumentParser().add_subparsers()
+    options.add_commands(commands)
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    names = [
+        name for action in commands.choices["advise"]._actions for name in action.option_strings
+    ]
+    assert len(names) > 15
+    assert [name for name in names if name.startswith("--") and f"`{name}`" not in page] == [
+        "--help"
+    ]

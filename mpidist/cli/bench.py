@@ -29,6 +29,8 @@ RANKS = {
 _ALONE = {"scaling": ("sweep", "report", "startup", "advise")}
 _SILENT = ("advise",)
 _LIBRARIES = ("matplotlib", "psutil", "rich")
+# Arithmetic on recorded results draws and measures nothing.
+_OF_ARITHMETIC = ("rich",)
 
 
 def is_installed(name: str) -> bool:
@@ -44,7 +46,7 @@ def is_job(name: str, arguments: Sequence[str]) -> bool:
 def program(
     name: str, output: Path, arguments: Sequence[str], has: Callable[[str], bool] = is_installed
 ) -> tuple[str, ...]:
-    """Return a benchmark's path and arguments, and create its folder for results.
+    """Return a benchmark's path and arguments, and create its folder for results if it writes any.
 
     Args:
         name: One of ``RANKS``.
@@ -60,16 +62,18 @@ def program(
     path = shipped.folder("benchmarks") / f"bench_{name}.py"
     if not path.is_file():
         raise LaunchError(f"{path.name} is not in {path.parent}; install mpidist again")
-    missing = [package for package in _LIBRARIES if not has(package)]
+    is_silent = bool(arguments) and arguments[0] in _SILENT
+    libraries = _OF_ARITHMETIC if is_silent and "--measure" not in arguments else _LIBRARIES
+    missing = [package for package in libraries if not has(package)]
     if missing:
         raise LaunchError(f"the benchmarks need {', '.join(missing)}: pip install 'mpidist[bench]'")
     if "--output" in arguments:
         raise LaunchError("--output is mpidist bench's own: put it before the --")
+    if is_silent:
+        return (str(path), *arguments)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LaunchError(f"the folder of the results cannot be made: {error}") from error
-    if arguments and arguments[0] in _SILENT:
-        return (str(path), *arguments)
     # After the arguments, because the first one may be a command, and --output is its option.
     return (str(path), *arguments, "--output", str(output.resolve()))

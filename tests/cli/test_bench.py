@@ -69,3 +69,11 @@ def test_a_missing_package_is_named_with_its_install_command(tmp_path):
     with pytest.raises(LaunchError, match=r"need psutil, rich: pip install 'mpidist\[bench\]'"):
         bench.program("ddp", tmp_path, [], lambda name: name == "matplotlib")
     assert bench.is_installed("torch") and not bench.is_installed("no_such_package")
+
+
+def test_arithmetic_needs_no_packages_for_plots_and_makes_no_folder(tmp_path):
+    folder = tmp_path / "results"
+    words = bench.program("scaling", folder, ["advise", "memory"], lambda name: name == "rich")
+    assert words[1:] == ("advise", "memory") and not folder.exists()
+    with pytest.raises(LaunchError, match="need matplotlib, psutil"):
+        bench.program("scaling", folder, ["advise", "--measure"], lambda name: name == "rich")
