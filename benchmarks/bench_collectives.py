@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import bandwidth
 import benchmark_options
 import collective_goals
 import environment
@@ -71,6 +72,8 @@ def main() -> None:
         results += rows
         if is_first:
             print(f"\n{operation}\n{report.table(rows)}", flush=True)
+            if bus := bandwidth.bus_table(rows, about["ranks"]):
+                print(f"\n{operation}: bus bandwidth\n{bus}", flush=True)
 
     if is_first:
         report.write_judged(

@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import bandwidth
 import benchmark_options
 import environment
 import message_cases
@@ -91,6 +92,9 @@ def main() -> None:
         print(f"{environment.binding(about)}; load average {about['load_average'][0]}")
         for name, results in found.items():
             print(f"\n{name}, us a message\n{report.table(results)}", flush=True)
+            if name.startswith("window"):
+                rates = bandwidth.rate_table(results, about["ranks"])
+                print(f"\n{name}: messages and bytes a second\n{rates}", flush=True)
         path = options.output / f"messages-{environment.library_name(about)}-{about['ranks']}.json"
         record = {
             "benchmark": "messages",
