@@ -13,6 +13,8 @@ from collections.abc import Callable
 SPIN_S = 50e-6
 YIELD_S = 500e-6
 SLEEP_S = 50e-6
+# Of a wait that has lasted long, a sleep is at most this share.
+_SHARE = 1 / 16
 
 
 def until(
@@ -22,6 +24,7 @@ def until(
     spin_s: float = SPIN_S,
     yield_s: float = YIELD_S,
     sleep_s: float = SLEEP_S,
+    longest_s: float = 0.0,
 ) -> bool:
     """Call ``ready`` until its result is true.
 
@@ -32,6 +35,8 @@ def until(
         spin_s: Time from the start without pauses.
         yield_s: Time from the start after which the pauses are sleeps; before, they are yields.
         sleep_s: Duration of one sleep.
+        longest_s: Duration up to which sleeps grow, as a sixteenth of the wait so far; below
+            ``sleep_s`` they do not.
 
     Returns:
         False if the time was over first.
@@ -47,7 +52,7 @@ def until(
             if check is not None:
                 check()
             if waited > yield_s:
-                time.sleep(sleep_s)
+                time.sleep(max(sleep_s, min(longest_s, waited * _SHARE)))
             else:
                 os.sched_yield()
     return True

@@ -3,8 +3,8 @@
 A synchronous call on one rank matches an asynchronous one on another, but MPI does not match a
 blocking collective with a non-blocking one (MPI-4.1 §6.12): between nodes all are non-blocking.
 Waits differ. The caller's thread waits inside MPI. A group's own thread runs during the backward
-pass, where MPI's polling would take half of a core, so it sleeps 50 µs between tests; a transfer
-between nodes takes milliseconds.
+pass, where MPI's polling would take half of a core, so it sleeps between tests: 50 µs, and up to
+a millisecond in a wait of many; a transfer between nodes takes milliseconds.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from mpidist.comm.mpi.library import MPI
 if TYPE_CHECKING:
     from mpi4py.typing import BufSpec
 
+# A test of MPI over TCP and what wakes the thread for it take some 20 µs of a core.
+_LONGEST_SLEEP_S = 1e-3
 # Blocking calls whose non-blocking form takes the same arguments, except for a status.
 NONBLOCKING = {
     name: "I" + name.lower()
@@ -181,7 +183,7 @@ def wait_yielding(request: Request | _Probe, status: MPI.Status | None = None) -
 
 def wait_sleeping(request: Request | _Probe, status: MPI.Status | None = None) -> None:
     """Test a request until it is complete; yield the core between tests, later sleep."""
-    backoff.until(lambda: request.Test(status))
+    backoff.until(lambda: request.Test(status), longest_s=_LONGEST_SLEEP_S)
 
 
 def wait_abandonable(check: Callable[[], None], sleeps: bool) -> Wait:
@@ -194,7 +196,9 @@ def wait_abandonable(check: Callable[[], None], sleeps: bool) -> Wait:
     yield_s = backoff.YIELD_S if sleeps else math.inf
 
     def wait(request: Request | _Probe, status: MPI.Status | None = None) -> None:
-        backoff.until(lambda: request.Test(status), check, yield_s=yield_s)
+        backoff.until(
+            lambda: request.Test(status), check, yield_s=yield_s, longest_s=_LONGEST_SLEEP_S
+        )
 
     return wait
 

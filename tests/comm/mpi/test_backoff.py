@@ -43,6 +43,20 @@ def test_a_long_wait_yields_and_then_sleeps(pauses):
     assert pauses == sorted(pauses) and set(pauses) == {0, backoff.SLEEP_S}
 
 
+def test_sleeps_grow_with_the_wait_up_to_the_longest(pauses):
+    assert backoff.until(countdown(400), longest_s=1e-3)
+    now = 2 * backoff.SPIN_S  # the readings before the first pause, and more
+    for pause in pauses:
+        # Yields take no time on this clock; a reading takes 10 µs.
+        now += 10e-6
+        assert pause <= max(backoff.SLEEP_S, now / 16) + 1e-9
+        now += pause
+    sleeps = [pause for pause in pauses if pause]
+    assert sleeps == sorted(sleeps)
+    assert sleeps[0] == backoff.SLEEP_S and sleeps[-1] == 1e-3
+    assert any(backoff.SLEEP_S < pause < 1e-3 for pause in sleeps)
+
+
 def test_a_wait_without_spins_and_yields_sleeps_for_the_given_time(pauses):
     assert backoff.until(countdown(4), spin_s=0, yield_s=0, sleep_s=2.0)
     assert pauses == [2.0, 2.0]
