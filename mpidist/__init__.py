@@ -19,6 +19,7 @@ _PACKAGES = (
     "nn",
     "optim",
     "rpc",
+    "slurm",
     "tune",
 )
 
