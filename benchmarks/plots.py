@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,10 @@ def _drawing(record: dict[str, Any]) -> Callable[[dict[str, Any], Path], None]:
     raise ValueError(f"records of the benchmark {name!r} have no plot of their own")
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("records", type=Path, nargs="+", metavar="RECORD.json")
-    for path in parser.parse_args().records:
+    for path in parser.parse_args(words).records:
         record = json.loads(path.read_text(encoding="utf-8"))
         print(beside(record, path, _drawing(record)))
 
