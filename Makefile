@@ -35,7 +35,7 @@ ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchm
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint-beside-mpi-1 slurm-beside-install lint format unit slow torch-newest torch-versions slurm timing long repeat conformance fuzz fuzz-bytes gpu gpu-wheels bench bench-link docs clean distclean
+.PHONY: help demo test check lint-beside-mpi-1 slurm-beside-install lint format unit slow torch-newest torch-versions slurm timing long repeat conformance fuzz fuzz-bytes gpu gpu-wheels bench bench-link dist docs clean distclean
 
 help:
 	@echo 'make demo     digits on two ranks, then the next word on two trainers and an embedding server; look into demo-output/'
@@ -60,6 +60,7 @@ help:
 	@echo 'make bench    timing, long, and the benchmarks on two ranks: collectives, messages, execution, training steps, hooks, calls, distributed autograd, sharded optimizer'
 	@echo 'make bench-link  training steps, and shards, on slow links between network namespaces (root, iproute2)'
 	@echo 'make docs     the documentation site, into site/; a warning is an error;  $(PY) -m http.server -d site: read it with its search'
+	@echo 'make dist     a wheel for all Pythons and processors, and the sdist, into dist/'
 	@echo 'make clean    remove what the targets wrote;  make distclean: the environments too'
 
 demo: $(READY)
@@ -220,6 +221,11 @@ bench-link: $(VENV)/.stamp-bench $(MPICH)/.stamp
 	    $(ON_LINK) $$rate $(MPICH)/bin/mpirun $(PY) benchmarks/bench_powersgd.py --models mlp:64 --rounds 8 || test $$? = 77 || exit 1; \
 	    $(ON_LINK) $$rate $(MPICH)/bin/mpirun $(PY) benchmarks/bench_wire.py --rounds 5 || test $$? = 77 || exit 1; \
 	done
+
+# A wheel for all Pythons and processors, and the sdist.
+dist: $(READY)
+	rm -rf dist
+	$(PY) -m build -q --outdir dist .
 
 # NO_MKDOCS_2_WARNING: the theme's advertisement of its successor.
 docs: $(VENV)/.stamp-docs

@@ -16,6 +16,7 @@ _TEXTS = {
     "SECURITY.md": "security.md",
     "benchmarks/README.md": "benchmarks.md",
     "examples/README.md": "examples/index.md",
+    "packaging/README.md": "packages.md",
 }
 
 
