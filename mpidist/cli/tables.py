@@ -103,7 +103,7 @@ def _facts_table(report: Report, is_screen: bool) -> Table:
 def _shortened(text: str) -> str:
     if len(text) <= _LONGEST_ON_SCREEN:
         return text
-    return f"{text[:_LONGEST_ON_SCREEN].rsplit(' ', 1)[0]} … (all: --json FILE)"
+    return f"{text[:_LONGEST_ON_SCREEN].rsplit(' ', 1)[0]} ... (all: --json FILE)"
 
 
 def _rows(facts: Facts) -> list[tuple[str, str]]:
