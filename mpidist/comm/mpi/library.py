@@ -171,7 +171,6 @@ def load(makes_context: bool = True) -> ModuleType:
                 with (
                     start_settings(os.environ),
                     _home_for_start(os.environ),
-                    _home_for_start(os.environ),
                     cuda_context.current_at_start(_is_running(), makes_context),
                 ):
                     _start()
