@@ -171,7 +171,7 @@ def _checks(group: Group, timeout_s: float) -> Sequence[tuple[str, Callable[[], 
         ("all_gather of objects", gathers),
         ("average in memory of the node", lambda: _average_in_node_memory(group)),
     ]
-    found.append(("init_process_group and all_reduce", lambda: first_program.all_reduce(timeout_s)))
+    found.append(("init_process_group and all_reduce", lambda: _first_program(timeout_s)))
     if own.type == "cuda":
         call = reduces(torch.float32, "sum", total, str(own))
         found.append((f"all_reduce fp32 sum on {own.type}", call))

@@ -117,13 +117,15 @@ def test_torch_is_tried_after_the_handshake_alone(monkeypatch):
     assert list(doctor._try_two_ranks("x").values()) == ["hung"]
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("former", [None, "abort"])
-def test_a_rank_that_does_not_come_leaves_the_report(monkeypatch, former):
+def test_a_rank_that_does_not_come_leaves_the_report(monkeypatch, group, former):
     monkeypatch.delenv("MPIDIST_ON_TIMEOUT", raising=False)
     if former is not None:
         monkeypatch.setenv("MPIDIST_ON_TIMEOUT", former)
     monkeypatch.setattr(
         questions.first_program, "all_reduce", lambda limit_s: os.environ["MPIDIST_ON_TIMEOUT"]
     )
-    assert questions._first_program(1.0) == "raise"
+    checks = questions.check(group, 1.0)
+    assert checks["init_process_group and all_reduce"] == "raise", checks
     assert os.environ.get("MPIDIST_ON_TIMEOUT") == former
