@@ -20,7 +20,7 @@ from mpidist.comm.mpi.library import MPI
 if TYPE_CHECKING:
     from mpi4py.typing import BufSpec
 
-# A test of MPI over TCP and what wakes the thread for it take some 20 µs of a core.
+# With sleeps of 50 µs alone a wait on MPI over TCP takes 0.3 of a core (docs/decisions/0005).
 _LONGEST_SLEEP_S = 1e-3
 # Blocking calls whose non-blocking form takes the same arguments, except for a status.
 NONBLOCKING = {
