@@ -3,7 +3,6 @@
 Each test starts a job, or shares one.
 """
 
-import json
 import re
 
 import pytest
@@ -118,46 +117,23 @@ _ALONE = {
     "funneled": ({"MPI4PY_RC_THREAD_LEVEL": "funneled"}, _BEGIN),
     "single": ({"MPI4PY_RC_THREAD_LEVEL": "single"}, _BEGIN),
 }
-# Each program runs in a fork of a process that has imported torch and not started MPI, and ends as
-# an interpreter of its own would.
-_IN_FORKS = """
-import json, os, sys, textwrap
-import torch.distributed
-
-ended = {{}}
-for name, (env, program) in {programs!r}.items():
-    pipes = [os.pipe(), os.pipe()]
-    child = os.fork()
-    if child == 0:
-        for place, (_, end) in enumerate(pipes, 1):
-            os.dup2(end, place)
-        os.environ.update(env)
-        exec(compile(textwrap.dedent(program), name, "exec"), {{"__name__": "__main__"}})
-        sys.exit()  # runs what is to run at exit; an exception has left the loop before
-    for _, end in pipes:
-        os.close(end)
-    texts = [open(begin).read() for begin, _ in pipes]
-    ended[name] = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), *texts]
-print(json.dumps(ended))
-"""
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """Return exit status, output and errors of each program without a launcher, by name."""
-    done = run(1, _IN_FORKS.format(programs=_ALONE), command=[])
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout)
+def alone(name):
+    """Run a program without a launcher; return its exit status, output and errors."""
+    env, program = _ALONE[name]
+    done = run(1, program, command=[], env=env)
+    return done.returncode, done.stdout, done.stderr
 
 
-def test_a_plain_process_is_a_world_of_one(alone):
-    status, output, errors = alone["world of one"]
+def test_a_plain_process_is_a_world_of_one():
+    status, output, errors = alone("world of one")
     assert status == 0, errors
     assert output.strip() == "0 1 [7.0, 7.0, 7.0] ['alone']"
 
 
-def test_a_backend_that_is_not_there_says_what_to_write(alone):
-    status, output, errors = alone["backends that are not there"]
+def test_a_backend_that_is_not_there_says_what_to_write():
+    status, output, errors = alone("backends that are not there")
     assert status == 0, errors
     no_nccl, shared, no_mpi, library, too_late = output.splitlines()
     assert "no NCCL" in no_nccl and 'Write backend="mpidist"' in no_nccl
@@ -175,8 +151,8 @@ def test_a_backend_that_is_not_there_says_what_to_write(alone):
         ("single", ["MPI_THREAD_SINGLE", "MPI4PY_RC_THREAD_LEVEL"]),
     ],
 )
-def test_a_start_that_cannot_work_says_so(alone, name, words):
-    status, output, errors = alone[name]
+def test_a_start_that_cannot_work_says_so(name, words):
+    status, output, errors = alone(name)
     assert status != 0
     assert "went on" not in output
     (line,) = [

@@ -65,7 +65,6 @@ class Program(NamedTuple):
         import torch
 
         _open_streams()
-
         torch._import_device_backends()
         # Python's generator draws its seed in every fork anew; NumPy's goes on.
         np.random.seed()
