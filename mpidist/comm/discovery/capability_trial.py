@@ -63,10 +63,7 @@ def try_operations(
     """
     start = child_job.launcher(library)
     if start is None:
-        return dict.fromkeys(
-            operations,
-            f"{NOT_TRIED}no mpirun or mpiexec was found next to the MPI library or on the PATH",
-        )
+        return dict.fromkeys(operations, f"{NOT_TRIED}{child_job.NO_LAUNCHER}")
     flags = () if cuda_first else (MPI_FIRST,)
     results: dict[str, str] = {}
     while left := [operation for operation in operations if operation not in results]:

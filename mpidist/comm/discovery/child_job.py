@@ -25,6 +25,8 @@ from mpidist.comm.mpi.launcher_env import without_launcher
 from mpidist.comm.mpi.library import home
 
 RANKS = 2
+# The reason where ``launcher`` finds none.
+NO_LAUNCHER = "no mpirun or mpiexec was found next to the MPI library or on the PATH"
 _MARK = "MPIDIST_NESTED"
 _END_S = 3.0  # time for a launcher to end its ranks
 _KEPT_LINES = 100  # last lines of output that are kept for the reason
