@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,7 @@ def text_of(rows: Sequence[Mapping[str, Any]]) -> str:
         (
             row["processor"],
             row["network"],
-            ", then ".join(
-                hook if rate == float("inf") else f"{hook} up to {float(f'{rate:.2g}'):g}"
-                for hook, rate in row["fastest_up_to_gbit_s"]
-            ),
+            _changes(row["fastest_up_to_gbit_s"]),
         )
         for row in rows
         if row["fastest_up_to_gbit_s"]
@@ -80,6 +77,14 @@ def text_of(rows: Sequence[Mapping[str, Any]]) -> str:
             f"(looked for from {LEAST_GBIT_S:g} to {MOST_GBIT_S:g})",
             tables.text(crossed, ("", "network", "fastest")),
         ]
+    )
+
+
+def _changes(crossed: Iterable[tuple[str, float]], unit: str = "") -> str:
+    """Return the hooks in the order of the networks on which each is the fastest."""
+    return ", then ".join(
+        hook if rate == float("inf") else f"{hook} up to {float(f'{rate:.2g}'):g}{unit}"
+        for hook, rate in crossed
     )
 
 
@@ -200,10 +205,7 @@ def _text_of_answer(options: Any, processor: Processor, source: str) -> str:
         if options.compute_ms
         else f"6 · parameters · {processor.samples} samples / {processor.flop_rate:.2g} a second"
     )
-    changes = ", then ".join(
-        hook if rate == float("inf") else f"{hook} up to {float(f'{rate:.2g}'):g} Gbit/s"
-        for hook, rate in crossings(case, processor)
-    )
+    changes = _changes(crossings(case, processor), " Gbit/s")
     table = tables.text(
         rows,
         ("hook", "step, ms", "exposed, ms", "× uncompressed", ""),
