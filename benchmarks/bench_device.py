@@ -55,7 +55,8 @@ class Settings:
     burst_s: float = 0.01
 
 
-QUICK = Settings((4 * _KI, 1 * _MI, 64 * _MI), 2, 0.001)
+# The last one by several chunks, each way.
+QUICK = Settings((4 * _KI, 1 * _MI, 12 * _MI), 2, 0.001)
 
 
 _OPERATIONS: dict[

@@ -7,6 +7,7 @@ disturbances of the machine affect all contenders alike.
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import time
@@ -79,8 +80,9 @@ def compare(left: Series, right: Series) -> Comparison:
     )
 
 
+@functools.cache
 def touch_memory() -> None:
-    """Touch and free memory, so that no contender pays for the first touch of a page.
+    """Touch and free memory once a process, so that no contender pays for the first touch of pages.
 
     On a virtual machine the first touch is expensive.
     """

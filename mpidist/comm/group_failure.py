@@ -33,7 +33,6 @@ class Failing:
         self.on_timeout = settings.on_timeout
         self._comm = comm
         self._mpi = comm.plain
-        self._members = self._mpi, self.world_ranks
         self._failure: MpidistError | None = None
         self._closed = False
         # Held while the communicator is revoked, which the watchdog's thread does: ``close`` gives
@@ -50,6 +49,10 @@ class Failing:
                 f'rank {self.rank} of {self.size} (group "{self.name}"): {operation}'
             )
         return text
+
+    def message_error(self, error: Exception, operation: str) -> Exception:
+        """Return the user's error for an error of a message, which fails no group."""
+        return self._explain(error, operation, is_collective=False)
 
     def fail(self, error: MpidistError) -> None:
         """Raise ``error`` from every later call, and from the call under way when MPI returns."""
@@ -87,18 +90,22 @@ class Failing:
             raise copy.copy(self._failure)
 
     @contextmanager
-    def _explained(self, operation: str) -> Iterator[None]:
+    def _explained(self, operation: str, is_collective: bool = True) -> Iterator[None]:
         """Raise errors of the block as ``_explain`` returns them."""
         try:
             yield
         except Exception as error:
-            explained = self._explain(error, operation)
+            explained = self._explain(error, operation, is_collective)
             if explained is error:
                 raise
             raise explained from error
 
-    def _explain(self, error: Exception, operation: str) -> Exception:
-        """Return the user's error for an error of an operation; fail the group if a rank died."""
+    def _explain(self, error: Exception, operation: str, is_collective: bool = True) -> Exception:
+        """Return the user's error for an error of an operation.
+
+        If a rank died, a collective fails the group on all ranks; a message concerns two of them,
+        and the others go on.
+        """
         if isinstance(error, LengthError):
             return DisagreementError(
                 f"{self.where(operation)}: {error}; with MPIDIST_DEBUG=1 all ranks compare before "
@@ -117,7 +124,7 @@ class Failing:
             # Recorded by the watchdog or another thread, and more precise than MPI's error.
             return self._failure
         explained = mpi_errors.explain(error, self.where(operation), self._mpi, self.world_ranks)
-        if isinstance(explained, RankFailureError):
+        if isinstance(explained, RankFailureError) and is_collective:
             dead = explained.ranks
             if dead and (exited_ranks.have_died(dead) or not exited_ranks.among(dead)):
                 runtime.note_failure(dead)

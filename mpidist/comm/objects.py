@@ -26,7 +26,6 @@ from mpidist.comm.group_settings import GroupSettings
 from mpidist.comm.mpi import trust
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
-from mpidist.comm.mpi.nonblocking import Request
 from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.object_collectives import all_gather, broadcast, gather, scatter
 from mpidist.comm.object_messages import ObjectReceiver
@@ -158,7 +157,7 @@ class Objects(Execution):
     def _send_object(self, obj: object, dst: int, data_only: bool | None) -> None:
         self._require_usable("send_object")
         arguments.rank(self.where("send_object"), dst, "dst", self.size)
-        with self._explained("send_object"):
+        with self._explained("send_object", is_collective=False):
             self._send_message(frame.encode(obj, trust.is_data_only(data_only)), dst)
 
     def _send_message(self, message: Message, dst: int) -> None:
@@ -169,7 +168,7 @@ class Objects(Execution):
                 request = self._mpi.Isend(
                     (part, memoryview(part).nbytes, MPI.BYTE), dst, self._comm.own_tag(tag)
                 )
-                works.append(self._part_work("send_object", request, part, dst))
+                works.append(RequestWork(self, "send_object", None, request, dst, part))
         for work in works:
             work.wait()
 
@@ -178,7 +177,7 @@ class Objects(Execution):
         is_data, where = trust.is_data_only(data_only), self.where("recv_object")
         if src is not None:
             arguments.rank(where, src, "src", self.size)
-        with self._explained("recv_object"):
+        with self._explained("recv_object", is_collective=False):
             header, body, source = self._object_receiver.receive(
                 self._comm,
                 MPI.ANY_SOURCE if src is None else src,
@@ -189,24 +188,7 @@ class Objects(Execution):
         return _accepted(where, header, body, is_data), source
 
     def _wait_for_part(self, request: AnnouncedReceive, part: memoryview, source: int) -> None:
-        self._part_work("recv_object", request, part, source).wait()
-
-    def _part_work(
-        self, operation: str, request: Request | AnnouncedReceive, part: object, peer: int
-    ) -> RequestWork:
-        where, peers = self.where(operation), self.peers_of(peer)
-        work = RequestWork(
-            operation,
-            None,
-            request,
-            where,
-            self.journal,
-            self.timeout_s,
-            self._members,
-            peers=peers,
-        )
-        work.kept = part
-        return work
+        RequestWork(self, "recv_object", None, request, source, part).wait()
 
 
 def _encoded(obj: object, is_data: bool) -> tuple[Message, Exception | None]:

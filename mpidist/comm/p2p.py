@@ -7,9 +7,9 @@ receive without a message raises ``CommTimeout`` and is withdrawn.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +25,10 @@ from mpidist.comm.memory.stream import Event
 from mpidist.comm.message_pieces import HEAD_BYTES, PieceTransfers
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
-from mpidist.comm.mpi.mpi_errors import explain
 from mpidist.comm.mpi.nonblocking import Request
 from mpidist.comm.posted_receives import PostedReceive, ReceiveQueue
-from mpidist.comm.work import RequestWork, release_orphans
-from mpidist.errors import MpidistError
+from mpidist.comm.work import MessageGroup, RequestWork, release_orphans
+from mpidist.errors import CommTimeout, MpidistError
 
 Tensor = torch.Tensor
 
@@ -132,8 +131,8 @@ class PointToPoint(Execution):
             if request.Test() or ends_soon(request):
                 return
         except MPI.Exception as error:
-            raise explain(error, self.where("send"), *self._members) from None
-        self._request_work("send", tensor, request, None, tensor, self.peers_of(dst)).wait()
+            raise self.message_error(error, "send") from None
+        RequestWork(self, "send", tensor, request, dst).wait()
 
     def _recv(self, tensor: Tensor, src: int | None, tag: int) -> int:
         self._require_usable("recv")
@@ -165,14 +164,14 @@ class PointToPoint(Execution):
                 space = buffer.as_bytes(tensor)
                 receive = PostedReceive(self._receives, space, sender, tag, None, None)
                 receive.start(message, sender, received)
-                self._receive_work("recv", tensor, receive, src).wait()
+                _Receive(self, "recv", tensor, (receive,), src).wait()
                 return sender
             request = self._direct.start_receive(tensor, received, message)
             if request.Test() or ends_soon(request):
                 return sender
         except MPI.Exception as error:
-            raise explain(error, self.where("recv"), *self._members) from None
-        self._request_work("recv", tensor, request, None, tensor, self.peers_of(sender)).wait()
+            raise self.message_error(error, "recv") from None
+        RequestWork(self, "recv", tensor, request, sender).wait()
         return sender
 
     def _isend(self, operation: str, tensor: Tensor, dst: int, tag: int) -> RequestWork:
@@ -180,7 +179,7 @@ class PointToPoint(Execution):
         if self._direct.take(tensor, dst, tag):
             release_orphans()
             request = self._direct.start_send(tensor, dst, tag)
-            return self._request_work(operation, tensor, request, None, tensor, self.peers_of(dst))
+            return RequestWork(self, operation, tensor, request, dst)
         where = self.where(operation)
         arguments.tensor(where, tensor, "tensor")
         arguments.rank(where, dst, "dst", self.size)
@@ -190,9 +189,7 @@ class PointToPoint(Execution):
         if staged is not None:
             parts = self._pieces.send(staged, list(buffer.pieces(tensor.nbytes)), dst, tag)
             if parts is not None:
-                return self._request_work(
-                    operation, tensor, _as_one(parts), None, staged, self.peers_of(dst)
-                )
+                return RequestWork(self, operation, tensor, _as_one(parts), dst, staged)
         memory, device = device_p2p.to_send(tensor)
         requests = [
             start_request(
@@ -200,9 +197,7 @@ class PointToPoint(Execution):
             )
             for start, length in buffer.pieces(memory.nbytes)
         ]
-        return self._request_work(
-            operation, tensor, _as_one(requests), None, memory, self.peers_of(dst)
-        )
+        return RequestWork(self, operation, tensor, _as_one(requests), dst, memory)
 
     def _irecv(
         self, operation: str, tensor: Tensor, src: int | None, tag: int, waits: bool = False
@@ -212,7 +207,7 @@ class PointToPoint(Execution):
             release_orphans()
             source = MPI.ANY_SOURCE if src is None else src
             receive = self._receives.post(buffer.as_bytes(tensor), source, tag, waits)
-            return self._receive_work(operation, tensor, receive, src)
+            return _Receive(self, operation, tensor, (receive,), src)
         where = self.where(operation)
         arguments.tensor(where, tensor, "tensor")
         arguments.writable(where, tensor, "tensor")
@@ -240,60 +235,58 @@ class PointToPoint(Execution):
             )
             for start, length in spans
         ]
-        finish = partial(self._arrived, operation, tensor, receives, arrive)
-        return self._request_work(
-            operation, tensor, _as_one(receives), finish, memory, self.peers_of(src)
-        )
+        return _Receive(self, operation, tensor, receives, src, memory, arrive)
 
-    def _receive_work(
-        self, operation: str, tensor: Tensor, receive: PostedReceive, src: int | None
-    ) -> RequestWork:
-        """Return the handle of a receive into the memory of a tensor on the host."""
-        finish = partial(self._arrived, operation, tensor, (receive,), tuple)
-        return self._request_work(operation, tensor, receive, finish, tensor, self.peers_of(src))
 
-    def _arrived(
+class _Receive(RequestWork):
+    """Handle of a receive: compares the lengths of message and tensor.
+
+    Args:
+        receives: The receives of the tensor's memory, in its order.
+        arrive: Stores the message in the memory of a device, and returns the events behind which it
+            is complete; None for the host.
+    """
+
+    __slots__ = ("_arrive", "_receives")
+
+    def __init__(
         self,
+        group: MessageGroup,
         operation: str,
         tensor: Tensor,
         receives: Sequence[PostedReceive],
-        arrive: Callable[[], Sequence[Event]],
-    ) -> tuple[int, Sequence[Event]]:
-        """Compare the lengths, and store the message; return the sender's rank and the events."""
-        wrong = False
-        for receive in receives:
+        src: int | None,
+        memory: Tensor | None = None,
+        arrive: Callable[[], Sequence[Event]] | None = None,
+    ) -> None:
+        super().__init__(group, operation, tensor, _as_one(receives), src, memory)
+        self._receives = receives
+        self._arrive = arrive
+
+    def cancel(self) -> None:
+        if not self._done:
+            with contextlib.suppress(Exception):
+                self._request.Cancel()
+                self._request.Wait()
+            self._done = True
+            self._error = self._error or CommTimeout(f"{self.where} was withdrawn")
+
+    def _store(self) -> None:
+        fits = True
+        for receive in self._receives:
             if receive.error is not None:
                 raise receive.error
-            wrong = wrong or receive.received != receive.nbytes
-        if wrong:
+            fits = fits and receive.received == receive.nbytes
+        self._source = self._receives[0].sender
+        if not fits:
+            (tensor,) = self.tensors
             raise MpidistError(
-                f"{self.where(operation)} expected {tensor.nbytes} bytes (shape "
-                f"{tuple(tensor.shape)}, {tensor.dtype}); rank {receives[0].sender} sent "
-                f"{sum(receive.received for receive in receives)}"
+                f"{self.where} expected {tensor.nbytes} bytes (shape {tuple(tensor.shape)}, "
+                f"{tensor.dtype}); rank {self._source} sent "
+                f"{sum(receive.received for receive in self._receives)}"
             )
-        return receives[0].sender, arrive()
-
-    def _request_work(
-        self,
-        operation: str,
-        tensor: Tensor,
-        request: Request,
-        finish: Callable[[], tuple[int, Sequence[Event]]] | None,
-        memory: object,
-        peers: Sequence[int],
-    ) -> RequestWork:
-        return RequestWork(
-            operation,
-            tensor,
-            request,
-            self.where(operation),
-            self.journal,
-            self.timeout_s,
-            self._members,
-            finish,
-            peers,
-            memory,
-        )
+        if self._arrive is not None:
+            self._events += self._arrive()
 
 
 def _as_one(requests: Sequence[Request]) -> Request:

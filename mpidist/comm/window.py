@@ -28,7 +28,7 @@ import torch
 from mpidist.comm import arguments, receive_poller
 from mpidist.comm.algorithms import node_memory
 from mpidist.comm.memory import buffer
-from mpidist.comm.mpi import backoff, exited_ranks, mpi_errors
+from mpidist.comm.mpi import backoff, exited_ranks
 from mpidist.comm.window_channel import AnswerWait, Exposed, Put, SignalWait, WindowChannel
 from mpidist.comm.work import RequestWork, Work
 from mpidist.dynamo import untraced
@@ -321,7 +321,7 @@ class Window:
         try:
             registered.channel.signal(registered.exposed, peer_rank)
         except Exception as error:
-            raise self._explained("signal", error) from error
+            raise self._group.message_error(error, "signal") from error
         return self._ended("signal", ()) if async_op else None
 
     def wait_signal(
@@ -355,7 +355,7 @@ class Window:
                     if take(exposed, peer_rank):
                         return None
             except Exception as error:
-                raise self._explained("wait_signal", error) from error
+                raise self._group.message_error(error, "wait_signal") from error
         request = SignalWait(channel, exposed, peer_rank)
         work = self._work("wait_signal", request, None, peer_rank, _SignalWork)
         if async_op:
@@ -488,7 +488,7 @@ class Window:
                 registered.exposed, self._group.where("put"), dst, offset, source
             )
         except Exception as error:
-            raise self._explained("put", error) from error
+            raise self._group.message_error(error, "put") from error
 
     def _checked(
         self, registered: _Registered, tensor: Tensor, dst: int, offset: int
@@ -541,11 +541,6 @@ class Window:
             if gone:
                 raise exited_ranks.failure(self._group.where(operation), gone)
 
-    def _explained(self, operation: str, error: Exception) -> Exception:
-        if not mpi_errors.is_mpi_error(error):
-            return error
-        return mpi_errors.explain(error, self._group.where(operation), *self._group._members)
-
     def _ended(self, operation: str, tensors: Sequence[Tensor]) -> Work:
         work = Work(operation, tensors, self._group.where(operation))
         work.future.set_result(tensors)
@@ -559,17 +554,4 @@ class Window:
         peer: int,
         kind: type[RequestWork] = RequestWork,
     ) -> RequestWork:
-        group = self._group
-        work = kind(
-            operation,
-            memory,
-            request,
-            group.where(operation),
-            group.journal,
-            group.timeout_s,
-            group._members,
-            None,
-            group.peers_of(peer) if peer != group.rank else (),
-        )
-        work.kept = memory
-        return work
+        return kind(self._group, operation, memory, request, peer, memory)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import profiler as torch_profiler
@@ -16,8 +16,8 @@ from mpidist.comm import profiling
 from mpidist.comm.announced_receive import AnnouncedReceive
 from mpidist.comm.memory.stream import Event
 from mpidist.comm.mpi import backoff, exited_ranks
-from mpidist.comm.mpi.mpi_errors import explain, is_mpi_error, is_over
-from mpidist.comm.mpi.nonblocking import Mpi, Request
+from mpidist.comm.mpi.mpi_errors import is_over
+from mpidist.comm.mpi.nonblocking import Request
 from mpidist.comm.op_status import Journal
 from mpidist.comm.receive_poller import match_all
 from mpidist.dynamo import untraced
@@ -28,6 +28,9 @@ from mpidist.future import Future
 # it yields its core between tests, and later sleeps.
 _SPIN_S = 200e-6
 _YIELD_S = 5e-3
+# Before that, tests of a message that the watchdog need not know of: both ranks of an exchange post
+# and send at the same time.
+_TESTS = 8
 
 
 def seconds(timeout: float | timedelta | None) -> float | None:
@@ -138,51 +141,79 @@ def release_orphans() -> None:
         _releasing.release()
 
 
-@untraced
-class RequestWork:
-    """Handle of a send or receive; the thread that waits for it calls MPI.
+class MessageGroup(Protocol):
+    """Group of a message.
 
-    If the handle is dropped before the end, the message stays under way and its memory alive.
+    Attributes:
+        journal: Records the waits for messages.
+        timeout_s: Longest wait; None for no limit.
     """
 
+    journal: Journal
+    timeout_s: float | None
+
+    def where(self, operation: str) -> str:
+        """Return the beginning of an error's text."""
+
+    def peers_of(self, rank: int | None) -> tuple[int, ...]:
+        """Return the world ranks that a message to or from a rank needs."""
+
+    def message_error(self, error: Exception, operation: str) -> Exception:
+        """Return the user's error for an error of a message."""
+
+
+@untraced
+class RequestWork:
+    """Handle of a message; the thread that waits for it calls MPI.
+
+    If the handle is dropped before the end, the message stays under way and its memory alive.
+
+    Args:
+        group: The message's group.
+        operation: The name of the call.
+        tensor: The tensor; None for a message that is none.
+        request: The request of MPI, or one with its methods.
+        peer: The other rank in the group; None for any.
+        kept: Memory that MPI works on, kept alive as long as the request.
+    """
+
+    # What is needed for an error or a long wait alone is asked of the group, because most messages
+    # have ended before: each attribute of a handle costs a message 30 ns.
     __slots__ = (
-        "_done", "_error", "_events", "_finish", "_future", "_journal", "_members", "_peers",
-        "_request", "_source", "_timeout_s", "kept", "operation", "tensors", "where",
+        "_done", "_error", "_events", "_future", "_group", "_kept", "_peer", "_request", "_source",
+        "operation", "tensors",
     )  # fmt: skip
 
     def __init__(
         self,
+        group: MessageGroup,
         operation: str,
         tensor: torch.Tensor | None,
         request: Request | AnnouncedReceive,
-        where: str,
-        journal: Journal,
-        timeout_s: float | None,
-        members: tuple[Mpi, Sequence[int]],
-        finish: Callable[[], tuple[int, Sequence[Event]]] | None = None,
-        peers: Sequence[int] = (),
+        peer: int | None,
         kept: object = None,
     ) -> None:
+        self._group = group
         self.operation = operation
         self.tensors: Sequence[Any] = (tensor,)
-        self.where = where
         self._request: Any = request
-        self._journal = journal
-        self._timeout_s = timeout_s
-        self._members = members  # the group's communicator and world ranks
-        self._finish = finish  # stores the data, returns the sender's rank and events
+        self._peer = peer
+        self._kept = kept
         # On a device the data is complete behind the events.
         self._events: list[Event] = []
-        self._peers = peers  # world ranks that the message needs
         self._done = False
         self._error: BaseException | None = None
         self._source = -1
         self._future: Future[Sequence[torch.Tensor]] | None = None
-        self.kept = kept  # as long as the request
 
     def __del__(self) -> None:
         if not getattr(self, "_done", True):
-            _orphans.append((self._request, (self.kept, self.tensors)))
+            _orphans.append((self._request, (self._kept, self.tensors)))
+
+    @property
+    def where(self) -> str:
+        """Return the beginning of an error's text."""
+        return self._group.where(self.operation)
 
     def is_completed(self) -> bool:
         """Test once whether the message has ended."""
@@ -199,13 +230,16 @@ class RequestWork:
                 again.
             RankFailureError: The peer died, or its program has ended.
         """
-        if not self._done and not self._test():
+        for _ in range(_TESTS):
+            if self._done or self._test():
+                break
+        else:
             poll = (
                 profiling.waiting(self._poll, self.operation)
                 if torch_profiler._is_profiler_enabled
                 else self._poll
             )
-            poll(seconds(timeout) or self._timeout_s)
+            poll(seconds(timeout) or self._group.timeout_s)
         if self._error is not None:
             raise self._error
         for event in self._events:
@@ -217,12 +251,6 @@ class RequestWork:
 
         No effect on a send, which MPI cannot withdraw safely (MPI-4.1 deprecates it).
         """
-        if not self._done and self._finish is not None:
-            with contextlib.suppress(Exception):
-                self._request.Cancel()
-                self._request.Wait()
-            self._done = True
-            self._error = self._error or CommTimeout(f"{self.where} was withdrawn")
 
     def exception(self) -> BaseException | None:
         """Return the error of an ended message, else None."""
@@ -249,16 +277,16 @@ class RequestWork:
         try:
             if not self._request.Test():
                 return False
-            if self._finish is not None:
-                self._source, events = self._finish()
-                self._events += events
+            self._store()
         except Exception as error:
-            self._error = (
-                explain(error, self.where, *self._members) if is_mpi_error(error) else error
-            )
+            self._error = self._group.message_error(error, self.operation)
         self._done = True
-        self._complete_future()
+        if self._future is not None:
+            self._complete_future()
         return True
+
+    def _store(self) -> None:
+        """Store the data of a message that has ended."""
 
     def _complete_future(self) -> None:
         if self._future is not None and not self._future.done():
@@ -268,12 +296,15 @@ class RequestWork:
                 self._future.set_result(self.tensors)
 
     def _poll(self, limit_s: float | None) -> None:
-        self._journal.enter_wait(id(self), self.operation, self.tensors[0], self._peers)
+        group = self._group
+        peers = group.peers_of(self._peer)
+        check = partial(self._check, peers)
+        group.journal.enter_wait(id(self), self.operation, self.tensors[0], peers)
         try:
-            if not backoff.until(self._advance, self._check_peers, limit_s, _SPIN_S, _YIELD_S):
+            if not backoff.until(self._advance, check, limit_s, _SPIN_S, _YIELD_S):
                 raise CommTimeout(f"{self.where} did not end within {limit_s:g} s")
         finally:
-            self._journal.leave_wait(id(self))
+            group.journal.leave_wait(id(self))
 
     def _advance(self) -> bool:
         if self._done or self._test():
@@ -282,6 +313,6 @@ class RequestWork:
         match_all()
         return False
 
-    def _check_peers(self) -> None:
-        if exited_ranks.all_ended(self._peers) and not self._test():
-            raise exited_ranks.failure(self.where, self._peers)
+    def _check(self, peers: Sequence[int]) -> None:
+        if exited_ranks.all_ended(peers) and not self._test():
+            raise exited_ranks.failure(self.where, peers)
