@@ -59,6 +59,7 @@ _OF_CALLS = [
     ["bench_rpc_device.py", "--quick", "--device", "cpu"],
     ["tree_job.py", "rpc", "--quick"],
     ["bench_rpc_scale.py", "--quick"],
+    ["bench_values.py", "--quick"],
 ]
 _OF_SCALE = [
     ["bench_autograd.py", "--quick"],
@@ -519,6 +520,22 @@ def test_backward_passes_are_compared_and_recorded(of_scale):
 
 
 @pytest.mark.slow
+def test_arguments_are_written_and_read_by_all_and_recorded(of_calls):
+    results = record_of(of_calls[0], "values.json", has_picture=False)["results"]
+    assert {"no arguments", "a tensor of 1 KiB", "100 tuples"} < {r["arguments"] for r in results}
+    for result in results:
+        assert list(result["us"]) == ["mpidist", "with a list", "torch"]
+        assert min(result["us"].values()) > 0
+
+
+def test_arguments_that_are_read_otherwise_are_an_error(monkeypatch):
+    import bench_values
+
+    monkeypatch.setattr(bench_values, "contenders", lambda: {"lossy": lambda call: ((), {})})
+    with pytest.raises(RuntimeError, match="lossy read"):
+        bench_values.measured(((1, 2), {}), 1, 0.0)
+
+
 def test_start_memory_and_calls_of_all_are_recorded(of_calls):
     measured = record_of(of_calls[0], "rpc-scale-*-2.json", has_picture=False)["contenders"][
         "mpidist"
