@@ -101,6 +101,8 @@ class Slurm:
             **kept,
             "SLURM_CONF": str(folder / "slurm.conf"),
             "OMP_NUM_THREADS": "1",
+            # The jobs share two cores: a rank that polls leaves its core to one that computes.
+            "OMPI_MCA_mpi_yield_when_idle": "1",
         }
 
     def command(self, *words: str | Path, check: bool = True, **environment: str) -> str:
