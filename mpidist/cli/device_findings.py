@@ -12,10 +12,10 @@ from mpidist.cli.finding import (
     WARNING,
     Finding,
     by_node,
-    ranks_of,
     several_on_a_node,
     values,
 )
+from mpidist.comm.mpi import rank_ranges
 
 
 def _shared_devices(ranks: Sequence[Facts]) -> Iterator[Finding]:
@@ -30,7 +30,7 @@ def _shared_devices(ranks: Sequence[Facts]) -> Iterator[Finding]:
             if len(seen) < len(held):
                 text = (
                     f"{members[0].host} has too few devices, {len(seen)} for {len(held)} ranks: "
-                    f"{ranks_of(where)} share {uuid}"
+                    f"{rank_ranges.named(where)} share {uuid}"
                 )
                 remedy = (
                     "one rank a device: fewer ranks on a node, or more devices for the job "
@@ -38,8 +38,8 @@ def _shared_devices(ranks: Sequence[Facts]) -> Iterator[Finding]:
                 )
             else:
                 text = (
-                    f"{ranks_of(where)} of {members[0].host} use one device ({uuid}), though "
-                    f"there are {len(seen)}"
+                    f"{rank_ranges.named(where)} of {members[0].host} use one device "
+                    f"({uuid}), though there are {len(seen)}"
                 )
                 remedy = (
                     "torch.cuda.set_device(mpidist.comm.device()), and no "

@@ -1,4 +1,4 @@
-"""One finding of the doctor; grouping and naming of ranks, nodes and sizes; pure."""
+"""One finding of the doctor; grouping of ranks by node, and sizes as text; pure."""
 
 from __future__ import annotations
 
@@ -51,18 +51,6 @@ def by_node(ranks: Sequence[Facts]) -> dict[int, list[Facts]]:
 def several_on_a_node(ranks: Sequence[Facts]) -> list[list[Facts]]:
     """Return the ranks of each node with several ranks."""
     return [members for members in by_node(ranks).values() if len(members) > 1]
-
-
-def ranks_of(numbers: Sequence[int]) -> str:
-    """Return a text for ranks: ``rank 3``, ``ranks 0-3, 8``."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(texts)}"
 
 
 def size(nbytes: int) -> str:

@@ -20,12 +20,12 @@ from mpidist.cli.finding import (
     WARNING,
     Finding,
     by_node,
-    ranks_of,
     size,
     values,
 )
 from mpidist.cli.mpi_facts import MpiFacts
 from mpidist.comm.discovery import child_job
+from mpidist.comm.mpi import rank_ranges
 
 _VARIABLES = (
     "MPIDIST_ALL_THREADS",
@@ -38,6 +38,7 @@ _VARIABLES = (
     "MPIDIST_REPLACE",
     "MPIDIST_TRUST",
 )
+
 _VALUES = {
     "MPIDIST_CUDA_AWARE": ("0", "1"),
     "MPIDIST_ON_TIMEOUT": ("raise", "abort"),
@@ -125,7 +126,7 @@ def _differs(
     by_value = values(ranks, ask)
     if len(by_value) > 1:
         words = "; ".join(
-            f"{text or 'missing'} on {ranks_of(where)}" for text, where in by_value.items()
+            f"{text or 'missing'} on {rank_ranges.named(where)}" for text, where in by_value.items()
         )
         yield Finding(
             level,

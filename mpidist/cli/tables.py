@@ -12,9 +12,10 @@ from rich.table import Table
 
 from mpidist.cli.doctor import Report
 from mpidist.cli.facts import SHARED_MEMORY, Facts
-from mpidist.cli.finding import PROBLEM, WARNING, by_node, ranks_of, size
+from mpidist.cli.finding import PROBLEM, WARNING, by_node, size
 from mpidist.cli.mpi_facts import MpiFacts
 from mpidist.comm.discovery.transports import Transports
+from mpidist.comm.mpi import rank_ranges
 from mpidist.torch_version import NEWEST, OLDEST
 
 _WIDTH_OF_LOGS = 80
@@ -54,7 +55,8 @@ def print_report(report: Report, to: Console) -> None:
     """
     to.print(_facts_table(report, to.is_terminal))
     for finding in report.findings:
-        where = f" ({ranks_of(finding.ranks)})" if finding.ranks and len(report.ranks) > 1 else ""
+        is_of_some = bool(finding.ranks) and len(report.ranks) > 1
+        where = f" ({rank_ranges.named(finding.ranks)})" if is_of_some else ""
         style = _STYLES.get(finding.level, "bold")
         lines = [line for line in (finding.remedy, finding.text) if line]
         to.print(f"[{style}]{finding.level}{where}[/]: {escape(lines[0])}", soft_wrap=True)
@@ -208,7 +210,7 @@ def _node_rows(ranks: Sequence[Facts], most: int) -> list[tuple[str, str]]:
         held = [facts.device for facts in members if facts.device is not None]
         devices = ", ".join(f"cuda:{device.index} {device.uuid}" for device in held) or "cpu"
         cores = {_cores(facts): None for facts in members}
-        where = ranks_of([facts.rank for facts in members])
+        where = rank_ranges.named([facts.rank for facts in members])
         rows.append(
             (f"node {number}", f"{members[0].host}: {where}; cores {' | '.join(cores)}; {devices}")
         )
@@ -219,4 +221,4 @@ def _node_rows(ranks: Sequence[Facts], most: int) -> list[tuple[str, str]]:
 def _cores(facts: Facts) -> str:
     if len(facts.bound_to) == facts.cores:
         return f"all {facts.cores}"
-    return ranks_of(facts.bound_to).split(maxsplit=1)[1]
+    return rank_ranges.numbers(facts.bound_to)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from mpidist.comm.mpi import rank_ranges
 from mpidist.comm.op_status import Call, History
 
 # Operations whose first tensor has one size and dtype on all ranks.
@@ -56,7 +57,7 @@ def sentence(calls: Mapping[int, Call]) -> str:
     def called(ranks: Sequence[int]) -> str:
         call = calls[ranks[0]]
         what = str(call) if is_named_alike else call.operation
-        return f"{_named(ranks)} called {what}"
+        return f"{rank_ranges.named(ranks)} called {what}"
 
     return f"{', '.join(map(called, sorted(others)))} where {called(usual)}"
 
@@ -65,8 +66,3 @@ def _matched(call: Call) -> object:
     if call.operation not in _ONE_SIZE or call.shape is None:
         return call.operation
     return call.operation, math.prod(call.shape), call.dtype
-
-
-def _named(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"

@@ -14,6 +14,7 @@ import torch
 
 from mpidist.comm.algorithms.reduce_op import MAX
 from mpidist.comm.group_types import Group
+from mpidist.comm.mpi import rank_ranges
 from mpidist.errors import (
     CommTimeout,
     DisagreementError,
@@ -196,12 +197,7 @@ def summary(texts: Sequence[str | None]) -> str:
             ranks_of.setdefault(text, []).append(rank)
     if len(ranks_of) == 1 and (len(texts) == 1 or None not in texts):
         return next(iter(ranks_of))
-
-    def named(ranks: list[int]) -> str:
-        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-        return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
-
-    return "; ".join(f"{named(ranks)}: {text}" for text, ranks in ranks_of.items())
+    return "; ".join(f"{rank_ranges.named(ranks)}: {text}" for text, ranks in ranks_of.items())
 
 
 def describe(error: Exception) -> str:

@@ -16,7 +16,7 @@ from torch.autograd import profiler as torch_profiler
 from mpidist.comm import profiling
 from mpidist.comm.execution import Execution
 from mpidist.comm.group_settings import GroupSettings
-from mpidist.comm.mpi import backoff, exited_ranks
+from mpidist.comm.mpi import backoff, exited_ranks, rank_ranges
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
@@ -78,11 +78,9 @@ class MonitoredBarrier(Execution):
                 self.where("monitored_barrier"), [self.world_ranks[rank] for rank in missing]
             )
         if missing:
-            plural = "s" if len(missing) > 1 else ""
             raise CommTimeout(
-                f"{self.where('monitored_barrier')} number {self._barriers}: rank{plural} "
-                f"{', '.join(map(str, missing))} "
-                f"did not come within {limit:g} s"
+                f"{self.where('monitored_barrier')} number {self._barriers}: "
+                f"{rank_ranges.named(missing)} did not come within {limit:g} s"
             )
 
     def _collect(self, limit_s: float | None) -> tuple[list[int], bool]:

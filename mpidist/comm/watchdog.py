@@ -162,10 +162,10 @@ class Watchdog:
         peers.serve_until(lambda: len(peers.answers) >= len(others), _COLLECT_S)
         # The lowest rank of those whose timeouts come together prints, and the first of others.
         if peers.printers[subject] == world.rank and subject not in peers.printed:
-            text = watchdog_report.ranks_at_timeout(
+            text, named = watchdog_report.ranks_at_timeout(
                 world.rank, peers.answers, world.processes, _COLLECT_S
             )
-            alive = {rank: world.processes[rank] for rank in [world.rank, *others]}
+            alive = {rank: world.processes[rank] for rank in {world.rank, *named}}
             runtime.write_stderr(text + linger.commands(self._linger_s, alive))
             peers.printed.add(subject)
             peers.send(others, PRINTED, subject)
@@ -265,7 +265,7 @@ class Watchdog:
         problem = (
             "waits for a rank that has left" if missing else f"is past its timeout of {limit_s:g} s"
         )
-        text = watchdog_report.report(
+        text, named = watchdog_report.report(
             group,
             title,
             problem,
@@ -282,7 +282,9 @@ class Watchdog:
             peers.serve_until(lambda: subject in peers.printed, _PRINTED_S)
         if subject not in peers.printed:
             runtime.write_stderr(
-                text + flight_record.how_to_read(file, self.world.rank) + self._commands(group)
+                text
+                + flight_record.how_to_read(file, self.world.rank)
+                + self._commands(group, named)
             )
             peers.printed.add(subject)
             peers.send(peers.members(group), PRINTED, subject)
@@ -290,14 +292,14 @@ class Watchdog:
         self._reported[group] = reported
         return reported
 
-    def _commands(self, group: Execution) -> str:
-        """Return the lines with a command for each member whose process may live."""
-        places = {
-            place: self.world.processes[rank]
-            for place, rank in enumerate(group.world_ranks)
-            if not exited_ranks.among((rank,))
+    def _commands(self, group: Execution, named: Sequence[int]) -> str:
+        """Return the lines with a command for each of these members whose process may live."""
+        processes = {
+            rank: self.world.processes[world_rank]
+            for rank in named
+            if not exited_ranks.among((world_rank := group.world_ranks[rank],))
         }
-        return linger.commands(self._linger_s, places)
+        return linger.commands(self._linger_s, processes)
 
     def _record_late(self, subject: Subject) -> Path | None:
         """Write the flight record once for a late operation; return its file, None if not."""

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from mpidist.comm.mpi import rank_ranges
 from mpidist.errors import FrameError
 
 _SLEEP_S = 2e-4  # between two readings of the counts
@@ -145,4 +146,4 @@ class Quiescence:
     def _reason(self) -> str:
         if self._rank != COORDINATOR:
             return f"no verdict from rank {COORDINATOR}"
-        return f"waiting for rank {', '.join(map(str, self.missing()))}"
+        return f"waiting for {rank_ranges.named(self.missing())}"

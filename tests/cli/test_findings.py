@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mpidist.cli.facts import Device, Facts
-from mpidist.cli.finding import NOTE, PROBLEM, WARNING, by_node, ranks_of, size, values
+from mpidist.cli.finding import NOTE, PROBLEM, WARNING, by_node, size, values
 from mpidist.cli.findings import findings
 from mpidist.cli.mpi_facts import MpiFacts
 from mpidist.comm.discovery.transports import Transports
@@ -401,12 +401,7 @@ def test_the_worst_comes_first():
     assert levels == [PROBLEM, WARNING, WARNING, NOTE]
 
 
-def test_ranks_nodes_and_sizes_are_named():
-    assert [ranks_of(numbers) for numbers in ([3], [0, 1, 2, 8], [5, 4])] == [
-        "rank 3",
-        "ranks 0-2, 8",
-        "ranks 4-5",
-    ]
+def test_nodes_and_sizes_are_named():
     assert {
         node: [facts.rank for facts in members] for node, members in by_node(job()).items()
     } == {0: [0, 1], 1: [2, 3]}

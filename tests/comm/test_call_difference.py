@@ -46,9 +46,7 @@ def test_what_most_ranks_called_comes_last():
         said("broadcast", "barrier", "barrier", "gather")
         == "rank 0 called broadcast, rank 3 called gather where ranks 1, 2 called barrier"
     )
-    assert said(*["barrier"] * 10, "gather").endswith(
-        "where ranks 0, 1, 2, 3, 4, 5, 6, 7, ... called barrier"
-    )
+    assert said(*["barrier"] * 10, "gather").endswith("where ranks 0-9 called barrier")
 
 
 def test_another_call_at_a_number_is_told_from_an_unknown_one():

@@ -110,7 +110,7 @@ def test_errors_of_the_communication_keep_their_class():
         (["a", "a"], "a"),
         ([None, "a"], "rank 1: a"),
         (["a", "b", "a", None], "ranks 0, 2: a; rank 1: b"),
-        ([*["a"] * 9, None], "ranks 0, 1, 2, 3, 4, 5, 6, 7, ...: a"),
+        ([*["a"] * 9, None], "ranks 0-8: a"),
     ],
 )
 def test_equal_texts_are_joined(texts, summarized):

@@ -320,7 +320,7 @@ def test_the_thread_drops_invalid_messages_and_continues(group, logged):
 def report(group, answers, missing=(), left=()):
     return watchdog_report.report(
         group, "barrier number 1", "is late", answers, missing, dict(left), PROCESSES, 1.0
-    )
+    ).text
 
 
 def test_a_report_names_operation_process_and_place_of_each_rank(clock, monkeypatch):

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from mpidist.comm.mpi import byte_strings
+from mpidist.comm.mpi import byte_strings, rank_ranges
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.errors import DisagreementError
@@ -53,10 +53,7 @@ def differences(lines: Sequence[str]) -> str:
         if len(holders) > 1:
             differing.append(
                 f"{name}: "
-                + ", ".join(
-                    f"{value} on rank{'s' if len(r) > 1 else ''} {_runs(r)}"
-                    for value, r in holders.items()
-                )
+                + ", ".join(f"{value} on {rank_ranges.named(r)}" for value, r in holders.items())
             )
     return "; ".join(differing)
 
@@ -105,11 +102,3 @@ def check_matrix(
 
 def _all_lines(comm: Communicator, line: bytes) -> list[str]:
     return [text.decode(errors="replace") for text in byte_strings.gathered(comm.mpi, line)]
-
-
-def _runs(ranks: Sequence[int]) -> str:
-    return (
-        ", ".join(map(str, ranks))
-        if len(ranks) <= 8
-        else f"{', '.join(map(str, ranks[:8]))} and {len(ranks) - 8} more"
-    )

@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from mpidist.comm.mpi import backoff, exited_ranks, mpi_errors, runtime
+from mpidist.comm.mpi import backoff, exited_ranks, mpi_errors, rank_ranges, runtime
 from mpidist.comm.mpi.library import MPI, has_ulfm
 from mpidist.comm.mpi.nonblocking import Mpi
 from mpidist.comm.mpi.serialized import locked
@@ -256,13 +256,13 @@ def wait_for_world(
         named = operation if members is None else f"{operation} of ranks {ranks}"
         subject = f"{named} {next(_calls[named])}"
     where = f"rank {world.rank} of {world.size}: {operation}"
-    awaited = "all ranks of the job" if members is None else f"ranks {ranks}"
+    awaited = "all ranks of the job" if members is None else rank_ranges.named(ranks)
     start = time.monotonic()
 
     def check(missing: Sequence[int]) -> None:
         if timeout_s is not None and time.monotonic() - start > timeout_s:
             reason = (
-                f"rank {', '.join(map(str, missing))} did not come"
+                f"{rank_ranges.named(missing)} did not come"
                 if world.rank == ranks[0]
                 else f"rank {ranks[0]} did not let it begin"
             )

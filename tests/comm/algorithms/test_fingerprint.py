@@ -39,9 +39,9 @@ def test_only_the_refusal_of_arguments_is_reported():
     )
 
 
-def test_many_ranks_are_counted_not_listed():
+def test_many_ranks_are_a_range():
     lines = [fingerprint.describe("a" if rank else "b", 1, ()) for rank in range(20)]
-    assert "and 11 more" in fingerprint.differences(lines)
+    assert "b on rank 0, a on ranks 1-19" in fingerprint.differences(lines)
 
 
 @pytest.fixture
