@@ -33,6 +33,9 @@ GpusPerNode = Annotated[
 TasksPerNode = Annotated[
     int | None, typer.Option(help="ranks of a node, where they are not the GPUs")
 ]
+Memory = Annotated[
+    str, typer.Option(metavar="MB", help="memory of a node: 64000, 64G; 0: all of it")
+]
 TimeLimit = Annotated[
     str, typer.Option(metavar="TIME", help="limit: minutes, 1:00:00 or 1-12:00:00")
 ]

@@ -27,6 +27,7 @@ _TIME = re.compile(
 )
 _ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", re.ASCII)
 _WORD = re.compile(r"[^\s'\"\\\x00-\x1f\x7f]+")
+_MEMORY = re.compile(r"[0-9]+[KMGTkmgt]?[Bb]?", re.ASCII)
 _POSITIVE = ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task")
 # Names in env.sh.
 _SITE = {
@@ -34,6 +35,8 @@ _SITE = {
     "partition": "MPIDIST_PARTITION",
     "gpus-per-node": "MPIDIST_GPUS_PER_NODE",
 }
+# Memory of a node, of a CPU, of a GPU: sbatch refuses two of them, also from different sources.
+MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 # Environment variables of sbatch, which take precedence over header lines.
 _VARIABLES = {
     "account": "SBATCH_ACCOUNT",
@@ -42,6 +45,9 @@ _VARIABLES = {
     "job-name": "SBATCH_JOB_NAME",
     "gpus-per-node": "SBATCH_GPUS_PER_NODE",
     "array": "SBATCH_ARRAY_INX",
+    "mem": "SBATCH_MEM_PER_NODE",
+    "mem-per-cpu": "SBATCH_MEM_PER_CPU",
+    "mem-per-gpu": "SBATCH_MEM_PER_GPU",
     "qos": "SBATCH_QOS",
     "constraint": "SBATCH_CONSTRAINT",
     "reservation": "SBATCH_RESERVATION",
@@ -164,22 +170,24 @@ def without_overrides(
     environ: Mapping[str, str], header: Mapping[str, str | None]
 ) -> dict[str, str]:
     """Return the environment without the variables that take precedence over these lines."""
-    hidden = {_VARIABLES[key] for key in header if key in _VARIABLES}
+    keys = {*header, *(MEMORY if not set(MEMORY).isdisjoint(header) else ())}
+    hidden = {_VARIABLES[key] for key in keys if key in _VARIABLES}
     return {name: text for name, text in environ.items() if name not in hidden}
 
 
 def header_from(
     environ: Mapping[str, str], header: Mapping[str, str | None]
 ) -> dict[str, str | None]:
-    """Return what sbatch takes from the environment of a job's place, limit and GPUs.
+    """Return what sbatch takes from the environment of a job's place, limit, GPUs and memory.
 
     Args:
         environ: Usually ``os.environ``.
         header: Options that take precedence.
     """
+    memory = MEMORY if set(MEMORY).isdisjoint(header) else ()
     return {
         key: environ[_VARIABLES[key]]
-        for key in ("partition", "time", "gpus-per-node")
+        for key in ("partition", "time", "gpus-per-node", *memory)
         if key not in header and environ.get(_VARIABLES[key])
     }
 
@@ -213,6 +221,8 @@ def _validate(key: str, text: str) -> None:
             "--time takes MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS, more than "
             f"none; got {text!r}"
         )
+    if key in MEMORY and not _MEMORY.fullmatch(text):
+        raise ValueError(f"--{key} takes a number of MB, or of K, M, G or T: 64G; got {text!r}")
     if key == "array" and not _ARRAY.fullmatch(text):
         raise ValueError(f"--array takes numbers and ranges, as 0-7, 1,3,5 or 0-99%4; got {text!r}")
     if text and not _WORD.fullmatch(text):

@@ -1,4 +1,4 @@
-"""Ranks, CPUs and GPUs of a job on its nodes: defaults from the partition, and objections; pure.
+"""Ranks, CPUs, GPUs and memory of a job on its nodes: defaults of a partition, objections; pure.
 
 A header is a dict of sbatch's long options. ``given`` are the options of the user and the site,
 ``shipped`` those in the script's ``#SBATCH`` lines, which hold where neither says anything.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from mpidist.slurm.partition import NodeKind, Partition, counted, seconds
+from mpidist.slurm.partition import NodeKind, Partition, counted, in_words, megabytes, seconds
 
 # Other options of sbatch that ask for GPUs; what they amount to is left to Slurm.
 _OTHER_GPUS = ("gpus", "gres", "gpus-per-socket", "tres-per-node")
@@ -32,6 +32,7 @@ class Shape:
         cpus: CPUs of a rank.
         gpus: GPUs of a node; None if another option than ``--gpus-per-node`` asks for them.
         gpu_type: Type of these GPUs; "" for any.
+        memory_mb: Memory of a node; 0 for the partition's default, or all of the node.
     """
 
     nodes: int
@@ -39,13 +40,15 @@ class Shape:
     cpus: int
     gpus: int | None
     gpu_type: str = ""
+    memory_mb: int = 0
 
     def __str__(self) -> str:
         gpus = (
             "" if self.gpus is None else f", {counted(self.gpus, 'GPU')} {self.gpu_type}".rstrip()
         )
         ranks = f"{counted(self.ranks, 'rank')} of {counted(self.cpus, 'CPU')}"
-        return f"{counted(self.nodes, 'node')}; on each {ranks}{gpus}"
+        memory = f", {in_words(self.memory_mb)}" if self.memory_mb else ""
+        return f"{counted(self.nodes, 'node')}; on each {ranks}{gpus}{memory}"
 
 
 def shape_of(header: Mapping[str, str | None]) -> Shape:
@@ -55,7 +58,12 @@ def shape_of(header: Mapping[str, str | None]) -> Shape:
     # With both sbatch takes the second for a limit.
     ranks = -(-int(tasks) // nodes) if tasks else int(per_node or 1)
     gpu_type, gpus = _gpus(header)
-    return Shape(nodes, ranks, int(header.get("cpus-per-task") or 1), gpus, gpu_type)
+    cpus = int(header.get("cpus-per-task") or 1)
+    memory_mb = sum(
+        megabytes(header.get(option) or "0") * units
+        for option, units in _memory_units(ranks, cpus, gpus).items()
+    )
+    return Shape(nodes, ranks, cpus, gpus, gpu_type, memory_mb)
 
 
 def completed(
@@ -86,7 +94,7 @@ def completed(
         if kind is not None:
             asked = shape_of({**shipped, **given}).ranks if _has_ranks(given) else most
             # A rank for each needs a CPU, too.
-            held = min(kind.gpus_of(""), kind.cpus)
+            held = _held(min(kind.gpus_of(""), kind.cpus), kind, given, "mem-per-gpu")
             gpus = min(held, asked or held)
             header["gpus-per-node"] = str(gpus)
     if gpus is None or (gpus == 0 and "gpus-per-node" in header):
@@ -106,7 +114,7 @@ def completed(
         header["time"] = str((partition.limit_s or 0) // 60)
     ranks = shape_of({**shipped, **header}).ranks
     if "cpus-per-task" in shipped and "cpus-per-task" not in given:
-        share = max(1, kind.cpus // ranks)
+        share = max(1, _held(kind.cpus, kind, given, "mem-per-cpu") // ranks)
         limited = bool(gpus) or gpus is None or most is not None
         header["cpus-per-task"] = str(
             min(share, int(shipped["cpus-per-task"])) if limited else share
@@ -158,7 +166,7 @@ def objections(header: Mapping[str, str | None], partition: Partition) -> list[s
         found.append(f"--time {header['time']} is above its limit: at most --time {most}")
     fitting = [kind for kind in partition.kinds if _fits(shape, kind)]
     if not fitting:
-        found.append(_too_large(shape, partition))
+        found.append(_too_large(shape, partition) or _too_much_memory(header, shape, partition))
     elif shape.nodes > (has := sum(kind.nodes for kind in fitting)):
         of_them = "" if len(fitting) == len(partition.kinds) else " that the job fits on"
         found.append(f"it has {has} nodes{of_them}, {shape.nodes} are asked for: --nodes {has}")
@@ -171,6 +179,7 @@ def _is_above(time: str | None, partition: Partition) -> bool:
 
 
 def _too_large(shape: Shape, partition: Partition) -> str:
+    """Return why no node has the GPUs and CPUs; empty if one has."""
     gpus, kinds = shape.gpus or 0, partition.kinds
     if not kinds:
         return "it has no nodes: another --partition"
@@ -195,6 +204,8 @@ def _too_large(shape: Shape, partition: Partition) -> str:
             f"--cpus-per-task {most_cpus // shape.ranks}"
         )
     of_both = max(kind.cpus for kind in kinds if kind.gpus_of(shape.gpu_type) >= gpus)
+    if shape.ranks * shape.cpus <= of_both:
+        return ""
     advice = (
         f"--cpus-per-task {of_both // shape.ranks}"
         if of_both >= shape.ranks
@@ -203,9 +214,36 @@ def _too_large(shape: Shape, partition: Partition) -> str:
     return f"{asked}, and nodes with {gpus} GPUs{of_type} have {of_both}: {advice}"
 
 
+def _too_much_memory(header: Mapping[str, str | None], shape: Shape, partition: Partition) -> str:
+    """Return why no node has the memory that a job asks for beside its GPUs and CPUs."""
+    without = replace(shape, memory_mb=0)
+    kinds = [kind for kind in partition.kinds if _fits(without, kind)]
+    most = max(kind.memory_mb for kind in kinds)
+    units = _memory_units(shape.ranks, shape.cpus, shape.gpus)
+    option = next(option for option in units if megabytes(header.get(option) or "0"))
+    that = "" if len(kinds) == len(partition.kinds) else " that the job fits on"
+    return (
+        f"--{option} {header[option]} is {shape.memory_mb}M on a node, and no node{that} has more "
+        f"than {most}M: --{option} {most // units[option]}M"
+    )
+
+
+def _memory_units(ranks: int, cpus: int, gpus: int | None) -> dict[str, int]:
+    """Return the options with an amount of memory, and how often each counts on a node."""
+    return {"mem": 1, "mem-per-cpu": ranks * cpus, "mem-per-gpu": gpus or 0}
+
+
+def _held(most: int, kind: NodeKind, given: Mapping[str, str | None], option: str) -> int:
+    """Return how many CPUs or GPUs, at most ``most``, a node has memory for; never none."""
+    each_mb = megabytes(given.get(option) or "0")
+    return min(most, max(kind.memory_mb // each_mb, 1)) if each_mb and kind.memory_mb else most
+
+
 def _fits(shape: Shape, kind: NodeKind) -> bool:
-    return shape.ranks * shape.cpus <= kind.cpus and (shape.gpus or 0) <= kind.gpus_of(
-        shape.gpu_type
+    return (
+        shape.ranks * shape.cpus <= kind.cpus
+        and (shape.gpus or 0) <= kind.gpus_of(shape.gpu_type)
+        and (not kind.memory_mb or shape.memory_mb <= kind.memory_mb)
     )
 
 

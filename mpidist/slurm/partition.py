@@ -1,4 +1,4 @@
-"""Partitions of a Slurm cluster as ``sinfo`` prints them: nodes, CPUs, GPUs, time limit; pure.
+"""Partitions of a Slurm cluster as ``sinfo`` prints them: kinds of nodes, time limit; pure.
 
 ``FORMAT`` is sinfo's ``-o`` format, which every version of Slurm has. sinfo prints a line for the
 nodes of one kind in one partition.
@@ -10,11 +10,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-# Partition with * for the default, availability, nodes, CPUs, sockets, cores of a socket, generic
-# resources, time limit.
-FORMAT = "%P|%a|%D|%c|%X|%Y|%G|%l"
+# Partition with * for the default, availability, nodes, CPUs, sockets, cores of a socket, MB of
+# memory, generic resources, time limit.
+FORMAT = "%P|%a|%D|%c|%X|%Y|%m|%G|%l"
 
-_FIELDS = 8
+_FIELDS = 9
 # gpu:4, gpu:a100:4(S:0-1), gpu:a100:4(IDX:0-3)
 _GPUS = re.compile(r"gpu(?::([A-Za-z][\w.-]*))?:(\d+)")
 # "64+": nodes of several kinds in one line.
@@ -31,12 +31,14 @@ class NodeKind:
         cpus: CPUs of a node, as Slurm counts them (hardware threads on most clusters).
         sockets: Sockets of a node; 1 where Slurm was told the number of CPUs alone.
         gpus: GPUs of a node by type; "" for a type without a name.
+        memory_mb: Memory of a node in Slurm's MB of 1024 * 1024 bytes; 0 where Slurm was not told.
     """
 
     nodes: int
     cpus: int
     sockets: int
     gpus: Mapping[str, int] = field(default_factory=dict)
+    memory_mb: int = 0
 
     def gpus_of(self, type_name: str) -> int:
         """Return the GPUs of a node of one type; of all types for ""."""
@@ -46,7 +48,8 @@ class NodeKind:
         gpus = " + ".join(
             f"{counted(count, 'GPU')} {name}".strip() for name, count in self.gpus.items()
         )
-        return f"{counted(self.nodes, 'node')} of {self.cpus} CPUs and {gpus or 'no GPUs'}"
+        memory = f", {in_words(self.memory_mb)}" if self.memory_mb else ""
+        return f"{counted(self.nodes, 'node')} of {self.cpus} CPUs{memory} and {gpus or 'no GPUs'}"
 
 
 @dataclass(frozen=True)
@@ -80,17 +83,19 @@ def parse(text: str) -> dict[str, Partition]:
     found: dict[str, Partition] = {}
     for line in filter(None, map(str.strip, text.splitlines())):
         fields = line.split("|")
-        if len(fields) != _FIELDS or not all(map(_COUNT.fullmatch, fields[2:6])):
+        if len(fields) != _FIELDS or not all(map(_COUNT.fullmatch, fields[2:7])):
             raise ValueError(f"sinfo printed another format than {FORMAT}: {line!r}")
         name = fields[0].rstrip("*")
-        nodes, cpus, sockets, cores = (int(word.rstrip("+")) for word in fields[2:6])
+        nodes, cpus, sockets, cores, memory = (int(word.rstrip("+")) for word in fields[2:7])
         # A socket of one core is what Slurm assumes where slurm.conf has the CPUs alone.
-        kind = NodeKind(nodes, cpus, sockets if cores > 1 else 1, _gpus(fields[6]))
+        sockets = sockets if cores > 1 else 1
+        # 1 MB is what Slurm assumes where slurm.conf says nothing.
+        kind = NodeKind(nodes, cpus, sockets, _gpus(fields[7]), memory if memory > 1 else 0)
         before = found[name].kinds if name in found else ()
         # A partition without nodes has a line, too.
         kinds = [*before, *([kind] if nodes else [])]
         found[name] = Partition(
-            name, fields[0].endswith("*"), fields[1] == "up", seconds(fields[7]), kinds
+            name, fields[0].endswith("*"), fields[1] == "up", seconds(fields[8]), kinds
         )
     return found
 
@@ -112,6 +117,19 @@ def seconds(text: str) -> int | None:
     else:
         hours, minutes, rest = 0, *[*parts, 0][:2]
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+def megabytes(text: str) -> int:
+    """Return the MB of an amount of memory of Slurm: ``4000``, ``4000M``, ``64G``, ``1T``."""
+    match = re.match(r"([0-9]+)([KGT]?)", text.upper())
+    assert match is not None
+    kilobytes = int(match[1]) * {"K": 1, "": 1024, "G": 1024**2, "T": 1024**3}[match[2]]
+    return -(-kilobytes // 1024)
+
+
+def in_words(memory_mb: int) -> str:
+    """Return a text for an amount of memory: "512 MiB", "187 GiB"."""
+    return f"{memory_mb} MiB" if memory_mb < 1024 else f"{memory_mb / 1024:.0f} GiB"
 
 
 def counted(number: int, noun: str) -> str:

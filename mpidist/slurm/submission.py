@@ -29,6 +29,7 @@ def submit(
     ntasks_per_node: int | None = None,
     gpus_per_node: int | str | None = None,
     cpus_per_task: int | None = None,
+    mem: int | str | None = None,
     time: int | str | None = None,
     partition: str | None = None,
     account: str | None = None,
@@ -50,6 +51,7 @@ def submit(
         ntasks_per_node: Ranks of a node.
         gpus_per_node: GPUs of a node, one rank each; ``"a100:4"`` names their type; 0 for none.
         cpus_per_task: CPUs of a rank.
+        mem: Memory of a node: MB, or a text as ``"64G"``; 0 for all that it has.
         time: Limit: minutes, or a text as ``"1-12:00:00"``.
         partition: Partition, or several, divided by commas.
         account: Account to charge.
@@ -77,6 +79,7 @@ def submit(
         "ntasks-per-node": ntasks_per_node,
         "gpus-per-node": gpus_per_node,
         "cpus-per-task": cpus_per_task,
+        "mem": mem,
         "time": time,
         "account": account,
         "partition": partition,

@@ -136,8 +136,9 @@ def test_this_environment_is_the_jobs_unless_the_site_names_one():
 
 
 CLUSTER = parse(
-    "cpu*|up|10|64|2|32|(null)|1-00:00:00\ngpu|up|4|32|2|16|gpu:a100:2|infinite\n"
-    "old|down|1|8|1|8|(null)|infinite\n"
+    "cpu*|up|10|64|2|32|192000|(null)|1-00:00:00\n"
+    "gpu|up|4|32|2|16|1|gpu:a100:2|infinite\n"
+    "old|down|1|8|1|8|1|(null)|infinite\n"
 )
 
 
@@ -179,6 +180,10 @@ def test_a_job_that_does_not_fit_is_refused_with_the_partition_and_the_option(si
     environ = {"SBATCH_PARTITION": "old"}
     with pytest.raises(LaunchError, match="partition old"):
         job_plan.planned("ddp", Options({"nodes": "2"}), None, environ, CLUSTER)
+    environ = {"SBATCH_MEM_PER_NODE": "200G"}
+    with pytest.raises(LaunchError, match=r"192000M: --mem 192000M"):
+        job_plan.planned("ddp", Options({}), None, environ, CLUSTER)
+    assert job_plan.planned("ddp", Options({"mem-per-cpu": "1G"}), None, environ, CLUSTER)
 
 
 def test_what_was_not_checked_is_said(site):

@@ -99,6 +99,8 @@ def test_a_rendered_script_runs_without_a_path_of_its_own(tmp_path):
         ({"cpus-per-task": "0"}, "positive number"),
         *(({"gpus-per-node": text}, "TYPE:NUMBER") for text in ("many", "²", "a100:４")),
         *(({"array": text}, "--array takes") for text in ("a", "1-", "1-3%", "%4", "１")),
+        *(({key: "64 G"}, f"--{key} takes") for key in ("mem", "mem-per-cpu", "mem-per-gpu")),
+        ({"mem": "half"}, "--mem takes"),
         ({"account": "two words"}, "one word"),
         ({"job-name": "a\n#SBATCH --x"}, "one word"),
         *(({"job-name": f"a{char}b"}, "one word") for char in "\x00\x1b\x7f"),
@@ -127,6 +129,8 @@ def test_values_that_sbatch_takes():
         "UNLIMITED",
     ):
         validate(options(time=text))
+    for text in ("0", "64000", "64G", "1t", "512MB"):
+        validate(options(mem=text))
     for text in ("0-7", "1,3,5", "0-99%4", "0-8:2", "5"):
         validate(options(array=text))
     validate(options(gpus_per_node="a100:4", nodes="2", qos="low", requeue=""))
@@ -183,3 +187,5 @@ def test_variables_that_win_over_the_header_are_taken_out():
         "SBATCH_TIMELIMIT": "1",
         "PATH": "/bin",
     }
+    # sbatch takes one amount of memory.
+    assert without_overrides({"SBATCH_MEM_PER_CPU": "1G"}, {"mem": "8G"}) == {}

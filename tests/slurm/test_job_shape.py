@@ -1,5 +1,7 @@
 """Shape of a job: defaults from a partition, and what would never start."""
 
+from dataclasses import replace
+
 import pytest
 
 from mpidist.slurm.job_shape import Shape, completed, objections, own_objections, shape_of
@@ -10,6 +12,9 @@ RPC = {**SHIPPED, "ntasks-per-node": "2", "gpus-per-node": "2"}
 CPU = Partition("cpu", True, True, 3600, [NodeKind(8, 48, 2)])
 GPU = Partition("gpu", False, True, None, [NodeKind(6, 64, 2, {"a100": 4})])
 ONE = Partition("one", False, True, None, [NodeKind(3, 8, 1, {"": 1})])
+LARGE = Partition(
+    "large", False, True, None, [NodeKind(6, 64, 2, {}, 128000), NodeKind(2, 32, 2, {"": 4}, 64000)]
+)
 MIXED = Partition("mixed", False, True, None, [NodeKind(9, 96, 2), NodeKind(2, 16, 2, {"v100": 8})])
 
 
@@ -37,6 +42,26 @@ MIXED = Partition("mixed", False, True, None, [NodeKind(9, 96, 2), NodeKind(2, 1
         ("rpc", {}, RPC, ONE, Shape(2, 1, 4, 1)),
         ("rpc", {}, RPC, GPU, Shape(1, 4, 4, 4)),
         ("test", {}, {**SHIPPED, "nodes": "2"}, GPU, Shape(2, 4, 4, 4)),
+        # No more CPUs and GPUs than there is memory for; nodes of the kind with the memory.
+        ("ddp", {"mem": "100G"}, SHIPPED, LARGE, Shape(1, 2, 32, 0, "", 102400)),
+        ("ddp", {"mem-per-cpu": "4000"}, SHIPPED, LARGE, Shape(1, 2, 16, 0, "", 128000)),
+        (
+            "ddp",
+            {"gpus-per-node": "4", "mem-per-gpu": "16000M"},
+            SHIPPED,
+            LARGE,
+            Shape(1, 4, 4, 4, "", 64000),
+        ),
+        (
+            "ddp",
+            {"mem-per-gpu": "30000"},
+            SHIPPED,
+            replace(LARGE, kinds=LARGE.kinds[1:]),
+            Shape(1, 2, 4, 2, "", 60000),
+        ),
+        ("ddp", {"mem": "0"}, SHIPPED, LARGE, Shape(1, 2, 32, 0)),
+        # Slurm was not told the memory.
+        ("ddp", {"mem": "900G"}, SHIPPED, CPU, Shape(1, 2, 24, 0, "", 921600)),
     ],
 )
 def test_what_is_left_open_is_the_partitions(name, given, shipped, partition, expected):
@@ -86,6 +111,26 @@ def test_defaults_never_meet_an_objection(kinds):
             "64 on a node, and nodes with 8 GPUs have 16: --cpus-per-task 2",
         ),
         ({"time": "2:00:00"}, CPU, "--time 2:00:00 is above its limit: at most --time 60"),
+        (
+            {"mem": "256G"},
+            LARGE,
+            "--mem 256G is 262144M on a node, .* has more than 128000M: --mem 128000M",
+        ),
+        (
+            {"mem": "100G", "gpus-per-node": "2"},
+            LARGE,
+            "no node that the job fits on has more than 64000M: --mem 64000M",
+        ),
+        (
+            {"mem-per-cpu": "8G", "cpus-per-task": "8", "ntasks-per-node": "4"},
+            LARGE,
+            "--mem-per-cpu 8G is 262144M on a node, .*: --mem-per-cpu 4000M",
+        ),
+        (
+            {"mem-per-gpu": "65000", "gpus-per-node": "1"},
+            LARGE,
+            "--mem-per-gpu 65000 is 65000M .*: --mem-per-gpu 64000M",
+        ),
         ({}, Partition("none", False, True, None, []), "no nodes: another --partition"),
     ],
 )

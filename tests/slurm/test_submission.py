@@ -18,7 +18,9 @@ def commands(tmp_path, monkeypatch):
     """Return a function that puts a shell script under a name first on the PATH."""
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/bin:/usr/bin")
     monkeypatch.chdir(tmp_path)
-    for name in ("SBATCH_PARTITION", "SBATCH_TIMELIMIT", "SBATCH_GPUS_PER_NODE", "MPIDIST_SLURM"):
+    for name in ("PARTITION", "TIMELIMIT", "GPUS_PER_NODE", "MEM_PER_NODE", "MEM_PER_CPU"):
+        monkeypatch.delenv(f"SBATCH_{name}", raising=False)
+    for name in ("SBATCH_MEM_PER_GPU", "MPIDIST_SLURM"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "bin").mkdir()
     (tmp_path / "train.py").write_text("")
@@ -28,7 +30,7 @@ def commands(tmp_path, monkeypatch):
         file.write_text(f"#!/bin/bash\n{text}\n")
         file.chmod(0o755)
 
-    put("sinfo", 'echo "gpu*|up|3|32|2|16|gpu:4|infinite"')
+    put("sinfo", 'echo "gpu*|up|3|32|2|16|64000|gpu:4|infinite"')
     return put
 
 
@@ -60,16 +62,33 @@ def test_a_job_is_submitted_by_the_plan_of_the_command(commands, tmp_path, caplo
     commands("sbatch", f'cat > {tmp_path}/text; [[ $1 == --parsable ]] && echo "4711;here"')
     with caplog.at_level(logging.INFO, "mpidist"):
         job = slurm.submit(
-            "ddp", tmp_path / "train.py", "--epochs", "3", nodes=2, time=30, sbatch={"qos": "low"}
+            "ddp",
+            tmp_path / "train.py",
+            "--epochs",
+            "3",
+            nodes=2,
+            mem=0,
+            time=30,
+            sbatch={"qos": "low"},
         )
     assert job.id == "4711" and repr(job) == "Job('4711')"
     text = (tmp_path / "text").read_text()
-    for line in ("nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "time=30", "qos=low"):
+    for line in ("nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "mem=0", "time=30", "qos=low"):
         assert f"#SBATCH --{line}\n" in text
     assert f"\nset -- {tmp_path}/train.py --epochs 3\n" in text
     assert "2 nodes; on each 4 ranks of 4 CPUs, 4 GPUs" in caplog.text
-    command = [sys.executable, "-m", "mpidist", "submit", "ddp", "--nodes", "2", "--time", "30"]
-    command += ["--sbatch", "qos=low", "--dry-run", "--", "train.py", "--epochs", "3"]
+    command = [sys.executable, "-m", "mpidist", "submit", "ddp", "--nodes", "2", "--mem", "0"]
+    command += [
+        "--time",
+        "30",
+        "--sbatch",
+        "qos=low",
+        "--dry-run",
+        "--",
+        "train.py",
+        "--epochs",
+        "3",
+    ]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert printed.stdout == text
 
@@ -84,6 +103,8 @@ def test_a_doomed_job_does_not_reach_sbatch(commands, tmp_path):
         text=True,
     )
     assert done.returncode == 2 and "it has 3 nodes, 9 are asked for: --nodes 3" in done.stderr
+    with pytest.raises(LaunchError, match=r"--mem 64G is 65536M .*64000M: --mem 64000M"):
+        slurm.submit("ddp", "train.py", mem="64G")
     assert not (tmp_path / "called").exists()
 
 
