@@ -28,6 +28,7 @@ from collective_goals import Goal, judge_below
 
 import mpidist.comm
 import mpidist.rpc
+from mpidist import progress_bar
 
 _PLAN_SHARE, _PLAN_SHARE_SEVERAL, _SEVERAL = 0.10, 0.25, 3
 _GROWTH_MIB = 4.0
@@ -174,9 +175,11 @@ def _timed(
             record_series(operation, series)
 
     blocks = [ours, theirs] if has_tensorpipe else [ours]
-    for number in range(settings.blocks):
-        for block in blocks if number % 2 == 0 else reversed(blocks):
-            block()
+    with progress_bar.bar("blocks", settings.blocks * len(blocks), 0) as advance:
+        for number in range(settings.blocks):
+            for block in blocks if number % 2 == 0 else reversed(blocks):
+                block()
+                advance()
     return parts
 
 

@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from gradient_lists import LISTS, cut
 
+from mpidist import progress_bar
+
 _MI = 1 << 20
 
 
@@ -126,7 +128,12 @@ def copies(run: Run) -> Iterator[dict[str, Any]]:
     Raises:
         RuntimeError: A contender's result is wrong.
     """
-    for case in kernel_cases.cases(run.settings.copied_lists, run.settings.sizes_bytes, run.device):
+    lists, sizes = run.settings.copied_lists, run.settings.sizes_bytes
+    for case in (
+        case
+        for size in progress_bar.track(sizes, "copies", 0)
+        for case in kernel_cases.cases(lists, [size], run.device)
+    ):
         what = f"{case.operation} of {case.tensors_of}, {case.dtypes}, {case.size_bytes} bytes"
         if not run.has_time_for(what):
             continue
@@ -147,7 +154,7 @@ def compressions(run: Run, copy_rate: float | None) -> Iterator[dict[str, Any]]:
     Raises:
         RuntimeError: A contender's result is wrong.
     """
-    for name, rank in run.settings.powersgd:
+    for name, rank in progress_bar.track(run.settings.powersgd, "PowerSGD", 0):
         if not run.has_time_for(f"PowerSGD of {name} at rank {rank}"):
             continue
         shapes = LISTS[name]()

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from oss_cases import WAYS, Peers, check, mlp, muons, optimizers
 from timing import Contender, Series
 
+from mpidist import progress_bar
 from mpidist.zero.parameter_gather import gather_parameters
 from mpidist.zero.pieces import Gradients
 
@@ -162,19 +163,22 @@ def main() -> None:
             ]
             headers = ("contender", "ms, median", "p10", "p90")
             print(f"\n{case}\n{tables.text(rows, headers, floats='.2f')}", flush=True)
+        advance()
 
-    for kernel, settings in _KERNELS.items():
-        built = optimizers(peers, lambda: mlp(depth, width), lr=1e-3, **settings)
-        check(peers, built)
-        contenders = [_contender(name, optimizer.step) for name, optimizer in built.items()]
-        run(f"Adam, {kernel}", contenders)
-        run(f"parts of Adam, {kernel}", parts_of(peers, built))
-        if kernel == "loop":
-            held_bytes = measured_bytes(peers, built)
-            run("consolidation", list(consolidations(built)))
-        del built, contenders
-    matrices = muons(peers, depth // 2, width // 2)
-    run("Muon", [_contender(name, optimizer.step) for name, optimizer in matrices.items()])
+    # Each kernel has its steps and their parts; consolidation and Muon are one case each.
+    with progress_bar.bar("cases", 2 * len(_KERNELS) + 2, peers.native.rank) as advance:
+        for kernel, settings in _KERNELS.items():
+            built = optimizers(peers, lambda: mlp(depth, width), lr=1e-3, **settings)
+            check(peers, built)
+            contenders = [_contender(name, optimizer.step) for name, optimizer in built.items()]
+            run(f"Adam, {kernel}", contenders)
+            run(f"parts of Adam, {kernel}", parts_of(peers, built))
+            if kernel == "loop":
+                held_bytes = measured_bytes(peers, built)
+                run("consolidation", list(consolidations(built)))
+            del built, contenders
+        matrices = muons(peers, depth // 2, width // 2)
+        run("Muon", [_contender(name, optimizer.step) for name, optimizer in matrices.items()])
     if is_first:
         record = {
             "benchmark": "oss",

@@ -28,6 +28,7 @@ import torch
 
 import mpidist.comm
 import mpidist.rpc
+from mpidist import progress_bar
 
 
 def main() -> None:
@@ -59,9 +60,11 @@ def main() -> None:
         partial(rpc_run.floor_block, MPI.COMM_WORLD, run),
         *(partial(rpc_run.contender_block, name, group, run) for name in names),
     ]
-    for number in range(settings.blocks):
-        for place in range(len(blocks)):
-            blocks[(place + number) % len(blocks)]()
+    with progress_bar.bar("blocks", settings.blocks * len(blocks), group.rank) as advance:
+        for number in range(settings.blocks):
+            for place in range(len(blocks)):
+                blocks[(place + number) % len(blocks)]()
+                advance()
     if group.rank == 0:
         # A run that leaves something out does not replace the record of a whole run.
         suffix = "-part" if options.only or not options.tensorpipe else ""

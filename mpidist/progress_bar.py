@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# Set by the command in the environment of ranks whose launcher writes to a terminal: they have a
-# pipe to the launcher.
+# Set by the command in the environment of ranks whose launcher writes stdout and stderr to a
+# terminal: they have pipes to the launcher.
 VARIABLE = "MPIDIST_TERMINAL"
 
 _AFTER_S = 1.0
@@ -58,7 +58,7 @@ def bar(text: str, total: int, rank: int) -> Iterator[Callable[[], None]]:
     from rich.progress import Progress
 
     # Drawn by the calls alone: a thread that draws would disturb what is measured.
-    with Progress(console=_console(), transient=True, auto_refresh=False) as shown:
+    with Progress(auto_refresh=False, **_on_terminal()) as shown:
         task = shown.add_task(text, total=total)
 
         def advance() -> None:
@@ -84,7 +84,7 @@ def spinner(text: str, rank: int, after_s: float = _AFTER_S) -> Iterator[None]:
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    shown = Progress(*columns, console=_console(), transient=True)
+    shown = Progress(*columns, **_on_terminal())
     shown.add_task(text, total=None)
     ended = threading.Event()
 
@@ -103,7 +103,11 @@ def spinner(text: str, rank: int, after_s: float = _AFTER_S) -> Iterator[None]:
         thread.join()
 
 
-def _console() -> Any:
+def _on_terminal() -> dict[str, Any]:
+    """Return the options of a bar that is drawn on stderr and leaves nothing there."""
     from rich.console import Console
 
-    return Console(file=sys.stderr, force_terminal=True)
+    # rich prints what the work prints above the bar, on stderr: not what goes into a file.
+    is_above = sys.stdout.isatty() or bool(os.environ.get(VARIABLE))
+    console = Console(file=sys.stderr, force_terminal=True)
+    return {"console": console, "transient": True, "redirect_stdout": is_above}

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from mpidist import progress_bar
 from mpidist.kernels import powersgd, powersgd_launches
 from tests.support import ROOT, job, missing, started
 
@@ -52,6 +54,14 @@ _IN_TURN = """
             dist.destroy_process_group()
         print("ended:", program, flush=True)
 """
+# Words before the progress bars.
+_BARS = {
+    "bench_rpc.py": "blocks",
+    "bench_autograd.py": "blocks",
+    "bench_oss.py": "cases",
+    "bench_collectives.py": "all_reduce",
+    "bench_ddp.py": "ddp",
+}
 _TRAINING = ["--models", "many:2", "--rounds", "1", "--bucket-cap-mb", "1", "--link", "test"]
 _OF_CALLS = [
     ["soak_rpc.py", "--calls", "5000", "--references", "500"],
@@ -106,8 +116,13 @@ def _run_in_turn(programs, folder):
         for program in programs
     ]
     script = _IN_TURN.format(folder=str(BENCHMARKS), programs=with_output)
-    done = job(2, script, "--bind-to", "none", timeout_s=200)
+    # As `mpidist bench` starts them in a terminal: with progress bars on stderr.
+    terminal = {progress_bar.VARIABLE: "1"}
+    done = job(2, script, "--bind-to", "none", env=terminal, timeout_s=200)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    for program, *_ in programs:
+        if program in _BARS:
+            assert re.search(rf"\r[^\r]*{_BARS[program]} .*100%", done.stderr), program
     return folder, done.stdout
 
 
@@ -297,8 +312,9 @@ def test_kernels_are_compared_and_recorded(tmp_path):
         str(tmp_path),
         "--quick",
     ]
-    done = started(command, timeout_s=100)
+    done = started(command, timeout_s=100, env={progress_bar.VARIABLE: "1"})
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "copies" in done.stderr and "PowerSGD" in done.stderr
     path = tmp_path / "kernels-cpu.json"
     assert path.with_suffix(".png").stat().st_size > 0
     record = json.loads(path.read_text())

@@ -23,7 +23,7 @@ def terminal(monkeypatch):
         missing("rich is not installed")
     shown = Terminal()
     # pytest sets sys.stderr itself between the fixture and the test.
-    monkeypatch.setattr(progress_bar, "sys", SimpleNamespace(stderr=shown))
+    monkeypatch.setattr(progress_bar, "sys", SimpleNamespace(stderr=shown, stdout=shown))
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv(progress_bar.VARIABLE, raising=False)
     return shown
@@ -38,6 +38,16 @@ def test_items_are_counted_in_a_terminal_on_rank_0(terminal):
     assert "sizes" in text and "50%" in text and "100%" in text
 
 
+def test_what_the_work_prints_goes_into_a_file_or_above_the_bar(terminal, monkeypatch, capsys):
+    for _ in progress_bar.track([1], "sizes", 0):
+        print("a row")
+    assert "a row" in terminal.getvalue() and capsys.readouterr().out == ""
+    monkeypatch.setattr(progress_bar.sys, "stdout", io.StringIO())
+    for _ in progress_bar.track([1], "sizes", 0):
+        print("another row")
+    assert "another row" not in terminal.getvalue() and capsys.readouterr().out == "another row\n"
+
+
 def test_other_ranks_pipes_and_machines_without_rich_see_nothing(terminal, monkeypatch):
     assert list(progress_bar.track([1], "sizes", 1)) == [1] and terminal.getvalue() == ""
     monkeypatch.setattr(progress_bar.importlib.util, "find_spec", lambda name: None)
@@ -46,7 +56,7 @@ def test_other_ranks_pipes_and_machines_without_rich_see_nothing(terminal, monke
     assert list(progress_bar.track([1], "sizes", 0)) == [1] and terminal.getvalue() == ""
     monkeypatch.undo()
     pipe = io.StringIO()
-    monkeypatch.setattr(progress_bar, "sys", SimpleNamespace(stderr=pipe))
+    monkeypatch.setattr(progress_bar, "sys", SimpleNamespace(stderr=pipe, stdout=pipe))
     monkeypatch.delenv(progress_bar.VARIABLE, raising=False)
     assert list(progress_bar.track([1], "sizes", 0)) == [1] and pipe.getvalue() == ""
     # mpidist bench has a terminal, and its ranks have pipes to the launcher.

@@ -87,7 +87,7 @@ def _print_version(is_asked: bool) -> None:
 
 def _pass_terminal() -> None:
     """Tell the ranks, which have pipes to the launcher, that their output is a terminal's."""
-    if sys.stderr.isatty():
+    if sys.stdout.isatty() and sys.stderr.isatty():
         os.environ.setdefault(progress_bar.VARIABLE, "1")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from mpidist import progress_bar
 from mpidist.cli import facts as process_facts
 from mpidist.cli import first_program
 from mpidist.cli.deadline import deadline
@@ -138,7 +139,8 @@ def report_of(
         shares_memory = questions.shares_node_memory(group)
         own = replace(own, mpi=replace(mpi, shares_memory=shares_memory))
         if tries_device:
-            questions.try_device_operations(group)
+            with progress_bar.spinner("tries MPI's operations on device memory", own.rank):
+                questions.try_device_operations(group)
         ranks = questions.gather(questions.with_operations(own))
     group.close()
     return Report(ranks, findings(ranks), own.rank == 0)
