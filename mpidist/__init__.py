@@ -7,7 +7,7 @@ Importing it starts neither MPI nor CUDA. Its packages are imported at the first
 import importlib
 from types import ModuleType
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PACKAGES = (
     "autograd",

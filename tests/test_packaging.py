@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+import mpidist
 from tests.support import ROOT
 
 PACKAGING = ROOT / "packaging"
@@ -30,6 +31,15 @@ def spec_names(text: str) -> dict[str, str]:
         re.fullmatch(r"([\w-]+)(?:>=([\d.]+))?", line.strip()) for line in text.strip().splitlines()
     )
     return {match[1]: match[2] or "" for match in found if match}
+
+
+def test_the_version_is_one(declared):
+    version = declared["metadata"]["version"]
+    newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert mpidist.__version__ == version and newest is not None and newest[1] == version
+    minor = version.rpartition(".")[0]
+    for page in ("README.md", "docs/index.md"):
+        assert f"\nVersion {minor}. " in (ROOT / page).read_text(encoding="utf-8"), page
 
 
 def run_spack_recipe(monkeypatch):

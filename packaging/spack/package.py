@@ -8,12 +8,12 @@ from spack.package import *
 class PyMpidist(PythonPackage):
     """Distributed PyTorch over a cluster's MPI: collectives, DDP, RPC, autograd, OSS."""
 
-    pypi = "mpidist/mpidist-0.1.0.tar.gz"
+    pypi = "mpidist/mpidist-0.2.0.tar.gz"
 
     license("BSD-3-Clause")
 
     # Spack needs the digest of an sdist only for a download; from a checkout use spack develop.
-    version("0.1.0")
+    version("0.2.0")
 
     variant(
         "cuda",
