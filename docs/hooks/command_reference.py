@@ -26,7 +26,7 @@ def _section(name: str, command: Any) -> str:
     if examples := [
         line for line in (command.epilog or "").split("\n\n") if line.startswith(("mpi", "srun"))
     ]:
-        parts.append("\n".join(["```console", *(f"$ {line.strip()}" for line in examples), "```"]))
+        parts.append("\n".join(["```bash", *(line.strip() for line in examples), "```"]))
     rows = [row for parameter in command.params if (row := _row(parameter))]
     if rows:
         parts.append("\n".join(["| argument | does |", "| --- | --- |", *rows]))

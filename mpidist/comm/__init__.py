@@ -30,7 +30,7 @@ _HOMES = {
     "world": "mpi.runtime",
     "capabilities": "discovery.capability",
 }
-__all__ = sorted(_HOMES)
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -78,7 +78,7 @@ def test_commands_of_the_pages_exist_with_their_options():
     lines = [
         line
         for page in sorted(Path(ROOT, "docs").rglob("*.md"))
-        for line in re.findall(r"\bmpidist ((?!--)[a-z].*)$", _consoles(page), re.M)
+        for line in re.findall(r"^(?!pip ).*\bmpidist ((?!--)[a-z].*)$", _commands(page), re.M)
     ]
     assert len(lines) > 15
     for line in lines:
@@ -96,6 +96,19 @@ def test_commands_of_the_pages_exist_with_their_options():
             for option in (*parameter.opts, *parameter.secondary_opts)
         }
         assert {word for word in own if word.startswith("-")} <= known, line
+
+
+def test_copied_commands_have_no_prompt():
+    folders = ("benchmarks", "docs", "examples", "packaging", "slurm")
+    pages = [
+        *ROOT.glob("*.md"),
+        *(page for name in folders for page in (ROOT / name).rglob("*.md")),
+    ]
+    assert len(pages) > 40
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        for block in re.findall(r"^ *```\w*[^\n]*\n(.*?)^ *```$", text, re.M | re.S):
+            assert not re.search(r"^ *[$%] ", block, re.M), f"{page}: {block}"
 
 
 def test_names_of_the_pages_exist():
@@ -150,8 +163,7 @@ def test_missing_names_are_seen():
     assert not is_name("mpidist.optim.Oss") and not is_name("mpidist.nowhere.x")
 
 
-def _consoles(page: Path) -> str:
-    blocks = re.findall(r"^```console\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+def _commands(page: Path) -> str:
     return "\n".join(
-        line for block in blocks for line in block.splitlines() if line.startswith("$")
+        re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
     )

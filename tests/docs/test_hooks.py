@@ -188,6 +188,8 @@ def test_directives_name_the_module_that_defines(hook):
         and "{#mpidist.comm.init}" in text
         and 'id="mpidist.comm.SUM"' in text
     )
+    # The page begins with the call that a program begins with.
+    assert pages.directives("mpidist.comm").startswith("[](){#mpidist.comm.init}\n")
     with pytest.raises(ValueError, match="no public nothing"):
         pages.directives("mpidist.comm", ["nothing"])
 

@@ -78,6 +78,12 @@ def test_search_knows_what_readers_look_for(site):
         "requeue",
     ):
         assert word in text, word
+    # What MPI says is on the page that says what to do.
+    for word in ("MPI_ERR_TRUNCATE", "CommTimeout", "DisagreementError"):
+        found = {
+            entry["location"].split("#")[0] for entry in index["docs"] if word in entry["text"]
+        }
+        assert "troubleshooting.html" in found, word
 
 
 @slow
