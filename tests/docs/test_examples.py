@@ -98,17 +98,37 @@ def test_commands_of_the_pages_exist_with_their_options():
         assert {word for word in own if word.startswith("-")} <= known, line
 
 
+def test_recipes_install_from_a_checkout_or_a_wheel():
+    """The project is on no package index: pip would fail, or take another's package."""
+    for page in _pages():
+        for block in _blocks(page):
+            for line in re.sub(r" #.*", "", block).splitlines():
+                by_name = re.search(
+                    r"\bpip (install|download)\b.*[\s'\"]mpidist($|[\s\['\"=<>])", line
+                )
+                assert by_name is None or "--find-links" in line, f"{page}: {line}"
+
+
 def test_copied_commands_have_no_prompt():
+    for page in _pages():
+        for block in _blocks(page):
+            assert not re.search(r"^ *[$%] ", block, re.M), f"{page}: {block}"
+
+
+def _pages() -> list[Path]:
     folders = ("benchmarks", "docs", "examples", "packaging", "slurm")
     pages = [
         *ROOT.glob("*.md"),
         *(page for name in folders for page in (ROOT / name).rglob("*.md")),
     ]
     assert len(pages) > 40
-    for page in pages:
-        text = page.read_text(encoding="utf-8")
-        for block in re.findall(r"^ *```\w*[^\n]*\n(.*?)^ *```$", text, re.M | re.S):
-            assert not re.search(r"^ *[$%] ", block, re.M), f"{page}: {block}"
+    return pages
+
+
+def _blocks(page: Path) -> list[str]:
+    """Return the fenced blocks of a page."""
+    text = page.read_text(encoding="utf-8")
+    return re.findall(r"^ *```\w*[^\n]*\n(.*?)^ *```$", text, re.M | re.S)
 
 
 def test_names_of_the_pages_exist():
