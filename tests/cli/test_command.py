@@ -287,3 +287,14 @@ def test_a_shell_completes_names_and_leaves_programs_to_its_files(line, proposed
     }
     done = started([sys.executable, "-m", "mpidist"], 60, environ)
     assert done.stdout.split() == proposed.split(), done.stderr
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_zsh_and_fish_complete_as_bash_does(shell):
+    environ = {
+        "_MPIDIST_COMPLETE": f"complete_{shell}",
+        "_TYPER_COMPLETE_ARGS": "mpidist submit d",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    done = started([sys.executable, "-m", "mpidist"], 60, environ)
+    assert re.findall(r"\w+", done.stdout.split("((")[-1]) == ["ddp"], done.stdout + done.stderr
