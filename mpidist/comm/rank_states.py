@@ -51,7 +51,7 @@ class RankState:
         )
         return self.words, alike, self.process is None
 
-    def all(self) -> object:
+    def operations_and_lines(self) -> object:
         """Return what ranks in the same operations at the same lines have alike."""
         return self.operations(), tuple(map(_users_place, self.places))
 
@@ -68,7 +68,7 @@ def listing(states: Sequence[RankState]) -> Listing:
     if len(states) <= _MOST:
         shared = [[state] for state in states]
     else:
-        shared = _shared(states, RankState.all)
+        shared = _shared(states, RankState.operations_and_lines)
         if len(shared) > _MOST:
             shared = _shared(states, RankState.operations)
     # Sorting is stable: of states with as many ranks that of the lowest rank comes first.
