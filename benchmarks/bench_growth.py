@@ -70,7 +70,7 @@ def main() -> None:
             options.output / f"growth-{environment.library_name(about)}-{about['ranks']}{part}.json"
         )
         report.write_json(record, path)
-        print(plots.beside(record, path, growth.draw))
+        print(plots.beside(path))
 
 
 if __name__ == "__main__":

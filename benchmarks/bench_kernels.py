@@ -118,7 +118,7 @@ def main() -> None:
     }
     path = options.output / f"kernels-{devices.name_of(device)}.json"
     report.write_json(record, path)
-    print(f"\n{plots.beside(record, path, kernel_report.draw)}", flush=True)
+    print(f"\n{plots.beside(path)}", flush=True)
     dist.destroy_process_group()
 
 

@@ -10,12 +10,13 @@ import itertools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
+import pictures
 import tables
 import torch
 from growth_cases import Work
+from palette import SERIES, Theme, named
 
 # By number of items: ``wall_us`` of the slowest rank and ``cpu_us`` of this thread, for each item.
 Found: TypeAlias = dict[int, dict[str, list[float]]]
@@ -74,24 +75,23 @@ def table(results: Mapping[str, Found]) -> str:
     return tables.text(rows, headers, floats=".2f")
 
 
-def draw(record: dict[str, Any], path: Path) -> None:
-    """Plot the cost of an item over the number of items, a line for each case."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
+def draw(record: Mapping[str, Any], theme: Theme) -> Any:
+    """Draw the cost of an item over the number of items, a line for each case."""
     about = record["environment"]
-    for (name, found), marker in zip(record["results"].items(), "osD^vPX", strict=False):
-        wall = medians({int(items): times for items, times in found.items()}, "wall_us")
-        axes.plot(list(wall), list(wall.values()), marker=marker, label=name)
-    axes.set(xscale="log", yscale="log", xlabel="number of items", ylabel="µs an item")
-    axes.grid(alpha=0.3)
-    axes.set_title(
-        f"Cost of one item among many, {about['ranks']} ranks, {about['mpi_library']}",
-        fontsize="medium",
+    made = pictures.sheet(
+        5.2,
+        f"Cost of one item among many: {about['ranks']} ranks, {about['mpi_library']}, "
+        f"torch {about['torch'].partition('+')[0]}, {about['cpu']}",
+        f"slowest rank, median of {record['rounds']} rounds; a level line: the cost does not "
+        "depend on how many there are",
     )
-    figure.legend(loc="outside right upper")
-    figure.savefig(path, dpi=120)
+    (axes,) = pictures.panels(made, 1, 1)
+    for (name, found), style in zip(record["results"].items(), SERIES, strict=False):
+        wall = medians({int(items): times for items, times in found.items()}, "wall_us")
+        pictures.line(axes, theme, named(style, name), list(wall), list(wall.values()))
+    axes.set(xscale="log", yscale="log", xlabel="number of items", ylabel="µs an item")
+    pictures.legend(made, 3)
+    return made
 
 
 def numbers(least: int, most: int) -> Sequence[int]:

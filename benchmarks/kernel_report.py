@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import environment
 import kernel_cases as copies
+import palette
+import pictures
 import powersgd_cases as powersgd
 from collective_goals import format_bytes
+from palette import Theme
 from timing import Series, compare
 
 _MI = 1 << 20
-_COLORS = {
-    copies.OURS: "tab:blue",
-    copies.THEIRS: "tab:red",
-    copies.COPY: "tab:grey",
-    powersgd.KERNELS: "tab:cyan",
-    powersgd.OURS: "tab:blue",
-    powersgd.THEIRS: "tab:red",
-    powersgd.BATCHED: "tab:orange",
-}
+_STYLES = palette.contenders("kernels")
+_COLUMNS = 3
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 # --- the JSON's entries ---
@@ -147,75 +143,64 @@ def powersgd_row(result: dict[str, Any]) -> str:
 # --- the plot ---
 
 
-def draw(record: dict[str, Any], path: Path) -> None:
-    """Plot rates over sizes above, and PowerSGD's times below."""
-    from matplotlib.figure import Figure
-
+def draw(record: Mapping[str, Any], theme: Theme) -> Any:
+    """Draw rates over sizes above, and PowerSGD's times below."""
     operations = list(
         dict.fromkeys((r["operation"], r["tensors_of"], r["dtypes"]) for r in record["copies"])
     )
     lists = list(dict.fromkeys(r["tensors_of"] for r in record["powersgd"]))
-    columns = max(-(-len(operations) // 2), len(lists), 1)
-    figure = Figure(figsize=(3.4 * columns, 10), layout="constrained")
+    above = -(-len(operations) // _COLUMNS)
+    below = -(-len(lists) // _COLUMNS)
     about = record["environment"]
-    figure.suptitle(
-        f"Kernels on {environment.processor(about)}, torch {about['torch']}; median of "
-        f"{record['rounds']} rounds and p10–p90",
-        fontsize="medium",
+    made = pictures.sheet(
+        2.3 * (above + below) + 1.8,
+        f"Kernels on {environment.processor(about)}, torch {about['torch'].partition('+')[0]}",
+        f"median of {record['rounds']} rounds, p10 to p90; above: bytes read and written a "
+        "second, of the first MiB of a network's gradients; below: PowerSGD of all its "
+        "gradients, without a network",
     )
-    panels = figure.subplots(3, columns, squeeze=False)
-    for axes, operation in zip(panels[:2].ravel().tolist(), operations, strict=False):
+    panels = pictures.panels(made, _COLUMNS * (above + below), _COLUMNS)
+    rates, times = panels[: _COLUMNS * above], panels[_COLUMNS * above :]
+    for axes, operation in zip(rates, operations, strict=False):
         chosen = [
             r
             for r in record["copies"]
             if (r["operation"], r["tensors_of"], r["dtypes"]) == operation
         ]
-        _draw_rates(axes, ", ".join(operation), chosen)
-    for axes, name in zip(panels[2].tolist(), lists, strict=False):
-        _draw_times(
-            axes,
-            name,
-            sorted(
-                (r for r in record["powersgd"] if r["tensors_of"] == name), key=lambda r: r["rank"]
-            ),
-        )
-    for axes in panels.ravel().tolist():
+        _draw_rates(axes, theme, _title(*operation), chosen)
+    for axes, name in zip(times, lists, strict=False):
+        found = [r for r in record["powersgd"] if r["tensors_of"] == name]
+        _draw_times(axes, theme, name, sorted(found, key=lambda r: r["rank"]))
+    for axes in panels:
         if not axes.has_data():
-            figure.delaxes(axes)
-    handles = {
-        label: handle
-        for axes in figure.axes
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+            made.delaxes(axes)
+    pictures.legend(made, 3)
+    return made
 
 
-def _draw_rates(axes: Any, title: str, results: Sequence[dict[str, Any]]) -> None:
+def _title(operation: str, tensors_of: str, dtypes: str) -> str:
+    tensors, flat = (_SHORT.get(dtype, dtype) for dtype in dtypes.split(", "))
+    return f"{operation}: {tensors_of}\n{tensors} tensors, {flat} buffer"
+
+
+def _draw_rates(axes: Any, theme: Theme, title: str, results: Sequence[dict[str, Any]]) -> None:
     sizes = [result["size_bytes"] / _MI for result in results]
     for name in results[0]["contenders"]:
         moved = [result["moved_bytes"] / 1e3 for result in results]  # divided by microseconds: GB/s
         times = [result["contenders"][name]["device"] for result in results]
-        axes.plot(
-            sizes,
-            [m / t["median_us"] for m, t in zip(moved, times, strict=True)],
-            ".-",
-            color=_COLORS[name],
-            label=name,
+        median, low, high = (
+            [m / t[key] for m, t in zip(moved, times, strict=True)]
+            for key in ("median_us", "p90_us", "p10_us")
         )
-        low, high = (
-            [m / t[key] for m, t in zip(moved, times, strict=True)] for key in ("p90_us", "p10_us")
-        )
-        axes.fill_between(sizes, low, high, color=_COLORS[name], alpha=0.2, linewidth=0)
-    axes.set_title(title, fontsize="small")
+        pictures.line(axes, theme, _STYLES[name], sizes, median)
+        pictures.band(axes, theme, _STYLES[name], sizes, low, high)
+    axes.set_title(title)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
-    axes.set(xlabel="MiB of tensors", ylabel="GB/s read and written", ylim=(0, None))
-    axes.grid(alpha=0.3)
+    axes.set(xlabel="MiB of tensors", ylabel="GB/s", ylim=(0, None))
 
 
-def _draw_times(axes: Any, title: str, results: Sequence[dict[str, Any]]) -> None:
+def _draw_times(axes: Any, theme: Theme, title: str, results: Sequence[dict[str, Any]]) -> None:
     names = list(results[0]["contenders"])
     for place, name in enumerate(names):
         places = [row + (place - len(names) / 2) * 0.2 for row in range(len(results))]
@@ -225,27 +210,33 @@ def _draw_times(axes: Any, title: str, results: Sequence[dict[str, Any]]) -> Non
             [max(m - t["p10_us"] / 1e3, 0) for m, t in zip(medians, times, strict=True)],
             [max(t["p90_us"] / 1e3 - m, 0) for m, t in zip(medians, times, strict=True)],
         ]
+        style = _STYLES[name]
         axes.bar(
             places,
             medians,
             0.2,
             align="edge",
             yerr=spread,
-            color=_COLORS[name],
-            label=name,
+            color=style.color(theme),
+            edgecolor=style.edge(theme),
+            hatch=style.hatch,
+            ecolor=theme.ink,
+            label=style.label,
             capsize=2,
         )
     if all(result["fewest_us"] for result in results):
-        fewest = [result["fewest_us"] / 1e3 for result in results]
+        # Below the bars: a limit that nothing can pass.
         axes.plot(
             range(len(results)),
-            fewest,
-            "_k",
-            markersize=24,
+            [result["fewest_us"] / 1e3 for result in results],
+            "_",
+            color=theme.ink,
+            markersize=22,
+            markeredgewidth=2,
             label="fewest bytes at the copy's rate",
         )
-    axes.set_title(f"PowerSGD of {title}", fontsize="small")
-    axes.set_xticks(range(len(results)), [f"rank {result['rank']}" for result in results])
+    axes.set_title(f"PowerSGD: {title}")
+    axes.set_xticks(range(len(results)), [str(result["rank"]) for result in results])
     axes.set_yscale("log")
-    axes.set(ylabel="ms, all buckets")
-    axes.grid(axis="y", alpha=0.3)
+    axes.set(xlabel="rank of PowerSGD", ylabel="ms, all buckets")
+    axes.grid(visible=False, axis="x")

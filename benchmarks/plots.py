@@ -1,6 +1,7 @@
-"""Plots of records: beside the JSON, or later from it where matplotlib was not installed.
+"""Plots of records, in a light and a dark picture: beside the JSON, or later from it.
 
-Command: ``python benchmarks/plots.py RECORD.json …``
+Command: ``python benchmarks/plots.py [RECORD.json …]``; without records, all of
+``benchmarks/results`` that have a plot.
 """
 
 from __future__ import annotations
@@ -8,24 +9,32 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pictures
 
-def beside(record: dict[str, Any], path: Path, draw: Callable[[dict[str, Any], Path], None]) -> str:
-    """Plot a record that was written to ``path``; return the names of what was written.
+RESULTS = Path(__file__).resolve().parent / "results"
+# Records with a plot; the others are tables alone.
+PLOTTED = ("collectives", "ddp", "device", "growth", "kernels", "owners", "powersgd", "scaling")
+
+
+def beside(path: Path) -> str:
+    """Plot the record in ``path``; return the names of what was written.
 
     Without matplotlib, as on a borrowed machine without a network, there is no plot.
     """
     written = f"written to {path.parent.name}: {path.name}"
     if importlib.util.find_spec("matplotlib") is None:
         return f"{written}; matplotlib is not installed: benchmarks/plots.py plots it elsewhere"
-    draw(record, path.with_suffix(".png"))
-    return f"{written} and {path.with_suffix('.png').name}"
+    source = path.read_bytes()
+    record = json.loads(source)
+    found = pictures.write(drawing_of(record), record, path.with_suffix(".png"), source)
+    return f"{written}, {', '.join(one.name for one in found)}"
 
 
-def _drawing(record: dict[str, Any]) -> Callable[[dict[str, Any], Path], None]:
+def drawing_of(record: dict[str, Any]) -> pictures.Drawing:
     """Return the function that plots a record of this kind.
 
     Raises:
@@ -34,6 +43,7 @@ def _drawing(record: dict[str, Any]) -> Callable[[dict[str, Any], Path], None]:
     import growth
     import kernel_report
     import report
+    import scaling_plot
     import training_report
 
     name = record.get("benchmark")
@@ -41,19 +51,33 @@ def _drawing(record: dict[str, Any]) -> Callable[[dict[str, Any], Path], None]:
         return growth.draw
     if name == "kernels":
         return kernel_report.draw
+    if name == "scaling":
+        return scaling_plot.draw
     if name in ("collectives", "device"):
         return report.draw
-    if name in ("ddp", "powersgd"):
+    if name in ("ddp", "owners", "powersgd"):
         return training_report.draw
     raise ValueError(f"records of the benchmark {name!r} have no plot of their own")
 
 
+def plotted(folder: Path) -> list[Path]:
+    """Return the records of a folder that have a plot."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        # Only the report over all jobs of the scaling benchmark has a model to draw.
+        if record.get("benchmark") in PLOTTED and not (
+            record["benchmark"] == "scaling" and "model" not in record
+        ):
+            found.append(path)
+    return found
+
+
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("records", type=Path, nargs="+", metavar="RECORD.json")
-    for path in parser.parse_args(words).records:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        print(beside(record, path, _drawing(record)))
+    parser.add_argument("records", type=Path, nargs="*", metavar="RECORD.json")
+    for path in parser.parse_args(words).records or plotted(RESULTS):
+        print(beside(path))
 
 
 if __name__ == "__main__":

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import environment
+import palette
+import pictures
 import plots
 import tables
 from collective_goals import format_bytes
+from palette import Style, Theme
 from timing import Series, compare
 
 # Pairs shown for each operation in which both contenders take part.
@@ -53,18 +56,6 @@ _PAIRS = (
     ("mpidist", "window"),
     ("leaders", "window"),
 )
-_COLORS = {
-    "gloo": "tab:red",
-    "mpi4py": "tab:grey",
-    "tensorpipe": "tab:red",
-    "mpidist": "tab:blue",
-    "native": "tab:cyan",
-    "mpidist fp32": "tab:green",
-    "native fp32": "tab:olive",
-    "library": "tab:blue",
-    "ring": "tab:green",
-    "staged": "tab:red",
-}
 
 
 def result_of(
@@ -170,80 +161,71 @@ def write_judged(
     names = [benchmark, environment.library_name(about), str(about["ranks"]), *parts]
     path = folder / f"{'-'.join(filter(None, names))}.json"
     write_json(record, path)
-    written = (
-        plots.beside(record, path, draw)
-        if has_plot
-        else f"written to {path.parent.name}: {path.name}"
-    )
+    written = plots.beside(path) if has_plot else f"written to {path.parent.name}: {path.name}"
     print(f"\n{goals_table(verdicts)}\n\n{written}", flush=True)
 
 
-def draw(record: dict[str, Any], path: Path) -> None:
-    """Plot one panel per operation: a line per contender, and a band from p10 to p90."""
-    from matplotlib.figure import Figure
-
+def draw(record: Mapping[str, Any], theme: Theme) -> Any:
+    """Draw one panel per operation: a line per contender, and a band from p10 to p90."""
+    styles = palette.contenders(record["benchmark"])
     operations = list(dict.fromkeys(result["operation"] for result in record["results"]))
-    columns = min(len(operations), 4)
-    lines = -(-len(operations) // columns)
-    figure = Figure(figsize=(4.2 * columns, 3.4 * lines + 1), layout="constrained")
+    columns = min(len(operations), 3)
+    rows = -(-len(operations) // columns)
     about = record["environment"]
-    figure.suptitle(
-        f"Collectives on {about['ranks']} ranks, {about['mpi_library']}, torch {about['torch']}, "
-        f"{environment.processor(about)}\n"
-        f"slowest rank, median of {record['rounds']} rounds and p10–p90; "
+    made = pictures.sheet(
+        (2.2 if columns > 2 else 3.2) * rows + 1.4,
+        f"One call on {about['ranks']} ranks: {about['mpi_library']}, torch "
+        f"{about['torch'].partition('+')[0]}, {environment.processor(about)}",
+        f"slowest rank; lines: median of {record['rounds']} rounds, bands: p10 to p90; "
         f"{environment.binding(about).split(':')[0]}",
-        fontsize="medium",
     )
-    panels = figure.subplots(lines, columns, squeeze=False).ravel().tolist()
-    for axes, operation in zip(panels, operations, strict=False):
+    for axes, operation in zip(
+        pictures.panels(made, len(operations), columns), operations, strict=True
+    ):
         results = [result for result in record["results"] if result["operation"] == operation]
         axes.set_title(operation)
-        axes.grid(alpha=0.3)
         (_draw_lines if any(result["size_bytes"] for result in results) else _draw_bars)(
-            axes, results
+            axes, theme, styles, results
         )
-    for axes in panels[len(operations) :]:
-        figure.delaxes(axes)
-    handles = {
-        label: handle
-        for axes in figure.axes
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    pictures.legend(made, 3)
+    return made
 
 
-def _draw_lines(axes: Any, results: Sequence[dict[str, Any]]) -> None:
+def _draw_lines(
+    axes: Any, theme: Theme, styles: Mapping[str, Style], results: Sequence[dict[str, Any]]
+) -> None:
     sizes = [result["size_bytes"] for result in results]
     in_elements = any("fp32" in name for result in results for name in result["contenders"])
     places = [result["numel"] for result in results] if in_elements else sizes
     for name in results[0]["contenders"]:
         values = [result["contenders"][name] for result in results]
-        axes.plot(
-            places,
-            [v["median_us"] for v in values],
-            ".-",
-            color=_COLORS[name],
-            label=name,
-            linewidth=1.2,
-        )
-        low, high = [v["p10_us"] for v in values], [v["p90_us"] for v in values]
-        axes.fill_between(places, low, high, color=_COLORS[name], alpha=0.2, linewidth=0)
+        pictures.line(axes, theme, styles[name], places, [one["median_us"] for one in values])
+        low, high = [one["p10_us"] for one in values], [one["p90_us"] for one in values]
+        pictures.band(axes, theme, styles[name], places, low, high)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set(xlabel="elements" if in_elements else "bytes", ylabel="us a call")
+    axes.set(xlabel="elements" if in_elements else "bytes", ylabel="µs a call")
     ticks = places[:: max(len(places) // 4, 1)]
     axes.set_xticks(ticks, [_short(tick) for tick in ticks])
+    axes.minorticks_off()
 
 
-def _draw_bars(axes: Any, results: Sequence[dict[str, Any]]) -> None:
-    for name, values in results[0]["contenders"].items():
-        median = values["median_us"]
-        spread = [[max(median - values["p10_us"], 0)], [max(values["p90_us"] - median, 0)]]
-        axes.bar(name, median, yerr=spread, color=_COLORS[name], capsize=3)
-    axes.set_yscale("log")
-    axes.set(ylabel="us a call")
+def _draw_bars(
+    axes: Any, theme: Theme, styles: Mapping[str, Style], results: Sequence[dict[str, Any]]
+) -> None:
+    found = results[0]["contenders"]
+    pictures.bars(
+        axes,
+        theme,
+        [styles[name] for name in found],
+        [
+            {"median": one["median_us"], "low": one["p10_us"], "high": one["p90_us"]}
+            for one in found.values()
+        ],
+    )
+    axes.set_xscale("log")
+    axes.set(xlabel="µs a call")
+    axes.minorticks_off()
 
 
 def _series(series: Series) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import environment
+import plots
 import report
 import scaling_advice
 import scaling_answer
 import scaling_model as models
-import scaling_plot
 import tables
 from collective_goals import format_bytes
 from cost_model import median_error, rate_of
@@ -47,11 +47,7 @@ def write(records: Sequence[dict[str, Any]], missed: Mapping[str, str], output: 
     }
     path = output / f"scaling-{environment.library_name(jobs[0]['environment'])}.json"
     report.write_json(finite(record), path)
-    scaling_plot.draw(record, path.with_suffix(".png"))
-    texts = [text_of(record), scaling_answer.text_of(pays)]
-    return "\n\n".join(
-        [*texts, f"written to {output.name}: {path.name} and {path.with_suffix('.png').name}"]
-    )
+    return "\n\n".join([text_of(record), scaling_answer.text_of(pays), plots.beside(path)])
 
 
 def finite(data: Any) -> Any:

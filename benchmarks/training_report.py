@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import environment
-import numpy as np
+import palette
+import pictures
 import plots
 import tables
+from palette import Theme
 from timing import Series
 
 
@@ -60,48 +62,46 @@ def write(record: dict[str, Any], path: Path) -> None:
     """Write the JSON, and the plot next to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(plots.beside(record, path, draw), flush=True)
+    print(plots.beside(path), flush=True)
 
 
-def draw(record: dict[str, Any], path: Path) -> None:
-    """Plot one panel per model: bars of the steps, and a line at the bare step."""
-    from matplotlib.figure import Figure
-
+def draw(record: Mapping[str, Any], theme: Theme) -> Any:
+    """Draw one panel per model: bars of the steps, and a line at the step without communication."""
     results = record["results"]
-    figure = Figure(figsize=(4.6 * len(results), 4.2), layout="constrained")
+    styles = palette.contenders(record["benchmark"])
+    columns = min(len(results), 2)
+    rows = -(-len(results) // columns)
+    most = max(len(result["contenders"]) for result in results)
     about = record["environment"]
-    link = f", {record['link']}" if record["link"] else ""
-    figure.suptitle(
-        f"Steps on {about['ranks']} ranks, {about['mpi_library']}{link}, torch {about['torch']}, "
-        f"{environment.processor(about)}\n"
-        f"slowest rank, median of {record['rounds']} rounds and p10–p90; "
-        f"{environment.binding(about).split(':')[0]}",
-        fontsize="medium",
+    link = f", {record['link']} link" if record["link"] else ""
+    made = pictures.sheet(
+        (0.24 * most + 0.85) * rows + 0.7,
+        f"A training step on {about['ranks']} rank{'s' if about['ranks'] > 1 else ''}: "
+        f"{about['mpi_library']}{link}, torch {about['torch'].partition('+')[0]}, "
+        f"{environment.processor(about)}",
+        f"slowest rank, median of {record['rounds']} rounds and p10 to p90; dashed: the step "
+        f"without communication; {environment.binding(about).split(':')[0]}",
     )
-    for axes, result in zip(
-        np.atleast_1d(figure.subplots(1, len(results))).tolist(), results, strict=True
+    for place, (axes, result) in enumerate(
+        zip(pictures.panels(made, len(results), columns), results, strict=True)
     ):
-        names = list(result["contenders"])
-        values = list(result["contenders"].values())
-        median = np.array([v["median_us"] for v in values]) / 1e3
-        low = median - np.array([v["p10_us"] for v in values]) / 1e3
-        high = np.array([v["p90_us"] for v in values]) / 1e3 - median
-        colors = [
-            "tab:blue"
-            if "mpidist" in n and "torch" not in n
-            else "tab:red"
-            if "torch" in n
-            else "tab:grey"
-            for n in names
-        ]
-        axes.barh(
-            names[::-1],
-            median[::-1],
-            xerr=(low[::-1].clip(0), high[::-1].clip(0)),
-            color=colors[::-1],
-            capsize=2,
+        found = result["contenders"]
+        pictures.bars(
+            axes,
+            theme,
+            [styles[name] for name in found],
+            [
+                {
+                    "median": one["median_us"] / 1e3,
+                    "low": one["p10_us"] / 1e3,
+                    "high": one["p90_us"] / 1e3,
+                }
+                for one in found.values()
+            ],
         )
-        axes.axvline(result["bare_us"] / 1e3, color="black", linewidth=0.8, linestyle="--")
+        if place % columns:
+            # The panel at its left has the same bars.
+            axes.tick_params(axis="y", labelleft=False)
+        axes.axvline(result["bare_us"] / 1e3, color=theme.ink, linewidth=1, linestyle="--")
         axes.set(title=result["model"], xlabel="ms a step")
-        axes.grid(axis="x", alpha=0.3)
-    figure.savefig(path, dpi=120)
+    return made
