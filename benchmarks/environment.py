@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import platform
+import re
 import sys
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -89,6 +90,12 @@ def binding(record: dict[str, Any]) -> str:
     if all(len(own) == record["logical_cores"] for own in cores):
         return "the ranks are not bound"
     return "each rank is bound to " + " or ".join(sorted({f"{len(own)} cores" for own in cores}))
+
+
+def link_text(link: str) -> str:
+    """Return a link's name, ``10gbit``, as its rate; another name as it is."""
+    found = re.fullmatch(r"(\d+)(m|g)bit", link)
+    return f"{found[1]} {found[2].upper()}bit/s" if found else link
 
 
 def library_name(record: dict[str, Any]) -> str:

@@ -82,8 +82,7 @@ def draw(record: Mapping[str, Any], theme: Theme) -> Any:
         5.2,
         f"Cost of one item among many: {about['ranks']} ranks, {about['mpi_library']}, "
         f"torch {about['torch'].partition('+')[0]}, {about['cpu']}",
-        f"slowest rank, median of {record['rounds']} rounds; a level line: the cost does not "
-        "depend on how many there are",
+        f"slowest rank, median of {record['rounds']} rounds; level: many cost no more each",
     )
     (axes,) = pictures.panels(made, 1, 1)
     for (name, found), style in zip(record["results"].items(), SERIES, strict=False):

@@ -15,7 +15,6 @@ from palette import Theme
 from timing import Series, compare
 
 _MI = 1 << 20
-_STYLES = palette.contenders("kernels")
 _COLUMNS = 3
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -153,11 +152,10 @@ def draw(record: Mapping[str, Any], theme: Theme) -> Any:
     below = -(-len(lists) // _COLUMNS)
     about = record["environment"]
     made = pictures.sheet(
-        2.3 * (above + below) + 1.8,
+        2.4 * (above + below) + 1.8,
         f"Kernels on {environment.processor(about)}, torch {about['torch'].partition('+')[0]}",
-        f"median of {record['rounds']} rounds, p10 to p90; above: bytes read and written a "
-        "second, of the first MiB of a network's gradients; below: PowerSGD of all its "
-        "gradients, without a network",
+        f"median of {record['rounds']} rounds, p10 to p90; above: rate of reading and writing "
+        "a list of gradients; below: PowerSGD of all gradients, without a network",
     )
     panels = pictures.panels(made, _COLUMNS * (above + below), _COLUMNS)
     rates, times = panels[: _COLUMNS * above], panels[_COLUMNS * above :]
@@ -192,8 +190,9 @@ def _draw_rates(axes: Any, theme: Theme, title: str, results: Sequence[dict[str,
             [m / t[key] for m, t in zip(moved, times, strict=True)]
             for key in ("median_us", "p90_us", "p10_us")
         )
-        pictures.line(axes, theme, _STYLES[name], sizes, median)
-        pictures.band(axes, theme, _STYLES[name], sizes, low, high)
+        style = palette.contender("kernels", name)
+        pictures.line(axes, theme, style, sizes, median)
+        pictures.band(axes, theme, style, sizes, low, high)
     axes.set_title(title)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
@@ -210,8 +209,8 @@ def _draw_times(axes: Any, theme: Theme, title: str, results: Sequence[dict[str,
             [max(m - t["p10_us"] / 1e3, 0) for m, t in zip(medians, times, strict=True)],
             [max(t["p90_us"] / 1e3 - m, 0) for m, t in zip(medians, times, strict=True)],
         ]
-        style = _STYLES[name]
-        axes.bar(
+        style = palette.contender("kernels", name)
+        drawn = axes.bar(
             places,
             medians,
             0.2,
@@ -224,6 +223,7 @@ def _draw_times(axes: Any, theme: Theme, title: str, results: Sequence[dict[str,
             label=style.label,
             capsize=2,
         )
+        pictures.outline_whiskers(drawn, theme)
     if all(result["fewest_us"] for result in results):
         # Below the bars: a limit that nothing can pass.
         axes.plot(

@@ -6,7 +6,6 @@ variant of an implementation has its colour, lighter or darker, and a hatch or a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 
@@ -82,6 +81,7 @@ STAGED = Style("through the host", "#b5862e", "#a7810f", "^")
 # Hooks of mpidist; the plain average is mpidist itself.
 FP16 = Style("fp16_compress_hook", "#60a05f", "#9bf799", "s")
 BF16 = Style("bf16_compress_hook", "#348c7d", "#5aa98d", "^")
+INT8 = Style("quantization_pertensor_hook", "#c67680", "#cd2d70", "X")
 POWERSGD_1 = Style("PowerSGD rank 1", "#cc8303", "#fed009", "D")
 POWERSGD_2 = Style("PowerSGD rank 2", "#924e0b", "#cb8311", "v")
 POWERSGD_4 = Style("PowerSGD rank 4", "#502603", "#986437", "P")
@@ -116,6 +116,8 @@ _STEPS = {
     "mpidist, zeroed": bar_variant(OWN, "mpidist's DDP, zeroed", tint=0.65),
     "torch on mpidist": named(TORCH_ON_MPIDIST, "torch's DDP on mpidist"),
     "torch on Gloo": named(TORCH_ON_GLOO, "torch's DDP on Gloo"),
+    "noop_hook, copies": bar_variant(NO_OP, "mpidist, noop_hook, copies", "...", 0.45),
+    "mpidist, copies": bar_variant(OWN, "mpidist's DDP, copies", "...", 0.35),
     "communication alone": ALONE,
     "to_owners": bar_variant(OWN, "to_owners", "...", 0.3),
     "to_owners, 1 buffer": bar_variant(OWN, "to_owners, 1 buffer", "///", 0.6),
@@ -125,6 +127,11 @@ _STEPS = {
     "PowerSGD rank 1": POWERSGD_1,
     "PowerSGD rank 2": POWERSGD_2,
     "PowerSGD rank 4": POWERSGD_4,
+    "quantization_pertensor_hook": INT8,
+    "quantization_perchannel_hook": bar_variant(INT8, "quantization_perchannel_hook"),
+    "torch's quantization_pertensor_hook": bar_variant(
+        TORCH, "torch's quantization_pertensor_hook"
+    ),
     "torch's PowerSGD rank 4": named(TORCH, "torch's PowerSGD rank 4"),
 }
 _ON_DEVICE = {
@@ -163,9 +170,9 @@ _CONTENDERS = {
 }
 
 
-def contenders(benchmark: str) -> Mapping[str, Style]:
-    """Return the styles of a benchmark's contenders by name; none if it has no plot."""
-    return _CONTENDERS.get(benchmark, {})
+def contender(benchmark: str, name: str) -> Style:
+    """Return the style of a benchmark's contender; one that is not listed is black."""
+    return _CONTENDERS.get(benchmark, {}).get(name, named(BARE, name))
 
 
 # --- lines that are no implementations ---

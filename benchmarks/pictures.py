@@ -19,12 +19,12 @@ from palette import THEMES, Style, Theme
 Drawing: TypeAlias = Callable[[Mapping[str, Any], Theme], Any]
 
 WIDTH_IN = 8.5
-# 15 pixels where 850 show the width, 7 where 400 do.
-TEXT_PT = 10.8
-_DPI = 150
+# 17 pixels where 850 show the width, 8 where 400 do.
+TEXT_PT = 12
+_DPI = 132
 # Sharp text and bands of two transparencies need no more; a true-colour PNG is six times as large.
 _COLORS = 64
-_COLUMNS = 84
+_COLUMNS = 98
 
 
 def settings(theme: Theme) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _save(made: Any, theme: Theme, path: Path, source: bytes) -> None:
         canvas.draw()
     size = canvas.get_width_height()
     pixels = Image.frombuffer("RGBA", size, canvas.buffer_rgba()).convert("RGB")
-    few = pixels.quantize(_COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few = pixels.quantize(_COLORS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     about = PngInfo()
     about.add_text("Source", checksum(source))
     few.save(path, optimize=True, pnginfo=about)
@@ -141,15 +141,20 @@ def panels(made: Any, count: int, columns: int) -> list[Any]:
 
 
 def legend(made: Any, columns: int) -> None:
-    """Explain all lines and bars below the panels, each label once."""
-    found = {
-        label: handle
-        for axes in made.axes
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    made.legend(
-        found.values(), found.keys(), loc="outside lower center", ncols=min(columns, len(found))
-    )
+    """Explain all lines and bars below the panels, each label once, as it was first drawn."""
+    from matplotlib.lines import Line2D
+
+    found: dict[str, Any] = {}
+    for axes in made.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    # Equal rows: three and one look like a mistake.
+    columns = 2 if len(found) == 4 else min(columns, len(found))
+    below = made.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns)
+    for handle in below.legend_handles:
+        handle.set_alpha(1)
+        if isinstance(handle, Line2D):
+            handle.set_markersize(max(handle.get_markersize(), 5))
 
 
 def line(axes: Any, theme: Theme, style: Style, places: Sequence[Any], values: Any) -> None:
@@ -184,7 +189,7 @@ def bars(
     for place, (style, value) in enumerate(zip(styles, values, strict=True)):
         median = value["median"]
         spread = [[max(median - value["low"], 0)], [max(value["high"] - median, 0)]]
-        axes.barh(
+        drawn = axes.barh(
             -place,
             median,
             xerr=spread,
@@ -192,8 +197,17 @@ def bars(
             edgecolor=style.edge(theme),
             hatch=style.hatch,
             ecolor=theme.ink,
-            error_kw={"elinewidth": 1.0},
             capsize=2,
         )
+        outline_whiskers(drawn, theme)
     axes.set_yticks([-place for place in range(len(styles))], [one.label for one in styles])
     axes.grid(visible=False, axis="y")
+
+
+def outline_whiskers(drawn: Any, theme: Theme) -> None:
+    """Draw the whiskers of bars on a stripe of paper, which shows them on dark bars, too."""
+    from matplotlib.patheffects import withStroke
+
+    _, _, stems = drawn.errorbar.lines
+    for stem in stems:
+        stem.set_path_effects([withStroke(linewidth=3, foreground=theme.paper)])

@@ -16,6 +16,12 @@ from typing import Any
 import pictures
 
 RESULTS = Path(__file__).resolve().parent / "results"
+# A second picture of some operations of a record, for a reader's first look: README shows it.
+EXCERPTS = {
+    "collectives-openmpi-2": (
+        "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single",
+    ),
+}  # fmt: skip
 # Records with a plot; the others are tables alone.
 PLOTTED = ("collectives", "ddp", "device", "growth", "kernels", "owners", "powersgd", "scaling")
 
@@ -30,7 +36,13 @@ def beside(path: Path) -> str:
         return f"{written}; matplotlib is not installed: benchmarks/plots.py plots it elsewhere"
     source = path.read_bytes()
     record = json.loads(source)
-    found = pictures.write(drawing_of(record), record, path.with_suffix(".png"), source)
+    drawing = drawing_of(record)
+    found = pictures.write(drawing, record, path.with_suffix(".png"), source)
+    if path.stem in EXCERPTS:
+        chosen = EXCERPTS[path.stem]
+        some = [one for one in record["results"] if one["operation"] in chosen]
+        target = path.with_name(f"{path.stem}-excerpt.png")
+        found += pictures.write(drawing, record | {"results": some}, target, source)
     return f"{written}, {', '.join(one.name for one in found)}"
 
 

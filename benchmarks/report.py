@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,7 @@ import pictures
 import plots
 import tables
 from collective_goals import format_bytes
-from palette import Style, Theme
+from palette import Theme
 from timing import Series, compare
 
 # Pairs shown for each operation in which both contenders take part.
@@ -166,58 +167,82 @@ def write_judged(
 
 
 def draw(record: Mapping[str, Any], theme: Theme) -> Any:
-    """Draw one panel per operation: a line per contender, and a band from p10 to p90."""
-    styles = palette.contenders(record["benchmark"])
-    operations = list(dict.fromkeys(result["operation"] for result in record["results"]))
-    columns = min(len(operations), 3)
-    rows = -(-len(operations) // columns)
+    """Draw one panel per operation: a line per contender, and a band from p10 to p90.
+
+    Operations without a size are bars below, in a part of their own: their labels would take the
+    width of the lines above.
+    """
+    results: dict[str, list[dict[str, Any]]] = {}
+    for result in record["results"]:
+        results.setdefault(result["operation"], []).append(result)
+    sized = {name: own for name, own in results.items() if any(one["size_bytes"] for one in own)}
+    others = {name: own for name, own in results.items() if name not in sized}
+    columns = 2 if len(sized) in (2, 4) else max(min(len(sized), 3), 1)
+    heights = (
+        (2.3 if columns > 2 else 3.2) * -(-len(sized) // columns) + 1.1,
+        sum(0.26 * len(own[0]["contenders"]) + 1.0 for own in others.values()) + 0.4,
+    )
     about = record["environment"]
     made = pictures.sheet(
-        (2.2 if columns > 2 else 3.2) * rows + 1.4,
+        sum(heights),
         f"One call on {about['ranks']} ranks: {about['mpi_library']}, torch "
         f"{about['torch'].partition('+')[0]}, {environment.processor(about)}",
         f"slowest rank; lines: median of {record['rounds']} rounds, bands: p10 to p90; "
         f"{environment.binding(about).split(':')[0]}",
     )
-    for axes, operation in zip(
-        pictures.panels(made, len(operations), columns), operations, strict=True
+    above, below = made, made
+    if sized and others:
+        above, below = made.subfigures(2, 1, height_ratios=heights)
+    for axes, (operation, own) in zip(
+        pictures.panels(above, len(sized), columns) if sized else (), sized.items(), strict=True
     ):
-        results = [result for result in record["results"] if result["operation"] == operation]
         axes.set_title(operation)
-        (_draw_lines if any(result["size_bytes"] for result in results) else _draw_bars)(
-            axes, theme, styles, results
-        )
-    pictures.legend(made, 3)
+        _draw_lines(axes, theme, record["benchmark"], own)
+    for axes, (operation, own) in zip(
+        pictures.panels(below, len(others), 1) if others else (), others.items(), strict=True
+    ):
+        axes.set_title(operation)
+        _draw_bars(axes, theme, record["benchmark"], own)
+    if sized:
+        pictures.legend(above, 3)
     return made
 
 
-def _draw_lines(
-    axes: Any, theme: Theme, styles: Mapping[str, Style], results: Sequence[dict[str, Any]]
-) -> None:
+def _draw_lines(axes: Any, theme: Theme, benchmark: str, results: Sequence[dict[str, Any]]) -> None:
     sizes = [result["size_bytes"] for result in results]
     in_elements = any("fp32" in name for result in results for name in result["contenders"])
     places = [result["numel"] for result in results] if in_elements else sizes
     for name in results[0]["contenders"]:
         values = [result["contenders"][name] for result in results]
-        pictures.line(axes, theme, styles[name], places, [one["median_us"] for one in values])
+        style = palette.contender(benchmark, name)
+        pictures.line(axes, theme, style, places, [one["median_us"] for one in values])
         low, high = [one["p10_us"] for one in values], [one["p90_us"] for one in values]
-        pictures.band(axes, theme, styles[name], places, low, high)
+        pictures.band(axes, theme, style, places, low, high)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set(xlabel="elements" if in_elements else "bytes", ylabel="µs a call")
-    ticks = places[:: max(len(places) // 4, 1)]
+    ticks = _apart(places)
     axes.set_xticks(ticks, [_short(tick) for tick in ticks])
     axes.minorticks_off()
 
 
-def _draw_bars(
-    axes: Any, theme: Theme, styles: Mapping[str, Style], results: Sequence[dict[str, Any]]
-) -> None:
+def _apart(places: Sequence[int]) -> list[int]:
+    """Return sizes that are a quarter of a logarithmic axis apart at least, with both ends."""
+    octaves = [math.log2(place) for place in places]
+    least = 0.25 * (octaves[-1] - octaves[0])
+    kept = [0]
+    for index, octave in enumerate(octaves):
+        if octave - octaves[kept[-1]] >= least and octaves[-1] - octave >= least:
+            kept.append(index)
+    return [places[index] for index in dict.fromkeys([*kept, len(places) - 1])]
+
+
+def _draw_bars(axes: Any, theme: Theme, benchmark: str, results: Sequence[dict[str, Any]]) -> None:
     found = results[0]["contenders"]
     pictures.bars(
         axes,
         theme,
-        [styles[name] for name in found],
+        [palette.contender(benchmark, name) for name in found],
         [
             {"median": one["median_us"], "low": one["p10_us"], "high": one["p90_us"]}
             for one in found.values()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -22,11 +21,11 @@ def draw(record: Mapping[str, Any], theme: Theme) -> Any:
     about = record["jobs"][0]["environment"]
     libraries = sorted({job["environment"]["mpi_library"] for job in record["jobs"]})
     made = pictures.sheet(
-        11.4,
+        11.8,
         f"Scaling of a data-parallel step: {environment.processor(about)}, torch "
         f"{about['torch'].partition('+')[0]}, {', '.join(libraries)}",
-        "filled: a core for each rank; hollow: more ranks than cores; shaded: PREDICTED by the "
-        "model, not measured (dashed: uncompressed, dotted: PowerSGD of rank 4)",
+        "filled: a core for each rank, hollow: more ranks than cores; shaded: PREDICTED by the "
+        "model, not measured, dashed: uncompressed, dotted: PowerSGD of rank 4",
     )
     panels = pictures.panels(made, 6, 2)
     links = _links(record)
@@ -44,17 +43,14 @@ def _links(record: Mapping[str, Any]) -> _Links:
     """Return a style for each link, in the jobs' order: a node's memory, then by falling rate."""
     names = dict.fromkeys(job["link"] for job in record["jobs"])
     return {
-        name: named(style, _rate(name) if name else "within one node")
+        name: named(style, environment.link_text(name) if name else "one node")
         for name, style in zip(names, itertools.cycle(SERIES[:-1]))
     }
 
 
-def _rate(link: str) -> str:
-    found = re.fullmatch(r"(\d+)(m|g)bit", link)
-    return f"{found[1]} {found[2].upper()}bit/s" if found else link
-
-
 def _weak(axes: Any, theme: Theme, links: _Links, record: Mapping[str, Any]) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
     axes.set(
         title="weak scaling, uncompressed,\nlargest network",
         xlabel="ranks",
@@ -62,6 +58,9 @@ def _weak(axes: Any, theme: Theme, links: _Links, record: Mapping[str, Any]) -> 
         yscale="log",
     )
     found = [one for one in record["steps"] if one["scaling"] == "weak" and one["hook"] == "none"]
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
     _points(axes, theme, links, _largest(found), "seconds")
 
 
@@ -70,7 +69,7 @@ def _strong(axes: Any, theme: Theme, links: _Links, record: Mapping[str, Any]) -
         title="strong scaling, uncompressed,\nlargest network",
         xlabel="ranks",
         ylabel="efficiency (1: perfect)",
-        ylim=(0, 1.05),
+        ylim=(-0.04, 1.05),
     )
     known = [
         one
@@ -120,7 +119,7 @@ def _held_out(axes: Any, theme: Theme, links: _Links, record: Mapping[str, Any])
     )
     for name, style in (
         (models.NODE, links.get("", SERIES[0])),
-        (models.BETWEEN, named(SERIES[-1], "between nodes, any link")),
+        (models.BETWEEN, named(SERIES[-1], "between nodes")),
     ):
         found = [one for one in record["held_out"] if one["class"] == name]
         axes.plot(
@@ -128,10 +127,9 @@ def _held_out(axes: Any, theme: Theme, links: _Links, record: Mapping[str, Any])
             [one["predicted_seconds"] for one in found],
             style.marker,
             color=style.color(theme),
-            markersize=3,
+            markersize=4,
             alpha=0.5,
             markeredgewidth=0,
-            # The node's label stands for the other panels, too.
             label=style.label,
         )
     ends = [min((one["seconds"] for one in record["held_out"]), default=1e-5)]
@@ -152,7 +150,7 @@ def _predicted(
     )
     found = _largest([one for one in record["predictions"] if one["hook"] in _HOOKS])
     if key == "efficiency":
-        axes.set_ylim(0, 1.05)
+        axes.set_ylim(-0.04, 1.05)
     else:
         axes.set_yscale("log")
     for link, hook in dict.fromkeys((one["link"], one["hook"]) for one in found):

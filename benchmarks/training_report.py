@@ -68,19 +68,18 @@ def write(record: dict[str, Any], path: Path) -> None:
 def draw(record: Mapping[str, Any], theme: Theme) -> Any:
     """Draw one panel per model: bars of the steps, and a line at the step without communication."""
     results = record["results"]
-    styles = palette.contenders(record["benchmark"])
     columns = min(len(results), 2)
     rows = -(-len(results) // columns)
     most = max(len(result["contenders"]) for result in results)
     about = record["environment"]
-    link = f", {record['link']} link" if record["link"] else ""
+    link = f", a link of {environment.link_text(record['link'])}" if record["link"] else ""
     made = pictures.sheet(
-        (0.24 * most + 0.85) * rows + 0.7,
+        (0.26 * most + 0.95) * rows + 0.9,
         f"A training step on {about['ranks']} rank{'s' if about['ranks'] > 1 else ''}: "
         f"{about['mpi_library']}{link}, torch {about['torch'].partition('+')[0]}, "
         f"{environment.processor(about)}",
-        f"slowest rank, median of {record['rounds']} rounds and p10 to p90; dashed: the step "
-        f"without communication; {environment.binding(about).split(':')[0]}",
+        f"slowest rank, median of {record['rounds']} rounds, p10 to p90; dashed: no "
+        f"communication; {environment.binding(about).split(':')[0]}",
     )
     for place, (axes, result) in enumerate(
         zip(pictures.panels(made, len(results), columns), results, strict=True)
@@ -89,7 +88,7 @@ def draw(record: Mapping[str, Any], theme: Theme) -> Any:
         pictures.bars(
             axes,
             theme,
-            [styles[name] for name in found],
+            [palette.contender(record["benchmark"], name) for name in found],
             [
                 {
                     "median": one["median_us"] / 1e3,
