@@ -24,7 +24,7 @@ TEXT_PT = 12
 _DPI = 132
 # Sharp text and bands of two transparencies need no more; a true-colour PNG is six times as large.
 _COLORS = 64
-_COLUMNS = 98
+_COLUMNS = 92
 
 
 def settings(theme: Theme) -> dict[str, Any]:

@@ -6,10 +6,31 @@ All numbers are from the JSON.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+# Tables name contenders as plots do.
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import palette
+
 Record = Mapping[str, Any]
+# Ours and a peer, whose ratio stands beside their times, by benchmark.
+_PEERS = {
+    "collectives": (("mpidist", "gloo"), ("native", "mpi4py")),
+    "messages": (("mpidist", "gloo"), ("native", "mpi4py")),
+    "allocate": (("node memory", "gloo"),),
+    "ddp": (("mpidist", "torch on Gloo"), ("torch on mpidist", "torch on Gloo")),
+    "powersgd": (
+        ("allreduce_hook", "torch on mpidist"),
+        ("PowerSGD rank 4", "torch's PowerSGD rank 4"),
+    ),
+    "rpc": (("mpidist", "tensorpipe"), ("mpidist", "floor")),
+    "autograd": (("mpidist", "tensorpipe"),),
+    "oss": (("mpidist", "FairScale on Gloo"), ("torch on mpidist", "torch on Gloo")),
+    "kernels": (("powerSGD_hook", "torch's hook"),),
+}
 _LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 
 
@@ -82,16 +103,22 @@ def tables(record: Record, choice: Mapping[str, Sequence[str]] | None = None) ->
     results = record.get("results") or []
     if results and "model" in results[0]:
         return _steps(
-            [_contending(one, choice) for one in results if _chosen(choice, "models", one["model"])]
+            record,
+            [
+                _contending(one, choice)
+                for one in results
+                if _chosen(choice, "models", one["model"])
+            ],
         )
     if results and "operation" in results[0]:
         chosen = [one for one in results if _chosen(choice, "operations", one["operation"])]
         return _operations(
+            record,
             [
                 _contending(one, choice)
                 for one in chosen
                 if _chosen(choice, "sizes", str(one["size_bytes"]))
-            ]
+            ],
         )
     if results and all(isinstance(value, (str, int, float)) for value in results[0].values()):
         return table(
@@ -109,8 +136,16 @@ def section(
         tables(record, choice),
     ]
     if has_plot and "plot" not in (choice or {}):
-        parts.append(f"![Plot of {name}](../benchmarks/results/{name}.png)")
+        parts.append(plot(name))
     return "\n\n".join(parts)
+
+
+def plot(name: str) -> str:
+    """Return the light and the dark picture of a record; the theme shows one of them."""
+    return " ".join(
+        f"![Plot of {name}](../benchmarks/results/{name}{dark}.png#only-{theme})"
+        for theme, dark in (("light", ""), ("dark", "-dark"))
+    )
 
 
 def parse(marker: str) -> tuple[str, dict[str, list[str]]]:
@@ -143,10 +178,27 @@ def _plain(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _operations(results: Sequence[Record]) -> str:
+def _label(record: Record, name: str) -> str:
+    return palette.contender(str(record.get("benchmark", "")), name).label
+
+
+def _pairs(record: Record, names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the pairs of ours and a peer of which a table shows both."""
+    pairs = _PEERS.get(str(record.get("benchmark", "")), ())
+    return [pair for pair in pairs if set(pair) <= set(names)]
+
+
+def _ratio(contenders: Mapping[str, Any], ours: str, peer: str) -> str:
+    if ours not in contenders or peer not in contenders:
+        return ""
+    return f"{contenders[ours]['median_us'] / contenders[peer]['median_us']:.2f}"
+
+
+def _operations(record: Record, results: Sequence[Record]) -> str:
     if not results:
         raise ValueError("the choice leaves no row of the record")
     names = list(dict.fromkeys(name for one in results for name in one["contenders"]))
+    pairs = _pairs(record, names)
     rows = []
     for one in results:
         times = [one["contenders"].get(name) for name in names]
@@ -155,25 +207,32 @@ def _operations(results: Sequence[Record]) -> str:
             [
                 one["operation"] + size,
                 *("" if each is None else time_text(each["median_us"]) for each in times),
+                *(_ratio(one["contenders"], *pair) for pair in pairs),
             ]
         )
-    return table(["median time", *names], rows)
+    labels = [_label(record, name) for name in names]
+    ratios = [" / ".join(_label(record, name) for name in pair) for pair in pairs]
+    return table(["median time", *labels, *ratios], rows)
 
 
-def _steps(results: Sequence[Record]) -> str:
+def _steps(record: Record, results: Sequence[Record]) -> str:
     if not results:
         raise ValueError("the choice leaves no model of the record")
     names = list(dict.fromkeys(name for one in results for name in one["contenders"]))
     sends = any("bytes_sent" in values for one in results for values in one["contenders"].values())
     rows = []
     for name in names:
-        row = [name]
+        row = [_label(record, name)]
         for one in results:
             values = one["contenders"].get(name)
             row.append("" if values is None else time_text(values["median_us"]))
         if sends:
             row.append(bytes_text(results[0]["contenders"].get(name, {}).get("bytes_sent", 0)))
         rows.append(row)
+    for pair in _pairs(record, names):
+        ratios = [_ratio(one["contenders"], *pair) for one in results]
+        label = " / ".join(_label(record, name) for name in pair)
+        rows.append([label, *ratios, *([""] if sends else [])])
     return table(
         [
             "step, median",
@@ -236,6 +295,7 @@ def _kernels(record: Record) -> str:
         for (operation, tensors_of, dtypes), one in largest.items()
     ]
     names = list(dict.fromkeys(name for one in record["powersgd"] for name in one["contenders"]))
+    pairs = _pairs(record, names)
     hooks = [
         [
             f"{one['tensors_of']}, rank {one['rank']}",
@@ -245,14 +305,27 @@ def _kernels(record: Record) -> str:
                 else ""
                 for name in names
             ),
+            *(_issued_ratio(one["contenders"], *pair) for pair in pairs),
         ]
         for one in record["powersgd"]
     ]
     return (
         table(["kernel", "time on the device", "rate over a device copy's"], rows)
         + "\n\n"
-        + table(["PowerSGD of", *names], hooks)
+        + table(
+            [
+                "PowerSGD of",
+                *(_label(record, name) for name in names),
+                *(" / ".join(_label(record, name) for name in pair) for pair in pairs),
+            ],
+            hooks,
+        )
     )
+
+
+def _issued_ratio(contenders: Mapping[str, Any], ours: str, peer: str) -> str:
+    issued = {name: one["issued"] for name, one in contenders.items()}
+    return _ratio(issued, ours, peer)
 
 
 def _saving(record: Record) -> str:

@@ -127,11 +127,7 @@ def _scaling(root: Path) -> str:
         if scaling_tables.is_startup(record):
             parts += ["### Start-up", about, scaling_tables.startup(record)]
         elif scaling_tables.is_scaling(record):
-            plot = (
-                f"![Plot of {path.stem}](../benchmarks/results/{path.stem}.png)"
-                if path.with_suffix(".png").is_file()
-                else ""
-            )
+            plot = result_tables.plot(path.stem) if path.with_suffix(".png").is_file() else ""
             parts += [
                 f"### {record['jobs'][0]['environment']['mpi_library']}",
                 about,
