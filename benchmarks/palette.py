@@ -97,6 +97,11 @@ def bar_variant(style: Style, label: str, hatch: str = "///", tint: float = 0.55
     return replace(style, label=label, hatch=hatch, tint=tint)
 
 
+def sharded(style: Style, label: str) -> Style:
+    """Return the style of a hook whose optimizer is sharded: fainter, dashed, with a star."""
+    return replace(style, label=label, marker="*", line="--", hatch="///", tint=0.4)
+
+
 # --- contenders of the benchmarks, by their names in the records ---
 
 _CALLS = {

@@ -71,7 +71,13 @@ def figure(drawing: Drawing, record: Mapping[str, Any], theme: Theme) -> Any:
     return made
 
 
-def write(drawing: Drawing, record: Mapping[str, Any], path: Path, source: bytes) -> list[Path]:
+def write(
+    drawing: Drawing,
+    record: Mapping[str, Any],
+    path: Path,
+    source: bytes,
+    themes: Sequence[Theme] = THEMES,
+) -> list[Path]:
     """Write a record's picture in each theme; return the files.
 
     Args:
@@ -79,10 +85,11 @@ def write(drawing: Drawing, record: Mapping[str, Any], path: Path, source: bytes
         record: Data of the drawing.
         path: The light picture's; the dark one's name has a suffix.
         source: Bytes that the record was read from, for the checksum in the pictures.
+        themes: Those to write.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     written = []
-    for theme in THEMES:
+    for theme in themes:
         target = path.with_name(f"{path.stem}{theme.suffix}{path.suffix}")
         _save(figure(drawing, record, theme), theme, target, source)
         written.append(target)
@@ -157,9 +164,9 @@ def legend(made: Any, columns: int) -> None:
             handle.set_markersize(max(handle.get_markersize(), 5))
 
 
-def line(axes: Any, theme: Theme, style: Style, places: Sequence[Any], values: Any) -> None:
-    """Draw a labelled line with markers."""
-    axes.plot(
+def line(axes: Any, theme: Theme, style: Style, places: Sequence[Any], values: Any) -> Any:
+    """Draw a labelled line with markers, and return it."""
+    (drawn,) = axes.plot(
         places,
         values,
         color=style.color(theme),
@@ -168,6 +175,7 @@ def line(axes: Any, theme: Theme, style: Style, places: Sequence[Any], values: A
         linestyle=style.line,
         markeredgewidth=0,
     )
+    return drawn
 
 
 def band(axes: Any, theme: Theme, style: Style, places: Sequence[Any], low: Any, high: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import platform
 import resource
 import sys
 import time
@@ -258,7 +259,7 @@ def main() -> None:
         "--output",
         type=Path,
         default=Path("demo-output"),
-        help="folder of digits.png and digits.json",
+        help="folder of digits.png, digits.json and link.png",
     )
     group = mpidist.comm.init()
     options = parse(parser, group.rank)
@@ -274,18 +275,22 @@ def main() -> None:
     hashes = group.all_gather_object([result.weights for result in results])
     peaks_mib = group.all_gather_object(results[-1].peak_mib)
     problems = problems_of(results, hashes, options.epochs)
+    is_one_node = len(set(group.all_gather_object(platform.node()))) == 1
     if group.rank == 0:
         options.output.mkdir(parents=True, exist_ok=True)
         rows = [asdict(result) for result in results]
         (options.output / "digits.json").write_text(json.dumps(rows, indent=1) + "\n")
         demo_report.draw(rows, group.size, WANTED_ACCURACY, options.output / "digits.png")
+        demo_report.draw_link(options.output / "link.png")
         print(demo_report.table(rows), flush=True)
         print(
             f"Weights: {'NOT ' * any('weights' in p for p in problems)}equal on all ranks after "
             "each run."
         )
         print(f"Peak memory of each rank: {', '.join(f'{mib:.0f} MiB' for mib in peaks_mib)}.")
-        print(f"Curves: {options.output / 'digits.png'}", flush=True)
+        print(demo_report.explanation(rows, is_one_node))
+        print(f"This run: {options.output / 'digits.png'}")
+        print(f"Recorded steps on a slow link: {options.output / 'link.png'}", flush=True)
     group.close()
     if problems:
         sys.exit("\n".join(problems) if group.rank == 0 else 1)

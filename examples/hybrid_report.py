@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from mpidist import shipped
 
 
 @dataclass(frozen=True)
@@ -55,23 +59,36 @@ def text(result: Result, trainers: int, servers: int) -> str:
 
 def write(result: Result, trainers: int, servers: int, folder: Path) -> None:
     """Write hybrid.json and hybrid.png."""
-    # Only needed with a folder.
-    from matplotlib.figure import Figure
+    # Only needed with a folder: colours are those of the benchmarks.
+    sys.path.append(str(shipped.folder("benchmarks")))
+    import palette
+    import pictures
+
+    def draw(row: dict[str, Any], theme: palette.Theme) -> Any:
+        figure = pictures.sheet(
+            4.4,
+            f"The next word: {trainers} trainer(s), embedding on {servers} server(s)",
+            "mean over the trainers",
+        )
+        (axes,) = pictures.panels(figure, 1, 1)
+        axes.plot(
+            range(1, len(result.losses) + 1),
+            result.losses,
+            color=palette.OWN.color(theme),
+            label="this model",
+        )
+        axes.axhline(
+            result.by_frequency, color=theme.ink, linestyle="--", label="words' frequencies alone"
+        )
+        axes.set(xlabel="step", ylabel="training loss (nats a word)")
+        pictures.legend(figure, 2)
+        return figure
 
     folder.mkdir(parents=True, exist_ok=True)
     row = {"trainers": trainers, "servers": servers, **asdict(result)}
-    (folder / "hybrid.json").write_text(json.dumps(row, indent=1) + "\n")
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(range(1, len(result.losses) + 1), result.losses, linewidth=1.2)
-    axes.axhline(
-        result.by_frequency, color="grey", linestyle="--", label="words' frequencies alone"
-    )
-    axes.set(xlabel="step", ylabel="training loss (cross-entropy)")
-    axes.set_title(f"The next word: {trainers} trainer(s), embedding on {servers} server(s)")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(folder / "hybrid.png", dpi=150)
+    text = json.dumps(row, indent=1) + "\n"
+    (folder / "hybrid.json").write_text(text)
+    pictures.write(draw, row, folder / "hybrid.png", text.encode(), [palette.LIGHT])
 
 
 def _size(count: int) -> str:

@@ -24,6 +24,8 @@ NOT_OF_THE_TREE = shutil.ignore_patterns(
 RECORDS = (
     "benchmarks/results/scaling-openmpi.json",
     "benchmarks/results/kernels-nvidia-h100-80gb-hbm3.json",
+    "benchmarks/results/powersgd-openmpi-2.json",
+    "benchmarks/results/powersgd-mpich-2-1gbit.json",
 )
 
 pytestmark = pytest.mark.slow

@@ -26,9 +26,15 @@ _PEERS = {
         ("allreduce_hook", "torch on mpidist"),
         ("PowerSGD rank 4", "torch's PowerSGD rank 4"),
     ),
-    "rpc": (("mpidist", "tensorpipe"), ("mpidist", "floor")),
+    "owners": (("to_owners", "mpidist"),),
+    "device": (("ring", "library"), ("ring", "staged")),
+    "rpc": (("mpidist", "tensorpipe"), ("mpidist", "floor"), ("mpidist", "ping-pong")),
     "autograd": (("mpidist", "tensorpipe"),),
-    "oss": (("mpidist", "FairScale on Gloo"), ("torch on mpidist", "torch on Gloo")),
+    "oss": (
+        ("mpidist", "FairScale on Gloo"),
+        ("mpidist, memory used again", "FairScale on Gloo"),
+        ("torch on mpidist", "torch on Gloo"),
+    ),
     "kernels": (("powerSGD_hook", "torch's hook"),),
 }
 _LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
@@ -207,7 +213,11 @@ def _operations(record: Record, results: Sequence[Record]) -> str:
             [
                 one["operation"] + size,
                 *("" if each is None else time_text(each["median_us"]) for each in times),
-                *(_ratio(one["contenders"], *pair) for pair in pairs),
+                # The floor of a call has no payload.
+                *(
+                    "" if pair[1] == "floor" and size else _ratio(one["contenders"], *pair)
+                    for pair in pairs
+                ),
             ]
         )
     labels = [_label(record, name) for name in names]
