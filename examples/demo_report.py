@@ -19,14 +19,14 @@ from rich.table import Table
 from mpidist import shipped
 
 # Colours, and records, are those of the benchmarks, in a checkout and in an installed package.
-_BENCHMARKS = shipped.folder("benchmarks")
-sys.path.append(str(_BENCHMARKS))
+sys.path.append(str(shipped.folder("benchmarks")))
 import palette
 import pictures
 
 Row = dict[str, Any]
 
 _WIDTH = 80
+_RESULTS = shipped.folder("benchmarks") / "results"
 _STYLES = {
     "allreduce": palette.OWN,
     "fp16": palette.FP16,
@@ -38,6 +38,8 @@ _STYLES = {
 # Steps of one model on one machine: within a node, and over a simulated link of 1 Gbit/s.
 _NODE, _LINK = "powersgd-openmpi-2", "powersgd-mpich-2-1gbit"
 _MODEL = "MLP 8.4 M, batch 64"
+# Of a plot's bars → of the records.
+_QUANTILES = {"median": "median", "low": "p10", "high": "p90"}
 _RECORDED = (
     "bare", "allreduce_hook", "fp16_compress_hook", "PowerSGD rank 1", "PowerSGD rank 2",
     "PowerSGD rank 4",
@@ -88,31 +90,30 @@ def table(results: Sequence[Row]) -> str:
 def explanation(results: Sequence[Row], is_one_node: bool) -> str:
     """Return why compression costs time within one node, and what it saves on a slow link."""
     own = {name: runs[0]["exposed_ms"] for name, runs in _by_method(results).items()}
-    compressed = {
-        name: ms for name, ms in own.items() if name.startswith(("fp16", "bf16", "power"))
-    }
+    compressed = [name for name in own if name.startswith(("fp16", "bf16", "powersgd"))]
+    slower = [name for name in compressed if own[name] > own.get("allreduce", float("inf"))]
     parts = []
-    if is_one_node and "allreduce" in own and compressed:
-        slower = [name for name, ms in compressed.items() if ms > own["allreduce"]]
+    if is_one_node and slower:
         size = _by_method(results)["allreduce"][0]["uncompressed_bytes"] / 1024
         parts.append(
             f"{len(slower)} of {len(compressed)} compressing hooks took longer here than the plain "
-            f"average. All ranks are on one node: {size:,.0f} KiB are averaged in its memory "
-            f"within {own['allreduce']:.2f} ms a step, and to convert them to 16 bits, or to "
-            "multiply and orthogonalize PowerSGD's matrices, takes the processor as long or longer."
+            f"average. All ranks are on one node, where {size:,.0f} KiB are averaged through shared "
+            f"memory in {own['allreduce']:.2f} ms of a step; converting them to 16 bits, or "
+            "multiplying and orthogonalizing PowerSGD's matrices, costs the processor more than "
+            "that saves."
         )
     node, link = (_recorded(name) for name in (_NODE, _LINK))
-    times = [
-        {name: one["median_us"] / 1e3 for name, one in _steps(record).items()}
-        for record in (node, link)
-    ]
     about = link["environment"]
+    (plain_ms, rank_4_ms), (plain_link_ms, rank_4_link_ms) = (
+        [_steps(one)[name]["median_us"] / 1e3 for name in ("allreduce_hook", "PowerSGD rank 4")]
+        for one in (node, link)
+    )
     parts.append(
         "Compression wins where bytes cost time. Recorded, not measured now: a step of 8.4 million "
-        f"parameters on 2 ranks took {times[1]['allreduce_hook']:.0f} ms uncompressed over a "
-        f"simulated link of 1 Gbit/s and {times[1]['PowerSGD rank 4']:.0f} ms with PowerSGD of rank "
-        f"4, but {times[0]['allreduce_hook']:.0f} and {times[0]['PowerSGD rank 4']:.0f} ms within "
-        f"one node ({about['cpu']}, {about['logical_cores']} cores, {about['date'][:10]})."
+        f"parameters on 2 ranks took {plain_link_ms:.0f} ms uncompressed over a simulated link of "
+        f"1 Gbit/s and {rank_4_link_ms:.0f} ms with PowerSGD of rank 4, but {plain_ms:.0f} and "
+        f"{rank_4_ms:.0f} ms within one node ({about['cpu']}, {about['logical_cores']} cores, "
+        f"{about['date'][:10]})."
     )
     return "\n".join(textwrap.fill(part, _WIDTH) for part in parts)
 
@@ -120,18 +121,16 @@ def explanation(results: Sequence[Row], is_one_node: bool) -> str:
 def draw(results: Sequence[Row], ranks: int, wanted_accuracy: float, path: Path) -> None:
     """Plot the first run of each method."""
     data = {"results": results, "ranks": ranks, "wanted": wanted_accuracy}
-    pictures.write(_training, data, path, json.dumps(data).encode(), [palette.LIGHT])
+    pictures.write(training_figure, data, path, json.dumps(data).encode(), [palette.LIGHT])
 
 
 def draw_link(path: Path) -> None:
     """Plot recorded steps within one node and over a link of 1 Gbit/s."""
-    source = b"".join(
-        (_BENCHMARKS / "results" / f"{name}.json").read_bytes() for name in (_NODE, _LINK)
-    )
-    pictures.write(_links, {}, path, source, [palette.LIGHT])
+    source = b"".join((_RESULTS / f"{name}.json").read_bytes() for name in (_NODE, _LINK))
+    pictures.write(link_figure, {}, path, source, [palette.LIGHT])
 
 
-def _training(data: Mapping[str, Any], theme: palette.Theme) -> Any:
+def training_figure(data: Mapping[str, Any], theme: palette.Theme) -> Any:
     figure = pictures.sheet(
         7.2,
         f"Digits on {data['ranks']} ranks, one line for each communication hook",
@@ -141,7 +140,7 @@ def _training(data: Mapping[str, Any], theme: palette.Theme) -> Any:
     losses, accuracies = pictures.panels(above, 2, 2)
     (sent,) = pictures.panels(below, 1, 1)
     methods = _by_method(data["results"])
-    styles = {name: _style(name) for name in methods}
+    styles = {name: style_of(name) for name in methods}
     for place, (name, runs) in enumerate(methods.items()):
         epochs = range(1, len(runs[0]["losses"]) + 1)
         percent = [100 * value for value in runs[0]["accuracies"]]
@@ -175,7 +174,7 @@ def _training(data: Mapping[str, Any], theme: palette.Theme) -> Any:
     return figure
 
 
-def _links(_: Mapping[str, Any], theme: palette.Theme) -> Any:
+def link_figure(_: Mapping[str, Any], theme: palette.Theme) -> Any:
     node, link = (_recorded(name) for name in (_NODE, _LINK))
     about = link["environment"]
     figure = pictures.sheet(
@@ -204,11 +203,8 @@ def _links(_: Mapping[str, Any], theme: palette.Theme) -> Any:
     return figure
 
 
-_QUANTILES = {"median": "median", "low": "p10", "high": "p90"}
-
-
 def _recorded(name: str) -> Mapping[str, Any]:
-    return json.loads((_BENCHMARKS / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads((_RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def _steps(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,7 +212,8 @@ def _steps(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: found["contenders"][name] for name in _RECORDED}
 
 
-def _style(method: str) -> palette.Style:
+def style_of(method: str) -> palette.Style:
+    """Return the style of a hook, with a sharded optimizer or a whole one."""
     hook, _, optimizer = method.partition(", ")
     return (
         palette.sharded(_STYLES[hook], method)

@@ -246,6 +246,54 @@ def test_every_axis_of_a_figure_has_a_unit(module, made, name):
         assert is_list or any(word in axes.get_ylabel() for word in units + counts)
 
 
+@pytest.fixture
+def demo(module, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    return module("demo_report")
+
+
+def of_method(name, place):
+    """Return results of a training of 30 epochs."""
+    falling = [2.3 / (epoch + 1) ** (1 + place / 20) for epoch in range(30)]
+    return {
+        "method": name,
+        "losses": falling,
+        "accuracies": [1 - loss / 10 for loss in falling],
+        "bytes_per_step": 600_000 / (place + 1),
+        "uncompressed_bytes": 600_000,
+        "exposed_ms": 0.5 + place,
+    }
+
+
+METHODS = ["allreduce", "fp16", "powersgd-1", "powersgd-2", "powersgd-4", "allreduce, OSS"]
+
+
+def test_the_plots_of_the_demo_are_legible(module, demo):
+    pictures, palette = module("pictures"), module("palette")
+    rows = [of_method(name, place) for place, name in enumerate(METHODS)]
+    data = {"results": rows, "ranks": 2, "wanted": 0.97}
+    for drawing in (demo.training_figure, demo.link_figure):
+        figure = pictures.figure(drawing, data, palette.LIGHT)
+        assert on_top(figure) == []
+        sizes = [text.get_fontsize() for text in texts_of(figure)]
+        assert min(sizes) * 400 / figure.get_figwidth() / 72 >= LEAST_TEXT_PX[400]
+    assert "RECORDED" in figure.get_suptitle() and "AMD EPYC" in figure.get_suptitle()
+    for theme in palette.THEMES:
+        assert alike([demo.style_of(name) for name in METHODS], theme) == []
+
+
+def test_the_demo_says_why_compression_is_slower_within_a_node(demo):
+    rows = [of_method(name, place) for place, name in enumerate(METHODS)]
+    within, between = (demo.explanation(rows, is_one_node=one) for one in (True, False))
+    assert max(map(len, within.splitlines())) <= 80
+    within, between = " ".join(within.split()), " ".join(between.split())
+    assert "4 of 4 compressing hooks took longer" in within and "are on one node" in within
+    assert "compressing hooks" not in between and within.endswith(between)
+    assert "Recorded, not measured now" in between and "315 ms uncompressed" in between
+    quick = demo.explanation(rows[:1], is_one_node=True)
+    assert " ".join(quick.split()) == between
+
+
 def test_what_lies_on_data_is_seen(module):
     pictures, palette = module("pictures"), module("palette")
 
