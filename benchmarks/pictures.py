@@ -192,22 +192,25 @@ def bars(
         axes: Of the bars; labels stand at their left.
         theme: Of the picture.
         styles: One for each bar.
-        values: ``median``, ``low`` and ``high`` of each bar, in the unit of the axis.
+        values: ``median``, ``low`` and ``high`` of each bar, in the unit of the axis; no whiskers
+            where the last two are equal.
     """
     for place, (style, value) in enumerate(zip(styles, values, strict=True)):
         median = value["median"]
         spread = [[max(median - value["low"], 0)], [max(value["high"] - median, 0)]]
+        has_spread = value["high"] > value["low"]
         drawn = axes.barh(
             -place,
             median,
-            xerr=spread,
+            xerr=spread if has_spread else None,
             color=style.color(theme),
             edgecolor=style.edge(theme),
             hatch=style.hatch,
             ecolor=theme.ink,
             capsize=2,
         )
-        outline_whiskers(drawn, theme)
+        if has_spread:
+            outline_whiskers(drawn, theme)
     axes.set_yticks([-place for place in range(len(styles))], [one.label for one in styles])
     axes.grid(visible=False, axis="y")
 

@@ -97,8 +97,8 @@ def explanation(results: Sequence[Row], is_one_node: bool) -> str:
         size = _by_method(results)["allreduce"][0]["uncompressed_bytes"] / 1024
         parts.append(
             f"{len(slower)} of {len(compressed)} compressing hooks took longer here than the plain "
-            f"average. All ranks are on one node, where {size:,.0f} KiB are averaged through shared "
-            f"memory in {own['allreduce']:.2f} ms of a step; converting them to 16 bits, or "
+            f"average. All ranks are on one node, where {size:,.0f} KiB are averaged through "
+            f"shared memory in {own['allreduce']:.2f} ms of a step; converting them to 16 bits, or "
             "multiplying and orthogonalizing PowerSGD's matrices, costs the processor more than "
             "that saves."
         )
@@ -183,7 +183,7 @@ def link_figure(_: Mapping[str, Any], theme: palette.Theme) -> Any:
         f"not measured by this demo; 2 ranks on {about['cpu']}, {about['logical_cores']} cores, "
         f"{about['date'][:10]}; median, p10 to p90; dashed: no communication",
     )
-    titles = ("within one node", "over a simulated link of 1 Gbit/s")
+    titles = ("within one node", "over 1 Gbit/s, simulated")
     for axes, record, title in zip(
         pictures.panels(figure, 2, 2), (node, link), titles, strict=True
     ):
@@ -198,7 +198,8 @@ def link_figure(_: Mapping[str, Any], theme: palette.Theme) -> Any:
             ],
         )
         axes.axvline(steps["bare"]["median_us"] / 1e3, color=theme.ink, linewidth=1, linestyle="--")
-        axes.set(title=title, xlabel="ms a step")
+        library = record["environment"]["mpi_library"]
+        axes.set(title=f"{title}, {library}", xlabel="ms a step")
     axes.tick_params(axis="y", labelleft=False)
     return figure
 

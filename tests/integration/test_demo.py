@@ -28,7 +28,8 @@ def run_program(ranks, program, tmp_path, *options):
 
 def run(tmp_path, *options):
     done = run_program(2, "demo_digits.py", tmp_path, *options)
-    assert (tmp_path / "digits.png").stat().st_size > 0
+    assert all((tmp_path / name).stat().st_size > 0 for name in ("digits.png", "link.png"))
+    assert "Recorded, not measured now" in done.stdout
     assert "Weights: equal on all ranks" in done.stdout
     return done.stdout, json.loads((tmp_path / "digits.json").read_text())
 
