@@ -925,7 +925,7 @@ def test_goals_are_reached_missed_or_not_measured():
 def test_a_record_is_plotted_later_where_matplotlib_is_missing(tmp_path, monkeypatch, capsys):
     import plots
 
-    path = tmp_path / "collectives-openmpi-2.json"
+    path = tmp_path / "owners-openmpi-2.json"
     shutil.copy(BENCHMARKS / "results" / path.name, path)
     with monkeypatch.context() as without:
         without.setattr(importlib.util, "find_spec", lambda name: None)
@@ -933,8 +933,9 @@ def test_a_record_is_plotted_later_where_matplotlib_is_missing(tmp_path, monkeyp
     assert "matplotlib is not installed" in capsys.readouterr().out
     assert not path.with_suffix(".png").exists()
     plots.main([str(path)])
-    assert f"{path.name} and {path.stem}.png" in capsys.readouterr().out
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    names = f"{path.stem}.png", f"{path.stem}-dark.png"
+    assert f"{path.name}, {', '.join(names)}" in capsys.readouterr().out
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
     path.write_text('{"benchmark": "rpc"}')
     with pytest.raises(ValueError, match="'rpc' have no plot"):
         plots.main([str(path)])
