@@ -15,6 +15,7 @@ from typing import Any
 
 import benchmark_options
 import environment
+import plots
 import report
 import state_bytes
 import tables
@@ -187,9 +188,9 @@ def main() -> None:
             "results": results,
             **_conclusions(results, held_bytes),
         }
-        report.write_json(
-            record, options.output / f"oss-{environment.library_name(about)}-{about['ranks']}.json"
-        )
+        path = options.output / f"oss-{environment.library_name(about)}-{about['ranks']}.json"
+        report.write_json(record, path)
+        print(plots.beside(path), flush=True)
     dist.destroy_process_group()
     peers.native.close()
 

@@ -162,6 +162,8 @@ _SHARDS = {
     "mpidist balanced": bar_variant(OWN, "mpidist's OSS, balanced", "...", 0.3),
     "mpidist flat": bar_variant(OWN, "mpidist's OSS, flat", "///", 0.5),
     "mpidist flat, one copy": bar_variant(OWN, "mpidist's OSS, flat, one copy", "xxx", 0.7),
+    "mpidist, memory used again": bar_variant(OWN, "mpidist's OSS, memory used again", "...", 0.2),
+    "mpidist, fresh memory": bar_variant(OWN, "mpidist's OSS, fresh memory", "///", 0.6),
 }
 _CONTENDERS = {
     "collectives": _CALLS,

@@ -138,10 +138,12 @@ def sheet(height_in: float, title: str, note: str) -> Any:
     return made
 
 
-def panels(made: Any, count: int, columns: int) -> list[Any]:
-    """Return ``count`` axes in rows of ``columns``."""
+def panels(
+    made: Any, count: int, columns: int, heights: Sequence[float] | None = None
+) -> list[Any]:
+    """Return ``count`` axes in rows of ``columns``; ``heights`` are those of the rows."""
     rows = -(-count // columns)
-    axes = made.subplots(rows, columns, squeeze=False).ravel().tolist()
+    axes = made.subplots(rows, columns, squeeze=False, height_ratios=heights).ravel().tolist()
     for spare in axes[count:]:
         made.delaxes(spare)
     return axes[:count]

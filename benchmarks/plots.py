@@ -23,7 +23,17 @@ EXCERPTS = {
     ),
 }  # fmt: skip
 # Records with a plot; the others are tables alone.
-PLOTTED = ("collectives", "ddp", "device", "growth", "kernels", "owners", "powersgd", "scaling")
+PLOTTED = (
+    "collectives",
+    "ddp",
+    "device",
+    "growth",
+    "kernels",
+    "oss",
+    "owners",
+    "powersgd",
+    "scaling",
+)
 
 
 def beside(path: Path) -> str:
@@ -65,7 +75,7 @@ def drawing_of(record: dict[str, Any]) -> pictures.Drawing:
         return kernel_report.draw
     if name == "scaling":
         return scaling_plot.draw
-    if name in ("collectives", "device"):
+    if name in ("collectives", "device", "oss"):
         return report.draw
     if name in ("ddp", "owners", "powersgd"):
         return training_report.draw

@@ -174,20 +174,24 @@ def draw(record: Mapping[str, Any], theme: Theme) -> Any:
     """
     results: dict[str, list[dict[str, Any]]] = {}
     for result in record["results"]:
+        # Parts of a step are contained in its bar.
+        if result["operation"].startswith("parts of "):
+            continue
         results.setdefault(result["operation"], []).append(result)
     sized = {name: own for name, own in results.items() if any(one["size_bytes"] for one in own)}
     others = {name: own for name, own in results.items() if name not in sized}
+    bars_of_panel = [len(own[0]["contenders"]) for own in others.values()]
     columns = 2 if len(sized) in (2, 4) else max(min(len(sized), 3), 1)
     heights = (
         (2.3 if columns > 2 else 3.2) * -(-len(sized) // columns) + 1.1,
-        sum(0.26 * len(own[0]["contenders"]) + 1.0 for own in others.values()) + 0.4,
+        sum(0.26 * bars + 1.0 for bars in bars_of_panel) + 0.4,
     )
     about = record["environment"]
     made = pictures.sheet(
         sum(heights),
         f"One call on {about['ranks']} ranks: {about['mpi_library']}, torch "
         f"{about['torch'].partition('+')[0]}, {environment.processor(about)}",
-        f"slowest rank; lines: median of {record['rounds']} rounds, bands: p10 to p90; "
+        f"slowest rank, median of {record['rounds']} rounds, p10 to p90; "
         f"{environment.binding(about).split(':')[0]}",
     )
     above, below = made, made
@@ -199,7 +203,9 @@ def draw(record: Mapping[str, Any], theme: Theme) -> Any:
         axes.set_title(operation)
         _draw_lines(axes, theme, record["benchmark"], own)
     for axes, (operation, own) in zip(
-        pictures.panels(below, len(others), 1) if others else (), others.items(), strict=True
+        pictures.panels(below, len(others), 1, bars_of_panel) if others else (),
+        others.items(),
+        strict=True,
     ):
         axes.set_title(operation)
         _draw_bars(axes, theme, record["benchmark"], own)
@@ -239,18 +245,25 @@ def _apart(places: Sequence[int]) -> list[int]:
 
 def _draw_bars(axes: Any, theme: Theme, benchmark: str, results: Sequence[dict[str, Any]]) -> None:
     found = results[0]["contenders"]
+    medians = [one["median_us"] for one in found.values()]
+    unit, in_unit = ("ms", 1e3) if max(medians) >= 1e4 else ("µs", 1)
     pictures.bars(
         axes,
         theme,
         [palette.contender(benchmark, name) for name in found],
         [
-            {"median": one["median_us"], "low": one["p10_us"], "high": one["p90_us"]}
+            {
+                "median": one["median_us"] / in_unit,
+                "low": one["p10_us"] / in_unit,
+                "high": one["p90_us"] / in_unit,
+            }
             for one in found.values()
         ],
     )
-    axes.set_xscale("log")
-    axes.set(xlabel="µs a call")
-    axes.minorticks_off()
+    if max(medians) > 20 * min(medians):
+        axes.set_xscale("log")
+        axes.minorticks_off()
+    axes.set(xlabel=f"{unit} a call")
 
 
 def _series(series: Series) -> dict[str, Any]:

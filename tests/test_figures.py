@@ -17,7 +17,7 @@ RESULTS = BENCHMARKS / "results"
 # One record of each form of figure; all records have the same drawings.
 FORMS = (
     "collectives-openmpi-2", "ddp-openmpi-2", "device-openmpi-2-nvidia-h100-80gb-hbm3",
-    "growth-openmpi-2", "kernels-nvidia-h100-80gb-hbm3", "owners-openmpi-2",
+    "growth-openmpi-2", "kernels-nvidia-h100-80gb-hbm3", "oss-openmpi-2", "owners-openmpi-2",
     "powersgd-mpich-2-1gbit", "scaling-openmpi",
 )  # fmt: skip
 
@@ -104,18 +104,32 @@ def alike(styles, theme) -> list[str]:
     ]
 
 
+def drawn_together(record) -> list[list[str]]:
+    """Return contenders that one legend explains: those of all lines, and of each list of bars."""
+    results = record.get("results") or record.get("powersgd") or []
+    if not isinstance(results, list):
+        return []
+    lines = dict.fromkeys(
+        name for one in results if one.get("size_bytes") for name in one["contenders"]
+    )
+    lists = [
+        list(one["contenders"])
+        for one in results
+        if not one.get("size_bytes") and not one.get("operation", "").startswith("parts of")
+    ]
+    return [list(lines), *lists]
+
+
 def test_no_two_contenders_of_a_plot_look_alike(module):
     palette, plots = module("palette"), module("plots")
     plotted = [json.loads(path.read_text()) for path in plots.plotted(RESULTS)]
-    assert len(plotted) >= 17
-    for record in plotted:
-        results = record.get("results") or record.get("powersgd")
-        names = dict.fromkeys(
-            name for one in results or () if isinstance(one, dict) for name in one["contenders"]
-        ) if isinstance(results, list) else ()  # fmt: skip
-        styles = [palette.contender(record["benchmark"], name) for name in names]
-        for theme in palette.THEMES:
-            assert alike(styles, theme) == []
+    assert len(plotted) >= 18
+    found = {
+        (record["benchmark"], *names) for record in plotted for names in drawn_together(record)
+    }
+    assert len(found) > 12
+    for (benchmark, *names), theme in itertools.product(found, palette.THEMES):
+        assert alike([palette.contender(benchmark, name) for name in names], theme) == []
     for theme in palette.THEMES:
         assert alike(palette.SERIES, theme) == []
         same = palette.named(palette.OWN, "another")
