@@ -1,15 +1,16 @@
 """PNG pictures of figures: one size of text, one width, and a palette of few colours.
 
-Text is large enough to be read where a page shows the picture 400 pixels wide. A picture names the
-file that it was drawn from, and its checksum; it has no date, so that the same record gives the
-same bytes.
+Text is large enough to be read where a page shows the picture 400 pixels wide. A picture has the
+checksum of the record that it was drawn from and no date, so that the same record gives the same
+bytes with the same matplotlib.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -60,11 +61,20 @@ def settings(theme: Theme) -> dict[str, Any]:
     }
 
 
-def figure(drawing: Drawing, record: Mapping[str, Any], theme: Theme) -> Any:
-    """Return the figure of a record."""
+@contextlib.contextmanager
+def _themed(theme: Theme) -> Iterator[None]:
+    """Set matplotlib to its defaults, whatever the reader's own settings are, and to a theme."""
     import matplotlib
 
-    with matplotlib.rc_context(settings(theme)):
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(settings(theme))
+        yield
+
+
+def figure(drawing: Drawing, record: Mapping[str, Any], theme: Theme) -> Any:
+    """Return the figure of a record."""
+    with _themed(theme):
         made = drawing(record, theme)
         # Ticks take their colours when they are first laid out.
         made.draw_without_rendering()
@@ -110,12 +120,11 @@ def checksum(source: bytes) -> str:
 
 
 def _save(made: Any, theme: Theme, path: Path, source: bytes) -> None:
-    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
-    with matplotlib.rc_context(settings(theme)):
+    with _themed(theme):
         made.set_dpi(_DPI)
         canvas = FigureCanvasAgg(made)
         canvas.draw()

@@ -106,7 +106,7 @@ def alike(styles, theme) -> list[str]:
 
 def drawn_together(record) -> list[list[str]]:
     """Return contenders that one legend explains: those of all lines, and of each list of bars."""
-    results = record.get("results") or record.get("powersgd") or []
+    results = record.get("results") or [*record.get("copies", ()), *record.get("powersgd", ())]
     if not isinstance(results, list):
         return []
     lines = dict.fromkeys(
