@@ -81,7 +81,7 @@ STAGED = Style("through the host", "#b5862e", "#a7810f", "^")
 # Hooks of mpidist; the plain average is mpidist itself.
 FP16 = Style("fp16_compress_hook", "#60a05f", "#9bf799", "s")
 BF16 = Style("bf16_compress_hook", "#348c7d", "#5aa98d", "^")
-INT8 = Style("quantization_pertensor_hook", "#c67680", "#cd2d70", "X")
+INT8 = Style("quantization_pertensor_hook", "#f04040", "#f09060", "X")
 POWERSGD_1 = Style("PowerSGD rank 1", "#cc8303", "#fed009", "D")
 POWERSGD_2 = Style("PowerSGD rank 2", "#924e0b", "#cb8311", "v")
 POWERSGD_4 = Style("PowerSGD rank 4", "#502603", "#986437", "P")
@@ -133,9 +133,9 @@ _STEPS = {
     "PowerSGD rank 2": POWERSGD_2,
     "PowerSGD rank 4": POWERSGD_4,
     "quantization_pertensor_hook": INT8,
-    "quantization_perchannel_hook": bar_variant(INT8, "quantization_perchannel_hook"),
+    "quantization_perchannel_hook": bar_variant(INT8, "quantization_perchannel_hook", tint=0.6),
     "torch's quantization_pertensor_hook": bar_variant(
-        TORCH, "torch's quantization_pertensor_hook"
+        TORCH, "torch's quantization_pertensor_hook", tint=0.75
     ),
     "torch's PowerSGD rank 4": named(TORCH, "torch's PowerSGD rank 4"),
 }
