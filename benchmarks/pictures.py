@@ -25,7 +25,7 @@ TEXT_PT = 12
 _DPI = 132
 # Sharp text and bands of two transparencies need no more; a true-colour PNG is six times as large.
 _COLORS = 64
-_COLUMNS = 92
+_COLUMNS = 94
 
 
 def settings(theme: Theme) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def draw(record: Mapping[str, Any], theme: Theme) -> Any:
     _held_out(panels[3], theme, links, record)
     _predicted(panels[4], theme, links, record, "predicted_seconds", "s a step")
     _predicted(panels[5], theme, links, record, "efficiency", "efficiency (1: perfect)")
-    pictures.legend(made, 4)
+    pictures.legend(made, 5)
     return made
 
 

@@ -78,8 +78,8 @@ def draw(record: Mapping[str, Any], theme: Theme) -> Any:
         f"A training step on {about['ranks']} rank{'s' if about['ranks'] > 1 else ''}: "
         f"{about['mpi_library']}{link}, torch {about['torch'].partition('+')[0]}, "
         f"{environment.processor(about)}",
-        f"slowest rank, median of {record['rounds']} rounds, p10 to p90; dashed: no "
-        f"communication; {environment.binding(about).split(':')[0]}",
+        f"slowest rank, median of {record['rounds']} rounds, p10–p90; dashed: no communication; "
+        f"{environment.binding(about).split(':')[0]}",
     )
     for place, (axes, result) in enumerate(
         zip(pictures.panels(made, len(results), columns), results, strict=True)

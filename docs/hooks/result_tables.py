@@ -197,7 +197,8 @@ def _pairs(record: Record, names: Sequence[str]) -> list[tuple[str, str]]:
 def _ratio(contenders: Mapping[str, Any], ours: str, peer: str) -> str:
     if ours not in contenders or peer not in contenders:
         return ""
-    return f"{contenders[ours]['median_us'] / contenders[peer]['median_us']:.2f}"
+    ratio = contenders[ours]["median_us"] / contenders[peer]["median_us"]
+    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.2g}"
 
 
 def _operations(record: Record, results: Sequence[Record]) -> str:

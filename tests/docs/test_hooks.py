@@ -94,6 +94,25 @@ def test_tables_have_the_numbers_of_the_record(hook):
     assert "| hook | 1.23 ms | 3 MiB |" in tables.tables({"results": [steps]})
 
 
+def test_tables_name_contenders_as_figures_do_and_show_ours_the_peers_and_the_ratio(hook):
+    tables = hook("result_tables")
+    own, peer = {"median_us": 3.0}, {"median_us": 2.0}
+    one = {"operation": "a", "size_bytes": 8, "contenders": {"native": own, "mpi4py": peer}}
+    text = tables.tables({"benchmark": "collectives", "results": [one]})
+    assert "| mpidist's own API | mpi4py alone | mpidist's own API / mpi4py alone |" in text
+    assert "| a, 8 B | 3 µs | 2 µs | 1.50 |" in text
+    step = {"model": "m", "contenders": {"mpidist": own, "torch on Gloo": {"median_us": 400.0}}}
+    text = tables.tables({"benchmark": "ddp", "results": [step]})
+    assert "| mpidist's DDP / torch's DDP on Gloo | 0.0075 |" in text
+    floor = [{"operation": "no-op", "size_bytes": 0}, {"operation": "echo", "size_bytes": 8}]
+    calls = {"contenders": {"mpidist": own, "floor": peer}}
+    text = tables.tables({"benchmark": "rpc", "results": [one | calls for one in floor]})
+    # The floor has no payload.
+    assert "| no-op | 3 µs | 2 µs | 1.50 |" in text and "| echo, 8 B | 3 µs | 2 µs |  |" in text
+    light, dark = tables.plot("n").split(" ![")
+    assert light.endswith("results/n.png#only-light)") and "n-dark.png#only-dark)" in dark
+
+
 def test_each_recorded_result_that_a_page_names_has_a_table(hook):
     import json
     import re
