@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import itertools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -355,6 +356,11 @@ def test_the_pictures_belong_to_their_records(module):
             )
             assert picture.stat().st_size < PICTURE_BYTES
     assert set(RESULTS.glob("*.png")) == expected
+
+
+def test_the_pictures_of_the_readme_are_there():
+    found = re.findall(r'src(?:set)?="([^"]+)"', (ROOT / "README.md").read_text())
+    assert len(found) == 2 and all((ROOT / path).is_file() for path in found)
 
 
 def test_a_record_gives_the_same_picture_again(module, tmp_path):
