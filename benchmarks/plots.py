@@ -7,6 +7,7 @@ Command: ``python benchmarks/plots.py [RECORD.json …]``; without records, all 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 from collections.abc import Sequence
@@ -22,18 +23,18 @@ EXCERPTS = {
         "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single",
     ),
 }  # fmt: skip
-# Records with a plot; the others are tables alone.
-PLOTTED = (
-    "collectives",
-    "ddp",
-    "device",
-    "growth",
-    "kernels",
-    "oss",
-    "owners",
-    "powersgd",
-    "scaling",
-)
+# Modules whose ``draw`` plots the records of a benchmark; the other records are tables alone.
+_MODULES = {
+    "collectives": "report",
+    "ddp": "training_report",
+    "device": "report",
+    "growth": "growth",
+    "kernels": "kernel_report",
+    "oss": "report",
+    "owners": "training_report",
+    "powersgd": "training_report",
+    "scaling": "scaling_plot",
+}
 
 
 def beside(path: Path) -> str:
@@ -48,9 +49,10 @@ def beside(path: Path) -> str:
     record = json.loads(source)
     drawing = drawing_of(record)
     found = pictures.write(drawing, record, path.with_suffix(".png"), source)
-    if path.stem in EXCERPTS:
-        chosen = EXCERPTS[path.stem]
-        some = [one for one in record["results"] if one["operation"] in chosen]
+    chosen = EXCERPTS.get(path.stem, ())
+    some = [one for one in record["results"] if one["operation"] in chosen] if chosen else []
+    # A run of other operations has the same name.
+    if some:
         target = path.with_name(f"{path.stem}-excerpt.png")
         found += pictures.write(drawing, record | {"results": some}, target, source)
     return f"{written}, {', '.join(one.name for one in found)}"
@@ -62,23 +64,9 @@ def drawing_of(record: dict[str, Any]) -> pictures.Drawing:
     Raises:
         ValueError: Records of this benchmark have no plot.
     """
-    import growth
-    import kernel_report
-    import report
-    import scaling_plot
-    import training_report
-
     name = record.get("benchmark")
-    if name == "growth":
-        return growth.draw
-    if name == "kernels":
-        return kernel_report.draw
-    if name == "scaling":
-        return scaling_plot.draw
-    if name in ("collectives", "device", "oss"):
-        return report.draw
-    if name in ("ddp", "owners", "powersgd"):
-        return training_report.draw
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name]).draw
     raise ValueError(f"records of the benchmark {name!r} have no plot of their own")
 
 
@@ -88,7 +76,7 @@ def plotted(folder: Path) -> list[Path]:
     for path in sorted(folder.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         # Only the report over all jobs of the scaling benchmark has a model to draw.
-        if record.get("benchmark") in PLOTTED and not (
+        if record.get("benchmark") in _MODULES and not (
             record["benchmark"] == "scaling" and "model" not in record
         ):
             found.append(path)
