@@ -128,7 +128,7 @@ def _held_out(axes: Any, theme: Theme, links: _Links, record: Mapping[str, Any])
             style.marker,
             color=style.color(theme),
             markersize=4,
-            alpha=0.5,
+            alpha=0.6,
             markeredgewidth=0,
             label=style.label,
         )
