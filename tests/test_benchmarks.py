@@ -552,6 +552,7 @@ def test_arguments_that_are_read_otherwise_are_an_error(monkeypatch):
         bench_values.measured(((1, 2), {}), 1, 0.0)
 
 
+@pytest.mark.slow
 def test_start_memory_and_calls_of_all_are_recorded(of_calls):
     measured = record_of(of_calls[0], "rpc-scale-*-2.json", has_picture=False)["contenders"][
         "mpidist"

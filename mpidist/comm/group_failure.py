@@ -50,7 +50,7 @@ class Failing:
             )
         return text
 
-    def message_error(self, error: Exception, operation: str) -> Exception:
+    def _message_error(self, error: Exception, operation: str) -> Exception:
         """Return the user's error for an error of a message, which fails no group."""
         return self._explain(error, operation, is_collective=False)
 

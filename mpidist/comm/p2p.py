@@ -131,7 +131,7 @@ class PointToPoint(Execution):
             if request.Test() or ends_soon(request):
                 return
         except MPI.Exception as error:
-            raise self.message_error(error, "send") from None
+            raise self._message_error(error, "send") from None
         RequestWork(self, "send", tensor, request, dst).wait()
 
     def _recv(self, tensor: Tensor, src: int | None, tag: int) -> int:
@@ -170,7 +170,7 @@ class PointToPoint(Execution):
             if request.Test() or ends_soon(request):
                 return sender
         except MPI.Exception as error:
-            raise self.message_error(error, "recv") from None
+            raise self._message_error(error, "recv") from None
         RequestWork(self, "recv", tensor, request, sender).wait()
         return sender
 

@@ -321,7 +321,7 @@ class Window:
         try:
             registered.channel.signal(registered.exposed, peer_rank)
         except Exception as error:
-            raise self._group.message_error(error, "signal") from error
+            raise self._group._message_error(error, "signal") from error
         return self._ended("signal", ()) if async_op else None
 
     def wait_signal(
@@ -355,7 +355,7 @@ class Window:
                     if take(exposed, peer_rank):
                         return None
             except Exception as error:
-                raise self._group.message_error(error, "wait_signal") from error
+                raise self._group._message_error(error, "wait_signal") from error
         request = SignalWait(channel, exposed, peer_rank)
         work = self._work("wait_signal", request, None, peer_rank, _SignalWork)
         if async_op:
@@ -488,7 +488,7 @@ class Window:
                 registered.exposed, self._group.where("put"), dst, offset, source
             )
         except Exception as error:
-            raise self._group.message_error(error, "put") from error
+            raise self._group._message_error(error, "put") from error
 
     def _checked(
         self, registered: _Registered, tensor: Tensor, dst: int, offset: int

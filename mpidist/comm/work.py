@@ -158,7 +158,7 @@ class MessageGroup(Protocol):
     def peers_of(self, rank: int | None) -> tuple[int, ...]:
         """Return the world ranks that a message to or from a rank needs."""
 
-    def message_error(self, error: Exception, operation: str) -> Exception:
+    def _message_error(self, error: Exception, operation: str) -> Exception:
         """Return the user's error for an error of a message."""
 
 
@@ -279,7 +279,7 @@ class RequestWork:
                 return False
             self._store()
         except Exception as error:
-            self._error = self._group.message_error(error, self.operation)
+            self._error = self._group._message_error(error, self.operation)
         self._done = True
         if self._future is not None:
             self._complete_future()
