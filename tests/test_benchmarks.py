@@ -122,7 +122,7 @@ def _run_in_turn(programs, folder):
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     for program, *_ in programs:
         if program in _BARS:
-            assert re.search(rf"\r[^\r]*{_BARS[program]} .*100%", done.stderr), program
+            assert re.search(rf"{_BARS[program]} .*100%", done.stderr), program
     return folder, done.stdout
 
 
