@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -233,4 +234,4 @@ def _measured_here(model: models.Model, options: Any) -> models.Model:
             "own costs are taken"
         )
     here, _ = models.fitted(records)
-    return models.Model(model.fits, here.costs, here.compute_s, here.flop_rate)
+    return replace(model, costs=here.costs, compute_s=here.compute_s, flop_rate=here.flop_rate)

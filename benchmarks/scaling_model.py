@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,12 +28,14 @@ class Model:
         compute_s: Seconds of a step without communication, by network and batch, from the job of
             one rank.
         flop_rate: Floating-point operations per second in these steps, the maximum over networks.
+        crowding: Of layouts with several ranks on a machine (``scaling_steps.Layout``).
     """
 
     fits: Mapping[str, Mapping[str, Fit]]
     costs: Mapping[str, steps.HookCost]
     compute_s: Mapping[str, Mapping[int, float]]
     flop_rate: float
+    crowding: float = 1.0
 
 
 def share_of(record: Mapping[str, Any]) -> float:
@@ -44,10 +47,16 @@ def share_of(record: Mapping[str, Any]) -> float:
     )
 
 
-def layout_of(record: Mapping[str, Any]) -> steps.Layout:
-    """Return the layout of a job's ranks."""
+def layout_of(record: Mapping[str, Any], crowding: float = 1.0) -> steps.Layout:
+    """Return the layout of a job's ranks; ``crowding`` is that of several ranks on a machine."""
     rate = cost_model.rate_of(record["link"] if record["nodes"] > 1 else "")
-    return steps.Layout(record["nodes"], record["ranks_per_node"], rate, share_of(record))
+    return steps.Layout(
+        record["nodes"],
+        record["ranks_per_node"],
+        rate,
+        share_of(record),
+        crowding if record["ranks"] > record["machines"] else 1.0,
+    )
 
 
 def points_of(records: Iterable[Mapping[str, Any]]) -> list[Point]:
@@ -84,7 +93,26 @@ def fitted(records: Sequence[Mapping[str, Any]]) -> tuple[Model, list[dict[str, 
         # twice.
         rates.append(6 * one["parameters"] * one["batch"] / seconds)
     weak = [one for one in alone if one["scaling"] == "weak"]
-    return Model(fits, steps.hook_costs(weak), compute, max(rates)), errors
+    crowding = crowding_of(records, compute)
+    return Model(fits, steps.hook_costs(weak), compute, max(rates), crowding), errors
+
+
+def crowding_of(
+    records: Iterable[Mapping[str, Any]], compute_s: Mapping[str, Mapping[int, float]]
+) -> float:
+    """Return the median slowdown of computing by other ranks on the same machine; 1 if unknown.
+
+    Of the jobs that the collectives are fitted to, the steps of weak scaling that communicate
+    nothing: how long a step with communication takes is not looked at.
+    """
+    found = [
+        one["us"]["noop"] / 1e6 / (share_of(record) * compute_s[one["network"]][one["batch"]])
+        for record in records
+        if record["ranks"] in cost_model.TRAINED_RANKS and record["ranks"] > record["machines"]
+        for one in record["steps"]
+        if one["scaling"] == "weak" and one["batch"] in compute_s.get(one["network"], {})
+    ]
+    return max(1.0, statistics.median(found)) if found else 1.0
 
 
 def measured_steps(model: Model, records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -94,7 +122,7 @@ def measured_steps(model: Model, records: Sequence[Mapping[str, Any]]) -> list[d
     """
     found = []
     for record in records:
-        at = layout_of(record)
+        at = layout_of(record, model.crowding)
         where = NODE if at.nodes == 1 else BETWEEN
         for one in record["steps"]:
             for hook, exposed_us in one["exposed_us"].items():
@@ -252,6 +280,7 @@ def to_json(model: Model) -> dict[str, Any]:
             for network, group in model.compute_s.items()
         },
         "flop_rate": model.flop_rate,
+        "crowding": model.crowding,
     }
 
 
@@ -261,7 +290,7 @@ def from_json(data: Mapping[str, Any]) -> Model:
     Raises:
         ValueError: The data is something else, or its version has other terms.
     """
-    if list(data.get("terms", ())) != list(cost_model.TERMS):
+    if list(data.get("terms", ())) != list(cost_model.TERMS) or "crowding" not in data:
         raise ValueError(
             "the file holds no model with the terms that are known here: write it again with "
             "`report` or `sweep`"
@@ -286,4 +315,5 @@ def from_json(data: Mapping[str, Any]) -> Model:
         {hook: steps.HookCost(**cost) for hook, cost in data["hook_costs"].items()},
         compute,
         data["flop_rate"],
+        data["crowding"],
     )

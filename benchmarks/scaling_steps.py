@@ -59,12 +59,20 @@ class HookCost:
 
 @dataclass(frozen=True)
 class Layout:
-    """Placement of the ranks: nodes, ranks per node, rate of the link, and ranks per core."""
+    """Placement of the ranks.
+
+    Attributes:
+        rate_gbit_s: Rate of the link between nodes.
+        share: Ranks per core.
+        crowding: Time of a rank's computing beside the other ranks of its machine, relative to that
+            of a rank alone: they share caches, memory and clock.
+    """
 
     nodes: int
     ranks_per_node: int
     rate_gbit_s: float = math.inf
     share: float = 1.0
+    crowding: float = 1.0
 
     @property
     def ranks(self) -> int:
@@ -162,9 +170,10 @@ def step(
             uses there without a hook.
     """
     sent = [messages(bucket, hook) for bucket in buckets]
-    compute_s *= layout.share
+    slower = layout.share * layout.crowding
+    compute_s *= slower
     cost = costs.get(hook, HookCost())
-    host = [layout.share * (cost.element_s * bucket.numel + cost.bucket_s) for bucket in buckets]
+    host = [slower * (cost.element_s * bucket.numel + cost.bucket_s) for bucket in buckets]
     operation = (
         "average" if layout.nodes == 1 and hook == "none" and "average" in fits else "all_reduce"
     )

@@ -242,9 +242,35 @@ def test_a_step_alone_computes_and_one_among_many_waits(cost_model, steps):
     assert (
         steps.step(0.1, buckets, "none", steps.Layout(1, 2, share=3.0), fits, costs).seconds > 0.3
     )
+    crowded = steps.step(0.1, buckets, "bf16", steps.Layout(1, 1, crowding=1.5), fits, costs)
+    assert crowded.seconds == pytest.approx(1.5 * (0.1 + 4e6 * 1e-9))
     assert steps.compute_of({4: 0.1, 8: 0.3}, 6) == pytest.approx(0.2) and steps.compute_of(
         {4: 0.1}, 8
     ) == pytest.approx(0.2)
+
+
+def test_ranks_of_one_machine_slow_the_computing_of_each_other(steps, models):
+    """By the steps that communicate nothing: those with a hook may take any time."""
+
+    def job(ranks, machines, noop_us, oversubscribed=False):
+        network = {"network": "2x2", "batch": 4, "parameters": 10, "exposed_us": {}}
+        both = [
+            {**network, "scaling": "weak", "us": {"noop": noop_us, "none": 9e9}},
+            {**network, "scaling": "strong", "us": {"noop": 9e9, "none": 9e9}},
+        ]
+        place = {"ranks": ranks, "machines": machines, "cores": 2, "link": "", "nodes": 1}
+        place |= {"ranks_per_node": ranks, "oversubscribed": oversubscribed}
+        return {**place, "collectives": [], "steps": both if ranks > 1 else both[:1]}
+
+    jobs = [job(1, 1, 1e6), job(2, 1, 1.4e6), job(4, 1, 3.2e6, True), job(3, 1, 9e6)]
+    model, _ = models.fitted(jobs)
+    # 1.4 and, of two ranks on a core, 1.6.
+    assert model.crowding == pytest.approx(1.5)
+    assert models.layout_of(jobs[1], model.crowding).crowding == pytest.approx(1.5)
+    alone, apart = models.layout_of(jobs[0], 1.5), models.layout_of(job(2, 2, 1e6), 1.5)
+    assert alone.crowding == apart.crowding == 1.0
+    assert models.fitted([jobs[0], job(2, 2, 1.4e6)])[0].crowding == 1.0
+    assert models.fitted([jobs[0], job(2, 1, 0.9e6)])[0].crowding == 1.0
 
 
 def of_job(ranks, nodes=1, link="", oversubscribed=False):
@@ -322,8 +348,10 @@ def test_a_report_keeps_measured_and_predicted_apart(models, tmp_path):
     assert scaling_report.finite(models.to_json(model)) == record[
         "model"
     ] and "Infinity" not in json.dumps(record)
-    with pytest.raises(ValueError, match="write it again"):
-        models.from_json({"terms": ["other"]})
+    before = {key: value for key, value in record["model"].items() if key != "crowding"}
+    for other in ({"terms": ["other"]}, before):
+        with pytest.raises(ValueError, match="write it again"):
+            models.from_json(other)
     # The records of single jobs and of a sweep are merged alike.
     single = tmp_path / "one.json"
     single.write_text(json.dumps(of_job(8, oversubscribed=True)))
