@@ -1,0 +1,81 @@
+"""Preparation of a process in which a program of others runs, before the program's first line.
+
+``startup/sitecustomize.py`` calls ``install``, so that the program is started by its own name and
+its text stays as it is. The same is done for the run on mpidist and for the peer's; ``SPAWNS`` is
+set for ours alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+from typing import Any
+
+# Number of accelerators that the program shall see; its devices are then the host.
+DEVICES = "PEERS_DEVICES"
+# Processes that the program starts by torch.multiprocessing are calls in the ranks of the job.
+SPAWNS = "PEERS_SPAWNS"
+# Path to which each process appends the backends of its groups and the modules of its RPC.
+RECORD = "PEERS_RECORD"
+
+
+def install() -> None:
+    """Prepare this process as its environment variables say."""
+    if RECORD not in os.environ:
+        return
+    import torch
+
+    _define_torchvisions_operator(torch)
+    if (devices := int(os.environ.get(DEVICES, "0"))) > 0:
+        from tests.peers import host_devices
+
+        host_devices.install(devices)
+    if os.environ.get(SPAWNS):
+        from tests.peers import in_rank_spawn
+
+        in_rank_spawn.install()
+    _record_groups()
+
+
+def _define_torchvisions_operator(torch: Any) -> None:
+    # torchvision's wheel of PyPI is built for CUDA. On a CPU build of torch its operators are not
+    # loaded, and its import fails at the one that it describes without asking whether it is there.
+    if importlib.util.find_spec("torchvision") is None:
+        return
+    name = "torchvision::nms"
+    try:
+        torch.library.define(name, "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    except RuntimeError:
+        pass
+
+
+def _record_groups() -> None:
+    import torch.distributed as dist
+    import torch.distributed.rpc as rpc
+
+    path = os.environ[RECORD]
+
+    def append(line: str) -> None:
+        with open(path, "a") as file:
+            file.write(f"{line}\n")
+
+    start_group = dist.init_process_group
+
+    @functools.wraps(start_group)
+    def recorded(*args: Any, **kwargs: Any) -> None:
+        start_group(*args, **kwargs)
+        append(f"group {dist.get_backend()}")
+
+    dist.init_process_group = recorded
+    sys.modules["torch.distributed.distributed_c10d"].init_process_group = recorded  # type: ignore
+
+    start_rpc = rpc.init_rpc
+
+    @functools.wraps(start_rpc)
+    def recorded_rpc(*args: Any, **kwargs: Any) -> None:
+        start_rpc(*args, **kwargs)
+        append(f"rpc {start_rpc.__module__}")
+
+    rpc.init_rpc = recorded_rpc
