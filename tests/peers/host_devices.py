@@ -24,23 +24,28 @@ def install(count: int) -> None:
     accelerator.is_available = lambda: True
     accelerator.device_count = lambda: count
     accelerator.current_accelerator = lambda check_available=False: _HOST
-    accelerator.set_device_index = accelerator.synchronize = _nothing
     cuda: Any = torch.cuda
-    cuda.set_device = cuda.synchronize = cuda.empty_cache = _nothing
+    for module, names in (
+        (accelerator, ("set_device_index", "synchronize")),
+        (cuda, ("set_device", "synchronize", "empty_cache")),
+    ):
+        for name in names:
+            setattr(module, name, _nothing())
     tensor: Any = torch.Tensor
     tensor.to = _first_argument_on_host(torch.Tensor.to)
     tensor.cuda = lambda self, *args, **kwargs: self.clone()
     tensor.pin_memory = lambda self, *args, **kwargs: self
-    module: Any = torch.nn.Module
-    module.to = _first_argument_on_host(torch.nn.Module.to)
-    module.cuda = lambda self, *args, **kwargs: self
+    layer: Any = torch.nn.Module
+    layer.to = _first_argument_on_host(torch.nn.Module.to)
+    layer.cuda = lambda self, *args, **kwargs: self
     for name in _FACTORIES:
         setattr(torch, name, _device_argument_on_host(getattr(torch, name)))
     _without_device_ids(torch.nn.parallel.DistributedDataParallel)
 
 
-def _nothing(*args: object, **kwargs: object) -> None:
-    pass
+def _nothing() -> Callable[..., None]:
+    # One for each name: Dynamo keeps its rules by object.
+    return lambda *args, **kwargs: None
 
 
 def _first_argument_on_host(function: Callable[..., Any]) -> Callable[..., Any]:

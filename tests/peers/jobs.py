@@ -115,7 +115,7 @@ def run(
 
     Blocks: until all have ended, one of them has failed, they have said ``until``, or the limit.
     """
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile("a+") as output:
         processes = [
             subprocess.Popen(
                 list(words),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 _NEEDS_GPU = re.compile(r"\bcuda\b|\bgpus?\b|\bnccl\b|accelerator", re.IGNORECASE)
-_LAST_ERROR = re.compile(r"^(?:\[\w+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception|Exit|Warning)\b.*)$")
+_LAST_ERROR = re.compile(r"^(?:\[\w[\w ]*\]:?\s*)?((?:\w+\.)*\w*(?:Error|Exception|Exit|Warning)\b.*)$")
 _NOTE = 110  # characters
 
 

@@ -61,15 +61,21 @@ def _record_groups() -> None:
         with open(path, "a") as file:
             file.write(f"{line}\n")
 
+    # Where the host stands for accelerators, the peer's groups are those of the host.
+    on_host = "MPIDIST_REPLACE" not in os.environ
     start_group = dist.init_process_group
 
     @functools.wraps(start_group)
-    def recorded(*args: Any, **kwargs: Any) -> None:
-        start_group(*args, **kwargs)
+    def recorded(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        if backend == "nccl" and on_host:
+            backend = "gloo"
+        start_group(backend, *args, **kwargs)
         append(f"group {dist.get_backend()}")
 
-    dist.init_process_group = recorded
-    sys.modules["torch.distributed.distributed_c10d"].init_process_group = recorded  # type: ignore
+    for name, module in list(sys.modules.items()):
+        # torch.distributed.device_mesh has a reference of its own.
+        if name.startswith("torch.") and vars(module).get("init_process_group") is start_group:
+            module.init_process_group = recorded  # type: ignore[attr-defined]
 
     start_rpc = rpc.init_rpc
 

@@ -116,6 +116,7 @@ EXAMPLES = (
             edits=(
                 Edit("example.py", r"n_layers=10", "n_layers=2"),
                 Edit("example.py", r"batch_size = 32", "batch_size = 4"),
+                Edit("example.py", r", device_id=device\)", ")"),
             ),
         )
         for args, label in (

@@ -1,0 +1,144 @@
+"""Test suites of others as data, and their runs on both sides."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.peers import jobs
+from tests.peers.outcomes import Outcome, Row, Verdict, joined, of_junit, of_unittest
+from tests.peers.process_start import RECORD
+
+
+@dataclass(frozen=True)
+class TestSuite:
+    """Suite of tests that pytest runs, whose spawned processes become ranks of jobs."""
+
+    __test__ = False  # for pytest, which sees the name where it is imported
+
+    label: str
+    files: tuple[str, ...]  # in the folder of the sources
+    # What is bound in the place of the suite's names: module:name=module:name.
+    bindings: str = ""
+    path: str = ""  # a folder of the sources that is imported from
+    limit_s: float = 2400.0
+
+
+_FAIRSCALE = ("fairscale/tests/optim/test_oss.py", "fairscale/tests/optim/test_oss_adascale.py")
+_ZERO = ("pytorch/test/distributed/optim/test_zero_redundancy_optimizer.py",)
+
+OPTIMIZERS = (
+    TestSuite(
+        "FairScale's tests of OSS, on mpidist.optim.OSS",
+        _FAIRSCALE,
+        "fairscale.optim:OSS=mpidist.optim:OSS",
+        "fairscale",
+    ),
+    TestSuite("FairScale's tests of OSS, FairScale's OSS on our groups", _FAIRSCALE, "", "fairscale"),
+    TestSuite(
+        "torch's tests of ZeroRedundancyOptimizer, on mpidist.optim's",
+        _ZERO,
+        "torch.distributed.optim:ZeroRedundancyOptimizer=mpidist.optim:ZeroRedundancyOptimizer",
+    ),
+    TestSuite("torch's tests of ZeroRedundancyOptimizer, torch's on our groups", _ZERO),
+)
+
+
+def pytest_command(suite: TestSuite, sources: Path, side: str, report: Path) -> list[str]:
+    """Return the command line of a suite."""
+    plugin = ["-p", "tests.peers.spawned"] if side == jobs.OURS else []
+    return [
+        *(sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "-p", "no:cacheprovider"),
+        *plugin,
+        *("--rootdir", str(sources), f"--junitxml={report}", "-o", "junit_family=xunit1"),
+        *(str(sources / file) for file in suite.files),
+    ]
+
+
+def outcomes(suite: TestSuite, sources: Path, side: str, logs: Path) -> dict[str, Outcome]:
+    """Run a suite on one side.
+
+    Raises:
+        RuntimeError: pytest has left no report.
+    """
+    with tempfile.TemporaryDirectory(prefix="peers-") as text:
+        folder = Path(text)
+        report = folder / "report.xml"
+        variables = jobs.environment(side, folder / "record")
+        if suite.path:
+            variables["PYTHONPATH"] += f":{sources / suite.path}"
+        if side == jobs.OURS and suite.bindings:
+            variables["PEERS_BINDINGS"] = suite.bindings
+        end = jobs.run(
+            [pytest_command(suite, sources, side, report)], folder, variables, suite.limit_s
+        )
+        name = re.sub(r"\W+", "_", suite.label)
+        (logs / f"{name}.{side}.txt").write_text(end.output)
+        if not report.exists():
+            raise RuntimeError(f"{suite.label}: pytest has left no report\n{end.output[-2000:]}")
+        (logs / f"{name}.{side}.xml").write_text(report.read_text())
+        return of_junit(report.read_text())
+
+
+def run_tests(
+    suite: TestSuite, sources: Path, logs: Path, known: dict[tuple[str, ...], Mapping[str, Outcome]]
+) -> list[Row]:
+    """Run a suite on both sides; ``known`` keeps the peer's outcomes by the suite's files."""
+    missing = [file for file in suite.files if not (sources / file).is_file()]
+    if missing:
+        return [Row(file, Verdict.ABSENT, note="its source is not among SOURCES") for file in missing]
+    if suite.files not in known:
+        known[suite.files] = outcomes(suite, sources, jobs.PEER, logs)
+    return joined(outcomes(suite, sources, jobs.OURS, logs), known[suite.files])
+
+
+def mpi4py_command(test: Path, ranks: int, side: str) -> list[str]:
+    """Return the command line of mpi4py's own suite, beside busy groups of mpidist on our side."""
+    beside = ["-m", "tests.peers.beside_groups"] if side == jobs.OURS else []
+    # Tests that spawn processes of MPI need room for them; the launcher here has two cores.
+    return [
+        *jobs.launcher(ranks),
+        sys.executable,
+        *beside,
+        str(test / "main.py"),
+        *("-v", "--exclude", "test_spawn", "--exclude", "test_dynproc"),
+    ]
+
+
+def run_mpi4py(sources: Path, logs: Path, ranks: int) -> Row:
+    """Run mpi4py's suite alone, and beside groups of mpidist."""
+    name = f"mpi4py/test on {ranks} rank{'s' if ranks > 1 else ''}"
+    test = sources / "mpi4py" / "test"
+    if not (test / "main.py").is_file():
+        return Row(name, Verdict.ABSENT, note="its source is not among SOURCES")
+    texts: dict[str, str] = {}
+    for side in (jobs.PEER, jobs.OURS):
+        variables = jobs.environment(side, logs / "record")
+        del variables[RECORD]
+        end = jobs.run([mpi4py_command(test, ranks, side)], test, variables, 900.0)
+        texts[side] = end.output
+        (logs / f"mpi4py-{ranks}.{side}.txt").write_text(end.output)
+    try:
+        ran, skipped, failed = of_unittest(texts[jobs.OURS])
+    except ValueError as error:
+        return Row(name, Verdict.OURS_FAILS, note=str(error))
+    alone = of_unittest(texts[jobs.PEER])[2]
+    ours = sorted(set(failed) - set(alone))
+    note = f"{ran - skipped} tests passed, {skipped} that mpi4py skips on this MPI"
+    if failed:
+        note = f"{ran - skipped - len(failed)} of {ran - skipped} tests passed; {', '.join(failed)}"
+    kind = Verdict.OURS_FAILS if ours else Verdict.BOTH_FAIL if failed else Verdict.PASSED
+    return Row(name, kind, note=note)
+
+
+def commit_of(folder: Path) -> str:
+    """Return the commit of a checkout, if it is one."""
+    done = subprocess.run(
+        ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    return done.stdout.strip() if done.returncode == 0 and (folder / ".git").exists() else ""
