@@ -166,8 +166,10 @@ def end(process: subprocess.Popen) -> None:
             process.kill()
             process.wait()
     # mpirun's ranks lead sessions of their own.
-    for child in psutil.wait_procs(family, timeout=1.0)[1]:
+    left = psutil.wait_procs(family, timeout=1.0)[1]
+    for child in left:
         try:
             child.kill()
         except psutil.NoSuchProcess:
             pass
+    psutil.wait_procs(left, timeout=_END_S)

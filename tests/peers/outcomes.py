@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 _NEEDS_GPU = re.compile(r"\bcuda\b|\bgpus?\b|\bnccl\b|accelerator", re.IGNORECASE)
-_LAST_ERROR = re.compile(r"^(?:\[\w[\w ]*\]:?\s*)?((?:\w+\.)*\w*(?:Error|Exception|Exit|Warning)\b.*)$")
+_LAST_ERROR = re.compile(
+    r"^(?:\[\w[\w ]*\]:?\s*)?((?:\w+\.)*\w*(?:Error|Exception|Exit|Warning)\b.*)$"
+)
 _NOTE = 110  # characters
 
 
@@ -74,7 +76,7 @@ def of_junit(text: str) -> dict[str, Outcome]:
         for child in case:
             if child.tag in ("failure", "error"):
                 message = child.get("message") or ""
-                outcome = Outcome("failed", last_error(child.text or "") if not message else message)
+                outcome = Outcome("failed", message or last_error(child.text or ""))
             elif child.tag == "skipped" and outcome.kind == "passed":
                 outcome = Outcome("skipped", child.get("message") or "")
         found[name] = outcome
@@ -91,11 +93,13 @@ def of_unittest(text: str) -> tuple[int, int, list[str]]:
     if ran is None:
         raise ValueError("the suite did not reach its end")
     skipped = re.search(r"skipped=(\d+)", text)
-    failed = re.findall(r"^(?:FAIL|ERROR): (\S+) \((?:.*\.)?(\w+\.\w+(?:\.\w+)?)\)", text, re.M)
+    failed = re.findall(r"^(?:FAIL|ERROR): (\S+) \((\S+)\)", text, re.MULTILINE)
     return (
         int(ran.group(1)),
         int(skipped.group(1)) if skipped else 0,
-        sorted({f"{place}.{name}" if not place.endswith(name) else place for name, place in failed}),
+        sorted(
+            {f"{place}.{name}" if not place.endswith(name) else place for name, place in failed}
+        ),
     )
 
 
@@ -138,7 +142,10 @@ def table(rows: Iterable[Row], *, all_rows: bool) -> str:
         all_rows: Show the rows that passed, too, with the lines that were changed.
     """
     if all_rows:
-        head = ["| program | outcome | lines changed | for a CPU | |", "| --- | --- | --- | --- | --- |"]
+        head = [
+            "| program | outcome | lines changed | for a CPU | |",
+            "| --- | --- | --- | --- | --- |",
+        ]
         return "\n".join(
             [
                 *head,
