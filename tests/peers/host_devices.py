@@ -15,7 +15,6 @@ import torch
 from tests.conformance.cuda_on_host import host_of
 
 _HOST = torch.device("cpu")
-_FACTORIES = ("arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros")
 
 
 def install(count: int) -> None:
@@ -38,8 +37,6 @@ def install(count: int) -> None:
     layer: Any = torch.nn.Module
     layer.to = _first_argument_on_host(torch.nn.Module.to)
     layer.cuda = lambda self, *args, **kwargs: self
-    for name in _FACTORIES:
-        setattr(torch, name, _device_argument_on_host(getattr(torch, name)))
     _without_device_ids(torch.nn.parallel.DistributedDataParallel)
 
 
@@ -56,16 +53,6 @@ def _first_argument_on_host(function: Callable[..., Any]) -> Callable[..., Any]:
         if kwargs.get("device") is not None:
             kwargs["device"] = host_of(kwargs["device"])
         return function(self, *args, **kwargs)
-
-    return on_host
-
-
-def _device_argument_on_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def on_host(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("device") is not None:
-            kwargs["device"] = host_of(kwargs["device"])
-        return function(*args, **kwargs)
 
     return on_host
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 _NEEDS_GPU = re.compile(r"\bcuda\b|\bgpus?\b|\bnccl\b|accelerator", re.IGNORECASE)
 _LAST_ERROR = re.compile(
-    r"^(?:\[\w[\w ]*\]:?\s*)?((?:\w+\.)*\w*(?:Error|Exception|Exit|Warning)\b.*)$"
+    r"^(?:\[\w[\w ]*\]:?\s*)?((?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)(?::.*)?)$"
 )
 _NOTE = 110  # characters
 

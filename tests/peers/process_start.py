@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 # Number of accelerators that the program shall see; its devices are then the host.
@@ -27,7 +28,7 @@ def install() -> None:
         return
     import torch
 
-    _define_torchvisions_operator(torch)
+    _define_torchvisions_operators(torch)
     if (devices := int(os.environ.get(DEVICES, "0"))) > 0:
         from tests.peers import host_devices
 
@@ -39,16 +40,18 @@ def install() -> None:
     _record_groups()
 
 
-def _define_torchvisions_operator(torch: Any) -> None:
-    # torchvision's wheel of PyPI is built for CUDA. On a CPU build of torch its operators are not
-    # loaded, and its import fails at the one that it describes without asking whether it is there.
-    if importlib.util.find_spec("torchvision") is None:
+def _define_torchvisions_operators(torch: Any) -> None:
+    # torchvision's wheel of PyPI is built for CUDA. On a CPU build of torch its library cannot be
+    # loaded, and its import fails at the operators that it describes without asking for them.
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
         return
-    name = "torchvision::nms"
     try:
-        torch.library.define(name, "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    except RuntimeError:
-        pass
+        torch.ops.load_library(str(Path(spec.origin).with_name("_C.so")))
+    except OSError:
+        scores = "Tensor dets, Tensor scores, float iou_threshold"
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", f"({scores}) -> Tensor")
 
 
 def _record_groups() -> None:
