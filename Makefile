@@ -35,7 +35,7 @@ ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchm
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint-beside-mpi-1 slurm-beside-install lint format unit slow torch-newest torch-versions slurm timing long repeat conformance fuzz fuzz-bytes gpu gpu-wheels bench bench-link dist docs clean distclean
+.PHONY: help demo test check lint-beside-mpi-1 slurm-beside-install lint format unit slow torch-newest torch-versions slurm timing long repeat conformance peers fuzz fuzz-bytes gpu gpu-wheels bench bench-link dist docs clean distclean
 
 help:
 	@echo 'make demo     digits on two ranks, then the next word on two trainers and an embedding server; look into demo-output/'
@@ -51,6 +51,8 @@ help:
 	@echo 'make repeat   tests that have failed by a race 100 times beside two busy processes, each MPI stage five times; a later call goes on'
 	@echo '              (REPEAT="--times 30 --only mpi-4 --minutes 60"); hours'
 	@echo 'make conformance  all of PyTorch'"'"'s distributed_test.py on 2, 3 and 4 ranks, Gloo as the peer; prints the counts'
+	@echo 'make peers    programs and tests of others (SOURCES=folder of their checkouts) on mpidist, with their own backend beside it;'
+	@echo '              prints a table, and keeps it in docs/peers.md (PEERS="--only examples --match rnn": some); an hour'
 	@echo 'make fuzz     random programs, and a tenth as many random models and programs of windows, against references (COUNT=1000 RANKS=3 SEED=0 WITHOUT=)'
 	@echo 'make fuzz-bytes  damaged and random messages, tables, frames and files, for all that reads foreign bytes (CASES=1000000 SEED=0)'
 	@echo 'make gpu      GPU tests on two ranks, sanitizers, GPU benchmarks into gpu-results/ (CUDA=cuda12 for a torch built with CUDA 12)'
@@ -146,6 +148,13 @@ conformance: $(READY)
 	        tests/conformance/test_c10d.py || exit 1; \
 	done
 
+# SOURCES holds checkouts of others' repositories; docs/peers.md names them. Each program has a time limit of its own.
+PEERS ?=
+
+peers: $(VENV)/.stamp-peers $(VENV)/.stamp-peer-programs $(VENV)/.stamp-frameworks
+	@test -n "$(SOURCES)" || { echo 'make peers SOURCES=folder: docs/peers.md says what lies in it' >&2; exit 2; }
+	$(PY) -m tests.peers $(SOURCES) --page docs/peers.md $(PEERS)
+
 # Each program has a time limit of its own, so that any number of them may run. MPI=mpich: on that one.
 COUNT ?= 1000
 RANKS ?= 3
@@ -233,7 +242,7 @@ docs: $(VENV)/.stamp-docs
 	NO_MKDOCS_2_WARNING=1 $(LIMIT) $(PY) -m mkdocs build --strict
 
 clean:
-	rm -rf build dist site *.egg-info demo-output gpu-results repeat-results htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info demo-output gpu-results repeat-results peers-results htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
 
 distclean: clean
