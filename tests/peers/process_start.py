@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.peers.bindings import BINDINGS, bind
+
 # Number of accelerators that the program shall see; its devices are then the host.
 DEVICES = "PEERS_DEVICES"
 # Processes that the program starts by torch.multiprocessing are calls in the ranks of the job.
@@ -38,6 +40,8 @@ def install() -> None:
 
         in_rank_spawn.install()
     _record_groups()
+    if listed := os.environ.get(BINDINGS):
+        bind(listed)
 
 
 def _define_torchvisions_operators(torch: Any) -> None:

@@ -195,7 +195,7 @@ EXAMPLES = (
         limit_s=400,
         edits=(
             Edit("main.py", r"^batch_size = 120", "batch_size = 8"),
-            Edit("main.py", r"^image_([wh]) = 128", r"image_\1 = 32"),
+            Edit("main.py", r"^image_([wh]) = 128", r"image_\1 = 64"),
         ),
     ),
     Program(
@@ -213,8 +213,7 @@ EXAMPLES = (
             label=label,
             args=(
                 *("--dummy", "-a", "squeezenet1_1", "-b", "4", "--epochs", "1", "-j", "0"),
-                *("--no-accel", "--dist-backend", "gloo", "--world-size", size, "--rank", "0"),
-                *more,
+                *("--no-accel", "--dist-backend", "gloo", *more),
             ),
             start=start,
             needs=("torchvision",),
@@ -226,13 +225,15 @@ EXAMPLES = (
                 *edits,
             ),
         )
-        for label, start, size, more, edits in (
-            ("", "torchrun", "-1", ("--dist-url", "env://"), ()),
+        for label, start, more, edits in (
+            ("", "torchrun", ("--dist-url", "env://"), ()),
             (
                 "--multiprocessing-distributed",
                 "spawn",
-                "1",
-                ("--dist-url", "tcp://127.0.0.1:29509", "--multiprocessing-distributed"),
+                (
+                    *("--dist-url", "tcp://127.0.0.1:29509", "--multiprocessing-distributed"),
+                    *("--world-size", "1", "--rank", "0"),
+                ),
                 (Edit("main.py", r"ngpus_per_node = 1$", "ngpus_per_node = 2"),),
             ),
         )

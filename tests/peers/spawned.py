@@ -2,8 +2,7 @@
 
 ``torch.multiprocessing.spawn`` starts an MPI job of as many ranks, each of which calls the same
 function, found by its name as ``spawn`` itself finds it. torch's ``MultiProcessTestCase`` runs each
-of its tests in such a job. ``PEERS_BINDINGS`` names what is bound in the place of a suite's names,
-in the test process and in the ranks: ``module:name=module:name``, separated by commas.
+of its tests in such a job.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import torch.multiprocessing
 
 from tests.peers import jobs
 
-BINDINGS = "PEERS_BINDINGS"
 _LIMIT_S = 100.0
 # Ranks that are started for one call: the functions are found again by these.
 _CALL = """\
@@ -31,24 +29,9 @@ from tests.peers import spawned
 with open(sys.argv[1], "rb") as file:
     path = pickle.load(file)
     sys.path[:] = path
-    spawned.bind()
     call = pickle.load(file)
 spawned.called(*call)
 """
-
-
-def bindings(text: str) -> list[tuple[tuple[str, str], tuple[str, str]]]:
-    """Return pairs of (module, name): that of a suite, and the one that takes its place."""
-    pairs = [pair.split("=") for pair in text.split(",") if pair]
-    split = lambda words: tuple(words.split(":"))  # noqa: E731
-    return [(split(theirs), split(ours)) for theirs, ours in pairs]
-
-
-def bind() -> None:
-    """Bind what ``PEERS_BINDINGS`` names."""
-    for (module, name), (our_module, our_name) in bindings(os.environ.get(BINDINGS, "")):
-        ours = getattr(importlib.import_module(our_module), our_name)
-        setattr(importlib.import_module(module), name, ours)
 
 
 def job(ranks: int, function: Callable[..., Any], *args: Any) -> jobs.Ended:
@@ -117,10 +100,9 @@ class _Jobs:
 
 
 def pytest_configure(config: Any) -> None:
-    """Bind the names, and start jobs in the place of processes."""
+    """Start jobs in the place of processes."""
     theirs: Any = torch.multiprocessing
     theirs.spawn = spawn
     common: Any = importlib.import_module("torch.testing._internal.common_distributed")
     common.MultiProcessTestCase._spawn_processes = _Jobs.spawn_processes
     common.MultiProcessTestCase._join_processes = _Jobs.join_processes
-    bind()

@@ -1,12 +1,11 @@
-"""Spawned processes as calls in the ranks of a job, and bindings of a suite's names."""
+"""Spawned processes as calls in the ranks of a job."""
 
-import sys
 import types
 
 import pytest
 import torch.multiprocessing
 
-from tests.peers import in_rank_spawn, spawned
+from tests.peers import in_rank_spawn
 
 
 def test_spawn_calls_the_function_in_the_first_ranks(monkeypatch):
@@ -31,13 +30,3 @@ def test_processes_of_the_program_alone_are_calls(monkeypatch):
     exec(source, vars(program))
     assert program.calls == [5]
     assert isinstance(torch.multiprocessing.Process(target=print), theirs)
-
-
-def test_bindings(monkeypatch):
-    suite = types.ModuleType("a_suite")
-    suite.Kind = int
-    monkeypatch.setitem(sys.modules, "a_suite", suite)
-    monkeypatch.setenv(spawned.BINDINGS, "a_suite:Kind=collections:OrderedDict")
-    spawned.bind()
-    assert suite.Kind.__name__ == "OrderedDict"
-    assert spawned.bindings("") == []
