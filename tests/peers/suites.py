@@ -11,9 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.peers import jobs
+from tests.peers import beside_groups, jobs
 from tests.peers.bindings import BINDINGS
-from tests.peers.outcomes import Outcome, Row, Verdict, joined, of_junit, of_unittest
+from tests.peers.outcomes import (
+    Outcome,
+    Row,
+    Verdict,
+    joined,
+    last_error,
+    of_junit,
+    of_unittest,
+    short,
+)
 from tests.peers.process_start import RECORD
 
 
@@ -81,7 +90,8 @@ def outcomes(suite: TestSuite, sources: Path, side: str, logs: Path) -> dict[str
         # Beside their packages the files would be imported as tests.optim…, a name of ours.
         for file in suite.files:
             shutil.copy(sources / file, folder)
-        variables = jobs.environment(side, folder / "record")
+        record = folder / "record"
+        variables = jobs.environment(side, record)
         listed = (suite.later_names, suite.bindings if side == jobs.OURS else "")
         variables[BINDINGS] = ",".join(filter(None, listed))
         end = jobs.run([pytest_command(suite, side, report)], folder, variables, suite.limit_s)
@@ -90,6 +100,9 @@ def outcomes(suite: TestSuite, sources: Path, side: str, logs: Path) -> dict[str
         if not report.exists():
             raise RuntimeError(f"{suite.label}: pytest has left no report\n{end.output[-2000:]}")
         (logs / f"{name}.{side}.xml").write_text(report.read_text())
+        groups = set(record.read_text().splitlines()) if record.exists() else set()
+        if side == jobs.OURS and groups - {"group mpidist"}:
+            raise RuntimeError(f"{suite.label}: not all groups were mpidist's: {groups}")
         return of_junit(report.read_text())
 
 
@@ -116,7 +129,7 @@ def mpi4py_command(test: Path, ranks: int, side: str) -> list[str]:
         sys.executable,
         *beside,
         str(test / "main.py"),
-        *("-v", "--exclude", "test_spawn", "--exclude", "test_dynproc"),
+        *("--exclude", "test_spawn", "--exclude", "test_dynproc"),
     ]
 
 
@@ -134,10 +147,12 @@ def run_mpi4py(sources: Path, logs: Path, ranks: int) -> Row:
         texts[side] = end.output
         (logs / f"mpi4py-{ranks}.{side}.txt").write_text(end.output)
     try:
-        ran, skipped, failed = of_unittest(texts[jobs.OURS])
+        alone = of_unittest(texts[jobs.PEER])[2]
     except ValueError as error:
-        return Row(name, Verdict.OURS_FAILS, note=str(error))
-    alone = of_unittest(texts[jobs.PEER])[2]
+        return Row(name, Verdict.ABSENT, note=f"without mpidist {error}")
+    if beside_groups.SAID not in texts[jobs.OURS]:
+        return Row(name, Verdict.OURS_FAILS, note=short(last_error(texts[jobs.OURS])))
+    ran, skipped, failed = of_unittest(texts[jobs.OURS])
     ours = sorted(set(failed) - set(alone))
     note = f"{ran - skipped} tests passed, {skipped} that mpi4py skips on this MPI"
     if failed:
