@@ -1,0 +1,26 @@
+"""Busy groups beside a program, on the ranks of a job."""
+
+import pytest
+import torch
+
+from tests.peers.beside_groups import Busy
+from tests.support import agree
+
+pytestmark = pytest.mark.mpi(min_size=1)
+
+
+def test_groups_are_busy_until_the_last_program_has_ended(group):
+    busy = Busy()
+    values = torch.ones(3)
+    for _ in range(20):
+        group.all_reduce(values)
+        values /= group.size
+    busy.stop()
+    agree(group, min(busy.rounds) > 0 and values.tolist() == [1, 1, 1], str(busy.rounds))
+
+
+def test_a_wrong_result_is_told_at_the_end(group):
+    busy = Busy()
+    busy.wrong.append("round 1 of group 0")
+    with pytest.raises(RuntimeError, match="round 1 of group 0"):
+        busy.stop()
