@@ -149,7 +149,7 @@ def run(
 def _text(file) -> str:
     # At an offset of its own: the processes write at that of the file.
     with open(f"/proc/self/fd/{file.fileno()}", errors="replace") as again:
-        return again.read()
+        return again.read().replace("\0", "")
 
 
 def end(process: subprocess.Popen) -> None:

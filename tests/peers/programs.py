@@ -248,6 +248,7 @@ _NANO = (
 _NANO_EDITS = (
     Edit("train.py", r"device = f'cuda:\{ddp_local_rank\}'", "device = 'cpu'"),
     Edit("train.py", r"^\s*torch\.cuda\.set_device\(device\)\n", ""),
+    Edit("train.py", r", device_ids=\[ddp_local_rank\]", ""),
 )
 NANOGPT = tuple(
     Program(
@@ -294,6 +295,7 @@ VISION = (
         limit_s=240,
         edits=(
             Edit("utils.py", r"torch\.cuda\.set_device\(args\.gpu\)", "pass"),
+            Edit("utils.py", r'device="cuda"', 'device="cpu"'),
             Edit("utils.py", r'args\.dist_backend = "nccl"', 'args.dist_backend = "gloo"'),
             Edit("train.py", r"device_ids=\[args\.gpu\]", "device_ids=None"),
         ),
