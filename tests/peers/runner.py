@@ -113,5 +113,7 @@ def run(program: Program, sources: Path, logs: Path) -> Row:
     except EditError as error:
         return Row(program.name, Verdict.ABSENT, note=short(f"another version: {error}"))
     ours, peer = outcomes[jobs.OURS], outcomes[jobs.PEER]
-    note = short(ours.detail or peer.detail)
-    return Row(program.name, verdict(ours, peer), lines, cpu_lines, note)
+    kind = verdict(ours, peer)
+    note = program.cause if kind is Verdict.OURS_FAILS else ""
+    note = note or short(ours.detail or peer.detail)
+    return Row(program.name, kind, lines, cpu_lines, note)
