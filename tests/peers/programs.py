@@ -196,7 +196,7 @@ EXAMPLES = (
             (
                 "with two trainers",
                 3,
-                "a race of the example, of which its authors know with TensorPipe, too: a trainer's "
+                "a race of the example, reported with TensorPipe, too: a trainer's "
                 "step changes the model between another's forward and backward pass "
                 "([report](https://github.com/pytorch/examples/issues/856))",
             ),
