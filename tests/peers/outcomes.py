@@ -132,7 +132,7 @@ def counts(rows: Iterable[Row]) -> Counter[Verdict]:
 def summary(rows: Iterable[Row]) -> str:
     """Return the counts as one line."""
     found = counts(rows)
-    return ", ".join(f"{found[each]} {each.value}" for each in Verdict if found[each])
+    return ", ".join(f"{each.value}: {found[each]}" for each in Verdict if found[each])
 
 
 def table(rows: Iterable[Row], *, all_rows: bool) -> str:

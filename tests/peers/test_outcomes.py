@@ -99,7 +99,7 @@ def test_tables():
         Row("b", Verdict.OURS_FAILS, 1, 0, "ValueError"),
         Row("c", Verdict.ABSENT, note="absent"),
     ]
-    assert summary(rows) == "1 passed, 1 fails on mpidist, 1 not run"
+    assert summary(rows) == "passed: 1, fails on mpidist: 1, not run: 1"
     assert table(rows, all_rows=True).splitlines()[2:] == [
         "| `a` | passed | 0 | 2 |  |",
         "| `b` | fails on mpidist | 1 | 0 | ValueError |",

@@ -22,10 +22,10 @@ def test_one_block_is_replaced():
 def test_a_block_has_its_date_its_counts_and_its_rows():
     rows = [Row("a", Verdict.PASSED, 0, 1), Row("b", Verdict.OURS_FAILS, 0, 0, "why")]
     text = page.block("Today.", [("", rows)], all_rows=True)
-    assert text.startswith("Today.\n\n2 programs: 1 passed, 1 fails on mpidist.\n\n| program")
+    assert text.startswith("Today.\n\n2 programs. Passed: 1, fails on mpidist: 1.\n\n| program")
     text = page.block("Today.", [("First", rows), ("Second", rows[:1])], all_rows=False)
-    assert "**First**: 2 tests: 1 passed, 1 fails on mpidist.\n\n| test" in text
-    assert text.endswith("**Second**: 1 tests: 1 passed.")
+    assert "**First**: 2 tests. Passed: 1, fails on mpidist: 1.\n\n| test" in text
+    assert text.endswith("**Second**: 1 tests. Passed: 1.")
 
 
 def test_totals():
