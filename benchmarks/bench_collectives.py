@@ -46,11 +46,7 @@ def main() -> None:
     settings = _settings(options)
     torch.set_num_threads(1)
     dist.init_process_group("mpidist")
-    if dist.get_world_size() < 2:
-        raise SystemExit(
-            "start at least 2 ranks: mpirun --bind-to none -n 2 python "
-            "benchmarks/bench_collectives.py"
-        )
+    benchmark_options.require_two_ranks(dist.get_world_size())
     gloo = dist.new_group(backend="gloo")
     # mpidist prepares the MPI library before the import of mpi4py.MPI starts MPI.
     from mpi4py import MPI

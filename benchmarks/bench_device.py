@@ -76,10 +76,7 @@ def main() -> None:
         # Any MPI accepts host memory in all operations.
         os.environ["MPIDIST_CUDA_AWARE"] = "1"
     world = runtime.world()
-    if world.size < 2:
-        raise SystemExit(
-            "start at least 2 ranks: mpirun --bind-to none -n 2 python benchmarks/bench_device.py"
-        )
+    benchmark_options.require_two_ranks(world.size)
     raw = world.comm.Dup()
     about = environment.describe(raw, device)
     place = _place(Communicator(raw, world.nodes, world.highest_tag).blocking(), device)

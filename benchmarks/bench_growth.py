@@ -32,10 +32,7 @@ def main() -> None:
     least, most, rounds = (10, 100, 1) if options.quick else (100, options.most, options.rounds)
     torch.set_num_threads(1)
     group = mpidist.comm.init()
-    if group.size < 2:
-        raise SystemExit(
-            "start at least 2 ranks: mpirun --bind-to none -n 2 python benchmarks/bench_growth.py"
-        )
+    benchmark_options.require_two_ranks(group.size)
     from mpi4py import MPI
 
     about = environment.describe(MPI.COMM_WORLD)

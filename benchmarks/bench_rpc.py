@@ -37,10 +37,7 @@ def main() -> None:
     settings = replace(settings, blocks=options.blocks or settings.blocks)
     torch.set_num_threads(1)
     group = mpidist.comm.init()
-    if group.size < 2:
-        raise SystemExit(
-            "start at least 2 ranks: mpirun --bind-to none -n 2 python benchmarks/bench_rpc.py"
-        )
+    benchmark_options.require_two_ranks(group.size)
     from mpi4py import MPI
 
     about = environment.describe(MPI.COMM_WORLD)

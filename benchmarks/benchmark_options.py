@@ -1,9 +1,10 @@
-"""Command-line options that several benchmarks share."""
+"""Command-line options that several benchmarks share, and the number of ranks that they need."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -40,3 +41,12 @@ def add_quick(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check that all runs: few cases, few rounds, figures without meaning",
     )
+
+
+def require_two_ranks(ranks: int) -> None:
+    """End the program with the command that starts it, unless it has two ranks or more."""
+    if ranks < 2:
+        program = Path(sys.argv[0]).name
+        raise SystemExit(
+            f"start at least 2 ranks: mpirun --bind-to none -n 2 python benchmarks/{program}"
+        )

@@ -544,6 +544,15 @@ def test_arguments_are_written_and_read_by_all_and_recorded(of_calls):
         assert min(result["us"].values()) > 0
 
 
+def test_a_benchmark_of_two_ranks_says_how_it_is_started(monkeypatch):
+    import benchmark_options
+
+    monkeypatch.setattr(sys, "argv", ["/x/benchmarks/bench_rpc.py", "--quick"])
+    benchmark_options.require_two_ranks(2)
+    with pytest.raises(SystemExit, match="-n 2 python benchmarks/bench_rpc.py$"):
+        benchmark_options.require_two_ranks(1)
+
+
 def test_arguments_that_are_read_otherwise_are_an_error(monkeypatch):
     import bench_values
 

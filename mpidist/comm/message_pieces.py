@@ -18,6 +18,7 @@ from __future__ import annotations
 import struct
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -198,7 +199,7 @@ class PieceTransfers:
         return not self._active
 
 
-class _Transfer:
+class _Transfer(ABC):
     """Request of one message; threads take turns to advance it.
 
     Attributes:
@@ -264,12 +265,13 @@ class _Transfer:
         self.is_over = True
         self._transfers.end(self, slot)
 
+    @abstractmethod
     def _close(self) -> None:
-        raise NotImplementedError
+        """Leave nothing to do but tests of requests; raise if that cannot be."""
 
+    @abstractmethod
     def _advance(self) -> tuple[bool, bool]:
         """Return whether anything was done, and whether the message has ended."""
-        raise NotImplementedError
 
     def _slot(self) -> int | None:
         return None

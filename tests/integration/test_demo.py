@@ -45,7 +45,7 @@ def accuracies_of(results):
 
 @pytest.mark.slow
 def test_the_report_compares_hooks_and_powersgd_costs_no_accuracy(tmp_path):
-    text, results = run(tmp_path, "--epochs", "8")
+    text, results = run(tmp_path, "--epochs", "6")
     by_method = {result["method"]: result for result in results}
     assert list(by_method) == [
         "allreduce",
