@@ -113,7 +113,8 @@ def _is_equal(left: Any, right: Any) -> bool:
     if isinstance(left, dict):
         return list(left) == list(right) and all(_is_equal(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)):
-        return type(left) is type(right) and all(map(_is_equal, left, right))
+        same = type(left) is type(right) and len(left) == len(right)
+        return same and all(map(_is_equal, left, right))
     return bool(left == right)
 
 

@@ -549,7 +549,7 @@ def test_a_benchmark_of_two_ranks_says_how_it_is_started(monkeypatch):
 
     monkeypatch.setattr(sys, "argv", ["/x/benchmarks/bench_rpc.py", "--quick"])
     benchmark_options.require_two_ranks(2)
-    with pytest.raises(SystemExit, match="-n 2 python benchmarks/bench_rpc.py$"):
+    with pytest.raises(SystemExit, match=r"-n 2 python benchmarks/bench_rpc\.py$"):
         benchmark_options.require_two_ranks(1)
 
 
