@@ -45,6 +45,9 @@ def differences(lines: Sequence[str]) -> str:
     # A rank whose argument check failed has no other facts.
     if any(REFUSAL in table for table in tables):
         tables = [{REFUSAL: table[REFUSAL]} if REFUSAL in table else {} for table in tables]
+    # The arguments of different operations have nothing in common that could be compared.
+    elif len({table["operation"] for table in tables}) > 1:
+        tables = [{key: table[key] for key in ("operation", "sequence")} for table in tables]
     differing = []
     for name in dict.fromkeys(key for table in tables for key in table):
         holders: dict[str, list[int]] = {}

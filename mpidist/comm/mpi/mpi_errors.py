@@ -33,8 +33,8 @@ def translate(error: MPI.Exception, where: str) -> MpidistError:
     text = f"{where}: {error.Get_error_string()}"
     if error.Get_error_class() == MPI.ERR_TRUNCATE or "truncat" in text.lower():
         text += (
-            "; the ranks' tensors differ in size: with MPIDIST_DEBUG=1 all ranks compare before "
-            "they communicate"
+            "; the ranks' tensors differ in size, or they called different collectives: with "
+            "MPIDIST_DEBUG=1 all ranks compare before they communicate"
         )
     return RankFailureError(text) if is_failure(error) else MpidistError(text)
 

@@ -28,6 +28,16 @@ def test_differences_name_ranks_and_values():
     assert fingerprint.differences(lines[:1] * 4) == ""
 
 
+def test_of_different_operations_the_arguments_are_not_compared():
+    lines = [
+        fingerprint.describe("broadcast", 3, [("tensors", [torch.ones(2)]), ("src", 0)]),
+        fingerprint.describe("all_reduce", 3, [("tensor", torch.ones(2)), ("op", "sum")]),
+    ]
+    assert fingerprint.differences(lines) == "operation: broadcast on rank 0, all_reduce on rank 1"
+    lines[1] = fingerprint.describe("all_reduce", 4, [("tensor", torch.ones(2))])
+    assert "; sequence: 3 on rank 0, 4 on rank 1" in fingerprint.differences(lines)
+
+
 def test_only_the_refusal_of_arguments_is_reported():
     lines = [
         fingerprint.describe("all_reduce", 3, [("shape", (2, 4))]),
