@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from mpidist.comm import profiling
+from mpidist.comm import nan_check, profiling
 from mpidist.comm.algorithms import device_collectives, fingerprint
 from mpidist.comm.algorithms.host_copies import on_host
 from mpidist.comm.arguments import Checks
@@ -89,6 +89,7 @@ class Execution(Failing):
         self.journal = Journal(self.name, self.key, self._progress.queued)
         debug = settings.debug
         self._debug = os.environ.get(_ENV_DEBUG) == "1" if debug is None else debug
+        self._checks_nan = nan_check.is_asked(os.environ)
         self._checks: dict[str, Checks] = {}  # by operation
         _groups.add(self)
 
@@ -162,6 +163,11 @@ class Execution(Failing):
                     2,
                 )
 
+    def _require_no_nan(self, operation: str, tensors: Tensors) -> None:
+        """Look for NaN in what this rank contributes to an operation, if that is asked for."""
+        if self._checks_nan:
+            nan_check.require_none(self.where(operation), tensors)
+
     def _checked(self, operation: str) -> Checks:
         """Return the context of an operation's argument checks; it yields ``where(operation)``.
 
@@ -181,6 +187,7 @@ class Execution(Failing):
             A Work if ``async_op``, else what ``operation.execute`` has returned.
         """
         self._require_usable(operation.name)
+        self._require_no_nan(operation.name, operation.inputs)
         if torch_profiler._is_profiler_enabled:
             operation.title = profiling.requested_name()
         if not operation.is_direct():

@@ -126,6 +126,7 @@ class PointToPoint(Execution):
         if not self._direct.take(tensor, dst, tag):
             self._isend("send", tensor, dst, tag).wait()
             return
+        self._require_no_nan("send", (tensor,))
         try:
             request = self._direct.start_send(tensor, dst, tag)
             if request.Test() or ends_soon(request):
@@ -177,6 +178,7 @@ class PointToPoint(Execution):
     def _isend(self, operation: str, tensor: Tensor, dst: int, tag: int) -> RequestWork:
         self._require_usable(operation)
         if self._direct.take(tensor, dst, tag):
+            self._require_no_nan(operation, (tensor,))
             release_orphans()
             request = self._direct.start_send(tensor, dst, tag)
             return RequestWork(self, operation, tensor, request, dst)
@@ -184,6 +186,7 @@ class PointToPoint(Execution):
         arguments.tensor(where, tensor, "tensor")
         arguments.rank(where, dst, "dst", self.size)
         arguments.tag(where, tag, self._comm.max_tag)
+        self._require_no_nan(operation, (tensor,))
         release_orphans()
         staged = device_p2p.to_send_in_pieces(tensor)
         if staged is not None:

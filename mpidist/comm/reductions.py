@@ -29,9 +29,8 @@ class Reductions(Execution):
 
     def __init__(self, comm: Communicator, settings: GroupSettings) -> None:
         super().__init__(comm, settings)
-        self._fast_path = FastPath(
-            comm, self._progress, self.journal, self._explain, is_open=not self._debug
-        )
+        is_open = not (self._debug or self._checks_nan)
+        self._fast_path = FastPath(comm, self._progress, self.journal, self._explain, is_open)
         self.all_reduce_at_once = self._fast_path.all_reduce
 
     def _close_fast_path(self) -> None:

@@ -80,6 +80,7 @@ class SharedTensor:
 
         Blocks: until this rank's result is complete.
         """
+        self.group._require_no_nan("average", (self.own,))
         self.group.in_order(self._average, async_op=False, operation="average", results=(self.own,))
 
     def _average(self) -> None:
@@ -126,6 +127,7 @@ class SharedTensor:
                 two owners.
             common: Ranges that all ranks own.
         """
+        self.group._require_no_nan("reduce_to_owners", (self.own,))
         run = partial(self._reduce_to_owners, by_rank, common)
         self.group.in_order(run, async_op=False, operation="reduce_to_owners", results=(self.own,))
 
