@@ -88,7 +88,7 @@ def _require_outside(environ: Mapping[str, str]) -> None:
     if launch.size is not None and launch.size > 1:
         raise LaunchError(
             f"this is already one of {launch.size} ranks that {launch.launcher} started: "
-            "'mpidist run' starts the ranks by itself. Call it once, without mpirun or srun "
+            "mpidist starts the ranks by itself. Call it once, without mpirun or srun "
             "before it"
         )
 

@@ -150,7 +150,7 @@ def test_mpirun_inside_slurm_where_srun_cannot():
             OPEN,
             {"OMPI_COMM_WORLD_SIZE": "4"},
             {"ranks": 2},
-            "already one of 4 ranks that mpirun (Open MPI)",
+            "mpirun (Open MPI) started: mpidist starts the ranks by itself",
         ),
         (OPEN, {"SLURM_STEP_NUM_TASKS": "2", **SLURM}, {}, "already one of 2 ranks that srun"),
         (dataclasses.replace(OPEN, mpirun=""), {}, {"ranks": 2}, "no mpirun or mpiexec was found"),
