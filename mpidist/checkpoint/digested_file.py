@@ -20,10 +20,11 @@ def write(path: Path, value: object) -> Entry:
         digesting = _Digesting(file)
         try:
             torch.save(value, cast("IO[bytes]", digesting))
-        except Exception as error:
-            # torch raises an error of its archive; the disk's own error gives the cause.
+        except Exception:
+            # torch raises an error of its archive, which reads like a damaged file; the disk's own
+            # error gives the cause.
             if digesting.problem is not None:
-                raise digesting.problem from error
+                raise digesting.problem from None
             raise
         file.flush()
         os.fsync(file.fileno())

@@ -166,7 +166,8 @@ def objections(header: Mapping[str, str | None], partition: Partition) -> list[s
         found.append(f"--time {header['time']} is above its limit: at most --time {most}")
     fitting = [kind for kind in partition.kinds if _fits(shape, kind)]
     if not fitting:
-        found.append(_too_large(shape, partition) or _too_much_memory(header, shape, partition))
+        reasons = _too_large(shape, partition), _too_much_memory(header, shape, partition)
+        found += filter(None, reasons)
     elif shape.nodes > (has := sum(kind.nodes for kind in fitting)):
         of_them = "" if len(fitting) == len(partition.kinds) else " that the job fits on"
         found.append(f"it has {has} nodes{of_them}, {shape.nodes} are asked for: --nodes {has}")
@@ -215,9 +216,11 @@ def _too_large(shape: Shape, partition: Partition) -> str:
 
 
 def _too_much_memory(header: Mapping[str, str | None], shape: Shape, partition: Partition) -> str:
-    """Return why no node has the memory that a job asks for beside its GPUs and CPUs."""
+    """Return why no node with the job's GPUs and CPUs, if any has them, has its memory."""
     without = replace(shape, memory_mb=0)
-    kinds = [kind for kind in partition.kinds if _fits(without, kind)]
+    kinds = [kind for kind in partition.kinds if _fits(without, kind)] or partition.kinds
+    if any(_fits(replace(shape, gpus=0, ranks=0), kind) for kind in kinds) or not kinds:
+        return ""
     most = max(kind.memory_mb for kind in kinds)
     units = _memory_units(shape.ranks, shape.cpus, shape.gpus)
     option = next(option for option in units if megabytes(header.get(option) or "0"))

@@ -103,6 +103,11 @@ def test_defaults_never_meet_an_objection(kinds):
         ({"gpus-per-node": "2"}, CPU, "--gpus-per-node 0, or another --partition"),
         ({"cpus-per-task": "32"}, GPU, "4 ranks of 32 CPUs are 128 .* 64: --cpus-per-task 16"),
         ({"ntasks-per-node": "99"}, CPU, "--ntasks-per-node 48"),
+        (
+            {"gpus-per-node": "99", "mem": "999G"},
+            LARGE,
+            "no node has 99 GPUs: .*; --mem 999G is 1022976M on a node, .* more than 128000M",
+        ),
         ({"nodes": "9"}, CPU, "it has 8 nodes, 9 are asked for: --nodes 8"),
         ({"nodes": "3", "gpus-per-node": "8"}, MIXED, "2 nodes that the job fits on.*--nodes 2"),
         (

@@ -159,7 +159,8 @@ def library_problem(launch: Launch, library: str) -> str | None:
     return (
         f"{launch.launcher} started this rank, but the MPI library that Python would load is "
         f"{_LIBRARY_NAMES[library]}, whose "
-        "ranks another MPI's launcher cannot start. Use the mpirun of that library, or set "
+        "ranks another MPI's launcher cannot start. Use 'mpidist run', which finds the mpirun of "
+        "that library, or set "
         "MPI4PY_LIBMPI to the libmpi.so of "
         f"{_LIBRARY_NAMES[needed]}"
     )
