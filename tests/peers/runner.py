@@ -114,6 +114,6 @@ def run(program: Program, sources: Path, logs: Path) -> Row:
         return Row(program.name, Verdict.ABSENT, note=short(f"another version: {error}"))
     ours, peer = outcomes[jobs.OURS], outcomes[jobs.PEER]
     kind = verdict(ours, peer)
-    note = program.cause if kind is Verdict.OURS_FAILS else ""
+    note = program.cause if ours.kind == "failed" else ""
     note = note or short(ours.detail or peer.detail)
     return Row(program.name, kind, lines, cpu_lines, note)
