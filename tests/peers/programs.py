@@ -282,6 +282,7 @@ NANOGPT = tuple(
 
 _SCRIPTS = "module:accelerate.test_utils.scripts"
 _ON_CPU = {"ACCELERATE_USE_CPU": "1"}
+_DOWNLOADED = ("datasets", "evaluate", "transformers")  # they load models and data by these
 _WITHOUT_JOIN = {
     "test_distributed_data_loop": "ranks have unlike numbers of batches, and wait for each other "
     "with Gloo, too: on CPUs Accelerate's `join_uneven_inputs` does nothing"
@@ -289,7 +290,7 @@ _WITHOUT_JOIN = {
 ACCELERATE = tuple(
     Program(
         f"{_SCRIPTS}.{name}",
-        needs=("accelerate",),
+        needs=("accelerate", *(_DOWNLOADED if name.startswith("external_deps") else ())),
         environ=_ON_CPU,
         limit_s=60 if name in _WITHOUT_JOIN else 300,
         cause=_WITHOUT_JOIN.get(name, ""),
