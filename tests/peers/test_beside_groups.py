@@ -1,9 +1,11 @@
 """Busy groups beside a program, on the ranks of a job."""
 
+import sys
+
 import pytest
 import torch
 
-from tests.peers.beside_groups import Busy
+from tests.peers.beside_groups import Busy, search_first
 from tests.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -24,3 +26,11 @@ def test_a_wrong_result_is_told_at_the_end(group):
     busy.wrong.append("round 1 of group 0")
     with pytest.raises(RuntimeError, match="round 1 of group 0"):
         busy.stop()
+
+
+def test_modules_of_a_package_come_first():
+    before = set(sys.modules)
+    search_first("mpi4py")
+    is_first = [name.partition(".")[0] == "mpi4py" for name in sys.modules]
+    assert is_first.index(False) == sum(is_first) > 0
+    assert set(sys.modules) == before
