@@ -1,0 +1,22 @@
+"""Command lines of suites."""
+
+from pathlib import Path
+
+from tests.peers import jobs, suites
+
+
+def excluded(side: str) -> list[str]:
+    words = suites.mpi4py_command(Path("test"), 2, side)
+    return [name for flag, name in zip(words, words[1:], strict=False) if flag == "-e"]
+
+
+def test_the_peer_runs_what_open_mpi_cannot_do_beside_groups():
+    alone, beside = excluded(jobs.PEER), excluded(jobs.OURS)
+    assert beside == [*alone, "test_io", "test_p2p_buf_part"]
+    assert alone == ["test_spawn", "test_dynproc"]
+
+
+def test_groups_are_busy_beside_the_suite():
+    words = suites.mpi4py_command(Path("test"), 2, jobs.OURS)
+    assert words[words.index("-m") + 1 :][:2] == ["tests.peers.beside_groups", "test/main.py"]
+    assert "-m" not in suites.mpi4py_command(Path("test"), 2, jobs.PEER)
