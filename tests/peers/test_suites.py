@@ -1,5 +1,6 @@
 """Command lines of suites."""
 
+from itertools import pairwise
 from pathlib import Path
 
 from tests.peers import jobs, suites
@@ -7,7 +8,7 @@ from tests.peers import jobs, suites
 
 def excluded(side: str) -> list[str]:
     words = suites.mpi4py_command(Path("test"), 2, side)
-    return [name for flag, name in zip(words, words[1:], strict=False) if flag == "-e"]
+    return [name for flag, name in pairwise(words) if flag == "-e"]
 
 
 def test_the_peer_runs_what_open_mpi_cannot_do_beside_groups():
