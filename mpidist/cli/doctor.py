@@ -130,7 +130,10 @@ def report_of(
     assert mpi is not None
     group = questions.trial_group(timeout_s)
     own = replace(
-        own, checks={**checks, **questions.check(group, timeout_s)}, clock_s=questions.clock(group)
+        own,
+        checks={**checks, **questions.check(group, timeout_s)},
+        clock_s=questions.clock(group),
+        computing_s=questions.computing_time(group),
     )
     # If a check failed on one rank only, the gather waits until the other ranks' checks time out.
     ranks = questions.gather(own)

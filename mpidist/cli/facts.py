@@ -92,6 +92,7 @@ class Facts:
         problem: Error of MPI's start; "" without one.
         checks: Error of each small operation, by name; "" for success.
         clock_s: Clock after a barrier of all ranks, in seconds since 1970; 0 if there was none.
+        computing_s: Time of a matrix product on this rank's cores, in seconds; 0 if none was made.
         has_home: ``HOME`` is set.
     """
 
@@ -117,6 +118,7 @@ class Facts:
     problem: str = ""
     checks: Mapping[str, str] = field(default_factory=dict)
     clock_s: float = 0.0
+    computing_s: float = 0.0
     has_home: bool = True
 
 

@@ -46,6 +46,8 @@ _VALUES = {
 }
 # Clocks of nodes may differ by so many seconds: ranks leave a barrier within milliseconds.
 _CLOCKS_S = 1.0
+# Processors of one kind differ less, by their clocks and by what else runs.
+_SLOWER = 1.5
 _MAY_DIFFER = ("CUDA_VISIBLE_DEVICES", "OMP_PLACES")
 
 
@@ -186,6 +188,29 @@ def _clocks(ranks: Sequence[Facts]) -> Iterator[Finding]:
         )
 
 
+def _slow_nodes(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    nodes = {
+        number: min(facts.computing_s for facts in members)
+        for number, members in by_node(ranks).items()
+        if all(facts.computing_s for facts in members)
+    }
+    if len(nodes) < 2:
+        return
+    fastest = min(nodes, key=lambda number: nodes[number])
+    members = by_node(ranks)
+    for number, time_s in nodes.items():
+        if time_s > _SLOWER * nodes[fastest]:
+            host = members[number][0].host
+            yield Finding(
+                WARNING,
+                tuple(facts.rank for facts in members[number]),
+                f"{host} computes {time_s / nodes[fastest]:.1f} times slower than "
+                f"{members[fastest][0].host} (a matrix product): all ranks wait for the slowest",
+                f"leave it out (--exclude={host}); or fewer cores a rank there, another job on its "
+                "cores, a throttled clock",
+            )
+
+
 # --- MPI and its launcher ---
 
 
@@ -305,6 +330,6 @@ def _settings(ranks: Sequence[Facts]) -> Iterator[Finding]:
 
 
 _RULES = (
-    _no_mpi, _failed_checks, _disagreements, _hosts, _clocks, _threads, _launchers,
+    _no_mpi, _failed_checks, _disagreements, _hosts, _clocks, _slow_nodes, _threads, _launchers,
     *node_findings.CORES, *device_findings.RULES, *node_findings.MEMORY, _old, _settings,
 )  # fmt: skip

@@ -27,6 +27,8 @@ from mpidist.errors import MpidistError
 
 NOT_TRIED = "not tried"
 _NUMEL = 1000
+# Some milliseconds each on a core; the shortest of them is not disturbed by other processes.
+_SIDE, _PRODUCTS = 512, 5
 
 
 def start(timeout_s: float) -> runtime.World:
@@ -115,6 +117,24 @@ def clock(group: Group) -> float:
     except (MpidistError, RuntimeError):
         return 0.0
     return time.time()
+
+
+def computing_time(group: Group) -> float:
+    """Return the shortest time of one matrix product, in seconds. Collective: over the group.
+
+    All ranks compute at once, as they do in training. 0.0 if the group has failed.
+    """
+    left = torch.rand(_SIDE, _SIDE, device="cpu")
+    try:
+        group.barrier()
+    except (MpidistError, RuntimeError):
+        return 0.0
+    times = []
+    for _ in range(_PRODUCTS):
+        begun = time.perf_counter()
+        torch.mm(left, left)
+        times.append(time.perf_counter() - begun)
+    return min(times)
 
 
 def check(group: Group, timeout_s: float = 20.0) -> dict[str, str]:

@@ -35,6 +35,7 @@ def test_a_job_is_examined_by_all_ranks(world, own):
         rows = dict(tables._device_rows(one))
         assert "MPI takes CUDA: " in rows["device"] and ", ROCm: " in rows["device"]
         assert "init_process_group and all_reduce" in one.checks and one.clock_s > 0
+        assert one.computing_s > 0
     # Findings about the machine's cores are ignored.
     agree(
         world,

@@ -108,6 +108,22 @@ def test_clocks_are_compared_between_nodes():
     assert findings(at(100.0, 105.0, 105.0, 105.0)) == []
 
 
+def test_a_node_that_computes_slower_than_the_fastest_is_named():
+    def at(*times_s):
+        return [
+            replace(one, computing_s=time_s) for one, time_s in zip(job(), times_s, strict=True)
+        ]
+
+    assert findings(at(0.010, 0.011, 0.014, 0.014)) == []
+    assert findings(at(0.010, 0.010, 0.0, 0.0)) == []  # after a failure
+    # The fastest rank of a node counts: another may have shared its core for a moment.
+    assert findings(at(0.010, 0.010, 0.012, 0.030)) == []
+    (found,) = findings(at(0.030, 0.031, 0.010, 0.010))
+    assert (found.level, found.ranks) == (WARNING, (0, 1))
+    assert "n0 computes 3.0 times slower than n1" in found.text
+    assert "--exclude=n0" in found.remedy
+
+
 def test_a_missing_home_is_noted_for_open_mpi():
     (found,) = findings(alone(has_home=False))
     assert found.level == NOTE and "HOME is not set" in found.text
