@@ -29,18 +29,21 @@ _MOST = 8  # handlers
 
 def places() -> list[str]:
     """Return the place of the main thread, and those of handlers of calls."""
-    frames, main = sys._current_frames(), threading.main_thread()
-    found = []
-    if (frame := frames.get(main.ident or 0)) is not None:
-        found.append(f"main thread: {describe(frame)}")
-    handlers = [
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return [*([] if frame is None else [f"main thread: {describe(frame)}"]), *of_handlers()]
+
+
+def of_handlers() -> list[str]:
+    """Return the places of threads that run handlers of calls."""
+    frames = sys._current_frames()
+    found = [
         f"{thread.name}: {describe(frame)}"
         for thread in threading.enumerate()
         if thread.name.startswith(_HANDLERS)
         and (frame := frames.get(thread.ident or 0)) is not None
         and not all(map(_is_library, _stack(frame)))
     ]
-    return found + sorted(handlers)[:_MOST]
+    return sorted(found)[:_MOST]
 
 
 def describe(innermost: FrameType) -> str:

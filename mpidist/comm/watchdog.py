@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpidist.comm import call_difference, flight_record, linger, watchdog_report
+from mpidist.comm import call_difference, flight_record, linger, thread_places, watchdog_report
 from mpidist.comm.dump_signal import DumpSignal
 from mpidist.comm.execution import Execution, open_groups
 from mpidist.comm.group_settings import RAISE
@@ -162,6 +162,8 @@ class Watchdog:
         peers.serve_until(lambda: len(peers.answers) >= len(others), _COLLECT_S)
         # The lowest rank of those whose timeouts come together prints, and the first of others.
         if peers.printers[subject] == world.rank and subject not in peers.printed:
+            if thread_places.of_handlers():
+                peers.answers[world.rank] = peers.own_answer(subject[0])
             text, named = watchdog_report.ranks_at_timeout(
                 world.rank, peers.answers, world.processes, _COLLECT_S
             )

@@ -159,8 +159,12 @@ class Peers:
             else:
                 history = group.journal.history()
             entries += of_group
-        # The thread with the timeout has left the user's program.
-        places = ["ended by a timeout of its own"] if self.is_ending else thread_places.places()
+        if self.is_ending:
+            # The thread with the timeout has left the user's program; what it called may wait for a
+            # handler here.
+            places = ["ended by a timeout of its own", *thread_places.of_handlers()]
+        else:
+            places = thread_places.places()
         return Answer(entries, tuple(places), history)
 
 

@@ -95,7 +95,7 @@ def ranks_at_timeout(
             idle = "outside any call of a group"
             states.append(_living(rank, rank, answers.get(rank), processes, idle, collect_s))
     listed, named = rank_states.listing(states)
-    title = f"mpidist: what the other ranks are in, at the timeout of rank {reporter}:"
+    title = f"mpidist: what the ranks are in, at the timeout of rank {reporter}:"
     return Report("\n".join([title, *listed]) + "\n", named)
 
 

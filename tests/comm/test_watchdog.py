@@ -463,7 +463,7 @@ def test_a_timeout_of_one_rank_says_where_the_others_are():
         env={"MPIDIST_LINGER": "3600"},
     )
     assert done.returncode != 0
-    told = done.stderr.partition("what the other ranks are in, at the timeout of rank 0:\n")[2]
+    told = done.stderr.partition("what the ranks are in, at the timeout of rank 0:\n")[2]
     assert re.match(
         r"  rank 1: outside any call of a group\n"
         r"    process \d+ on .+, main thread:\s+<string>:\d+ in load_data\(\)",
@@ -472,6 +472,33 @@ def test_a_timeout_of_one_rank_says_where_the_others_are():
     assert re.search(r"\n    mpidist-rpc-worker1-\d+: <string>:\d+ in take\(\)\n", told)
     assert re.search(r"    py-spy dump --pid \d+   # rank 1, on ", told)
     assert "CommTimeout: RPC ran for more than set timeout" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_deadlock_of_calls_names_the_lines_of_both_handlers():
+    """Both main threads time out together, and so leave the program."""
+    done = short_job(
+        2,
+        """
+        import threading, mpidist.comm, mpidist.rpc as rpc
+        world, lock = mpidist.comm.init(), threading.Lock()
+        def read():
+            with lock:
+                pass
+        def update():
+            with lock:
+                rpc.rpc_sync(1 - world.rank, read, timeout=20)
+        rpc.init_rpc(f"worker{world.rank}")
+        world.barrier()
+        rpc.rpc_sync(1 - world.rank, update, timeout=2)
+        """,
+    )
+    assert done.returncode != 0
+    told = done.stderr.partition("mpidist: what the ranks are in, at the timeout of rank")[2]
+    for rank in (0, 1):
+        for function in ("read", "update"):
+            place = rf"\n    mpidist-rpc-worker{rank}-\d+: <string>:\d+ in {function}\(\)"
+            assert re.search(place, told), done.stderr
 
 
 @pytest.mark.slow
