@@ -64,7 +64,8 @@ def test_a_signal_before_the_handler_is_explained_in_the_log(slurm, submitted):
 
 def test_what_slurm_would_never_start_is_refused(submitted):
     for options, words in [
-        ({"nodes": 3}, r"partition train \(2 nodes of 4 CPUs and 6 GPUs\).*--nodes 2"),
+        ({"nodes": 3}, r"partition train \(2 nodes of 4 CPUs, .* and 6 GPUs\).*--nodes 2"),
+        ({"mem": "900G"}, "--mem 900G is 921600M on a node, and no node has more than"),
         ({"ntasks_per_node": 5}, "--ntasks-per-node 4"),
         ({"settings": {}, "gpus_per_node": 7}, "no node has 7 GPUs: --gpus-per-node 6"),
         ({"time": "2:00:00"}, "at most --time 60"),
