@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mpidist import torch_version
 from mpidist.cli import device_findings, node_findings
@@ -160,13 +160,26 @@ def _hosts(ranks: Sequence[Facts]) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _clocks(ranks: Sequence[Facts]) -> Iterator[Finding]:
-    nodes = {
-        number: max(facts.clock_s for facts in members)
+def _times(
+    ranks: Sequence[Facts], name: str, of_node: Callable[[Iterable[float]], float]
+) -> dict[int, float]:
+    """Return a time of each node whose ranks all have one; empty unless two nodes can be compared.
+
+    Args:
+        name: The attribute of a rank's facts; 0 if there is none.
+        of_node: Chooses one of the times of a node's ranks.
+    """
+    times = {
+        number: [getattr(facts, name) for facts in members]
         for number, members in by_node(ranks).items()
-        if all(facts.clock_s for facts in members)
     }
-    if len(nodes) < 2:
+    known = {number: of_node(found) for number, found in times.items() if all(found)}
+    return known if len(known) > 1 else {}
+
+
+def _clocks(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    nodes = _times(ranks, "clock_s", max)
+    if not nodes:
         return
     first = min(nodes)
     late = {
@@ -189,12 +202,8 @@ def _clocks(ranks: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def _slow_nodes(ranks: Sequence[Facts]) -> Iterator[Finding]:
-    nodes = {
-        number: min(facts.computing_s for facts in members)
-        for number, members in by_node(ranks).items()
-        if all(facts.computing_s for facts in members)
-    }
-    if len(nodes) < 2:
+    nodes = _times(ranks, "computing_s", min)
+    if not nodes:
         return
     fastest = min(nodes, key=lambda number: nodes[number])
     members = by_node(ranks)

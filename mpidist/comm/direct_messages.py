@@ -33,12 +33,14 @@ class DirectMessages:
     Args:
         mpi: The group's communicator.
         comm: Its size and highest tag.
+        is_open: False if the values of each message are looked at before it is sent.
     """
 
-    __slots__ = ("_byte", "_highest_tag", "_isend", "_memory", "_probe", "_size")
+    __slots__ = ("_byte", "_highest_tag", "_isend", "_longest", "_memory", "_probe", "_size")
 
-    def __init__(self, mpi: Mpi, comm: Communicator) -> None:
+    def __init__(self, mpi: Mpi, comm: Communicator, is_open: bool) -> None:
         self._size, self._highest_tag = comm.size, comm.max_tag
+        self._longest = buffer.MAX_COUNT if is_open else -1  # in bytes; -1: no message is direct
         # Looked up once, because each attribute access costs 30 ns.
         self._isend, self._probe = mpi.Isend, mpi.Improbe
         self._byte, self._memory = MPI.BYTE, MPI.buffer.fromaddress
@@ -56,7 +58,7 @@ class DirectMessages:
             and tensor.is_contiguous()
             and not tensor.is_neg()
             and not tensor.is_conj()
-            and tensor.nbytes <= buffer.MAX_COUNT
+            and tensor.nbytes <= self._longest
         )
 
     def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:

@@ -57,7 +57,7 @@ class PointToPoint(Execution):
         super().__init__(comm, settings)
         self._pieces = PieceTransfers(comm, self._mpi)
         self._receives = ReceiveQueue(self._mpi, self._pieces)
-        self._direct = DirectMessages(self._mpi, comm)
+        self._direct = DirectMessages(self._mpi, comm, is_open=not self._checks_nan)
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send a tensor (any shape and dtype) to rank ``dst``.
@@ -126,7 +126,6 @@ class PointToPoint(Execution):
         if not self._direct.take(tensor, dst, tag):
             self._isend("send", tensor, dst, tag).wait()
             return
-        self._require_no_nan("send", (tensor,))
         try:
             request = self._direct.start_send(tensor, dst, tag)
             if request.Test() or ends_soon(request):
@@ -178,7 +177,6 @@ class PointToPoint(Execution):
     def _isend(self, operation: str, tensor: Tensor, dst: int, tag: int) -> RequestWork:
         self._require_usable(operation)
         if self._direct.take(tensor, dst, tag):
-            self._require_no_nan(operation, (tensor,))
             release_orphans()
             request = self._direct.start_send(tensor, dst, tag)
             return RequestWork(self, operation, tensor, request, dst)
