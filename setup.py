@@ -11,5 +11,6 @@ setup(
     packages=[
         *find_packages(include=["mpidist", "mpidist.*"]),
         *(f"mpidist.{name}" for name in BESIDE),
+        *(f"mpidist.shipped_files.benchmarks.{name}" for name in find_packages("benchmarks")),
     ]
 )

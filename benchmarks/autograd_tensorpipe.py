@@ -14,10 +14,10 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-import autograd_cases
-import autograd_stacks
-import timing
 import torch
+
+from harness import timing
+from rpc import autograd_cases, autograd_stacks
 
 _LIMIT_S = 120.0
 

@@ -13,16 +13,14 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-import benchmark_options
-import environment
-import report
-import timing
 import torch
 import torch.distributed as dist
-from collective_case import FP32_BYTES
-from timing import Contender
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+
+from collectives.case import FP32_BYTES
+from harness import benchmark_options, environment, report, timing
+from harness.timing import Contender
 
 _SIDES = (256, 512, 1024, 2048, 4096)  # of a square weight: 256 KiB to 64 MiB
 _QUICK_SIDES = (256,)

@@ -10,25 +10,19 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import Any
 
-import autograd_cases
-import autograd_local
 import autograd_tensorpipe
-import benchmark_options
-import collective_goals
-import environment
-import report
-import rpc_workers
-import tables
-import timing
 import torch
-from autograd_cases import FEW, STEP, TRAINERS, Case
-from autograd_counts import memory_growth, messages_per_pass
-from autograd_stacks import BATCH, WIDTH, stack_of
-from collective_goals import Goal, judge_below
 
 import mpidist.comm
 import mpidist.rpc
+from harness import benchmark_options, environment, report, tables, timing
+from harness.goals import Goal, judge, judge_below
 from mpidist import progress_bar
+from rpc import autograd_cases, autograd_local
+from rpc import workers as rpc_workers
+from rpc.autograd_cases import FEW, STEP, TRAINERS, Case
+from rpc.autograd_counts import memory_growth, messages_per_pass
+from rpc.autograd_stacks import BATCH, WIDTH, stack_of
 
 _PLAN_SHARE, _PLAN_SHARE_SEVERAL, _SEVERAL = 0.10, 0.25, 3
 _GROWTH_MIB = 4.0
@@ -120,7 +114,7 @@ def _measure(
         report.result_of(operation, 0, 0, [_joined(blocks) for blocks in found.values()])
         for operation, found in series.items()
     ]
-    verdicts = [*collective_goals.judge(results, GOALS), *_other_verdicts(planning, contexts)]
+    verdicts = [*judge(results, GOALS), *_other_verdicts(planning, contexts)]
     _print(results, planning, messages, contexts, verdicts)
     record = {
         "benchmark": "autograd",

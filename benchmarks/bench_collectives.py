@@ -10,17 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import bandwidth
-import benchmark_options
-import collective_goals
-import environment
-import report
-import timing
 import torch
 import torch.distributed as dist
-from collective_cases import FP32_BYTES, OPERATIONS, Ways, cases_of
 
 import mpidist.comm
+from collectives.cases import FP32_BYTES, OPERATIONS, Ways, cases_of
+from harness import bandwidth, benchmark_options, environment, goals, report, timing
 from mpidist import progress_bar
 
 _KI, _MI = 1 << 10, 1 << 20
@@ -78,7 +73,7 @@ def main() -> None:
             about,
             {"rounds": settings.rounds, "burst_s": settings.burst_s},
             results,
-            collective_goals.judge(results),
+            goals.judge(results),
             has_plot=True,
         )
     raw.Barrier()

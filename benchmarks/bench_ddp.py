@@ -12,14 +12,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import devices
-import timing
 import torch
 import torch.distributed as dist
-import training_cases as cases
-import training_run
 
+from harness import devices, timing
 from mpidist.ddp import noop_hook
+from training import cases
+from training import run as training_run
 
 # Relative to the largest gradient. Sums in different orders differ by less.
 _WRONG = 1e-4

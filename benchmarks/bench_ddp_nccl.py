@@ -9,16 +9,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import benchmark_options
-import collective_goals
-import devices
-import environment
-import report
-import timing
 import torch
 import torch.distributed as dist
-import training_cases as cases
-from collective_goals import Goal
+
+from harness import benchmark_options, devices, environment, report, timing
+from harness.goals import Goal, judge
+from training import cases
 
 BARE, OURS, TORCHS = "bare", "mpidist", "torch on mpidist"
 _FARTHEST = 1e-5
@@ -57,7 +53,7 @@ def main() -> None:
             about,
             {"peer": library, "rounds": options.rounds, "burst_s": options.burst_s},
             results,
-            collective_goals.judge(results, goals(library)),
+            judge(results, goals(library)),
             [devices.name_of(device)],
         )
     raw.Barrier()

@@ -12,17 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import benchmark_options
-import collective_goals
-import devices
-import environment
-import report
-import timing
 import torch
-from collective_goals import Goal
-from device_cases import Place, all_reduce, is_back, is_sum, ping_pong
-from timing import Contender
 
+from collectives.device_cases import Place, all_reduce, is_back, is_sum, ping_pong
+from harness import benchmark_options, devices, environment, report, timing
+from harness.goals import Goal, judge
+from harness.timing import Contender
 from mpidist.comm.discovery import capability
 from mpidist.comm.memory.stream import HostDevice, device_of
 from mpidist.comm.message_pieces import PieceTransfers
@@ -159,7 +154,7 @@ def _write(
         about,
         run,
         results,
-        collective_goals.judge(results, GOALS),
+        judge(results, GOALS),
         [devices.name_of(place.device), "" if place.able else "staged"],
         has_plot=True,
     )

@@ -15,19 +15,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import benchmark_options
-import environment
-import report
-import tables
-import timing
 import torch
 import torch.distributed as dist
-from timing import Contender
 from torch.autograd import profiler as torch_profiler
 from torch.distributed import _functional_collectives as functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpidist.comm
+from harness import benchmark_options, environment, report, tables, timing
+from harness.timing import Contender
 
 _SIZES_BYTES = (8, 64 << 10, 1 << 20, 16 << 20)
 _OVERLAP_BYTES = 16 << 20

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import argparse
 
-import benchmark_options
-import environment
-import growth
-import growth_cases
-import plots
-import report
-import timing
 import torch
 
 import mpidist.comm
 import mpidist.rpc
+from collectives import growth, growth_cases
+from harness import benchmark_options, environment, plots, report, timing
 
 
 def main() -> None:

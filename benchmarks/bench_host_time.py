@@ -20,14 +20,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import benchmark_options
-import environment
-import report
 import torch
-from empty_device import in_place_of_cuda
-from gradient_lists import LISTS, Shape
 
+from cuda_kernels.empty_device import in_place_of_cuda
+from harness import benchmark_options, environment, report
 from mpidist import comm, ddp
+from training.gradient_lists import LISTS, Shape
 
 Tensor = torch.Tensor
 

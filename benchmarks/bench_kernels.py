@@ -12,21 +12,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import benchmark_options
-import devices
-import environment
-import kernel_cases
-import kernel_goals
-import kernel_report
-import plots
-import powersgd_cases
-import report
-import timing
 import torch
 import torch.distributed as dist
-from gradient_lists import LISTS, cut
 
+from cuda_kernels import cases as kernel_cases
+from cuda_kernels import goals as kernel_goals
+from cuda_kernels import powersgd_cases
+from cuda_kernels import report as kernel_report
+from harness import benchmark_options, devices, environment, plots, report, timing
 from mpidist import progress_bar
+from training.gradient_lists import LISTS, cut
 
 _MI = 1 << 20
 

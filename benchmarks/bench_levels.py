@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from environment import describe
 
 import mpidist.comm
+from harness.environment import describe
 from mpidist.comm.algorithms import hierarchical, reduce_op, reductions, tuning_runs
 
 SIZES = [4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20]

@@ -12,18 +12,14 @@ import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import bandwidth
-import benchmark_options
-import environment
-import message_cases
-import report
-import timing
 import torch
 import torch.distributed as dist
-from collective_case import Ways
-from message_cases import Case
 
 import mpidist.comm
+from collectives import messages as message_cases
+from collectives.case import Ways
+from collectives.messages import Case
+from harness import bandwidth, benchmark_options, environment, report, timing
 
 _KI, _MI = 1 << 10, 1 << 20
 

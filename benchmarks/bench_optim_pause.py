@@ -18,12 +18,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import benchmark_options
-import environment
-import report
-import tables
 import torch
 
+from harness import benchmark_options, environment, report, tables
 from mpidist import comm
 from mpidist.optim import functional
 

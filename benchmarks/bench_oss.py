@@ -13,21 +13,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import benchmark_options
-import environment
-import plots
-import report
-import state_bytes
-import tables
-import timing
 import torch
 import torch.distributed as dist
-from oss_cases import WAYS, Peers, check, mlp, muons, optimizers
-from timing import Contender, Series
 
+from harness import benchmark_options, environment, plots, report, tables, timing
+from harness.timing import Contender, Series
 from mpidist import progress_bar
 from mpidist.zero.parameter_gather import gather_parameters
 from mpidist.zero.pieces import Gradients
+from optimizer import state_bytes
+from optimizer.cases import WAYS, Peers, check, mlp, muons, optimizers
 
 _ROUNDS, _BURST_S = 15, 0.05
 _KERNELS: dict[str, dict[str, Any]] = {"loop": {"foreach": False}, "fused": {"fused": True}}

@@ -12,20 +12,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import benchmark_options
-import devices
-import environment
 import numpy as np
-import oss_cases
-import report
-import timing
 import torch
 import torch.distributed as dist
-from collective_goals import judge_below
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import mpidist.comm
+from harness import benchmark_options, devices, environment, report, timing
+from harness.goals import judge_below
 from mpidist.optim import OSS
+from optimizer import cases as oss_cases
 
 _COPY_OUT_PER_S = 20e9
 # Contenders; those of OSS by its settings.

@@ -17,16 +17,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import benchmark_options
-import environment
-import process_memory
-import report
 import torch
 import torch.distributed as dist
-from oss_state_report import goals, show
 
 import mpidist.comm
+from harness import benchmark_options, environment, process_memory, report
 from mpidist.zero.optimizer import OSS
+from optimizer.state_report import goals, show
 
 
 class Model:

@@ -9,13 +9,13 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import timing
 import torch
 import torch.distributed as dist
-import training_cases as cases
-import training_run
 
+from harness import timing
 from mpidist.ddp import to_owners
+from training import cases
+from training import run as training_run
 
 Bounds = dict[torch.Tensor, tuple[tuple[int, int, int], ...]]
 

@@ -11,14 +11,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import timing
 import torch
-import training_cases as cases
-import training_run
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as torch_quantization
 
+from harness import timing
 from mpidist import ddp
+from training import cases
+from training import run as training_run
 
 _BYTES = ("quantization_pertensor_hook", "quantization_perchannel_hook")
 # The hook per channel needs NCCL.

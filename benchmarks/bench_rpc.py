@@ -14,21 +14,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import benchmark_options
-import environment
 import numpy as np
-import report
-import rpc_cases
-import rpc_goals
-import rpc_run
-import rpc_workers
-import tables
-import timing
 import torch
 
 import mpidist.comm
 import mpidist.rpc
+from harness import benchmark_options, environment, report, tables, timing
 from mpidist import progress_bar
+from rpc import cases as rpc_cases
+from rpc import goals as rpc_goals
+from rpc import run as rpc_run
+from rpc import workers as rpc_workers
 
 
 def main() -> None:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import tables
 import torch
-from rpc_workers import echo, noop
 
 import mpidist.comm
 import mpidist.rpc as rpc
+from harness import tables
 from mpidist.rpc import interceptor
+from rpc.workers import echo, noop
 
 BLOCKS, CALLS = 30, 200
 

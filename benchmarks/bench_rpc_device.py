@@ -12,17 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import benchmark_options
-import collective_goals
-import devices
-import environment
-import report
-import rpc_workers
-import timing
 import torch
-from collective_goals import Goal
 
 import mpidist.comm
+from harness import benchmark_options, devices, environment, report, timing
+from harness.goals import Goal, judge
+from rpc import workers as rpc_workers
 
 _KI, _MI = 1 << 10, 1 << 20
 _NAMES = ("mpidist", "tensorpipe")
@@ -134,7 +129,7 @@ def main() -> None:
             about,
             {"blocks": settings.blocks, "rounds": settings.rounds, "burst_s": settings.burst_s},
             results,
-            collective_goals.judge(results, GOALS),
+            judge(results, GOALS),
             [devices.name_of(device)],
         )
     group.barrier()

@@ -16,18 +16,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import benchmark_options
-import environment
 import numpy as np
-import process_memory
-import report
-import rpc_workers
-import scaling_jobs
-import tables
 import torch
-from rpc_workers import noop
 
 import mpidist.comm
+from harness import benchmark_options, environment, process_memory, report, tables
+from rpc import workers as rpc_workers
+from rpc.workers import noop
+from scaling import jobs as scaling_jobs
 
 
 def main() -> None:

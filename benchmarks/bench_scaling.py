@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import scaling_options
+from scaling import options as scaling_options
 
 
 def main() -> None:
@@ -34,9 +34,8 @@ def main() -> None:
 
 
 def _measure(options: argparse.Namespace) -> None:
-    import environment
-    import report
-    import scaling_measure
+    from harness import environment, report
+    from scaling import measure as scaling_measure
 
     if options.quick:
         options.sizes, options.rounds, options.step_rounds = (8, 2048), 1, 1
@@ -58,9 +57,8 @@ def _measure(options: argparse.Namespace) -> None:
 
 
 def _sweep(options: argparse.Namespace) -> None:
-    import scaling_jobs as jobs
-
     from mpidist import progress_bar
+    from scaling import jobs
 
     passed = ["measure", *(["--quick"] if options.quick else [])]
     todo = [jobs.plain(ranks, passed, options.launcher) for ranks in options.jobs]
@@ -110,19 +108,19 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _write(records: list[dict[str, Any]], missed: dict[str, str], output: Path) -> None:
-    import scaling_report
+    from scaling import report as scaling_report
 
     print(scaling_report.write(records, missed, output), flush=True)
 
 
 def _startup(options: argparse.Namespace) -> None:
-    import scaling_startup
+    from scaling import startup as scaling_startup
 
     scaling_startup.run(options)
 
 
 def _advise(options: argparse.Namespace) -> None:
-    import scaling_answer
+    from scaling import answer as scaling_answer
 
     if options.what == "memory":
         if not options.parameters >= 1000 or not options.activations_mib >= 0:

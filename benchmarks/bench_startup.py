@@ -19,13 +19,11 @@ import sys
 import time
 from pathlib import Path
 
-import benchmark_options
-import environment
-import report
-import tables
 import torch
 
-_JOB = Path(__file__).with_name("startup_job.py")
+from harness import benchmark_options, environment, report, tables
+
+_JOB = Path(__file__).with_name("scaling") / "startup_job.py"
 _LIMIT_S = 120
 
 

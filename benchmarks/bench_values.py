@@ -14,14 +14,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import benchmark_options
-import environment
 import numpy as np
-import report
-import tables
 import torch
 from torch.distributed.rpc.internal import PythonUDF, _internal_rpc_pickler
 
+from harness import benchmark_options, environment, report, tables
 from mpidist import comm
 from mpidist.rpc import codec, data_codec, decoder
 from mpidist.rpc.allowlist import Allowed

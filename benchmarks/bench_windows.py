@@ -13,17 +13,13 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import benchmark_options
-import collective_goals
-import environment
-import report
-import timing
 import torch
-import window_references
-import window_shards
-from collective_goals import Goal, format_bytes
 
 import mpidist.comm
+from harness import benchmark_options, environment, report, timing
+from harness.goals import Goal, format_bytes, judge
+from optimizer import window_shards
+from rpc import window_references
 
 _SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 _LARGE = 16 << 20
@@ -223,7 +219,7 @@ def main() -> None:
         for operation in dict.fromkeys(result["operation"] for result in results):
             rows = [result for result in results if result["operation"] == operation]
             print(f"\n{operation}\n{report.table(rows)}", flush=True)
-        verdicts = collective_goals.judge(results if group.is_single_node else [], goals)
+        verdicts = judge(results if group.is_single_node else [], goals)
         if verdicts:
             print(f"\n{report.goals_table(verdicts)}", flush=True)
         record = {

@@ -12,16 +12,11 @@ from functools import partial
 from itertools import cycle, pairwise
 from typing import Any
 
-import benchmark_options
-import collective_goals
-import devices
-import environment
-import report
-import timing
 import torch
-from collective_goals import Goal
 
 import mpidist.comm
+from harness import benchmark_options, devices, environment, report, timing
+from harness.goals import Goal, judge
 from mpidist.kernels.quantize import blocks_in, dequantize_add, quantize_change
 from mpidist.zero.wire import Wire, wire_of
 
@@ -138,7 +133,7 @@ def main() -> None:
     if group.rank == 0:
         print(report.table([result]), flush=True)
         is_judged = device.type == "cuda" and about["nodes"] == 1 and not options.link
-        verdicts = collective_goals.judge([result] if is_judged else [], GOALS)
+        verdicts = judge([result] if is_judged else [], GOALS)
         report.write_judged(
             options.output,
             "wire",

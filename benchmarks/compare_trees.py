@@ -21,13 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import benchmark_options
-import environment
 import numpy as np
-import report
-import scaling_jobs
-import tables
-import timing
+
+from harness import benchmark_options, environment, report, tables, timing
+from scaling import jobs as scaling_jobs
 
 _HERE = Path(__file__).resolve().parent
 _BENCHMARKS = ("collectives", "ddp", "rpc")

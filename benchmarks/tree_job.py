@@ -14,20 +14,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import benchmark_options
-import collective_cases
-import environment
-import rpc_cases
-import rpc_run
-import rpc_workers
-import timing
 import torch
 import torch.distributed as dist
-import training_cases
 
 import mpidist
 import mpidist.comm
+from collectives import cases as collective_cases
+from harness import benchmark_options, environment, timing
 from mpidist.ddp import noop_hook
+from rpc import cases as rpc_cases
+from rpc import run as rpc_run
+from rpc import workers as rpc_workers
+from training import cases as training_cases
 
 _KI, _MI = 1 << 10, 1 << 20
 _WRONG = 1e-4  # of the largest gradient

@@ -20,8 +20,7 @@ from mpidist import shipped
 
 # Colours, and records, are those of the benchmarks, in a checkout and in an installed package.
 sys.path.append(str(shipped.folder("benchmarks")))
-import palette
-import pictures
+from harness import palette, pictures
 
 Row = dict[str, Any]
 

@@ -61,8 +61,7 @@ def write(result: Result, trainers: int, servers: int, folder: Path) -> None:
     """Write hybrid.json and hybrid.png."""
     # Only needed with a folder: colours are those of the benchmarks.
     sys.path.append(str(shipped.folder("benchmarks")))
-    import palette
-    import pictures
+    from harness import palette, pictures
 
     def draw(row: dict[str, Any], theme: palette.Theme) -> Any:
         figure = pictures.sheet(

@@ -1,7 +1,6 @@
 """Bandwidths and message rates: by hand, and against the bytes that a ring algorithm sends."""
 
 import importlib.util
-import sys
 
 import pytest
 
@@ -13,10 +12,9 @@ def bandwidth(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     if importlib.util.find_spec("rich") is None:
         missing("rich is not installed")
-    import bandwidth
+    from harness import bandwidth
 
-    yield bandwidth
-    sys.modules.pop("bandwidth")
+    return bandwidth
 
 
 def result(operation, size_bytes, **medians):

@@ -28,7 +28,7 @@ def widest(text):
 
 
 def test_a_table_of_many_numbers_is_divided_and_keeps_its_first_column():
-    tables = importlib.import_module("tables")
+    tables = importlib.import_module("harness.tables")
     row = ("8 B", *(f"{place}2.3 (11.0–14.0)" for place in range(7)), 1.25, None)
     text = tables.text([row], ["size", *(f"way {place}\nus" for place in range(7)), "ratio", ""])
     first, *others = text.split("\n\n")
@@ -39,7 +39,7 @@ def test_a_table_of_many_numbers_is_divided_and_keeps_its_first_column():
 
 
 def test_sentences_wrap_between_words():
-    tables = importlib.import_module("tables")
+    tables = importlib.import_module("harness.tables")
     goal = "mpidist's all-reduce takes at most as long as Gloo's at every size of the run"
     text = tables.text([(goal, 1.2345, "not reached at 8 B, 64 B, 1 KiB")], ("goal", "", ""), ".2f")
     assert widest(text) <= COLUMNS and "1.23" in text and "1.2345" not in text
@@ -48,7 +48,7 @@ def test_sentences_wrap_between_words():
 
 
 def test_numbers_are_right_aligned_and_a_narrow_terminal_gets_all_characters():
-    tables = importlib.import_module("tables")
+    tables = importlib.import_module("harness.tables")
     assert tables.text([("a", 1), ("b", 23)], ("x", "n")).splitlines()[2:] == ["a   1", "b  23"]
     narrow = tables.text([("incomprehensibilities", "x" * 30)], width=20)
     assert widest(narrow) <= 20 and narrow.count("x") == 30
@@ -58,7 +58,7 @@ def test_numbers_are_right_aligned_and_a_narrow_terminal_gets_all_characters():
     "path", sorted(RESULTS.glob("collectives-*.json")), ids=lambda path: path.stem
 )
 def test_recorded_collectives_fit(path):
-    report = importlib.import_module("report")
+    report = importlib.import_module("harness.report")
     record = json.loads(path.read_text())
     by_operation = {}
     for result in record["results"]:
@@ -72,7 +72,7 @@ def test_recorded_collectives_fit(path):
 
 @pytest.mark.parametrize("name", ["ddp-openmpi-2", "powersgd-openmpi-2"])
 def test_recorded_steps_fit(name):
-    training_report = importlib.import_module("training_report")
+    training_report = importlib.import_module("training.report")
     paths = sorted(RESULTS.glob(f"{name}*.json"))
     assert paths
     for path in paths:
@@ -81,8 +81,8 @@ def test_recorded_steps_fit(name):
 
 
 def test_the_recorded_scaling_report_fits():
-    scaling_report = importlib.import_module("scaling_report")
-    answer = importlib.import_module("scaling_answer")
+    scaling_report = importlib.import_module("scaling.report")
+    answer = importlib.import_module("scaling.answer")
     record = json.loads((RESULTS / "scaling-openmpi.json").read_text())
     # A file has null for an infinite rate.
     pays = [

@@ -545,7 +545,7 @@ def test_arguments_are_written_and_read_by_all_and_recorded(of_calls):
 
 
 def test_a_benchmark_of_two_ranks_says_how_it_is_started(monkeypatch):
-    import benchmark_options
+    from harness import benchmark_options
 
     monkeypatch.setattr(sys, "argv", ["/x/benchmarks/bench_rpc.py", "--quick"])
     benchmark_options.require_two_ranks(2)
@@ -686,27 +686,27 @@ def test_a_slow_link_is_made_and_removed(tmp_path):
     [("ResNet-50", 161, 25_557_032), ("BERT-large", 391, 335_141_888), ("GPT-2", 148, 124_439_808)],
 )
 def test_lists_of_gradients_are_the_networks(name, tensors, numel):
-    lists = importlib.import_module("gradient_lists")
+    lists = importlib.import_module("training.gradient_lists")
     shapes = lists.LISTS[name]()
     assert (len(shapes), sum(map(math.prod, shapes))) == (tensors, numel)
 
 
 def test_a_list_is_cut_and_begins_again():
-    cut = importlib.import_module("gradient_lists").cut
+    cut = importlib.import_module("training.gradient_lists").cut
     shapes = [(2, 3), (4,)]
     assert cut(shapes, 6) == [(2, 3)] and cut(shapes, 5) == [(5,)]
     assert cut(shapes, 17) == [(2, 3), (4,), (2, 3), (1,)]
 
 
 def test_the_fewest_bytes_of_powersgd():
-    fewest = importlib.import_module("powersgd_cases").fewest_bytes
+    fewest = importlib.import_module("cuda_kernels.powersgd_cases").fewest_bytes
     assert fewest([(100, 200)], 2) == 4 * (7 * 100 * 200 + 5 * 2 * 300)
     assert fewest([(100, 200), (50,)], 2) == fewest([(100, 200)], 2) + 4 * 4 * 50
     assert fewest([(3, 4)], 4) == 4 * 4 * 12  # sent uncompressed, because it would not shrink
 
 
 def test_growth_is_linear_or_the_step_is_named():
-    growth = importlib.import_module("growth")
+    growth = importlib.import_module("collectives.growth")
     wall = {100: [9.0, 10.0, 11.0], 1000: [14.0, 14.0, 90.0], 10_000: [22.0, 22.0, 22.0]}
     found = {items: {"wall_us": us, "cpu_us": us} for items, us in wall.items()}
     assert growth.verdict(found) == "1000 to 10000: 1.57"
@@ -716,7 +716,7 @@ def test_growth_is_linear_or_the_step_is_named():
 
 
 def test_a_loss_and_a_wrong_factor_are_found():
-    powersgd_cases = importlib.import_module("powersgd_cases")
+    powersgd_cases = importlib.import_module("cuda_kernels.powersgd_cases")
     (bucket,) = powersgd_cases.buckets_of([(60, 70), (9,)], 1 << 20, torch.device("cpu"))
     factors = powersgd_cases._factors(bucket, 2)
     powersgd_cases._check_kernels("it", [factors])
@@ -734,18 +734,21 @@ def test_a_loss_and_a_wrong_factor_are_found():
 
 
 def test_launches_of_a_bucket_are_counted(monkeypatch):
-    powersgd_cases = importlib.import_module("powersgd_cases")
+    powersgd_cases = importlib.import_module("cuda_kernels.powersgd_cases")
     monkeypatch.setattr(powersgd, "has_kernels", lambda tensor: True)
     monkeypatch.setattr(powersgd_launches, "launch", lambda *args: None)
     (bucket,) = powersgd_cases.buckets_of([(60, 70), (9,), (80, 50)], 1 << 20, torch.device("cpu"))
     calls = [powersgd_cases._stages_of(powersgd_cases._factors(bucket, 2))]
-    most_launches = importlib.import_module("kernel_launches").most_launches
+    most_launches = importlib.import_module("cuda_kernels.launches").most_launches
     assert most_launches(calls, torch.device("cuda")) == 5
     assert most_launches(calls, torch.device("cpu")) is None
 
 
 def test_a_head_start_grows_until_the_host_is_ahead(monkeypatch):
-    devices, timing = importlib.import_module("devices"), importlib.import_module("timing")
+    devices, timing = (
+        importlib.import_module("harness.devices"),
+        importlib.import_module("harness.timing"),
+    )
     naps, enough = [], 1 << 22
 
     def event(enable_timing):
@@ -770,7 +773,7 @@ def test_a_head_start_grows_until_the_host_is_ahead(monkeypatch):
 
 
 def test_kernel_goals_are_reached_missed_or_not_measured():
-    report = importlib.import_module("kernel_goals")
+    report = importlib.import_module("cuda_kernels.goals")
     values = {"a": 1.0, "b": 0.5}
     assert report._verdict("it", values, 0.5, True)["verdict"] == "reached"
     missed = report._verdict("it", values, 0.8, True)
@@ -784,7 +787,7 @@ def test_kernel_goals_are_reached_missed_or_not_measured():
 
 
 def test_quantize_and_dequantize_are_judged_from_64_mib():
-    report = importlib.import_module("kernel_goals")
+    report = importlib.import_module("cuda_kernels.goals")
 
     def verdict(operation, size_mib, share):
         ours = {"over_copy": share}
@@ -799,7 +802,10 @@ def test_quantize_and_dequantize_are_judged_from_64_mib():
 
 
 def test_a_wrong_result_is_found():
-    cases, timing = importlib.import_module("collective_cases"), importlib.import_module("timing")
+    cases, timing = (
+        importlib.import_module("collectives.cases"),
+        importlib.import_module("harness.timing"),
+    )
 
     class OneRank:
         rank = 0
@@ -848,7 +854,7 @@ def _damaged(result):
 
 
 def test_a_wrong_result_of_a_call_is_found():
-    made = importlib.import_module("rpc_cases").cases((1024,), 3, 1, (1, 10))
+    made = importlib.import_module("rpc.cases").cases((1024,), 3, 1, (1, 10))
     alone = [case for case in made if case.operation != "many to one"]
     assert len(alone) == len(made) - 1
     for case in alone:
@@ -857,7 +863,7 @@ def test_a_wrong_result_of_a_call_is_found():
 
 
 def test_wrong_gradients_and_parameters_are_found():
-    cases = importlib.import_module("autograd_cases")
+    cases = importlib.import_module("rpc.autograd_cases")
     right = [[parameter.detach() for parameter in cases.Layer(0).linear.parameters()]]
     stack = SimpleNamespace(name="it")
     cases._compare(stack, [[one.clone() for one in right[0]]], right)
@@ -867,14 +873,14 @@ def test_wrong_gradients_and_parameters_are_found():
 
 
 def test_trainers_take_part_from_three_workers_on():
-    cases = importlib.import_module("autograd_cases")
+    cases = importlib.import_module("rpc.autograd_cases")
     names = [case.operation for case in cases.cases((1, 4, 32), 2)]
     assert names == ["1 layer", cases.FEW, "32 layers", cases.STEP]
     assert [case.operation for case in cases.cases((1, 4, 32), 3)] == [*names, cases.TRAINERS]
 
 
 def test_cases_are_chosen_with_what_they_are_held_against():
-    rpc_cases = importlib.import_module("rpc_cases")
+    rpc_cases = importlib.import_module("rpc.cases")
     made = rpc_cases.cases((1024,), 3, 1, (1, 10, 100))
 
     def taken(*names):
@@ -888,13 +894,13 @@ def test_cases_are_chosen_with_what_they_are_held_against():
 
 
 def test_a_job_over_its_limit_is_ended():
-    run_limited = importlib.import_module("scaling_jobs").run_limited
+    run_limited = importlib.import_module("scaling.jobs").run_limited
     assert run_limited([sys.executable, "-c", "raise SystemExit(3)"], {}, 60)[0] == 3
     assert run_limited([sys.executable, "-c", "import time; time.sleep(600)"], {}, 0.2)[0] is None
 
 
 def test_comparison_takes_rounds_as_pairs():
-    timing = importlib.import_module("timing")
+    timing = importlib.import_module("harness.timing")
     left = timing.Series("left", 1, 1, (10.0, 20.0, 90.0))
     right = timing.Series("right", 1, 1, (1.0, 4.0, 30.0))
     comparison = timing.compare(left, right)
@@ -905,14 +911,14 @@ def test_comparison_takes_rounds_as_pairs():
 
 
 def test_every_contender_opens_a_round_equally_often():
-    timing = importlib.import_module("timing")
+    timing = importlib.import_module("harness.timing")
     orders = [timing._order(4, round_number) for round_number in range(8)]
     assert [order[0] for order in orders] == [0, 1, 2, 3, 0, 1, 2, 3]
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
 
 
 def test_goals_are_reached_missed_or_not_measured():
-    goals = importlib.import_module("collective_goals")
+    goals = importlib.import_module("harness.goals")
 
     def barrier(ratio: float) -> dict:
         comparison = {"left": "gloo", "right": "mpidist", "ratio_of_rounds": ratio}
@@ -933,7 +939,7 @@ def test_goals_are_reached_missed_or_not_measured():
 
 
 def test_a_record_is_plotted_later_where_matplotlib_is_missing(tmp_path, monkeypatch, capsys):
-    import plots
+    from harness import plots
 
     path = tmp_path / "owners-openmpi-2.json"
     shutil.copy(BENCHMARKS / "results" / path.name, path)

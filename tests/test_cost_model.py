@@ -33,17 +33,17 @@ def _found(monkeypatch):
 
 @pytest.fixture
 def cost_model():
-    return importlib.import_module("cost_model")
+    return importlib.import_module("scaling.cost_model")
 
 
 @pytest.fixture
 def steps():
-    return importlib.import_module("scaling_steps")
+    return importlib.import_module("scaling.steps")
 
 
 @pytest.fixture
 def models():
-    return importlib.import_module("scaling_model")
+    return importlib.import_module("scaling.model")
 
 
 TRUTH = (2e-6, 1e-5, 3e-10, 4e-5, 1.1, 5e-6)
@@ -326,7 +326,7 @@ def test_a_report_keeps_measured_and_predicted_apart(models, tmp_path):
         *(of_job(2, 2, link) for link in ("1gbit", "100mbit")),
     ]
     scaling_report, bench = (
-        importlib.import_module("scaling_report"),
+        importlib.import_module("scaling.report"),
         importlib.import_module("bench_scaling"),
     )
     said = scaling_report.write(jobs, {"8 ranks": "not ended after 1 s"}, tmp_path)
@@ -372,7 +372,7 @@ def asked(monkeypatch, capsys, *words):
 
 def test_advice_follows_the_bandwidth_and_says_what_it_assumes(monkeypatch, capsys, tmp_path):
     jobs = [of_job(1), of_job(2), *(of_job(2, 2, link) for link in ("10gbit", "100mbit"))]
-    models = importlib.import_module("scaling_model")
+    models = importlib.import_module("scaling.model")
     model, _ = models.fitted(jobs)
     path = tmp_path / "model.json"
     path.write_text(json.dumps({"model": models.to_json(model)}))
@@ -414,7 +414,7 @@ def test_advice_follows_the_bandwidth_and_says_what_it_assumes(monkeypatch, caps
 
 
 def test_the_processor_is_seen_or_asked_and_never_assumed(monkeypatch, capsys):
-    answer = importlib.import_module("scaling_answer")
+    answer = importlib.import_module("scaling.answer")
     case = ["advise", "--parameters", "350e6", "--ranks", 64, "--bandwidth", 100]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     closed = SimpleNamespace(isatty=lambda: False)
@@ -476,7 +476,7 @@ def test_advice_on_memory_adds_what_a_rank_holds(monkeypatch, capsys):
 
 
 def test_costs_of_hooks_on_a_gpu_come_from_the_record_of_its_kernels():
-    advice = importlib.import_module("scaling_advice")
+    advice = importlib.import_module("scaling.advice")
     costs = advice.gpu_costs(json.loads(advice.GPU_FILE.read_text()))
     each = {hook: cost.element_s for hook, cost in costs.items()}
     assert set(each) == {"bf16", "powersgd-1", "powersgd-4", "powersgd-16"}
@@ -484,13 +484,13 @@ def test_costs_of_hooks_on_a_gpu_come_from_the_record_of_its_kernels():
 
 
 def test_growth_is_described_in_words():
-    growth = importlib.import_module("scaling_startup").growth
+    growth = importlib.import_module("scaling.startup").growth
     assert growth([(2, 10), (32, 12)]) == "flat" and growth([(2, 1), (32, 2)]) == "flat"
     assert growth([(2, 10), (32, 50)]) == "logarithmic" and growth([(2, 10), (32, 160)]) == "faster"
 
 
 def test_calls_are_counted_on_communicators_and_those_made_of_them():
-    counted = importlib.import_module("counted_communicator")
+    counted = importlib.import_module("scaling.counted_communicator")
 
     class Comm:
         def __init__(self, other=None):
@@ -520,7 +520,7 @@ def test_calls_are_counted_on_communicators_and_those_made_of_them():
 
 
 def test_a_job_that_fails_says_why_and_one_that_lasts_is_ended(tmp_path):
-    jobs = importlib.import_module("scaling_jobs")
+    jobs = importlib.import_module("scaling.jobs")
     here = (sys.executable, "-c")
     found, why = jobs.run(jobs.Job("it", (*here, "raise ValueError('no such thing')")), 60)
     assert not found and why == "ended with status 1: ValueError: no such thing"
@@ -541,7 +541,7 @@ def test_a_job_that_fails_says_why_and_one_that_lasts_is_ended(tmp_path):
 
 
 def test_the_page_has_all_options_of_advise():
-    options = importlib.import_module("scaling_options")
+    options = importlib.import_module("scaling.options")
     commands = argparse.ArgumentParser().add_subparsers()
     options.add_commands(commands)
     page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")

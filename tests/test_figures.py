@@ -130,7 +130,7 @@ def drawn_together(record) -> list[list[str]]:
 
 
 def test_no_two_contenders_of_a_plot_look_alike(module):
-    palette, plots = module("palette"), module("plots")
+    palette, plots = module("harness.palette"), module("harness.plots")
     plotted = [json.loads(path.read_text()) for path in plots.plotted(RESULTS)]
     assert len(plotted) >= 18
     found = {
@@ -152,7 +152,7 @@ def test_no_two_contenders_of_a_plot_look_alike(module):
 
 
 def test_an_implementation_has_one_colour_that_stands_out(module):
-    palette = module("palette")
+    palette = module("harness.palette")
     benchmarks = ("collectives", "messages", "ddp", "powersgd", "oss")
     for theme in palette.THEMES:
         for name, style in {
@@ -187,8 +187,10 @@ def made():
     def figure(module, name):
         if name not in kept:
             record = json.loads((RESULTS / f"{name}.json").read_text())
-            drawing = module("plots").drawing_of(record)
-            kept[name] = module("pictures").figure(drawing, record, module("palette").LIGHT)
+            drawing = module("harness.plots").drawing_of(record)
+            kept[name] = module("harness.pictures").figure(
+                drawing, record, module("harness.palette").LIGHT
+            )
         return kept[name]
 
     return figure
@@ -298,7 +300,7 @@ METHODS = ["allreduce", "fp16", "powersgd-1", "powersgd-2", "powersgd-4", "allre
 
 
 def test_the_plots_of_the_demo_are_legible(module, demo):
-    pictures, palette = module("pictures"), module("palette")
+    pictures, palette = module("harness.pictures"), module("harness.palette")
     rows = [of_method(name, place) for place, name in enumerate(METHODS)]
     data = {"results": rows, "ranks": 2, "wanted": 0.97}
     for drawing in (demo.training_figure, demo.link_figure):
@@ -324,7 +326,7 @@ def test_the_demo_says_why_compression_is_slower_within_a_node(demo):
 
 
 def test_what_lies_on_data_is_seen(module):
-    pictures, palette = module("pictures"), module("palette")
+    pictures, palette = module("harness.pictures"), module("harness.palette")
 
     def drawing(_, theme):
         figure = pictures.sheet(4, "title", "note")
@@ -343,8 +345,8 @@ def test_what_lies_on_data_is_seen(module):
 
 
 def test_the_pictures_belong_to_their_records(module):
-    pictures, plots = module("pictures"), module("plots")
-    palette = module("palette")
+    pictures, plots = module("harness.pictures"), module("harness.plots")
+    palette = module("harness.palette")
     expected = set()
     for path in plots.plotted(RESULTS):
         stems = [path.stem, *([f"{path.stem}-excerpt"] if path.stem in plots.EXCERPTS else [])]
@@ -364,7 +366,7 @@ def test_the_pictures_of_the_readme_are_there():
 
 
 def test_a_record_gives_the_same_picture_again(module, tmp_path):
-    plots = module("plots")
+    plots = module("harness.plots")
     twice = []
     for folder in (tmp_path / "first", tmp_path / "second"):
         folder.mkdir()

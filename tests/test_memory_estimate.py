@@ -17,7 +17,7 @@ WITHIN = 0.02
 @pytest.fixture
 def estimates(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("memory_estimate")
+    return importlib.import_module("scaling.memory_estimate")
 
 
 def net():

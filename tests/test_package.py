@@ -71,9 +71,9 @@ def test_wheel_holds_every_file_of_the_package(wheel):
     kernels = {f"mpidist/kernels/cu/{path.name}" for path in (ROOT / "cuda").glob("*.cu*")}
     assert any(name.endswith(".cu") for name in kernels)
     shipped = {
-        f"mpidist/shipped_files/{folder}/{path.name}"
+        f"mpidist/shipped_files/{path.relative_to(ROOT).as_posix()}"
         for folder in ("benchmarks", "examples", "slurm")
-        for path in (ROOT / folder).iterdir()
+        for path in (ROOT / folder).rglob("*")
         if path.suffix in (".py", ".md", ".sh", ".sbatch", ".def")
     } | {f"mpidist/shipped_files/{name}" for name in RECORDS}
     assert packed == sources | kernels | shipped | {"mpidist/py.typed"}

@@ -13,7 +13,7 @@ from typing import Any
 
 # Tables name contenders as plots do.
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import palette
+from harness import palette
 
 Record = Mapping[str, Any]
 # Ours and a peer, whose ratio stands beside their times, by benchmark.

@@ -15,7 +15,7 @@ from tests.support import ROOT, missing, started
 COLUMNS = 80
 
 # Children that a benchmark starts with positional arguments.
-CHILDREN = {"autograd_tensorpipe.py", "startup_job.py"}
+CHILDREN = {"autograd_tensorpipe.py"}
 
 
 def has_main(path):

@@ -16,7 +16,7 @@ from mpidist.zero.partition import balanced, cost_of, cuts, greedy, is_element_w
 from tests.support import ROOT
 
 # Imported by path: other projects have packages of the name benchmarks.
-LISTS = runpy.run_path(str(ROOT / "benchmarks" / "gradient_lists.py"))["LISTS"]
+LISTS = runpy.run_path(str(ROOT / "benchmarks" / "training" / "gradient_lists.py"))["LISTS"]
 SIZES = st.lists(st.integers(0, 200), max_size=40)
 RANKS = st.integers(1, 9)
 

@@ -1,0 +1,1 @@
+"""Kernels beside torch's own operators: cases, launches, goals, report."""

@@ -1,0 +1,1 @@
+"""Parts of every benchmark: options, environment, timing, tables, records, plots."""

@@ -1,0 +1,1 @@
+"""Sharded optimizers: cases, bytes of state, report."""

@@ -1,0 +1,1 @@
+"""Calls, references and distributed autograd: workers, cases, floors, goals."""

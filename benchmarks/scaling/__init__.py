@@ -1,0 +1,1 @@
+"""Scaling: jobs, measurements, model of costs, predictions, report."""

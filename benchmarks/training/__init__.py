@@ -1,0 +1,1 @@
+"""Training steps: models, one run of all contenders, report."""
