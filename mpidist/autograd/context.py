@@ -86,7 +86,7 @@ class Context:
         return dict(self.sends)
 
     def _recv_functions(self) -> dict[int, Node]:
-        return {receive.message: node for node, receive in list(self.receives.items())}
+        return {receive.message: node for node, receive in self.receives.copy().items()}
 
     def _known_worker_ids(self) -> set[int]:
         return set(self.callees)

@@ -30,8 +30,8 @@ _MAX_PLANS = 64
 def plan_of(context: Context, roots: Sequence[Edge] | None = None) -> Plan:
     """Plan a pass from all sends of a context, and from the roots at the initiator."""
     sources: dict[int, Sequence[Edge]] = {} if roots is None else {ROOTS: roots}
-    # Other threads may record a send meanwhile.
-    for message, send in list(context.sends.items()):
+    # Other threads may record a send meanwhile, within a list of the items, too.
+    for message, send in context.sends.copy().items():
         sources[message] = send.next_functions
     return Plan(sources)
 

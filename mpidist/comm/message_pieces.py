@@ -186,13 +186,15 @@ class PieceTransfers:
 
         The communicator may be freed afterwards, when all members have closed the group.
         """
-        for transfer in tuple(self._active.values()):
+        for transfer in list(self._active.values()):
             transfer.close()
 
     def match(self) -> bool:
         """Advance all transfers; return whether any was."""
-        # A list first: each is advanced, and not those up to the first that moves.
-        return any([transfer.advance() for transfer in tuple(self._active.values())])
+        # A list first: each is advanced, and not those up to the first that moves. And list() of
+        # values, not tuple(), whose memory is allocated within the copy: up to Python 3.11 that may
+        # start a garbage collection, and another thread change the table.
+        return any([transfer.advance() for transfer in list(self._active.values())])
 
     def is_empty(self) -> bool:
         """Return whether no transfer is under way."""

@@ -290,7 +290,9 @@ class Journal:
     def creation(self) -> tuple[int, float]:
         """Return key and age in seconds of the oldest creation under way; 0 and 0 if none is."""
         now = time.monotonic()
-        ages = [(now - wait.start, key) for key, wait in list(self._waits.items()) if key < 0]
+        # A copy, not a list of the items: a garbage collection within it may let threads change
+        # them.
+        ages = [(now - wait.start, key) for key, wait in self._waits.copy().items() if key < 0]
         age, key = max(ages, default=(0.0, 0))
         return key, age
 

@@ -79,7 +79,8 @@ class _Poller:
         if not self._queues:
             return False
         has_matched = False
-        for queue in tuple(self._queues):
+        # Not tuple(): a garbage collection within it may let another thread add a queue.
+        for queue in list(self._queues):
             has_matched = queue.match() or has_matched
         return has_matched
 
