@@ -360,7 +360,7 @@ def test_exceptions_arrive_as_what_they_are_where_they_are_data():
         == "'utf8' codec can't decode byte 0x62 in position 1: why"
     )
     # A traceback prints one mark for each column of a SyntaxError.
-    wide = carried_error(SyntaxError("x", ("f", 1, 1, "aaa", 1, 10**9)))
+    wide = carried_error(SyntaxError("x", ("f", 1, 1, "aaa", 1, 10**6)))
     assert type(wide) is SyntaxError and wide.lineno is None
     unlisted = carried_error(type("Unlisted", (Exception,), {})("what it says"))
     assert (
