@@ -69,8 +69,7 @@ demo: $(READY)
 	$(OPENMPI_RUN) -n 2 $(PY) examples/demo_digits.py
 	$(OPENMPI_RUN) -n 3 $(PY) examples/embedding_server.py --steps 600 --output demo-output
 
-# Of a product, each case at one number of ranks (tests/mpi_marks.py), and on MPICH at another; mpi-N and mpich-N by themselves run
-# them all.
+# Of a product, each case at one number of ranks or on MPICH (tests/mpi_marks.py); mpi-N and mpich-N by themselves run them all.
 test: export ALTERNATE := --alternate
 test: unit slow lint-beside-mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3 slurm-beside-install torch-newest
 check: test
@@ -107,6 +106,7 @@ mpich-%: $(READY) $(MPICH)/.stamp
 # MPICH at three ranks: the modules that call MPI, and the tests of who calls it in which order.
 # All else reaches MPI through these alone. ddp, rpc, autograd and torch's modules on our backend run
 # on MPICH at two ranks, too; optim, nn, zero and PyTorch's suites on Open MPI at one to four.
+# `make test` leaves a quarter of the products of those folders to it.
 mpich-2: TESTS := tests/autograd tests/c10d tests/comm tests/ddp tests/fuzz tests/integration tests/kernels tests/rpc
 mpich-3: TESTS := tests/comm tests/rpc/test_calls.py tests/rpc/test_rrefs.py tests/integration/test_order.py tests/integration/test_torch_messages.py
 

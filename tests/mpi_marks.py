@@ -43,19 +43,27 @@ def may_hold(path: Path, expression: str) -> bool:
     return all(f"mark.{mark}" in text for mark in wanted)
 
 
+# Folders whose tests the other MPI runs, too (``make mpich-2``); and those whose code calls MPI:
+# there it runs functions of one case, too.
+BOTH_MPIS = ("autograd", "c10d", "comm", "ddp", "fuzz", "integration", "kernels", "rpc")
+_NEAR_MPI = ("c10d", "comm", "fuzz", "integration", "rpc")
+
+
 def at_size(items: Sequence[pytest.Item], size: int, is_other: bool = False) -> set[str]:
     """Return the ids of the items that a job of ``size`` ranks runs with ``--alternate``.
 
     The cases of a parametrized function are sorted by a checksum of their ids, which is independent
-    of their meaning, and dealt in turn to 1 and 2, 3, or 4 ranks. A function with one case runs at
-    1 and 2 ranks, and at 3 or 4. The turn begins at a checksum of the function's name. What is
-    marked ``every_case`` runs everywhere.
+    of their meaning, and dealt in turn to 1 and 2, 3, or 4 ranks, and to the other MPI where it
+    runs the function's folder. A function with one case runs at 1 and 2 ranks, at 3 or 4, and on
+    the other MPI if its folder is near MPI. The turn begins at a checksum of the function's name.
+    What is marked ``every_case`` runs everywhere.
 
     Args:
         items: Items of all functions that are to run.
         size: Number of ranks, at most 4.
-        is_other: The job is of the other MPI: the turn begins one later.
+        is_other: The job is of the other MPI.
     """
+    place = OTHER if is_other else size
     functions = defaultdict(list)
     chosen: set[str] = set()
     for item in items:
@@ -64,22 +72,36 @@ def at_size(items: Sequence[pytest.Item], size: int, is_other: bool = False) -> 
         else:
             chosen.add(item.nodeid)
     for name, cases in functions.items():
-        turns = _turns(least_size(cases[0]), len(cases))
+        folder = name.split("/")[1] if "/" in name else ""
+        turns = _turns(least_size(cases[0]), len(cases), folder)
         ordered = sorted((case.nodeid for case in cases), key=_checksum)
-        for place, case in enumerate(ordered, _checksum(name) + is_other):
-            if size in turns[place % len(turns)]:
+        for number, case in enumerate(ordered, _checksum(name)):
+            if place in turns[number % len(turns)]:
                 chosen.add(case)
     return chosen
 
 
-def _turns(least: int, cases: int) -> Sequence[set[int]]:
-    """Return the numbers of ranks of each turn, for a function that needs ``least`` ranks."""
+# The job of the other MPI, among numbers of ranks.
+OTHER = -1
+
+
+def _turns(least: int, cases: int, folder: str) -> Sequence[set[int]]:
+    """Return the jobs of each turn, for a function that needs ``least`` ranks."""
+    turns: tuple[set[int], ...]
     if cases > 1:
-        turns: tuple[set[int], ...] = ({1, 2}, {3}, {4})
+        turns = ({1, 2}, {3}, {4})
+        if folder in BOTH_MPIS:
+            turns += ({OTHER},)
     else:
         turns = ({1, 2, 3}, {1, 2, 4}) if least < 3 else ({3, 4},)
-    # A function that needs more than four ranks runs in none of these jobs.
-    return [able for turn in turns if (able := {size for size in turn if size >= least})] or [set()]
+        if folder in _NEAR_MPI:
+            turns = tuple(turn | {OTHER} for turn in turns)
+    # A function that needs more than four ranks runs in none of these jobs. The other MPI's have
+    # two or three.
+    able = [
+        {size for size in turn if size >= least or (size == OTHER and least <= 3)} for turn in turns
+    ]
+    return [turn for turn in able if turn] or [set()]
 
 
 def _checksum(name: str) -> int:

@@ -1,5 +1,6 @@
 """Stand-in for pytest-mpi: it skips the same tests."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from mpidist.comm.mpi import runtime
 from tests import conftest
-from tests.mpi_marks import MpiMarks, asked_for, at_size, may_hold
+from tests.mpi_marks import BOTH_MPIS, MpiMarks, asked_for, at_size, may_hold
 from tests.support import ROOT
 
 
@@ -88,14 +89,27 @@ def item(name, least=1):
 
 
 def test_cases_are_dealt_to_the_numbers_of_ranks():
-    product = [item(f"f[{a}-{b}]") for a in "abcdef" for b in (True, False)]
+    product = [item(f"tests/zero/f[{a}-{b}]") for a in "abcdef" for b in (True, False)]
+    on_both = [item(f"tests/ddp/f[{a}-{b}]") for a in "abcdef" for b in (True, False)]
     large = [item(f"h[{a}]", 3) for a in "abcd"]
     singles = [item(f"k{number}" + "[cpu]" * (number % 2)) for number in range(20)]
     always = [item(f"m[{a}]") for a in "abcde"]
     for one in always:
         one.keywords["every_case"] = True
     larger = [item(f"n[{a}]", 6) for a in "ab"]
-    everything = [*product, *large, *larger, *singles, item("l", 3), item("o", 5), *always]
+    near, far = item("tests/comm/n"), item("tests/ddp/n")
+    everything = [
+        *product,
+        *on_both,
+        near,
+        far,
+        *large,
+        *larger,
+        *singles,
+        item("l", 3),
+        item("o", 5),
+        *always,
+    ]
 
     def names_at(size, items, **options):
         return at_size(everything, size, **options) & {one.nodeid for one in items}
@@ -103,8 +117,13 @@ def test_cases_are_dealt_to_the_numbers_of_ranks():
     dealt = [names_at(size, product) for size in (2, 3, 4)]
     assert [len(part) for part in dealt] == [4] * 3 and len(set.union(*dealt)) == len(product)
     assert names_at(1, product) == dealt[0]
-    other = [names_at(size, product, is_other=True) for size in (2, 3, 4)]
-    assert other == [dealt[2], dealt[0], dealt[1]]
+    assert not names_at(2, product, is_other=True)
+    dealt = [names_at(size, on_both) for size in (2, 3, 4)]
+    dealt += [other := names_at(2, on_both, is_other=True)]
+    assert [len(part) for part in dealt] == [3] * 4 and len(set.union(*dealt)) == len(on_both)
+    assert names_at(3, on_both, is_other=True) == other
+    assert names_at(2, [near, far], is_other=True) == {near.nodeid}
+    assert names_at(2, [near, far]) == {near.nodeid, far.nodeid}
     assert not names_at(2, large)
     assert len(names_at(3, large)) == len(names_at(4, large)) == 2
     assert len(names_at(3, large) | names_at(4, large)) == 4
@@ -114,6 +133,13 @@ def test_cases_are_dealt_to_the_numbers_of_ranks():
     assert [("l" in at_size(everything, size)) for size in (1, 2, 3, 4)] == [False] * 2 + [True] * 2
     assert not any(names_at(size, [*larger, item("o", 5)]) for size in (1, 2, 3, 4))
     assert all(len(names_at(size, always)) == 5 for size in (1, 2, 3, 4))
+
+
+def test_the_other_mpi_runs_the_folders_that_cases_are_left_to():
+    """Else no job would run those cases."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^mpich-2: TESTS := (.*)$", text, re.MULTILINE)
+    assert line.split() == [f"tests/{folder}" for folder in BOTH_MPIS]
 
 
 @pytest.mark.parametrize("marks", [["mpi"], []])
