@@ -50,7 +50,7 @@ def parts_of(peers: Peers, built: dict[str, Any]) -> list[Contender]:
             gather = partial(gather_parameters, oss.group, oss._shards, oss._wire)
             found.append(_contender(f"{name}: gather", gather))
     flat = built["mpidist flat"]._shards
-    (plan,), rank = flat.buffers.plans, peers.native.rank
+    (plan,), rank = flat.plans, peers.native.rank
     own = plan.bounds[rank + 1] - plan.bounds[rank]
     source, target = (torch.ones(plan.numel - own) for _ in range(2))
     found.append(_contender("copy of the others' shards", lambda: target.copy_(source)))

@@ -144,7 +144,6 @@ COVERED_BY = {
     "rpc/requests": "rpc/test_calls.py",
     "rpc/rref": "rpc/test_rrefs.py",
     "rpc/wire": "rpc/test_message.py",
-    "zero/buffer_set": "zero/test_shards.py",
     "zero/modes": "zero/test_in_backward.py",  # and test_join
     "zero/parameter_gather": "zero/test_training.py",
     "c10d/backend": "integration/test_torch_groups.py",

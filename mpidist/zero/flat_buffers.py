@@ -69,6 +69,7 @@ class FlatBuffers:
             for slot in plan.slots
         }
         self._addresses: dict[int, int] = {}  # of the parameters in their places
+        self._ranges = [self._byte_ranges(places) for _, places in self._memories]
 
     def _allocated(
         self, device: torch.device, places: Sequence[int], one_copy: bool
@@ -121,8 +122,9 @@ class FlatBuffers:
         ``module.to`` and ``module.half`` do so.
         """
         parameters, addresses = self._parameters, self._addresses
-        if any(parameters[number].data_ptr() != address for number, address in addresses.items()):
-            return True
+        for number, address in addresses.items():
+            if parameters[number].data_ptr() != address:
+                return True
         if len(addresses) == len(parameters):
             return False
         return any(
@@ -152,10 +154,10 @@ class FlatBuffers:
 
         Blocks: until this rank's copy is complete.
         """
-        for memory, places in self._memories:
-            memory.gather(self._ranges(places))
+        for (memory, _), ranges in zip(self._memories, self._ranges, strict=True):
+            memory.gather(ranges)
 
-    def _ranges(self, places: Sequence[int]) -> list[list[tuple[int, int]]]:
+    def _byte_ranges(self, places: Sequence[int]) -> list[list[tuple[int, int]]]:
         """Return for each rank the byte ranges of its shard of each plan, in the plans' memory."""
         ranges: list[list[tuple[int, int]]] = [[] for _ in range(self._group.size)]
         for place in places:

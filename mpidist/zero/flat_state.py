@@ -6,7 +6,7 @@ base optimizer works on views.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, TypeGuard
 
 import torch
@@ -43,7 +43,7 @@ class FlatState:
         self._spare = dict(spare or {})
         self._flattened = 0
 
-    def flatten(self, pieces: Iterable[Piece], state: State, sizes: Mapping[int, int]) -> None:
+    def flatten(self, pieces: Iterable[Piece], state: State, sizes: Sequence[int]) -> None:
         """Move element-wise state into the flat tensors; ``state`` then holds views of them.
 
         Args:

@@ -129,7 +129,7 @@ class BackwardSteps:
     ) -> None:
         optimizer = self._optimizer
         shards = optimizer._shards
-        if shards.buffers.has_moved():  # step() then moves the buffers first
+        if shards.has_moved():  # step() then moves the buffers first
             return
         if len(self._by_parameter) != len(shards.pieces):
             self._by_parameter = {id(piece.parameter): piece for piece in shards.pieces}

@@ -218,6 +218,4 @@ class Loading(torch.optim.Optimizer):
         return image_of(self._shards, self._state, self.optim.state, self._unowned.held, self.rank)
 
     def _flatten_state(self) -> None:
-        self._state.flatten(
-            self._shards.pieces, self.optim.state, self._shards.buffers.shard_sizes(self.rank)
-        )
+        self._state.flatten(self._shards.pieces, self.optim.state, self._shards.sizes())

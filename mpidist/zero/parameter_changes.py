@@ -39,7 +39,7 @@ class ParameterChanges(Saving):
         """
         shards = self._shards
         # Also a barrier: no rank still reads the one copy when the first rank writes.
-        own = _MOVED if shards.buffers.has_moved() else _NEW if shards.has_new() else 0
+        own = _MOVED if shards.has_moved() else _NEW if shards.has_new() else 0
         changed = maximum(self.group, own if refusal is None else _REFUSED)
         if changed == _REFUSED:
             require_same(self.group, "OSS.step", (), refusal)
@@ -58,9 +58,9 @@ class ParameterChanges(Saving):
         """
         with comparing(self.group, "OSS.step") as rows:
             groups.require_host_memory(self.param_groups if self._one_copy else [])
-            self._shards.buffers.require_shapes()
+            self._shards.require_shapes()
             rows += groups.rows(self.param_groups)
-        same = unchanged(self._shards.pieces, self._shards.buffers.plans)
+        same = unchanged(self._shards.pieces, self._shards.plans)
         self._shards.follow()
         self._state = FlatState()
         state = self.optim.state
@@ -170,5 +170,5 @@ class ParameterChanges(Saving):
         Elements are counted in the order of their memory.
         """
         shards = self._shards
-        spans = owned_parts(shards.buffers.plans)
+        spans = owned_parts(shards.plans)
         return {shards.parameters[number]: parts for number, parts in spans.items()}

@@ -19,14 +19,13 @@ def gather_parameters(group: Group, shards: Shards, wire: Wire | None) -> None:
         shards: The optimizer's.
         wire: Format of shards on the network; None: the parameters' own.
     """
-    buffers = shards.buffers
     if group.size == 1:
         return
     if wire is not None:
         masters = shards.masters.flats
-        for plan, flat, master in zip(buffers.plans, buffers.flats, masters, strict=True):
+        for plan, flat, master in zip(shards.plans, shards.flats, masters, strict=True):
             wire.share(group, master, flat, plan.bounds)
         shards.masters.mark_current(shards.pieces)
-    elif not (buffers.is_one_copy and group.is_single_node):
+    elif not (shards.is_one_copy and group.is_single_node):
         # Ranks that share one copy on one node have nothing to copy.
-        buffers.gather()
+        shards.gather()

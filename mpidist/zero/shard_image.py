@@ -148,7 +148,7 @@ def image_of(
         entries=entries,
         masters=tuple(shards.masters.flats),
         seen=tuple(shards.seen()),
-        plans=tuple(shards.buffers.plans),
+        plans=tuple(shards.plans),
         forms=tuple(
             torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
             for p in shards.parameters

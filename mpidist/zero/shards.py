@@ -1,4 +1,4 @@
-"""Shards of one optimizer's parameters: places in flat buffers, and the pieces this rank steps.
+"""Shards of one optimizer's parameters: their flat buffers, and the pieces this rank steps.
 
 A parameter gets its place when it first requires a gradient; the parameters of one call share new
 flat buffers. A frozen parameter gets memory of its own and returns to its place when it trains
@@ -15,8 +15,7 @@ import torch
 
 from mpidist.comm.group_types import Group
 from mpidist.kernels.view import laid_out
-from mpidist.zero.buffer_plan import Span, cut, split, whole
-from mpidist.zero.buffer_set import BufferSet
+from mpidist.zero.buffer_plan import BufferPlan, Span, cut, split, whole
 from mpidist.zero.flat_buffers import FlatBuffers
 from mpidist.zero.master_weights import Masters, exact_masters
 from mpidist.zero.partition import FLAT, Cost, Owners
@@ -26,7 +25,7 @@ Tensor = torch.Tensor
 
 
 class Shards:
-    """The layout of one optimizer's parameters.
+    """Layout and memory of one optimizer's parameters.
 
     Args:
         group: Native group.
@@ -40,7 +39,8 @@ class Shards:
         parameters: By number.
         owners: The owning rank of each parameter, if it is not cut.
         pieces: This rank's.
-        buffers: The flat buffers.
+        plans: One for each flat buffer, in the order in which they were made.
+        flats: The elements of each flat buffer.
         masters: The master copies; empty without ``has_masters``.
     """
 
@@ -56,12 +56,15 @@ class Shards:
         self.parameters: list[Tensor] = []
         self.owners = Owners(partition, cost, group.size)
         self.pieces: list[Piece] = []
-        self.buffers = BufferSet()
+        self.plans: list[BufferPlan] = []
+        self.flats: list[Tensor] = []
         self.masters = Masters(saves_seen)
         self._group = group
         self._partition = partition
         self._one_copy = one_copy
         self._has_masters = has_masters
+        self._buffers: list[FlatBuffers] = []  # of each call of make
+        self._buffers_of: dict[int, FlatBuffers] = {}  # by parameter number
         self._pending: list[FlatBuffers] = []  # allocated, without parameters
         self._placed: set[int] = set()  # numbers of parameters in their place, or empty and trained
 
@@ -72,7 +75,12 @@ class Shards:
 
     def numbers(self) -> frozenset[int]:
         """Return the numbers of the parameters that a rank steps or has stepped."""
-        return frozenset(self.buffers.numbers | self._placed)
+        return frozenset(self._buffers_of.keys() | self._placed)
+
+    @property
+    def is_one_copy(self) -> bool:
+        """Return whether all ranks of a node read the memory that this rank's step writes."""
+        return all(buffers.is_one_copy for buffers in self._buffers)
 
     def add(self, parameters: Sequence[Tensor]) -> list[Piece]:
         """Number more parameters and choose their owners; communicates nothing.
@@ -105,7 +113,7 @@ class Shards:
             number: parameter
             for number, parameter in enumerate(self.parameters)
             if parameter.requires_grad
-            and number not in self.buffers.numbers
+            and number not in self._buffers_of
             and number not in self._placed
         }
         pieces = self._make_empty([number for number, p in new.items() if not p.numel()])
@@ -115,9 +123,9 @@ class Shards:
             else whole(new, dict(enumerate(self.owners)), self._group.size)
         )
         if plans:
-            allocation = FlatBuffers(self._group, plans, new, self._one_copy)
-            self._pending.append(allocation)
-            pieces += self._append(allocation)
+            buffers = FlatBuffers(self._group, plans, new, self._one_copy)
+            self._pending.append(buffers)
+            pieces += self._append(buffers)
         self.pieces += pieces
         return pieces
 
@@ -127,9 +135,9 @@ class Shards:
         Collective: over the group.
         """
         pending, self._pending = self._pending, []
-        for allocation in pending:
-            allocation.place_parameters()
-            self._placed.update(slot.number for plan in allocation.plans for slot in plan.slots)
+        for buffers in pending:
+            buffers.place_parameters()
+            self._placed.update(slot.number for plan in buffers.plans for slot in plan.slots)
         self.masters.renew(self.pieces)
 
     def refresh(self) -> None:
@@ -137,17 +145,17 @@ class Shards:
 
         Collective: over the group.
         """
-        for allocation in self.buffers:
+        for buffers in self._buffers:
             returning = []
-            for plan in allocation.plans:
+            for plan in buffers.plans:
                 for slot in plan.slots:
                     trains = self.parameters[slot.number].requires_grad
-                    if allocation.holds(slot.number) and not trains:
-                        allocation.release(slot.number)
+                    if buffers.holds(slot.number) and not trains:
+                        buffers.release(slot.number)
                         self._placed.discard(slot.number)
-                    elif trains and not allocation.holds(slot.number):
+                    elif trains and not buffers.holds(slot.number):
                         returning.append(slot.number)
-            allocation.place(returning)
+            buffers.place(returning)
             self._placed.update(returning)
             self.masters.invalidate(returning)
         self.masters.renew(self.pieces)
@@ -155,9 +163,33 @@ class Shards:
     def has_new(self) -> bool:
         """Return whether a trained parameter is not in its place."""
         placed = self._placed
-        return any(
-            p.requires_grad and number not in placed for number, p in enumerate(self.parameters)
-        )
+        for number, parameter in enumerate(self.parameters):
+            if parameter.requires_grad and number not in placed:
+                return True
+        return False
+
+    def has_moved(self) -> bool:
+        """Return whether parameters have left their buffers (``module.to``, ``.half()``)."""
+        return any(map(FlatBuffers.moved, self._buffers))
+
+    def require_shapes(self) -> None:
+        """Refuse parameters of another shape than their places.
+
+        Raises:
+            ValueError: A shape differs.
+        """
+        for buffers in self._buffers:
+            buffers.require_shapes()
+
+    def gather(self) -> None:
+        """Copy every rank's shards to all ranks.
+
+        Collective: over the group.
+
+        Blocks: until this rank's copy is complete.
+        """
+        for buffers in self._buffers:
+            buffers.gather()
 
     def stepped(self) -> list[Piece]:
         """Return this rank's pieces of parameters that are in their places, or empty."""
@@ -177,11 +209,14 @@ class Shards:
 
         Collective: over the group.
         """
-        old, self.buffers = self.buffers, BufferSet()
+        buffers_of, old = self._buffers_of, self._buffers
+        self._buffers, self._buffers_of = [], {}
+        self.plans, self.flats = [], []
         kept: Mapping[int, Tensor] = {}
         if self._has_masters:
             self.masters.settle(self.pieces)
-            kept = exact_masters(self.pieces, {number: old.view(number) for number in old.numbers})
+            places = {number: former.view(number) for number, former in buffers_of.items()}
+            kept = exact_masters(self.pieces, places)
         self.masters.flats = []
         for former in old:
             plans = [new for plan in former.plans for new in split(plan, self.parameters)]
@@ -192,9 +227,9 @@ class Shards:
                 else {number: former.view(number) for number in numbers}
             )
             parameters = {number: self.parameters[number] for number in numbers}
-            allocation = FlatBuffers(self._group, plans, parameters, self._one_copy, order)
-            allocation.place([number for number in numbers if former.holds(number)])
-            self._append(allocation)
+            buffers = FlatBuffers(self._group, plans, parameters, self._one_copy, order)
+            buffers.place([number for number in numbers if former.holds(number)])
+            self._append(buffers)
         for piece in self.pieces:
             if piece.home is None and not piece.is_parameter:
                 piece.tensor.data = torch.empty_like(piece.parameter)
@@ -208,7 +243,7 @@ class Shards:
         rank = self._group.rank
         own = (
             flat[plan.bounds[rank] : plan.bounds[rank + 1]]
-            for plan, flat in zip(self.buffers.plans, self.buffers.flats, strict=True)
+            for plan, flat in zip(self.plans, self.flats, strict=True)
         )
         return self.masters.seen(self.pieces, own)
 
@@ -220,20 +255,25 @@ class Shards:
                 [number for number, owner in enumerate(self.owners) if owner == rank]
                 for rank in ranks
             ]
-        return [
-            [span.number for plan in self.buffers.plans for span in plan.spans(rank)]
-            for rank in ranks
-        ]
+        return [[span.number for plan in self.plans for span in plan.spans(rank)] for rank in ranks]
 
-    def _append(self, allocation: FlatBuffers) -> list[Piece]:
+    def sizes(self) -> list[int]:
+        """Return the elements of this rank's shard of each flat buffer."""
+        rank = self._group.rank
+        return [plan.bounds[rank + 1] - plan.bounds[rank] for plan in self.plans]
+
+    def _append(self, buffers: FlatBuffers) -> list[Piece]:
         """Add buffers, and point this rank's pieces to their elements; return the new pieces."""
-        rank, made = self._group.rank, []
+        first, rank, made = len(self.plans), self._group.rank, []
         own = {piece.number: piece for piece in self.pieces}
-        for place in self.buffers.append(allocation):
-            plan = self.buffers.plans[place]
+        self._buffers.append(buffers)
+        self.plans += buffers.plans
+        self.flats += buffers.flats
+        for place, plan in enumerate(buffers.plans, first):
+            self._buffers_of.update(dict.fromkeys(plan.by_number, buffers))
             low, high = plan.bounds[rank : rank + 2]
             if self._has_masters:
-                self.masters.flats.append(torch.zeros_like(self.buffers.flats[place][low:high]))
+                self.masters.flats.append(torch.zeros_like(self.flats[place][low:high]))
             for span in plan.spans(rank):
                 home = (place, span.offset - low)
                 piece = own.get(span.number)
@@ -265,10 +305,10 @@ class Shards:
     def _elements(self, home: tuple[int, int], span: Span) -> Tensor:
         """Return a span's elements of the flat buffer, or of this rank's master copy."""
         place, start = home
-        memory = self.masters.flats[place] if self._has_masters else self.buffers.flats[place]
+        memory = self.masters.flats[place] if self._has_masters else self.flats[place]
         if not self._has_masters:
             start = span.offset
         part = memory[start : start + span.stop - span.start]
-        view = self.buffers.view(span.number)
+        view = self._buffers_of[span.number].view(span.number)
         # Whole parameters keep their shape: the base optimizer may read it.
         return laid_out(part, view) if part.numel() == view.numel() else part

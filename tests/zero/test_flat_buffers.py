@@ -116,5 +116,5 @@ def test_the_one_copy_is_one_and_holds_the_first_ranks_values(group):
             parameters[1].data.fill_(5.0)
         group.barrier()
         agree(group, bool((parameters[1] == 5).all()))
-        agree(group, sharded._shards.buffers.is_one_copy)
+        agree(group, sharded._shards.is_one_copy)
     group.barrier()

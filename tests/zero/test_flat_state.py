@@ -22,7 +22,7 @@ def pieces():
 
 
 def test_state_of_a_pieces_shape_moves_into_the_flat_tensors_and_keeps_its_values():
-    own, sizes = pieces(), {0: 192, 1: 64}
+    own, sizes = pieces(), [192, 64]
     state = {
         piece.tensor: {
             "step": torch.tensor(1.0),
@@ -59,11 +59,11 @@ def test_state_of_a_pieces_shape_moves_into_the_flat_tensors_and_keeps_its_value
 def test_memory_of_an_earlier_state_is_taken_if_it_fits_and_dropped_if_no_kind_wants_it():
     own = pieces()[:1]
     old = FlatState()
-    old.flatten(own, {own[0].tensor: {"a": torch.ones(4, 8), "gone": torch.ones(4, 8)}}, {0: 64})
+    old.flatten(own, {own[0].tensor: {"a": torch.ones(4, 8), "gone": torch.ones(4, 8)}}, [64])
     address = old.kinds[Kind(0, "a", torch.float32, CPU)].data_ptr()
     for size, is_same in ((64, True), (128, False)):
         fresh = FlatState(spare=old.kinds)
-        fresh.flatten(own, {own[0].tensor: {"a": torch.full((4, 8), 2.0)}}, {0: size})
+        fresh.flatten(own, {own[0].tensor: {"a": torch.full((4, 8), 2.0)}}, [size])
         (flat,) = fresh.kinds.values()
         assert (
             (flat.data_ptr() == address) is is_same and (flat[:32] == 2).all() and not fresh._spare

@@ -75,8 +75,7 @@ def test_a_moved_parameter_is_followed_to_its_new_memory(group, kind, way):
             require_equal(group, sharded, plain)
     agree(
         group,
-        not sharded._shards.buffers.has_moved()
-        and [p.dtype for p in own] == [p.dtype for p in other],
+        not sharded._shards.has_moved() and [p.dtype for p in own] == [p.dtype for p in other],
     )
 
 
@@ -157,7 +156,7 @@ def test_a_frozen_parameter_keeps_its_value_and_leaves_the_buffers(group, kind):
         group,
         all(parameter.grad is gradient for parameter, gradient in zip(own, gradients, strict=True)),
     )
-    flat = {tensor.untyped_storage().data_ptr() for tensor in sharded._shards.buffers.flats}
+    flat = {tensor.untyped_storage().data_ptr() for tensor in sharded._shards.flats}
     inside = [parameter.untyped_storage().data_ptr() in flat for parameter in own]
     agree(
         group,

@@ -34,7 +34,7 @@ def image_of_steps(device):
         pieces=pieces,
         masters=SimpleNamespace(flats=()),
         seen=list,
-        buffers=SimpleNamespace(plans=()),
+        plans=(),
         parameters=parameters,
     )
     return shard_image.image_of(shards, FlatState(), state, {40: {"step": torch.ones(())}}, 0)

@@ -72,7 +72,7 @@ def test_on_several_nodes(world, nodes, layout, one_copy):
         wrong, sharded = both(group, kind, one_copy=one_copy)
         agree(world, not wrong, f"{kind}: {wrong}")
         is_shared = group.size > 1 and (group.is_single_node or group._comm.shares_nodes)
-        agree(world, sharded._shards.buffers.is_one_copy == (one_copy and is_shared))
+        agree(world, sharded._shards.is_one_copy == (one_copy and is_shared))
         group.barrier()
 
 
