@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from harness import benchmark_options, environment, plots, report, tables, timing
 from harness.timing import Contender, Series
 from mpidist import progress_bar
-from mpidist.zero.parameter_gather import gather_parameters
 from mpidist.zero.pieces import Gradients
 from optimizer import state_bytes
 from optimizer.cases import WAYS, Peers, check, mlp, muons, optimizers
@@ -47,8 +45,7 @@ def parts_of(peers: Peers, built: dict[str, Any]) -> list[Contender]:
             Gradients(oss._shards.pieces, []).attach()
         found.append(_contender(f"{name}: base optimizer", oss.optim.step))
         if "one copy" not in name:
-            gather = partial(gather_parameters, oss.group, oss._shards, oss._wire)
-            found.append(_contender(f"{name}: gather", gather))
+            found.append(_contender(f"{name}: gather", oss._gather.run))
     flat = built["mpidist flat"]._shards
     (plan,), rank = flat.plans, peers.native.rank
     own = plan.bounds[rank + 1] - plan.bounds[rank]

@@ -157,7 +157,7 @@ def steps_during_saves(group: Any, model: Model, rounds: int, has_file: bool) ->
             "save": [],
             "steps": [],
         }
-        flats = list(optimizer._state.kinds.values())
+        flats = list(optimizer._local.flat.kinds.values())
         copies = [torch.empty_like(flat) for flat in flats]
         pending: list[Any] = []
 

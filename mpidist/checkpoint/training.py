@@ -20,8 +20,8 @@ from mpidist.checkpoint.plain_data import require_plain
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.layout import SavedPlan
 from mpidist.zero import state_dict
-from mpidist.zero.local_state import RankLocalState
 from mpidist.zero.optimizer import OSS
+from mpidist.zero.rank_local import RankLocalState
 
 WHOLE, SHARDS = "whole", "shards"
 POWERSGD, STATE = "powersgd", "state"

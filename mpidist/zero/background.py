@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,10 +15,10 @@ from mpidist import whole_file
 from mpidist.comm.group_types import Group
 from mpidist.comm.work import Work
 from mpidist.errors import MpidistError
+from mpidist.zero import state_dict
 from mpidist.zero.consolidation import gathered
 from mpidist.zero.result_memory import KeptMemory
-from mpidist.zero.shard_image import ShardImage
-from mpidist.zero.state_dict import StateByNumber
+from mpidist.zero.shard_state import ShardState
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
@@ -75,36 +74,35 @@ class Background:
 
     def start(
         self,
-        image: ShardImage,
+        state: ShardState,
         recipient: int,
         chunk_bytes: int,
         path: str | os.PathLike[str] | None,
-        packed: Callable[[StateByNumber], StateDict],
     ) -> Consolidating:
-        """Copy the image and start its transfer. Collective: over the group.
+        """Copy the state and start its transfer. Collective: over the group.
 
         Blocks: until the previous transfer has ended and this rank's state is copied.
 
         Args:
-            image: This rank's state.
+            state: This rank's.
             recipient: Rank in the group; -1 for all.
             path: File that the recipient writes; None: no file.
-            packed: Convert the state to a state dict; called on the group's thread.
         """
         if self._group is None:
             self._group = self._parent.clone(f"{self._parent.name}/consolidation")
             _open.append(self._group)
         self._finish()
         group, results = self._group, self._results
-        snapshot = [image.copied(self._snapshots)]
+        snapshot = [state.copied(self._snapshots)]
+        packed_groups = list(state.groups)
         found: list[StateDict] = []
 
         def transfer() -> None:
             _lower_priority()
             # Popped, so that the next snapshot can reuse the memory after this transfer.
-            state = gathered(group, snapshot.pop(), recipient, chunk_bytes, results)
-            if state is not None:
-                found.append(packed(state))
+            whole = gathered(group, snapshot.pop(), recipient, chunk_bytes, results)
+            if whole is not None:
+                found.append(state_dict.assembled(whole, packed_groups))
             if path is not None:
                 _write_on_recipient(group, found, recipient, Path(path))
 
@@ -126,10 +124,10 @@ class Background:
             work.future.wait_quietly()  # the handle raises its error
 
 
-def write(state_dict: StateDict, path: Path) -> None:
+def write(state: StateDict, path: Path) -> None:
     """Write a file that is complete, and on the disk, when it has its name."""
     with whole_file.replacing(path) as file:
-        torch.save(state_dict, file)
+        torch.save(state, file)
 
 
 def _lower_priority() -> None:

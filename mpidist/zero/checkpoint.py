@@ -8,7 +8,10 @@ elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,17 +23,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from mpidist.zero.boxes import boxes, view_of
-from mpidist.zero.groups import Groups
+from mpidist.zero.flat_state import ParamState
+from mpidist.zero.groups import Groups, ParamGroup, settings
 from mpidist.zero.pieces import Piece
-from mpidist.zero.shard_image import InFlat, Loose, ShardImage
-from mpidist.zero.state_dict import (
-    MASTERS,
-    ParamState,
-    StateByNumber,
-    assembled,
-    for_base,
-    packed_groups,
-)
+from mpidist.zero.shard_state import InFlat, ShardState
+from mpidist.zero.shards import Shards
+from mpidist.zero.state_dict import MASTER_NAMES, MASTERS, assembled
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
@@ -119,32 +117,32 @@ class PartOfTensor(torch.Tensor):
         return self._views[self._offsets.index(tuple(index.offset))]
 
 
-def sharded(
-    image: ShardImage,
-    pieces: Sequence[Piece],
-    groups: Groups,
-    first_state: Callable[[Piece], ParamState],
-) -> StateDict:
-    """Return the state dict; its tensors are the image's.
+def sharded(held: ShardState, optim: torch.optim.Optimizer, pieces: Sequence[Piece]) -> StateDict:
+    """Return the state dict; its tensors are the state's.
+
+    A trainable piece without state has that of a first step, which a checkpoint is to overwrite.
 
     Args:
+        optim: The base optimizer.
         pieces: This rank's.
-        groups: Of all parameters.
-        first_state: Called with a trainable piece without state; returns the state of a first step,
-            which the checkpoint is to overwrite.
     """
-    names = names_of(groups)
-    state: dict[str, ParamState] = {}
+    names = names_of(held.groups)
     own = {piece.number: piece for piece in pieces}
-    for number, held in image.entries.items():
-        state[names[number]] = {
-            name: _held(image, own.get(number), value) for name, value in held.items()
+    state = {
+        names[number]: {
+            name: _packed(held, own.get(number), value) for name, value in values.items()
         }
-    result = assembled(state, packed_groups(groups, names))
+        for number, values in held.entries.items()
+    }
+    group_of = [group for group in held.groups for _ in group["params"]]
+    named_groups = [
+        {**group, "params": [names[number] for number in group["params"]]} for group in held.groups
+    ]
+    result = assembled(state, named_groups)
     for piece in pieces:
         if names[piece.number] not in result["state"] and piece.parameter.requires_grad:
-            form = image.forms[piece.number]
-            first = first_state(piece).items()
+            form = held.forms[piece.number]
+            first = first_state(optim, group_of[piece.number], piece).items()
             made: ParamState = {
                 name: _wanted(piece, form, value)
                 for name, value in first
@@ -163,27 +161,36 @@ def names_of(groups: Groups) -> list[str]:
     return [str(number) for number in range(sum(len(group["params"]) for group in groups))]
 
 
-def restored(
-    given: StateDict, pieces: Sequence[Piece], groups: Groups, base_groups: Groups
-) -> StateDict:
-    """Return a state dict for this rank's base optimizer, without state that was not loaded."""
-    names = names_of(groups)
+def shard_of(given: StateDict, groups: Groups, shards: Shards, present: ShardState) -> ShardState:
+    """Return the state of a state dict, without state that was not loaded.
 
-    def held_by(piece: Piece) -> ParamState | None:
-        return _known(given["state"].get(names[piece.number]), piece)
-
-    return for_base(given["param_groups"], base_groups, pieces, held_by)
-
-
-def masters_in(given: StateDict, pieces: Sequence[Piece], groups: Groups) -> StateByNumber:
-    """Return this rank's part of the master copies that were loaded, by parameter number."""
-    names, masters = names_of(groups), given.get(MASTERS, {})
-    found = {
-        piece.number: _known(masters.get(names[piece.number]), piece)
-        for piece in pieces
-        if piece.home is not None
+    Args:
+        groups: Of all parameters.
+        present: The state before the load.
+    """
+    names, state, masters = names_of(groups), given["state"], given.get(MASTERS, {})
+    entries = {
+        number: dict(state.get(names[number], present.entries[number]))
+        for number in present.deferred
+        if number in present.entries
     }
-    return {number: held for number, held in found.items() if held}
+    for piece in shards.pieces:
+        values = _known(state.get(names[piece.number]), piece)
+        copies = _known(masters.get(names[piece.number]), piece) or {}
+        if values is not None or copies:
+            entries[piece.number] = {
+                **(values or {}),
+                **{MASTER_NAMES[name]: copies[name] for name in MASTER_NAMES if name in copies},
+            }
+    return replace(
+        present,
+        groups=given["param_groups"],
+        kinds=(),
+        flats=(),
+        entries=entries,
+        masters=(),
+        seen=(),
+    )
 
 
 def as_torch(given: StateDict, groups: Groups) -> StateDict:
@@ -206,16 +213,16 @@ def as_torch(given: StateDict, groups: Groups) -> StateDict:
     return {"state": {}, "param_groups": list(given["param_groups"])}
 
 
-def _held(image: ShardImage, piece: Piece | None, value: object) -> object:
+def _packed(held: ShardState, piece: Piece | None, value: object) -> object:
     if isinstance(value, InFlat):
         assert piece is not None and piece.home is not None
         _, at = piece.home
         return PartOfTensor(
-            image.forms[piece.number],
-            image.flats[value.kind][at : at + piece.stop - piece.start],
+            held.forms[piece.number],
+            held.flats[value.kind][at : at + piece.stop - piece.start],
             piece.start,
         )
-    return image.loose[value.place] if isinstance(value, Loose) else value
+    return value
 
 
 def _known(held: ParamState | None, piece: Piece) -> ParamState | None:
@@ -240,5 +247,43 @@ def _value(value: object, piece: Piece) -> object:
             return value.elements.as_strided(
                 piece.tensor.shape, piece.tensor.stride(), value.elements.storage_offset()
             )
-        return value.elements.view(value.shape).clone()
-    return value.clone() if isinstance(value, torch.Tensor) else value
+        return value.elements.view(value.shape)
+    return value
+
+
+def first_state(optim: torch.optim.Optimizer, group: ParamGroup, piece: Piece) -> ParamState:
+    """Return the state of one piece after a step with a gradient of zeros, for names and shapes.
+
+    Args:
+        optim: The base optimizer, which does not change.
+        group: The settings of the piece's group.
+    """
+    twin = torch.nn.Parameter(torch.zeros_like(piece.tensor.detach()))
+    twin.grad = torch.zeros_like(twin)
+    made = _like(optim, {**settings(group), "params": [twin]})
+    made.step()
+    return dict(made.state[twin])
+
+
+def _like(optim: torch.optim.Optimizer, group: ParamGroup) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class over one group."""
+    kind = type(optim)
+    taken = inspect.signature(kind).parameters
+    has_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
+    # AdamW and others keep settings among their defaults that their constructors do not take.
+    arguments = {key: value for key, value in optim.defaults.items() if has_all or key in taken}
+    try:
+        return kind([group], **arguments)
+    except TypeError:
+        return _copied(optim, group)
+
+
+def _copied(optim: torch.optim.Optimizer, group: ParamGroup) -> torch.optim.Optimizer:
+    """Return a copy without state and hooks, for a constructor that takes other arguments."""
+    made = object.__new__(type(optim))
+    made.__dict__.update(optim.__dict__)
+    held: dict[str, Any] = {
+        name: OrderedDict() for name in vars(optim) if name.endswith(("pre_hooks", "post_hooks"))
+    }
+    made.__dict__.update(held, state=defaultdict(dict), param_groups=[group])
+    return made

@@ -11,27 +11,28 @@ Letters: W ranks; N elements of a buffer.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from mpidist.comm.algorithms import staging
-from mpidist.comm.consistency import raising_on_all
+from mpidist.comm.consistency import comparing, raising_on_all
 from mpidist.comm.group_types import Group
 from mpidist.kernels.view import laid_out
-from mpidist.zero.local_state import FLAT, LOOSE, VALUE
+from mpidist.zero.flat_state import ParamState
+from mpidist.zero.rank_local import FLAT, LOOSE, VALUE
 from mpidist.zero.result_memory import KeptMemory
-from mpidist.zero.shard_image import InFlat, KindKey, Loose, ShardImage
-from mpidist.zero.state_dict import ParamState, StateByNumber
+from mpidist.zero.shard_state import InFlat, KindKey, ShardState, StateByNumber, is_outside
 
 Tensor = torch.Tensor
 CHUNK_BYTES = 16 << 20
 
-# State of one parameter: for each name the kind of its place (``local_state``), and of a flat place
+# State of one parameter: for each name the kind of its place (``rank_local``), and of a flat place
 # the kind of state; -1 of others, which are taken from the front of their list.
 _Pattern: TypeAlias = tuple[tuple[str, str, int], ...]
-# A flat tensor's kind, or a rank and the place of one of its loose tensors.
+# A flat tensor's kind, or a rank and the index of one of its tensors that are not flat.
 _Part: TypeAlias = KindKey | tuple[int, int]
 
 
@@ -43,8 +44,8 @@ class _Contents(NamedTuple):
         patterns: The different ones.
         numbers: Of the parameters.
         pattern_of: The index of each parameter's pattern.
-        loose: Shapes and dtypes of the loose tensors, in the order of the parameters' entries.
-        values: The other values, in the order of the parameters' entries.
+        loose: Shapes and dtypes of the tensors that are not flat, in the entries' order.
+        values: The other values, in the entries' order.
     """
 
     kinds: tuple[KindKey, ...]
@@ -83,23 +84,61 @@ class Consolidation:
             )
         return self._state
 
-    def run(self, image: ShardImage, recipient: int, chunk_bytes: int) -> None:
+    def run(self, state: ShardState, recipient: int, chunk_bytes: int) -> None:
         """Send all ranks' state to the recipient, or to all (-1). Collective: over the group."""
         # Freed first, so that the new result can reuse the memory.
         self._state = None
         self._recipient = recipient
-        self._state = gathered(self._group, image, recipient, chunk_bytes, self._memory)
+        self._state = gathered(self._group, state, recipient, chunk_bytes, self._memory)
+
+
+def require_recipient(
+    group: Group, where: str, recipient: object, chunk_bytes: int, path: object
+) -> None:
+    """Refuse arguments that are wrong, or differ between ranks. Collective: over the group.
+
+    Args:
+        where: The method, for messages.
+        path: Of the recipient's file, or None.
+
+    Raises:
+        ValueError, TypeError: On the rank that gave a wrong one.
+        DisagreementError: On the others.
+    """
+    with comparing(group, where) as rows:
+        if (
+            isinstance(recipient, bool)
+            or not isinstance(recipient, int)
+            or not -1 <= recipient < group.size
+        ):
+            raise ValueError(
+                f"recipient_rank is a rank from 0 to {group.size - 1}, or -1 for all; got "
+                f"{recipient!r}"
+            )
+        if chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes must be positive; got {chunk_bytes}")
+        if path is not None and recipient == -1:
+            raise ValueError(
+                "path= needs one recipient, which writes the file; got recipient_rank=-1"
+            )
+        if not isinstance(path, (str, os.PathLike, type(None))):
+            raise TypeError(f"path must be a str or os.PathLike; got {type(path).__name__}")
+        rows += [
+            ("recipient_rank", recipient),
+            ("chunk_bytes", chunk_bytes),
+            ("has path", path is not None),
+        ]
 
 
 def gathered(
-    group: Group, image: ShardImage, recipient: int, chunk_bytes: int, memory: KeptMemory
+    group: Group, state: ShardState, recipient: int, chunk_bytes: int, memory: KeptMemory
 ) -> StateByNumber | None:
     """Return all ranks' state by parameter number, in torch's shapes; None on other ranks.
 
     Collective: over the group.
 
     Args:
-        image: This rank's.
+        state: This rank's.
         recipient: Rank in the group; -1 for all.
         chunk_bytes: Longest message.
         memory: Of the result.
@@ -107,16 +146,16 @@ def gathered(
     Raises:
         MemoryError: This recipient has no memory (DisagreementError on the other ranks).
     """
-    sent = tuple(_contents(image))
+    sent = tuple(_contents(state))
     gathered_rows = (
         group.all_gather_object(sent) if recipient == -1 else group.gather_object(sent, recipient)
     )
     del sent
     everyone = None if gathered_rows is None else [_Contents(*row) for row in gathered_rows]
-    own = [*image.flats, *(tensor.reshape(-1) for tensor in image.loose)]
+    own = [*state.flats, *(tensor.reshape(-1) for *_, tensor in state.outside())]
     # Before the first message: a rank must not send to a recipient without memory.
     with raising_on_all(group, "consolidation"):
-        whole, loose = _allocated(everyone or [], image, memory)
+        whole, loose = _allocated(everyone or [], state, memory)
     if everyone is None:
         for tensor in own:
             for chunk in _chunks(tensor, chunk_bytes):
@@ -124,7 +163,7 @@ def gathered(
         return None
     for rank, contents in enumerate(everyone):
         places = [
-            whole[kind][slice(*image.plans[kind[0]].bounds[rank : rank + 2])]
+            whole[kind][slice(*state.plans[kind[0]].bounds[rank : rank + 2])]
             for kind in contents.kinds
         ] + loose[rank]
         if rank == group.rank:
@@ -135,37 +174,37 @@ def gathered(
                     group.broadcast(chunk, rank)
                 elif rank != group.rank:
                     group.recv(chunk, rank)
-    return _assembled(everyone, whole, loose, image)
+    return _assembled(everyone, whole, loose, state)
 
 
-def _contents(image: ShardImage) -> _Contents:
+def _contents(state: ShardState) -> _Contents:
     patterns: dict[_Pattern, int] = {}
     pattern_of: list[int] = []
     loose: list[tuple[torch.Size, torch.dtype]] = []
     others: list[object] = []
-    for values in image.entries.values():
+    for values in state.entries.values():
         rows = []
         for name, value in values.items():
             if isinstance(value, InFlat):
                 rows.append((name, FLAT, value.kind))
-            elif isinstance(value, Loose):
+            elif is_outside(value):
                 rows.append((name, LOOSE, -1))
-                loose.append((image.loose[value.place].shape, image.loose[value.place].dtype))
+                loose.append((value.shape, value.dtype))
             else:
                 rows.append((name, VALUE, -1))
                 others.append(value)
         pattern_of.append(patterns.setdefault(tuple(rows), len(patterns)))
-    return _Contents(image.kinds, list(patterns), list(image.entries), pattern_of, loose, others)
+    return _Contents(state.kinds, list(patterns), list(state.entries), pattern_of, loose, others)
 
 
 def _allocated(
-    everyone: list[_Contents], image: ShardImage, memory: KeptMemory
+    everyone: list[_Contents], state: ShardState, memory: KeptMemory
 ) -> tuple[dict[_Part, Tensor], list[list[Tensor]]]:
-    """Return a tensor of N elements for each kind, and each rank's loose tensors as vectors."""
+    """Return a tensor of N elements for each kind, and each rank's other tensors as vectors."""
     wanted: dict[_Part, tuple[int, torch.dtype]] = {}
     for rank, contents in enumerate(everyone):
         for kind in contents.kinds:
-            wanted[kind] = (image.plans[kind[0]].numel, kind[2])
+            wanted[kind] = (state.plans[kind[0]].numel, kind[2])
         for place, (shape, dtype) in enumerate(contents.loose):
             wanted[rank, place] = (shape.numel(), dtype)
     made = memory.tensors(wanted)
@@ -180,9 +219,9 @@ def _assembled(
     everyone: list[_Contents],
     whole: dict[_Part, Tensor],
     loose: list[list[Tensor]],
-    image: ShardImage,
+    state: ShardState,
 ) -> StateByNumber:
-    slots = [{slot.number: slot for slot in plan.slots} for plan in image.plans]
+    slots = [{slot.number: slot for slot in plan.slots} for plan in state.plans]
     found: StateByNumber = {}
     for contents, vectors in zip(everyone, loose, strict=True):
         others = iter(contents.values)
@@ -194,7 +233,7 @@ def _assembled(
                     kind = contents.kinds[place]
                     slot = slots[kind[0]][number]
                     part = whole[kind][slot.offset : slot.offset + slot.numel]
-                    values[name] = laid_out(part, image.forms[number])
+                    values[name] = laid_out(part, state.forms[number])
                 elif where == LOOSE:
                     vector, (shape, _) = next(tensors)
                     values[name] = vector.view(shape)

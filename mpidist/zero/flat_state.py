@@ -13,9 +13,9 @@ import torch
 
 from mpidist.zero.pieces import Piece
 from mpidist.zero.result_memory import zeros
-from mpidist.zero.state_dict import ParamState
 
 Tensor = torch.Tensor
+ParamState: TypeAlias = dict[str, object]  # of one parameter: values by name
 State: TypeAlias = Mapping[Tensor, ParamState]  # by the base optimizer's tensors
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+import itertools
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -33,6 +35,36 @@ def sync(source: Sequence[Settings], target: Sequence[Settings]) -> None:
         for key, value in one.items():
             if key not in _PARAMETERS:
                 other[key] = value
+
+
+def packed(groups: Groups, keys: Iterable[Hashable] | None = None) -> list[ParamGroup]:
+    """Return copies of the groups with a key for each parameter, in the parameters' order.
+
+    Args:
+        keys: Numbers if None.
+    """
+    remaining = itertools.count() if keys is None else iter(keys)
+    return [
+        {
+            **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
+            "params": list(itertools.islice(remaining, len(group["params"]))),
+        }
+        for group in groups
+    ]
+
+
+def take_loaded(base_groups: Groups, saved: Groups, groups: Groups) -> None:
+    """Copy the loaded settings, and parameter names if given, to the groups of all parameters."""
+    for base, given, own in zip(base_groups, saved, groups, strict=True):
+        kept = {"params": own["params"]}
+        if "param_names" in given or "param_names" in own:
+            kept["param_names"] = copy.copy(given.get("param_names", own.get("param_names")))
+        loaded = {**base, **kept}
+        own.clear()
+        # torch keeps the order of the loaded settings.
+        for key in (*given, *loaded):
+            if key in loaded:
+                own.setdefault(key, loaded[key])
 
 
 def by_group(groups: Groups, pieces: Iterable[Piece]) -> list[list[Tensor]]:

@@ -12,7 +12,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed import GradBucket
@@ -22,6 +22,7 @@ from mpidist.comm.memory.stream import used_here
 from mpidist.dynamo import untraced
 from mpidist.kernels.view import laid_out
 from mpidist.zero import groups
+from mpidist.zero.groups import Groups
 from mpidist.zero.join import is_shadowing
 from mpidist.zero.pieces import Piece
 from mpidist.zero.setting_changes import SettingChanges
@@ -31,23 +32,21 @@ Tensor = torch.Tensor
 Hook: TypeAlias = Callable[[Any, Any], Any]  # (state, bucket) -> future, torch's or ours
 
 
-class Sharded(Protocol):
-    """Parts of ``OSS`` that ``BackwardSteps`` reads."""
-
-    optim: torch.optim.Optimizer
-    param_groups: list[groups.ParamGroup]
-    _shards: Shards
-
-
 class BackwardSteps:
     """Record of the pieces of one sharded optimizer that were stepped since its last ``step()``.
 
     Args:
-        optimizer: The ``OSS``.
+        parameter_groups: Of all parameters.
+        shards: The sharded optimizer's.
+        optim: The base optimizer.
     """
 
-    def __init__(self, optimizer: Sharded) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self, parameter_groups: Groups, shards: Shards, optim: torch.optim.Optimizer
+    ) -> None:
+        self._groups = parameter_groups
+        self._shards = shards
+        self._optim = optim
         self._reduced: set[int] = set()  # ids of parameters in reduced buckets
         self._stepped: set[Piece] = set()
         self._changes = SettingChanges()
@@ -102,14 +101,14 @@ class BackwardSteps:
         Raises:
             Exception: The first error of a step in the backward pass.
         """
-        optim, pieces = self._optimizer.optim, self._optimizer._shards.pieces
+        optim = self._optim
         stepped, self._stepped = self._stepped, set()
         changes, self._changes = self._changes, SettingChanges()
         error, self._error = self._error, None
         self._reduced.clear()
         if error is not None:
             raise error
-        rest = [piece for piece in pieces if piece not in stepped]
+        rest = [piece for piece in self._shards.pieces if piece not in stepped]
         if not stepped:
             return optim.step(**kwargs)
         result = None
@@ -127,8 +126,7 @@ class BackwardSteps:
     def _step(
         self, parameters: Sequence[Tensor], has_gradient: Sequence[bool], flat: Tensor
     ) -> None:
-        optimizer = self._optimizer
-        shards = optimizer._shards
+        shards = self._shards
         if shards.has_moved():  # step() then moves the buffers first
             return
         if len(self._by_parameter) != len(shards.pieces):
@@ -142,12 +140,12 @@ class BackwardSteps:
         if not found:
             return
         shards.masters.renew(shards.pieces)
-        groups.sync(optimizer.param_groups, optimizer.optim.param_groups)
+        groups.sync(self._groups, self._optim.param_groups)
         before = [piece.tensor.grad for piece, _ in found]
         try:
             for piece, gradient in found:
                 piece.tensor.grad = gradient
-            step_only(optimizer.optim, [piece.tensor for piece, _ in found], self._changes)
+            step_only(self._optim, [piece.tensor for piece, _ in found], self._changes)
         finally:
             for (piece, _), gradient_before in zip(found, before, strict=True):
                 piece.tensor.grad = gradient_before

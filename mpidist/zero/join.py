@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
-from mpidist.comm.group_types import Group
-from mpidist.zero.groups import Settings
+from mpidist.zero import groups
+from mpidist.zero.groups import Groups
+from mpidist.zero.shards import Shards
 
 Tensor = torch.Tensor
 
@@ -27,46 +28,43 @@ def is_shadowing(parameters: Sequence[Tensor]) -> bool:
     return any(hasattr(parameter, _IS_SHADOWING) for parameter in parameters)
 
 
-def require_named(parameters: Sequence[Tensor]) -> None:
-    """Refuse a step within ``DistributedDataParallel.join`` of an optimizer not passed to ``join``.
+class UnevenInputs:
+    """Steps of ranks of which some have no inputs left.
 
-    Raises:
-        RuntimeError: The parameters' module is within ``join``: ranks without inputs would not take
-            part in the step.
+    Args:
+        parameter_groups: Of all parameters.
+        shards: The sharded optimizer's.
     """
-    if any(hasattr(parameter, _IS_JOINING) for parameter in parameters):
-        raise RuntimeError(
-            "a sharded optimizer steps within DistributedDataParallel.join, which was not given "
-            "it; ranks without inputs could not take part: pass join(optimizers=[optimizer])"
-        )
 
+    def __init__(self, parameter_groups: Groups, shards: Shards) -> None:
+        self._groups = parameter_groups
+        self._shards = shards
+        self._own: list[tuple[Tensor, Tensor | None]] | None = None  # while others' are borrowed
 
-class BorrowedGradients:
-    """Average gradients of the other ranks, on a rank without inputs."""
+    def require_named(self) -> None:
+        """Refuse a step within ``DistributedDataParallel.join`` that was not given the optimizer.
 
-    def __init__(self) -> None:
-        self._own: list[tuple[Tensor, Tensor | None]] | None = None
+        Raises:
+            RuntimeError: The parameters' module is within ``join``: ranks without inputs would not
+                take part in the step.
+        """
+        for group in self._groups:
+            if group["params"] and hasattr(group["params"][0], _IS_JOINING):
+                raise RuntimeError(
+                    "a sharded optimizer steps within DistributedDataParallel.join, which was not "
+                    "given it; ranks without inputs could not take part: pass "
+                    "join(optimizers=[optimizer])"
+                )
 
-    def exchange(
-        self,
-        group: Group,
-        parameters: Sequence[Tensor],
-        owned: Sequence[Sequence[int]],
-        settings: list[Settings],
-        has_inputs: bool,
-    ) -> list[Settings]:
+    def exchange(self, has_inputs: bool) -> None:
         """Send gradients and settings from the last rank with inputs to the ranks without.
 
+        The settings are those of a rank whose schedulers are still stepped.
+
         Collective: over the group.
-
-        Args:
-            parameters: By number.
-            owned: For each rank the numbers of the parameters of which it owns a part.
-            settings: This rank's, by parameter group.
-
-        Returns:
-            The settings of a rank with inputs, whose schedulers are still stepped.
         """
+        group, parameters, owned = self._shards.group, self._shards.parameters, self._shards.owned()
+        settings = [groups.settings(each) for each in self._groups]
         needs = not has_inputs and not is_shadowing(
             [parameters[number] for number in owned[group.rank]]
         )
@@ -77,7 +75,7 @@ class BorrowedGradients:
         rows = flags.view(-1, 2).tolist()
         roots = [rank for rank, (has, _) in enumerate(rows) if has]
         if not roots:
-            return settings
+            return
         for rank, (has, wants) in enumerate(rows):
             if has:
                 continue
@@ -95,7 +93,7 @@ class BorrowedGradients:
                 (settings, gradients), _ = group.recv_object(roots[-1])
                 if wants:
                     self._borrow([parameters[number] for number in owned[rank]], gradients)
-        return settings
+        groups.sync(settings, self._groups)
 
     def restore(self) -> None:
         """Restore the parameters' own gradients."""

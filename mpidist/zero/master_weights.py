@@ -60,9 +60,10 @@ class Masters:
 
         A loaded master is renewed if the parameter has other values than were seen beside it.
         """
-        pieces = list(pieces)
-        self.settle(pieces)
-        self.renew_written(pieces)
+        if self.flats:
+            pieces = list(pieces)
+            self.settle(pieces)
+            self.renew_written(pieces)
 
     def settle(self, pieces: Iterable[Piece]) -> None:
         """Compare loaded masters with their parameters, and renew those that do not stand."""

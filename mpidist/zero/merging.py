@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpidist.kernels.view import laid_out
-from mpidist.zero.local_state import FLAT, LOOSE, Layout, RankLocalState, is_rank_local
-from mpidist.zero.shard_image import KindKey
-from mpidist.zero.state_dict import MASTER, MASTERS, SEEN, StateByNumber
+from mpidist.zero.rank_local import FLAT, LOOSE, Layout, RankLocalState, is_rank_local
+from mpidist.zero.shard_state import KindKey, StateByNumber
+from mpidist.zero.state_dict import MASTER, MASTERS, SEEN
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict

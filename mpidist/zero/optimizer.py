@@ -6,35 +6,51 @@ meanings.
 
 from __future__ import annotations
 
+import itertools
+import os
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
+from torch.distributed.algorithms.join import Joinable
 from torch.profiler import record_function
 
 from mpidist.comm.consistency import comparing, maximum, raising_on_all, require_same
-from mpidist.comm.group_types import AnyGroup
+from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.comm.mpi import autograd_mode
+from mpidist.comm.resolve_group import default_group, native_group
 from mpidist.dynamo import untraced
-from mpidist.zero import clipping, groups
+from mpidist.zero import clipping, groups, rank_local
 from mpidist.zero import partition as partitions
-from mpidist.zero.modes import Modes
-from mpidist.zero.parameter_gather import gather_parameters
+from mpidist.zero import state_dict as state_dicts
+from mpidist.zero.background import Background, Consolidating
+from mpidist.zero.consolidation import CHUNK_BYTES, Consolidation, require_recipient
+from mpidist.zero.groups import ParamGroup
+from mpidist.zero.in_backward import Hook, SteppingHook
+from mpidist.zero.join import StepHook
+from mpidist.zero.local_optimizer import LocalOptimizer
+from mpidist.zero.parameter_changes import ParameterChanges
+from mpidist.zero.parameter_gather import ParameterGather
 from mpidist.zero.partition import GREEDY, Cost
 from mpidist.zero.pieces import Gradients
+from mpidist.zero.rank_local import RankLocalState
+from mpidist.zero.result_memory import KeptMemory
 from mpidist.zero.shards import Shards
+from mpidist.zero.step_policy import StepPolicy
 from mpidist.zero.wire import Wire, wire_of
 
 if TYPE_CHECKING:
-    from torch.optim.optimizer import ParamsT
+    from torch.optim.optimizer import ParamsT, StateDict
 
 Tensor = torch.Tensor
 T = TypeVar("T")
 
 
 @untraced
-class OSS(Modes):
+class OSS(torch.optim.Optimizer, Joinable):
     """Optimizer whose state is divided among the ranks of a group.
 
     Parameters that require gradients become views of flat buffers. Each rank builds ``optim`` over
@@ -75,8 +91,11 @@ class OSS(Modes):
 
     Attributes:
         optim: The base optimizer of this rank.
+        group: Native group.
         rank: This process's rank in the group.
         world_size: W, the number of ranks in the group.
+        before_step: Called before each step on a rank with inputs; set by
+            ``DistributedDataParallel.join``.
 
     Raises:
         ValueError: An unknown or impossible choice.
@@ -87,6 +106,8 @@ class OSS(Modes):
 
     Source: arXiv:1910.02054 §5.1; FairScale 0.4.13, ``fairscale.optim.OSS``.
     """
+
+    before_step: Callable[[], object] | None = None
 
     def __init__(
         self,
@@ -108,18 +129,26 @@ class OSS(Modes):
                 "broadcast_buffer_size and force_broadcast_object have no effect in mpidist",
                 stacklevel=2,
             )
-        self._init_state(group)
-        self._init_modes(group)
+        # On the instance: a class attribute would hide it in wrappers that derive from the class
+        # and delegate to the object, as Fabric's does.
+        self._is_constructed = False
+        Joinable.__init__(self)
+        self._process_group = group
+        self.group: Group = native_group(group)
+        self.rank = self.group.rank
+        self.world_size = self.group.size
         self._one_copy = one_copy
         with comparing(self.group, "OSS") as rows:
             _require_current(defaults)
             partitions.require(partition, optim)
             # The base optimizer adds the defaults, in the order of its class.
             super().__init__(params, {})
-            self._shards = self._numbered_shards(
-                partition,
-                partitions.cost_of(cost, optim),
-                wire_of("fp16" if broadcast_fp16 and wire is None else wire),
+            chosen_cost = partitions.cost_of(cost, optim)
+            chosen = wire_of("fp16" if broadcast_fp16 and wire is None else wire)
+            groups.require_carried(self.param_groups, chosen)
+            used = chosen if self.world_size > 1 else None  # one rank sends nothing
+            self._shards = _shards_of(
+                self.group, self.param_groups, partition, chosen_cost, one_copy, used
             )
             named_cost = cost if isinstance(cost, str) else None
             rows += [
@@ -128,50 +157,25 @@ class OSS(Modes):
                 *groups.rows(self.param_groups),
                 ("owners", tuple(self._shards.owners)),
             ]
-        with autograd_mode.allocating(), torch.no_grad():
-            self._build(optim, defaults)
-        self._is_constructed = True
-
-    def _numbered_shards(self, partition: str, cost: Cost, wire: Wire | None) -> Shards:
-        """Return the layout of the groups' parameters: numbered, with owners, without buffers."""
-        groups.require_carried(self.param_groups, wire)
-        self._wire = wire if self.world_size > 1 else None  # one rank sends nothing
-        if self._one_copy and self._wire is not None:
-            raise ValueError(
-                "one_copy=True and wire= exclude each other: with a wire each rank keeps its own "
-                "copy of the rounded parameters"
-            )
-        groups.require_host_memory(self.param_groups if self._one_copy else [])
-        groups.require_distinct(self.param_groups)
-        one_copy = self._one_copy and self.world_size > 1
-        shards = Shards(
-            self.group,
-            partition,
-            cost,
-            one_copy,
-            has_masters=self._wire is not None,
-            saves_seen=self._wire is not None and not self._wire.is_rounding,
-        )
-        for group in self.param_groups:
-            shards.add(group["params"])
-        return shards
-
-    def _build(self, optim: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> None:
-        """Allocate the buffers and construct the base optimizer. Collective: over the group."""
         shards = self._shards
-        shards.make()
-        with raising_on_all(self.group, f"OSS({optim.__name__})"):
-            own = groups.by_group(self.param_groups, shards.pieces)
-            base_groups = [
-                {**groups.settings(group), "params": own[place]}
-                for place, group in enumerate(self.param_groups)
-            ]
-            self.optim = optim(base_groups, **defaults)
-        shards.place_parameters()
-        groups.sync(self.optim.param_groups, self.param_groups)
+        with autograd_mode.allocating(), torch.no_grad():
+            shards.make()
+            self._local = LocalOptimizer(optim, defaults, self.param_groups, shards)
+            shards.place_parameters()
+            self.optim = self._local.optim
+            groups.sync(self.optim.param_groups, self.param_groups)
+            self._local.flatten()
         self.defaults = dict(self.optim.defaults)  # schedulers read momentum or betas there
         self.state = self.optim.state
-        self._flatten_state()
+        self._changes = ParameterChanges(
+            self.group, self.param_groups, shards, self._local, one_copy, used
+        )
+        self._policy = StepPolicy(self.param_groups, shards, self.optim)
+        self._gather = ParameterGather(self.group, shards, used)
+        self._consolidation = Consolidation(self.group)
+        self._background = Background(self.group)
+        self._copies = KeptMemory()
+        self._is_constructed = True
 
     # --- the step ---
 
@@ -196,30 +200,31 @@ class OSS(Modes):
         """
         # In inference mode the base optimizer would make state that cannot be changed outside it.
         with autograd_mode.allocating(), torch.no_grad():
-            return self._step(closure, kwargs) if self._enters_step() else None
+            if not self._policy.enters(self, self.before_step):
+                return None
+            return self._step(closure, kwargs)
 
     def _step(self, closure: Callable[[], T] | None, kwargs: dict[str, Any]) -> T | None:
-        self._prepare(self._closure_error(closure))
-        gradients = Gradients(
-            [] if self._shards.steps_parameters else self._shards.pieces, self._shards.outside()
-        )
+        shards, local, policy = self._shards, self._local, self._policy
+        self._changes.follow(None if closure is None else policy.refusal())
+        gradients = Gradients([] if shards.steps_parameters else shards.pieces, shards.outside)
         result, error = None, None
         with record_function("mpidist::oss::optim_step"):
             try:
                 gradients.attach()
                 if closure is not None:
                     kwargs["closure"] = self._attaching(closure, gradients)
-                result = self._step_base(**kwargs)
+                result = policy.step(**kwargs)
             except Exception as raised:
                 error = raised
             finally:
                 gradients.detach()
         # Also a barrier: all ranks have stepped, so one copy of the parameters is complete.
         failed = maximum(self.group, int(error is not None))
-        if not self._state.is_flat(self.optim.state):
-            self._flatten_state()
+        if not local.flat.is_flat(self.optim.state):
+            local.flatten()
         with record_function("mpidist::oss::gather"):
-            gather_parameters(self.group, self._shards, self._wire)
+            self._gather.run()
         groups.sync(self.optim.param_groups, self.param_groups)
         if failed:
             require_same(self.group, "OSS.step", (), error)
@@ -236,6 +241,77 @@ class OSS(Modes):
             return result
 
         return evaluate
+
+    # --- steps within the backward pass ---
+
+    def stepping_hook(self, hook: Hook) -> SteppingHook:
+        """Return a communication hook that runs ``hook``, then steps its bucket on this rank.
+
+        Register it with ``register_comm_hook(state, optimizer.stepping_hook(hook))``, which passes
+        ``state`` to ``hook``. Each bucket is one call of the base optimizer's ``step`` with the
+        settings of that moment. ``step()`` then steps what was in no bucket (sparse gradients,
+        parameters that only other ranks used) and gathers the shards; it must follow each backward
+        pass that averages. Passes under ``no_sync`` only accumulate. Parameters must not be written
+        between the backward pass and ``step()``. Called by all ranks.
+
+        Args:
+            hook: mpidist's or torch's; torch's DistributedDataParallel is on the backend
+                ``mpidist``.
+
+        Raises:
+            ValueError: ``one_copy``: other ranks may still read what this rank would write.
+            TypeError: ``hook`` cannot be called.
+        """
+        if not callable(hook):
+            raise TypeError(f"stepping_hook needs a communication hook; got {type(hook).__name__}")
+        if self._one_copy:
+            raise ValueError(
+                "one_copy=True and steps within the backward pass exclude each other: other ranks "
+                "still read the copy"
+            )
+        return self._policy.stepping_hook(hook)
+
+    def complete_after(self, module: torch.nn.Module) -> None:
+        """Take the rest of the step at the end of each averaged backward pass of ``module``.
+
+        ``step()`` then does nothing. The shards have arrived when the backward pass returns.
+
+        Args:
+            module: DistributedDataParallel, torch's or mpidist's, with a stepping hook. Its outputs
+                are tensors, or lists, tuples and dicts of tensors.
+        """
+        self._policy.complete_after(module, self._complete)
+
+    def _complete(self) -> None:
+        self._opt_called = True  # for the check in torch's schedulers
+        self.step()
+
+    # --- uneven inputs ---
+
+    def join_hook(self, **kwargs: object) -> StepHook:
+        """Return the hook of torch's ``Join([ddp, optimizer])`` for a rank without inputs."""
+        return StepHook(self.step_joined, self.end_joined)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Return the device for the collectives of torch's ``Join``."""
+        return self.param_groups[0]["params"][0].device
+
+    @property
+    def join_process_group(self) -> AnyGroup:
+        """Return the group for the collectives of torch's ``Join``."""
+        return default_group() if self._process_group is None else self._process_group
+
+    def step_joined(self) -> None:
+        """Take the step of the other ranks on a rank without inputs.
+
+        Collective: over the group, whose other ranks call ``step``.
+        """
+        self._policy.step_joined(self.step)
+
+    def end_joined(self) -> None:
+        """Restore this rank's own gradients."""
+        self._policy.end_joined()
 
     # --- gradients ---
 
@@ -264,7 +340,7 @@ class OSS(Modes):
             ValueError: ``norm_type`` is not positive, or ``max_norm`` is NaN.
             DisagreementError: Another rank refused.
         """
-        self._require_unstepped("clip_grad_norm", "it would come after the step")
+        self._policy.require_unstepped("clip_grad_norm", "it would come after the step")
         with record_function("mpidist::oss::clip_grad_norm"), torch.no_grad():
             with raising_on_all(self.group, "OSS.clip_grad_norm"):
                 max_norm, norm_type = clipping.limits(max_norm, norm_type)
@@ -273,6 +349,312 @@ class OSS(Modes):
             norm = clipping.clip(self.group, own, max_norm, norm_type, parameters[0].device)
             is_wide = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
             return norm if is_wide else norm.float()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # GradScaler.step() reads this attribute on all ranks.
+        self._policy.require_unstepped("GradScaler", "they have used scaled gradients")
+        return False
+
+    # --- parameters ---
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Add a group of parameters; its parameters are divided among the ranks separately.
+
+        Collective: over the group.
+        """
+        if not self._is_constructed:
+            super().add_param_group(param_group)
+            return
+        with autograd_mode.allocating(), torch.no_grad():
+            self._changes.add(partial(super().add_param_group, param_group))
+
+    def refresh_trainable(self) -> None:
+        """Follow changes of ``requires_grad``: parameters that were frozen, or train again.
+
+        Collective: over the group.
+        """
+        with autograd_mode.allocating(), torch.no_grad():
+            self._changes.follow()
+            self._changes.refresh("OSS.refresh_trainable")
+
+    def partition_parameters(self) -> list[list[ParamGroup]]:
+        """Return each rank's groups: settings, and in ``params`` the parameters that the rank owns.
+
+        A cut parameter is in ``params`` as vectors of its elements.
+        """
+        by_owner = iter(self._shards.by_owner())
+        found: list[list[ParamGroup]] = [[] for _ in range(self.world_size)]
+        for group in self.param_groups:
+            held = list(itertools.islice(by_owner, len(group["params"])))
+            for rank, own in enumerate(found):
+                params = [tensor for tensors in held for tensor in tensors[rank]]
+                own.append({**groups.settings(group), "params": params})
+        return found
+
+    def bounds(self) -> dict[Tensor, tuple[tuple[int, int, int], ...]]:
+        """Return the owners of each trainable parameter's elements: (rank, start, stop).
+
+        Elements are counted in the order of their memory.
+        """
+        return self._shards.bounds()
+
+    # --- state of all ranks ---
+
+    def consolidate_state_dict(
+        self, recipient_rank: int = 0, *, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        """Send all ranks' state to one rank, for its ``state_dict``.
+
+        Other ranks allocate at most one chunk.
+
+        Collective: over the group.
+
+        Blocks: until this rank has sent its state; on the recipient until all state has arrived.
+
+        Args:
+            recipient_rank: Rank in the group; -1 for all.
+            chunk_bytes: Longest message.
+
+        Raises:
+            ValueError: ``recipient_rank`` is out of range, or ``chunk_bytes`` not positive.
+            DisagreementError: Another rank refused, or ranks name different recipients.
+        """
+        require_recipient(
+            self.group, "OSS.consolidate_state_dict", recipient_rank, chunk_bytes, None
+        )
+        with record_function("mpidist::oss::consolidate"):
+            state = self._local.state().with_masters()
+            self._consolidation.run(state, recipient_rank, chunk_bytes)
+
+    def consolidate_async(
+        self,
+        recipient_rank: int = 0,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> Consolidating:
+        """Send all ranks' state to one rank while training continues.
+
+        The state is that of the call: each rank copies its shard, and a group and thread of the
+        optimizer's own (``close`` ends them) send the copies. On Linux the thread has the lowest
+        priority: where training keeps all cores busy, a save takes several steps and slows them
+        little. A call first waits for the previous one.
+
+        Collective: over the group.
+
+        Blocks: until this rank's shard is copied.
+
+        Args:
+            recipient_rank: Rank in the group; -1 for all.
+            path: File for the state dict, written by the recipient (``torch.save``) under
+                another name, synced to the disk, then renamed: what has the name is complete.
+            chunk_bytes: Longest message.
+
+        Returns:
+            A handle: ``wait``, ``done``, and ``result``, the state dict in torch's format, on the
+            recipient.
+
+        Raises:
+            ValueError: As ``consolidate_state_dict``; ``path`` with all ranks as recipients.
+            TypeError: ``path`` is no path.
+            DisagreementError: Another rank refused, or ranks give different arguments.
+        """
+        require_recipient(self.group, "OSS.consolidate_async", recipient_rank, chunk_bytes, path)
+        with record_function("mpidist::oss::consolidate_async"):
+            state = self._local.state().with_masters()
+            return self._background.start(state, recipient_rank, chunk_bytes, path)
+
+    def close(self) -> None:
+        """Wait for the last ``consolidate_async``, and end its group.
+
+        Collective: over the group. May be called twice.
+        """
+        self._background.close()
+
+    def state_dict(self, all_ranks: bool = False) -> StateDict:
+        """Return the state as ``optim`` over all parameters on one rank would.
+
+        With a wire there is also ``"masters"``, by parameter number, which torch's optimizers do
+        not read: ``"value"``, the master copy, and ``"seen"`` with a wire of int8, what all ranks
+        saw beside it; both in the parameter's shape and dtype.
+
+        Args:
+            all_ranks: First consolidate on all ranks; collective over the group. Otherwise it is
+                the state of the last ``consolidate_state_dict``, on its recipient.
+
+        Raises:
+            RuntimeError: The state was not consolidated on this rank.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        if all_ranks:
+            self.consolidate_state_dict(-1)
+        result = state_dicts.packed(self.param_groups, self._consolidation.result(self.rank))
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, result)
+            if changed is not None:
+                result = changed
+        return result
+
+    # --- the state of one rank ---
+
+    def rank_local_state_dict(self, *, copies: bool = True) -> RankLocalState:
+        """Return this rank's state as flat tensors, for the same world size and layout.
+
+        ``load_state_dict`` restores the same bits, those of a wire's master copies too.
+        Communicates nothing.
+
+        Args:
+            copies: Return copies in host memory, unchanged by later steps; else the optimizer's own
+                tensors.
+        """
+        state = self._local.state()
+        return rank_local.packed(state.copied(self._copies) if copies else state, self.world_size)
+
+    # --- torch.distributed.checkpoint ---
+
+    def sharded_state_dict(self, *, copies: bool = True, masters: bool = True) -> StateDict:
+        """Return this rank's state for ``torch.distributed.checkpoint``, to save or to load.
+
+        The dict may be part of a larger one, with a model's state. Keys are those of torch's
+        ``get_optimizer_state_dict``: ``state.<name>.<kind>``, ``param_groups.<place>.<setting>``;
+        names are those of named parameters, else numbers. A checkpoint may be loaded at another
+        world size, partition or memory format. Communicates nothing.
+
+        A load fills the keys of this dict. A trainable parameter without state has the keys that
+        its first step would make; for a checkpoint without them pass
+        ``DefaultLoadPlanner(allow_partial_load=True)``, and the next step makes that state.
+
+        Args:
+            copies: Return copies in host memory, unchanged by later steps, as ``async_save`` needs;
+                a load is then complete before ``load_sharded_state_dict`` changes anything. Else
+                return the optimizer's own tensors.
+            masters: With a wire, include its master copies: ``masters.<name>.value``, and
+                ``masters.<name>.seen`` of int8. Else a load needs a checkpoint without them, and
+                masters start from the parameters.
+        """
+        from mpidist.zero import checkpoint  # late: imports torch.distributed.checkpoint
+
+        state = self._local.state()
+        state = state.with_masters() if masters else replace(state, masters=(), seen=())
+        state = state.copied(self._copies) if copies else state
+        return checkpoint.sharded(state, self.optim, self._shards.pieces)
+
+    # --- loading ---
+
+    def load_state_dict(self, state_dict: StateDict | RankLocalState) -> None:
+        """Load a state dict of any world size, in the format of torch, FairScale or this class.
+
+        All ranks pass the same state, or each its own ``rank_local_state_dict``. The argument is
+        not changed.
+
+        The parameters may be loaded before or after. With a wire, the next step compares them with
+        the state's master copies, and renews those of other parameters; so does a state without
+        masters for parameters that were written.
+
+        Collective: over the group.
+
+        Raises:
+            ValueError: The state is of another model, class of optimizers or layout; nothing has
+                been loaded (all ranks).
+            DisagreementError: Another rank refused, or ranks give different settings; nothing has
+                been loaded.
+        """
+        with autograd_mode.allocating(), torch.no_grad():
+            self._load(state_dict)
+
+    def load_sharded_state_dict(self, state_dict: StateDict) -> None:
+        """Load a ``sharded_state_dict`` after ``torch.distributed.checkpoint.load`` has filled it.
+
+        Collective: over the group.
+
+        Raises:
+            ValueError: The state is of another model or class of optimizers; nothing has been
+                loaded (all ranks).
+            DisagreementError: Another rank refused, or ranks have different settings.
+        """
+        from mpidist.zero import checkpoint  # late: imports torch.distributed.checkpoint
+
+        where = "OSS.load_sharded_state_dict"
+        with comparing(self.group, where) as rows:
+            plain = checkpoint.as_torch(state_dict, self.param_groups)
+            state_dicts.require_fits(plain, self.param_groups, self.optim)
+            rows += [("group", groups.text(group)) for group in plain["param_groups"]]
+        with autograd_mode.allocating(), torch.no_grad():
+            self._local.load(
+                where,
+                lambda: checkpoint.shard_of(
+                    state_dict, self.param_groups, self._shards, self._local.state()
+                ),
+            )
+
+    def _load(self, given: Any) -> None:
+        where, shards = "OSS.load_state_dict", self._shards
+        is_local = rank_local.is_rank_local(given)
+        with comparing(self.group, where) as rows:
+            given = dict(given) if isinstance(given, Mapping) else given
+            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                changed = pre_hook(self, given)
+                given = given if changed is None else changed
+            rows.append(("rank-local", is_local))
+            if is_local:
+                rank_local.require_fits(given, shards)
+            else:
+                state_dicts.require_fits(given, self.param_groups, self.optim)
+                rows.append(("state of", state_dicts.summary(given)))
+            rows += [("group", groups.text(group)) for group in given["param_groups"]]
+        if is_local:
+            self._local.load(where, lambda: rank_local.shard_of(given, shards))
+        else:
+            self._local.load(where, lambda: state_dicts.shard_of(given, self.param_groups, shards))
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def local_state_bytes(self) -> int:
+        """Return the bytes of the state that this rank holds."""
+        return self._local.nbytes()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            "OSS holds memory and a group that all ranks share, and cannot be copied: build "
+            "another one on all ranks"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "OSS cannot be pickled: save consolidate_state_dict() and state_dict(), load with "
+            "load_state_dict()"
+        )
+
+
+def _shards_of(
+    group: Group,
+    param_groups: list[ParamGroup],
+    partition: str,
+    cost: Cost,
+    one_copy: bool,
+    wire: Wire | None,
+) -> Shards:
+    """Return the layout of the groups' parameters: numbered, with owners, without buffers."""
+    if one_copy and wire is not None:
+        raise ValueError(
+            "one_copy=True and wire= exclude each other: with a wire each rank keeps its own "
+            "copy of the rounded parameters"
+        )
+    groups.require_host_memory(param_groups if one_copy else [])
+    groups.require_distinct(param_groups)
+    shards = Shards(
+        group,
+        partition,
+        cost,
+        one_copy and group.size > 1,
+        has_masters=wire is not None,
+        saves_seen=wire is not None and not wire.is_rounding,
+    )
+    for each in param_groups:
+        shards.add(each["params"])
+    return shards
 
 
 def _require_current(defaults: dict[str, Any]) -> None:

@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+
 from torch.profiler import record_function
 
-from mpidist import state_scalars
-from mpidist.comm.consistency import comparing, maximum, raising_on_all, require_same
-from mpidist.comm.mpi import autograd_mode
-from mpidist.dynamo import untraced
+from mpidist.comm.consistency import comparing, maximum, require_same
+from mpidist.comm.group_types import Group
 from mpidist.zero import groups
-from mpidist.zero.buffer_plan import owned_parts
-from mpidist.zero.flat_state import FlatState
 from mpidist.zero.groups import ParamGroup
+from mpidist.zero.local_optimizer import LocalOptimizer
 from mpidist.zero.pieces import unchanged
-from mpidist.zero.saving import Saving
+from mpidist.zero.shards import Shards
 from mpidist.zero.wire import Wire
 
-Tensor = torch.Tensor
-Bounds = dict[Tensor, tuple[tuple[int, int, int], ...]]
 _NEW, _MOVED, _REFUSED = 1, 2, 3
 
 
-@untraced
-class ParameterChanges(Saving):
-    """Parameter changes of the sharded optimizer, detected at each step or made by a call."""
+class ParameterChanges:
+    """Follower of parameter changes, which each step detects and some calls make.
 
-    _one_copy: bool
-    _wire: Wire | None
+    Args:
+        group: Native group.
+        parameter_groups: Of all parameters; the sharded optimizer's own list.
+        shards: The sharded optimizer's.
+        local: Its base optimizer.
+        one_copy: Parameters must be in host memory.
+        wire: Format that must carry the parameters.
+    """
 
-    def _prepare(self, refusal: Exception | None = None) -> None:
+    def __init__(
+        self,
+        group: Group,
+        parameter_groups: list[ParamGroup],
+        shards: Shards,
+        local: LocalOptimizer,
+        one_copy: bool,
+        wire: Wire | None,
+    ) -> None:
+        self._group = group
+        self._groups = parameter_groups
+        self._shards = shards
+        self._local = local
+        self._one_copy = one_copy
+        self._wire = wire
+
+    def follow(self, refusal: Exception | None = None) -> None:
         """Follow changes of the parameters' memory and the groups' settings since the last step.
 
         Collective: over the group.
@@ -40,135 +57,73 @@ class ParameterChanges(Saving):
         shards = self._shards
         # Also a barrier: no rank still reads the one copy when the first rank writes.
         own = _MOVED if shards.has_moved() else _NEW if shards.has_new() else 0
-        changed = maximum(self.group, own if refusal is None else _REFUSED)
+        changed = maximum(self._group, own if refusal is None else _REFUSED)
         if changed == _REFUSED:
-            require_same(self.group, "OSS.step", (), refusal)
+            require_same(self._group, "OSS.step", (), refusal)
         if changed == _MOVED:
             with record_function("mpidist::oss::follow"):
-                self._follow()
+                self._move()
         if changed:
-            self._refresh("OSS.step")
+            self.refresh("OSS.step")
         shards.masters.renew(shards.pieces)
-        groups.sync(self.param_groups, self.optim.param_groups)
+        groups.sync(self._groups, self._local.optim.param_groups)
 
-    def _follow(self) -> None:
+    def refresh(self, where: str) -> None:
+        """Follow changes of ``requires_grad``. Collective: over the group.
+
+        Args:
+            where: The method, for messages.
+        """
+        with comparing(self._group, where) as rows:
+            groups.require_carried(self._groups, self._wire)
+            rows += groups.rows(self._groups)
+        shards = self._shards
+        shards.refresh()
+        self._local.extend(shards.make())
+        shards.place_parameters()
+        self._local.flatten()
+        self._local.restore_deferred()
+
+    def add(self, append: Callable[[], None]) -> None:
+        """Follow the addition of a group. Collective: over the group.
+
+        Args:
+            append: Append a group to the groups of all parameters.
+        """
+        count = len(self._groups)
+        try:
+            with comparing(self._group, "OSS.add_param_group") as rows:
+                append()
+                groups.require_host_memory(self._groups[-1:] if self._one_copy else [])
+                groups.require_distinct(self._groups)
+                # All groups: other parameters may train again since the last step.
+                groups.require_carried(self._groups, self._wire)
+                rows += groups.rows(self._groups)
+                owners, _ = self._shards.owners.choose(self._groups[-1]["params"])
+                rows.append(("owners", owners))
+        except Exception:
+            del self._groups[count:]
+            raise
+        local, shards = self._local, self._shards
+        # A scheduler may have changed settings since the last step.
+        groups.sync(self._groups[:-1], local.optim.param_groups)
+        local.add_group(shards.add(self._groups[-1]["params"]) + shards.make())
+        shards.place_parameters()
+        groups.sync(local.optim.param_groups, self._groups)
+        local.flatten()
+        local.restore_deferred()
+
+    def _move(self) -> None:
         """Move the buffers and the state to the parameters' new device or dtype.
 
         Collective: over the group.
         """
-        with comparing(self.group, "OSS.step") as rows:
-            groups.require_host_memory(self.param_groups if self._one_copy else [])
-            self._shards.require_shapes()
-            rows += groups.rows(self.param_groups)
-        same = unchanged(self._shards.pieces, self._shards.plans)
-        self._shards.follow()
-        self._state = FlatState()
-        state = self.optim.state
-        kept = {piece.tensor: state[piece.tensor] for piece in same if piece.tensor in state}
+        shards = self._shards
+        with comparing(self._group, "OSS.step") as rows:
+            groups.require_host_memory(self._groups if self._one_copy else [])
+            shards.require_shapes()
+            rows += groups.rows(self._groups)
+        same = unchanged(shards.pieces, shards.plans)
+        shards.follow()
         # load_state_dict converts state by torch's rules; unchanged pieces keep their own.
-        held = self.optim.state_dict()
-        self.optim.load_state_dict(held)
-        state_scalars.restore(self.optim, held)
-        self.optim.state.update(kept)
-        self.state = self.optim.state
-        self._flatten_state()
-
-    def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add a group of parameters; its parameters are divided among the ranks separately.
-
-        Collective: over the group.
-        """
-        if not self._is_constructed:
-            super().add_param_group(param_group)
-            return
-        with autograd_mode.allocating(), torch.no_grad():
-            self._add(param_group)
-
-    def _add(self, param_group: ParamGroup) -> None:
-        count = len(self.param_groups)
-        try:
-            with comparing(self.group, "OSS.add_param_group") as rows:
-                super().add_param_group(param_group)
-                groups.require_host_memory(self.param_groups[-1:] if self._one_copy else [])
-                groups.require_distinct(self.param_groups)
-                # All groups: other parameters may train again since the last step.
-                groups.require_carried(self.param_groups, self._wire)
-                rows += groups.rows(self.param_groups)
-                owners, _ = self._shards.owners.choose(self.param_groups[-1]["params"])
-                rows.append(("owners", owners))
-        except Exception:
-            del self.param_groups[count:]
-            raise
-        new = self.param_groups[-1]
-        # A scheduler may have changed settings since the last step.
-        groups.sync(self.param_groups[:-1], self.optim.param_groups)
-        made = self._shards.add(new["params"]) + self._shards.make()
-        *earlier, own = groups.by_group(self.param_groups, made)
-        for group, tensors in zip(self.optim.param_groups, earlier, strict=True):
-            group["params"] += tensors
-        with raising_on_all(self.group, "OSS.add_param_group"):
-            self.optim.add_param_group({**groups.settings(new), "params": own})
-        self._shards.place_parameters()
-        groups.sync(self.optim.param_groups, self.param_groups)
-        self._flatten_state()
-        self._restore_unowned()
-
-    def refresh_trainable(self) -> None:
-        """Follow changes of ``requires_grad``: parameters that were frozen, or train again.
-
-        Collective: over the group.
-        """
-        with autograd_mode.allocating(), torch.no_grad():
-            self._prepare()
-            self._refresh("OSS.refresh_trainable")
-
-    def _refresh(self, where: str) -> None:
-        with comparing(self.group, where) as rows:
-            groups.require_carried(self.param_groups, self._wire)
-            rows += groups.rows(self.param_groups)
-        shards = self._shards
-        shards.refresh()
-        made = shards.make()
-        for place, tensors in enumerate(groups.by_group(self.param_groups, made)):
-            self.optim.param_groups[place]["params"] += tensors
-        shards.place_parameters()
-        self._flatten_state()
-        self._restore_unowned()
-
-    def partition_parameters(self) -> list[list[ParamGroup]]:
-        """Return each rank's groups: settings, and in ``params`` the parameters that the rank owns.
-
-        A cut parameter is in ``params`` as vectors of its elements.
-        """
-        spans = self.bounds() if self._shards.steps_parameters is False else {}
-        number = 0
-        found: list[list[ParamGroup]] = [[] for _ in range(self.world_size)]
-        for group in self.param_groups:
-            held: list[list[Tensor]] = [[] for _ in range(self.world_size)]
-            for parameter in group["params"]:
-                if parameter in spans and len(spans[parameter]) > 1:
-                    flat = parameter.detach().as_strided(
-                        (parameter.numel(),), (1,), parameter.storage_offset()
-                    )
-                    for rank, start, stop in spans[parameter]:
-                        held[rank].append(flat[start:stop])
-                else:
-                    owner = (
-                        spans[parameter][0][0]
-                        if parameter in spans
-                        else self._shards.owners[number]
-                    )
-                    held[owner].append(parameter)
-                number += 1
-            for rank, params in enumerate(held):
-                found[rank].append({**groups.settings(group), "params": params})
-        return found
-
-    def bounds(self) -> Bounds:
-        """Return the owners of each trainable parameter's elements: (rank, start, stop).
-
-        Elements are counted in the order of their memory.
-        """
-        shards = self._shards
-        spans = owned_parts(shards.plans)
-        return {shards.parameters[number]: parts for number, parts in spans.items()}
+        self._local.convert(same)

@@ -9,13 +9,13 @@ Letters: W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from mpidist.comm.group_types import Group
 from mpidist.kernels.view import laid_out
-from mpidist.zero.buffer_plan import BufferPlan, Span, cut, split, whole
+from mpidist.zero.buffer_plan import BufferPlan, Span, cut, owned_parts, split, whole
 from mpidist.zero.flat_buffers import FlatBuffers
 from mpidist.zero.master_weights import Masters, exact_masters
 from mpidist.zero.partition import FLAT, Cost, Owners
@@ -36,12 +36,16 @@ class Shards:
         saves_seen: See ``Masters``.
 
     Attributes:
+        group: As given.
         parameters: By number.
         owners: The owning rank of each parameter, if it is not cut.
         pieces: This rank's.
         plans: One for each flat buffer, in the order in which they were made.
         flats: The elements of each flat buffer.
+        outside: Those of ``pieces`` whose parameters are frozen, in no buffer.
+        is_one_copy: All ranks of a node read the memory that this rank's step writes.
         masters: The master copies; empty without ``has_masters``.
+        steps_parameters: This rank's pieces are whole parameters themselves.
     """
 
     def __init__(
@@ -58,8 +62,11 @@ class Shards:
         self.pieces: list[Piece] = []
         self.plans: list[BufferPlan] = []
         self.flats: list[Tensor] = []
+        self.is_one_copy = True  # of no buffer yet
+        self.outside: list[Piece] = []
         self.masters = Masters(saves_seen)
-        self._group = group
+        self.steps_parameters = partition != FLAT and not has_masters
+        self.group = group
         self._partition = partition
         self._one_copy = one_copy
         self._has_masters = has_masters
@@ -68,19 +75,16 @@ class Shards:
         self._pending: list[FlatBuffers] = []  # allocated, without parameters
         self._placed: set[int] = set()  # numbers of parameters in their place, or empty and trained
 
-    @property
-    def steps_parameters(self) -> bool:
-        """Return whether this rank's pieces are whole parameters themselves."""
-        return self._partition != FLAT and not self._has_masters
-
-    def numbers(self) -> frozenset[int]:
+    def stepped_numbers(self) -> frozenset[int]:
         """Return the numbers of the parameters that a rank steps or has stepped."""
         return frozenset(self._buffers_of.keys() | self._placed)
 
-    @property
-    def is_one_copy(self) -> bool:
-        """Return whether all ranks of a node read the memory that this rank's step writes."""
-        return all(buffers.is_one_copy for buffers in self._buffers)
+    def without_piece(self, numbers: Iterable[int]) -> list[int]:
+        """Return the numbers, of those given, of the parameters that no rank steps yet."""
+        if self.steps_parameters:
+            return []
+        stepped = self.stepped_numbers()
+        return [number for number in numbers if number not in stepped]
 
     def add(self, parameters: Sequence[Tensor]) -> list[Piece]:
         """Number more parameters and choose their owners; communicates nothing.
@@ -96,7 +100,7 @@ class Shards:
         own = [
             Piece(number, parameter, 0, parameter.numel(), parameter)
             for number, parameter in enumerate(parameters, first)
-            if self.owners[number] == self._group.rank
+            if self.owners[number] == self.group.rank
         ]
         self.pieces += own
         return own
@@ -118,12 +122,12 @@ class Shards:
         }
         pieces = self._make_empty([number for number, p in new.items() if not p.numel()])
         plans = (
-            cut(new, self._group.size)
+            cut(new, self.group.size)
             if self._partition == FLAT
-            else whole(new, dict(enumerate(self.owners)), self._group.size)
+            else whole(new, dict(enumerate(self.owners)), self.group.size)
         )
         if plans:
-            buffers = FlatBuffers(self._group, plans, new, self._one_copy)
+            buffers = FlatBuffers(self.group, plans, new, self._one_copy)
             self._pending.append(buffers)
             pieces += self._append(buffers)
         self.pieces += pieces
@@ -138,6 +142,7 @@ class Shards:
         for buffers in pending:
             buffers.place_parameters()
             self._placed.update(slot.number for plan in buffers.plans for slot in plan.slots)
+        self._find_outside()
         self.masters.renew(self.pieces)
 
     def refresh(self) -> None:
@@ -158,6 +163,7 @@ class Shards:
             buffers.place(returning)
             self._placed.update(returning)
             self.masters.invalidate(returning)
+        self._find_outside()
         self.masters.renew(self.pieces)
 
     def has_new(self) -> bool:
@@ -196,11 +202,6 @@ class Shards:
         placed = self._placed
         return [piece for piece in self.pieces if piece.number in placed]
 
-    def outside(self) -> list[Piece]:
-        """Return this rank's pieces of frozen parameters, which are in no buffer."""
-        placed = self._placed
-        return [piece for piece in self.pieces if piece.number not in placed]
-
     def follow(self) -> None:
         """Reallocate the buffers on the parameters' present devices, in their present dtypes.
 
@@ -211,7 +212,7 @@ class Shards:
         """
         buffers_of, old = self._buffers_of, self._buffers
         self._buffers, self._buffers_of = [], {}
-        self.plans, self.flats = [], []
+        self.plans, self.flats, self.is_one_copy = [], [], True
         kept: Mapping[int, Tensor] = {}
         if self._has_masters:
             self.masters.settle(self.pieces)
@@ -227,7 +228,7 @@ class Shards:
                 else {number: former.view(number) for number in numbers}
             )
             parameters = {number: self.parameters[number] for number in numbers}
-            buffers = FlatBuffers(self._group, plans, parameters, self._one_copy, order)
+            buffers = FlatBuffers(self.group, plans, parameters, self._one_copy, order)
             buffers.place([number for number in numbers if former.holds(number)])
             self._append(buffers)
         for piece in self.pieces:
@@ -240,7 +241,7 @@ class Shards:
 
     def seen(self) -> list[Tensor]:
         """Return copies of what ranks see of this rank's shards; empty if it is not saved."""
-        rank = self._group.rank
+        rank = self.group.rank
         own = (
             flat[plan.bounds[rank] : plan.bounds[rank + 1]]
             for plan, flat in zip(self.plans, self.flats, strict=True)
@@ -249,7 +250,7 @@ class Shards:
 
     def owned(self) -> list[list[int]]:
         """Return for each rank the numbers of the parameters that it owns, whole or in part."""
-        ranks = range(self._group.size)
+        ranks = range(self.group.size)
         if self.steps_parameters:
             return [
                 [number for number, owner in enumerate(self.owners) if owner == rank]
@@ -257,18 +258,46 @@ class Shards:
             ]
         return [[span.number for plan in self.plans for span in plan.spans(rank)] for rank in ranks]
 
+    def bounds(self) -> dict[Tensor, tuple[tuple[int, int, int], ...]]:
+        """Return the owners of each placed parameter's elements: (rank, start, stop)."""
+        spans = owned_parts(self.plans)
+        return {self.parameters[number]: parts for number, parts in spans.items()}
+
+    def by_owner(self) -> list[list[list[Tensor]]]:
+        """Return for each parameter the tensors of it that each rank owns: vectors of a cut one."""
+        spans = {} if self.steps_parameters else owned_parts(self.plans)
+        found = []
+        for number, parameter in enumerate(self.parameters):
+            held: list[list[Tensor]] = [[] for _ in range(self.group.size)]
+            parts = spans.get(number, ())
+            if len(parts) > 1:
+                flat = parameter.detach().as_strided(
+                    (parameter.numel(),), (1,), parameter.storage_offset()
+                )
+                for rank, start, stop in parts:
+                    held[rank].append(flat[start:stop])
+            else:
+                held[parts[0][0] if parts else self.owners[number]].append(parameter)
+            found.append(held)
+        return found
+
     def sizes(self) -> list[int]:
         """Return the elements of this rank's shard of each flat buffer."""
-        rank = self._group.rank
+        rank = self.group.rank
         return [plan.bounds[rank + 1] - plan.bounds[rank] for plan in self.plans]
+
+    def _find_outside(self) -> None:
+        placed = self._placed
+        self.outside = [piece for piece in self.pieces if piece.number not in placed]
 
     def _append(self, buffers: FlatBuffers) -> list[Piece]:
         """Add buffers, and point this rank's pieces to their elements; return the new pieces."""
-        first, rank, made = len(self.plans), self._group.rank, []
+        first, rank, made = len(self.plans), self.group.rank, []
         own = {piece.number: piece for piece in self.pieces}
         self._buffers.append(buffers)
         self.plans += buffers.plans
         self.flats += buffers.flats
+        self.is_one_copy = self.is_one_copy and buffers.is_one_copy
         for place, plan in enumerate(buffers.plans, first):
             self._buffers_of.update(dict.fromkeys(plan.by_number, buffers))
             low, high = plan.bounds[rank : rank + 2]
@@ -295,7 +324,7 @@ class Shards:
         own = [
             (number, self.parameters[number])
             for number in numbers
-            if self.owners[number] == self._group.rank
+            if self.owners[number] == self.group.rank
         ]
         return [
             Piece(number, parameter, 0, 0, torch.nn.Parameter(torch.empty_like(parameter)))

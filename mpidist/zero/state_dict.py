@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpidist.zero import groups as parameter_groups
 from mpidist.zero.flat_buffers import in_memory_order
-from mpidist.zero.groups import Groups, ParamGroup, settings
+from mpidist.zero.flat_state import ParamState
+from mpidist.zero.groups import Groups, ParamGroup
 from mpidist.zero.pieces import Piece
+from mpidist.zero.shard_state import (
+    MASTER_KIND,
+    SEEN_KIND,
+    ShardState,
+    StateByNumber,
+    forms_of,
+)
+from mpidist.zero.shards import Shards
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
 
 Tensor = torch.Tensor
-ParamState: TypeAlias = dict[str, object]  # of one parameter: values by name
-StateByNumber: TypeAlias = dict[int, ParamState]
 
 # A wire's master copies are beside the state, under a key that torch's optimizers do not read:
 # among a parameter's state they would pass for the state of a first step. By parameter, each has
 # a dict of the master, and of the values that all ranks saw if the master does not give them.
 MASTERS, MASTER, SEEN = "masters", "value", "seen"
-# Names of both among a parameter's state, on the way there.
-_NAMES = {"mpidist.master": MASTER, "mpidist.seen": SEEN}
-MASTER_KIND, SEEN_KIND = _NAMES
+# Names of both in that dict, and among a parameter's state.
+MASTER_NAMES = {MASTER: MASTER_KIND, SEEN: SEEN_KIND}
+_NAMES = {kind: name for name, kind in MASTER_NAMES.items()}
 
 # Names of the state that torch's optimizers keep for each parameter.
 _KINDS: dict[type, frozenset[str]] = {
@@ -47,7 +53,7 @@ _KINDS: dict[type, frozenset[str]] = {
 
 def packed(groups: Groups, state: StateByNumber) -> StateDict:
     """Return a state dict: ``state`` by number, and the groups with numbers for parameters."""
-    return assembled(state, packed_groups(groups, itertools.count()))
+    return assembled(state, parameter_groups.packed(groups))
 
 
 def assembled(
@@ -66,18 +72,6 @@ def assembled(
     if masters:
         result[MASTERS] = masters
     return result
-
-
-def packed_groups(groups: Groups, keys: Iterable[Hashable]) -> list[ParamGroup]:
-    """Return copies of the groups with a key for each parameter, in the parameters' order."""
-    remaining = iter(keys)
-    return [
-        {
-            **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
-            "params": list(itertools.islice(remaining, len(group["params"]))),
-        }
-        for group in groups
-    ]
 
 
 def is_known(optim: torch.optim.Optimizer) -> bool:
@@ -183,80 +177,47 @@ def _require_masters(masters: object, parameters: Mapping[Hashable, Tensor]) -> 
                 )
 
 
-def local(
-    given: StateDict, groups: Groups, base_groups: Groups, pieces: Sequence[Piece]
-) -> StateDict:
-    """Return a state dict for the base optimizer of one rank, with the state of its pieces.
+def shard_of(given: StateDict, groups: Groups, shards: Shards) -> ShardState:
+    """Return this rank's part of a state dict that fits; its tensors are the state dict's.
 
     Args:
+        given: Equal on all ranks.
         groups: Of all parameters.
-        base_groups: Of the base optimizer.
-        pieces: This rank's.
     """
-    saved_groups = given["param_groups"]
-    ids = {id(parameter): key for key, parameter in _by_id(saved_groups, groups).items()}
-
-    def held_by(piece: Piece) -> ParamState | None:
-        held = given["state"].get(ids[id(piece.parameter)])
-        return None if held is None else {name: part(value, piece) for name, value in held.items()}
-
-    return for_base(saved_groups, base_groups, pieces, held_by)
-
-
-def for_base(
-    saved_groups: Groups,
-    base_groups: Groups,
-    pieces: Sequence[Piece],
-    held_by: Callable[[Piece], ParamState | None],
-) -> StateDict:
-    """Return a state dict for the base optimizer, by its own numbers.
-
-    Args:
-        saved_groups: Groups with the settings to load.
-        held_by: Return a piece's state, or None.
-    """
-    by_tensor = {id(piece.tensor): piece for piece in pieces}
-    result: list[ParamGroup] = []
-    state: StateByNumber = {}
-    number = 0
-    for saved, base in zip(saved_groups, base_groups, strict=True):
-        numbers = list(range(number, number + len(base["params"])))
-        number += len(numbers)
-        result.append({**copy.deepcopy(settings(saved)), "params": numbers})
-        for own, tensor in zip(numbers, base["params"], strict=True):
-            held = held_by(by_tensor[id(tensor)])
-            if held is not None:
-                state[own] = held
-    return {"state": state, "param_groups": result}
-
-
-def take_settings(base_groups: Groups, saved: Groups, groups: Groups) -> None:
-    """Copy the loaded settings, and parameter names if given, to the groups of all parameters."""
-    for base, given, own in zip(base_groups, saved, groups, strict=True):
-        kept = {"params": own["params"]}
-        if "param_names" in given or "param_names" in own:
-            kept["param_names"] = copy.copy(given.get("param_names", own.get("param_names")))
-        loaded = {**base, **kept}
-        own.clear()
-        # torch keeps the order of the loaded settings.
-        for key in (*given, *loaded):
-            if key in loaded:
-                own.setdefault(key, loaded[key])
+    state, rank = by_number(given, groups), shards.group.rank
+    deferred = {number: shards.owners[number] for number in shards.without_piece(state)}
+    entries = {number: state[number] for number, owner in deferred.items() if owner == rank}
+    for number, held in by_number(given, groups, MASTERS).items():
+        masters = {kind: held[name] for name, kind in MASTER_NAMES.items() if name in held}
+        state[number] = {**state.get(number, {}), **masters}
+    for piece in shards.pieces:
+        values = state.get(piece.number)
+        if values is not None:
+            entries[piece.number] = {name: part(value, piece) for name, value in values.items()}
+    return ShardState(
+        rank=rank,
+        groups=given["param_groups"],
+        kinds=(),
+        flats=(),
+        entries=entries,
+        masters=(),
+        seen=(),
+        deferred=deferred,
+        plans=tuple(shards.plans),
+        forms=forms_of(shards.parameters),
+    )
 
 
 def part(value: object, piece: Piece) -> object:
-    """Return a piece's part of a value of its parameter's state; steps do not change the value."""
-    if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
+    """Return a piece's part of a value of its parameter's state, a view where strides allow."""
     if (
-        value.dim() == 0
+        not isinstance(value, torch.Tensor)
+        or value.dim() == 0
         or value.shape != piece.parameter.shape
         or value.layout is not torch.strided
+        or (piece.is_whole and piece.tensor.shape == value.shape)
     ):
-        return value.clone()
-    if piece.is_whole and piece.tensor.shape == value.shape:
-        # A piece with a home needs no copy: its value is copied into the flat tensor.
-        return value if piece.home is not None else value.clone()
+        return value
     return in_memory_order(value, piece.parameter)[piece.start : piece.stop].view(
         piece.tensor.shape
     )

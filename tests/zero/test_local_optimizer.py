@@ -93,11 +93,11 @@ def test_kinds_of_state_that_were_not_loaded_are_gone(group):
     train(optimizer, range(1))
     plain = whole((torch.optim.Adam, {"lr": 0.01}))
     train(plain, range(1))
-    before = optimizer._state.kinds.values()
+    before = optimizer._local.flat.kinds.values()
     nbytes, kept = sum(flat.nbytes for flat in before), {flat.data_ptr() for flat in before}
     optimizer.load_state_dict(plain.state_dict())
     found = optimizer.state_dict(all_ranks=True)
-    flats = optimizer._state.kinds.values()
+    flats = optimizer._local.flat.kinds.values()
     ok = same(found, plain.state_dict()) and 3 * sum(flat.nbytes for flat in flats) == 2 * nbytes
     agree(
         group, ok and {flat.data_ptr() for flat in flats} <= kept, "the memory was not used again"
@@ -132,7 +132,7 @@ def test_state_of_parameters_that_no_rank_steps_is_kept_and_handed_over(group):
         found = again.state_dict(all_ranks=True)
         agree(
             group,
-            same(found["state"], expected.state_dict()["state"]) and not again._unowned.owners,
+            same(found["state"], expected.state_dict()["state"]) and not again._local.deferred,
         )
 
 

@@ -1,4 +1,4 @@
-"""Image of one rank's state: scalars in one transfer, copies of device memory by pinned chunks."""
+"""State of one rank as data: scalars in one transfer, copies of device memory by pinned chunks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import pytest
 import torch
 
 from mpidist.comm.algorithms import staging
-from mpidist.zero import shard_image
 from mpidist.zero.flat_state import FlatState
 from mpidist.zero.result_memory import KeptMemory
-from mpidist.zero.shard_image import InFlat, Loose, ShardImage
+from mpidist.zero.shard_state import InFlat, ShardState, entries_of
 from tests.comm.lazy_device import LazyDevice
 from tests.transfers import CUDA, counted, no_waits, waits
 
 NUMBERS = range(30)
 
 
-def image_of_steps(device):
-    """Return the image of parameters each with a count of steps on a device and a factor."""
+def entries_of_steps(device):
+    """Return the entries of parameters each with a count of steps on a device and a factor."""
     parameters = [torch.zeros(2, device=device) for _ in NUMBERS]
     pieces = [SimpleNamespace(number=n, tensor=parameters[n], home=None) for n in NUMBERS]
     state = {
@@ -30,42 +29,52 @@ def image_of_steps(device):
         }
         for n in NUMBERS
     }
-    shards = SimpleNamespace(
-        pieces=pieces,
-        masters=SimpleNamespace(flats=()),
-        seen=list,
+    return entries_of(pieces, FlatState(), state, {40: {"step": torch.ones(())}}), state
+
+
+def state_with(flats, outside=(), masters=()):
+    return ShardState(
+        rank=0,
+        groups=[],
+        kinds=(),
+        flats=tuple(flats),
+        entries={number: {"rows": tensor, "step": 1} for number, tensor in enumerate(outside)},
+        masters=tuple(masters),
+        seen=(),
+        deferred={},
         plans=(),
-        parameters=parameters,
+        forms=(),
     )
-    return shard_image.image_of(shards, FlatState(), state, {40: {"step": torch.ones(())}}, 0)
 
 
-def image_with(flats, loose=(), masters=()):
-    return ShardImage(0, (), tuple(flats), tuple(loose), {}, tuple(masters), (), (), ())
+def outside_of(state):
+    return [tensor for *_, tensor in state.outside()]
 
 
-def test_entries_are_copies_of_scalars_and_places_of_tensors():
-    image = image_of_steps("cpu")
-    assert [image.entries[n]["step"].item() for n in NUMBERS] == [float(n) for n in NUMBERS]
-    assert [image.entries[n]["row"] for n in NUMBERS] == [Loose(n) for n in NUMBERS]
-    assert [image.entries[n]["count"] for n in NUMBERS] == list(NUMBERS)
-    assert image.entries[40]["step"] == 1 and not isinstance(image.entries[0]["step"], InFlat)
+def test_entries_are_copies_of_scalars_and_other_tensors_themselves():
+    entries, state = entries_of_steps("cpu")
+    held = list(state.values())
+    assert [entries[n]["step"].item() for n in NUMBERS] == [float(n) for n in NUMBERS]
+    assert all(entries[n]["step"] is not held[n]["step"] for n in NUMBERS)
+    assert all(entries[n]["row"].data_ptr() == held[n]["row"].data_ptr() for n in NUMBERS)
+    assert [entries[n]["count"] for n in NUMBERS] == list(NUMBERS)
+    assert entries[40]["step"] == 1 and not isinstance(entries[0]["step"], InFlat)
 
 
 def test_steps_counted_on_a_device_are_one_transfer():
     """As those of fused and capturable optimizers are."""
     with counted() as counts:
-        image = image_of_steps(CUDA)
-        assert image.entries[3]["step"].device.type == "cpu"
+        entries, _ = entries_of_steps(CUDA)
+        assert entries[3]["step"].device.type == "cpu"
         assert counts.down == ["_to_copy"]
 
 
 @pytest.mark.gpu
 def test_steps_counted_on_a_gpu_wait_once():
     with waits() as found:
-        image = image_of_steps(CUDA)
+        entries, _ = entries_of_steps(CUDA)
     assert len(found) == 1
-    assert [image.entries[n]["step"].item() for n in NUMBERS] == [float(n) for n in NUMBERS]
+    assert [entries[n]["step"].item() for n in NUMBERS] == [float(n) for n in NUMBERS]
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
@@ -89,12 +98,12 @@ def test_copies_hold_what_the_device_computes_late_through_few_pinned_chunks(mon
     held = [torch.zeros_like(value) for value in values]
     for tensor, value in zip(held, values, strict=True):
         device.current().do(lambda tensor=tensor, value=value: tensor.copy_(value))
-    image = image_with(held[:3], held[4:], held[3:4]).copied(KeptMemory())
+    state = state_with(held[:3], held[4:], held[3:4]).copied(KeptMemory())
     # Later steps change the state.
     for tensor in held:
         device.current().do(lambda tensor=tensor: tensor.fill_(7))
     device.current().record().synchronize()
-    made = [*image.flats, *image.masters, *image.loose]
+    made = [*state.flats, *state.masters, *outside_of(state)]
     assert all(torch.equal(copy, value) for copy, value in zip(made, values, strict=True))
     assert len(pinned) == 3 and max(pinned) <= 256
     assert not device.strays
@@ -102,19 +111,21 @@ def test_copies_hold_what_the_device_computes_late_through_few_pinned_chunks(mon
 
 def test_copies_of_host_memory_take_no_pinned_memory():
     held = torch.arange(1000.0)
-    image = image_with([held], [torch.arange(6.0).view(2, 3).t()]).copied(KeptMemory())
+    rows = torch.arange(6.0).view(2, 3).t()
+    before = state_with([held], [rows])
+    state = before.copied(KeptMemory())
     held.fill_(0)
-    assert torch.equal(image.flats[0], torch.arange(1000.0))
-    assert torch.equal(image.loose[0], torch.arange(6.0).view(2, 3).t())
+    assert torch.equal(state.flats[0], torch.arange(1000.0)) and state.entries[0]["step"] == 1
+    assert torch.equal(outside_of(state)[0], rows) and before.entries[0]["rows"] is rows
 
 
 @pytest.mark.gpu
 def test_copies_of_a_gpus_memory_wait_for_events_alone():
     held = [torch.arange(3_000_000.0, device=CUDA), torch.ones(4, 5, device=CUDA).t()]
     memory = KeptMemory()
-    image_with(held).copied(memory)  # pinned memory is allocated
+    state_with(held).copied(memory)  # pinned memory is allocated
     with no_waits():
-        image = image_with(held).copied(memory)
+        state = state_with(held).copied(memory)
     assert all(
-        torch.equal(copy, value.cpu()) for copy, value in zip(image.flats, held, strict=True)
+        torch.equal(copy, value.cpu()) for copy, value in zip(state.flats, held, strict=True)
     )

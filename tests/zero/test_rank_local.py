@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpidist.errors import DisagreementError
-from mpidist.zero import local_state
+from mpidist.zero import rank_local
 from tests.support import agree, raises_on_all
 from tests.zero.stateful import ADAM, SGD, same, same_run, sharded, take_parameters, train
 
@@ -23,7 +23,7 @@ def test_training_goes_on_where_each_rank_saved_its_own(group, partition, tmp_pa
         own, kept = source.rank_local_state_dict(copies=False), source.rank_local_state_dict()
         before = copy.deepcopy(saved)
         ok = [one.data_ptr() for one in own["flats"]] == [
-            one.data_ptr() for one in source._state.kinds.values()
+            one.data_ptr() for one in source._local.flat.kinds.values()
         ]
         target = sharded(group, kind, partition)
         take_parameters(target, source)
@@ -67,8 +67,8 @@ def test_another_layout_is_refused_by_all_ranks(group):
     agree(
         group,
         same(after, before)
-        and local_state.is_rank_local(saved)
-        and not local_state.is_rank_local(after),
+        and rank_local.is_rank_local(saved)
+        and not rank_local.is_rank_local(after),
     )
 
 
