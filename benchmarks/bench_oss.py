@@ -18,7 +18,7 @@ import torch.distributed as dist
 from harness import benchmark_options, environment, plots, report, tables, timing
 from harness.timing import Contender, Series
 from mpidist import progress_bar
-from mpidist.zero.pieces import Gradients
+from mpidist.zero.shards.pieces import Gradients
 from optimizer import state_bytes
 from optimizer.cases import WAYS, Peers, check, mlp, muons, optimizers
 

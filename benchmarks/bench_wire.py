@@ -18,7 +18,8 @@ import mpidist.comm
 from harness import benchmark_options, devices, environment, report, timing
 from harness.goals import Goal, judge
 from mpidist.kernels.quantize import blocks_in, dequantize_add, quantize_change
-from mpidist.zero.wire import Wire, wire_of
+from mpidist.zero.wire.formats import wire_of
+from mpidist.zero.wire.wire import Wire
 
 _NUMEL = 1 << 23
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -17,7 +17,7 @@ import torch
 
 from mpidist import comm, progress_bar
 from mpidist.comm.mpi import library, runtime
-from mpidist.zero.wire_tuning import measured_segments
+from mpidist.zero.wire.tuning import measured_segments
 
 _SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mpidist.folder_sync import sync_folder
-from mpidist.zero import background
+from mpidist.zero.state import background
 
 
 @pytest.fixture

@@ -38,7 +38,8 @@ STOREYS = {
         ["algorithms"],
         [""],
         ["transport"],
-    ]
+    ],
+    "zero": [["wire"], ["shards"], ["state"], ["step"], [""]],
 }
 
 # Libraries that only one part may import, and names that only one module may use.

@@ -144,15 +144,11 @@ COVERED_BY = {
     "rpc/requests": "rpc/test_calls.py",
     "rpc/rref": "rpc/test_rrefs.py",
     "rpc/wire": "rpc/test_message.py",
-    "zero/parameter_gather": "zero/test_training.py",
     "c10d/backend": "integration/test_torch_groups.py",
     "c10d/up_to_213/dispatched": "integration/test_torch_profiler.py",
     "c10d/up_to_213/overrides": "integration/test_torch_api.py",
     "c10d/reductions": "integration/test_torch_api.py",
     "tune": "comm/algorithms/test_tuning.py",
-    "zero/wire_half": "zero/test_wire.py",
-    "zero/wire_int8": "zero/test_wire.py",
-    "zero/wire_memory": "zero/test_wire.py",
 }
 
 

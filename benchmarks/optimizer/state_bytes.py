@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness import tables
-from mpidist.zero import buffer_plan, partition
+from mpidist.zero.shards import buffer_plan, partition
 from training import gradient_lists
 
 _WORLDS = (1, 2, 3, 4, 8, 64)

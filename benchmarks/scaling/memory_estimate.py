@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpidist.ddp.hooks import lowrank
-from mpidist.zero import buffer_plan
-from mpidist.zero.partition import PARTITIONS
+from mpidist.zero.shards import buffer_plan
+from mpidist.zero.shards.partition import PARTITIONS
 from optimizer import state_bytes
 from training.gradient_lists import Shape
 

@@ -34,8 +34,8 @@ from mpidist.comm.consistency import comparing, converting_errors, maximum, same
 from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.ddp.hooks import checkpoint as powersgd
 from mpidist.errors import CheckpointError
-from mpidist.zero.merging import merged
-from mpidist.zero.rank_local import RankLocalState
+from mpidist.zero.state.merging import merged
+from mpidist.zero.state.rank_local import RankLocalState
 
 if TYPE_CHECKING:
     import torch

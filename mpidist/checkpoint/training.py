@@ -19,9 +19,9 @@ from mpidist.checkpoint.manifest import MODEL, OPTIMIZER, TRAINING, Contents
 from mpidist.checkpoint.plain_data import require_plain
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.layout import SavedPlan
-from mpidist.zero import state_dict
 from mpidist.zero.optimizer import OSS
-from mpidist.zero.rank_local import RankLocalState
+from mpidist.zero.state import state_dict
+from mpidist.zero.state.rank_local import RankLocalState
 
 WHOLE, SHARDS = "whole", "shards"
 POWERSGD, STATE = "powersgd", "state"

@@ -16,7 +16,7 @@ from mpidist.ddp.layout import Layout
 Tensor = torch.Tensor
 
 # Set on the parameters meanwhile: a sharded optimizer then uses ``.grad``, the average of the ranks
-# with inputs (``mpidist.zero.join``).
+# with inputs (``mpidist.zero.step.join``).
 _IS_SHADOWING = "_mpidist_is_shadowing"
 
 

@@ -13,7 +13,7 @@ import torch
 
 from mpidist.comm.algorithms.reduce_op import MAX, SUM
 from mpidist.comm.group_types import Group
-from mpidist.zero.pieces import Piece
+from mpidist.zero.shards.pieces import Piece
 
 Tensor = torch.Tensor
 Filter = Callable[[list[Tensor]], Iterable[Tensor]]  # returns some of the given parameters

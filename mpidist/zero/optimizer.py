@@ -23,24 +23,27 @@ from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.comm.mpi import autograd_mode
 from mpidist.comm.resolve_group import default_group, native_group
 from mpidist.dynamo import untraced
-from mpidist.zero import clipping, groups, rank_local
-from mpidist.zero import partition as partitions
-from mpidist.zero import state_dict as state_dicts
-from mpidist.zero.background import Background, Consolidating
-from mpidist.zero.consolidation import CHUNK_BYTES, Consolidation, require_recipient
-from mpidist.zero.groups import ParamGroup
-from mpidist.zero.in_backward import Hook, SteppingHook
-from mpidist.zero.join import StepHook
-from mpidist.zero.local_optimizer import LocalOptimizer
-from mpidist.zero.parameter_changes import ParameterChanges
-from mpidist.zero.parameter_gather import ParameterGather
-from mpidist.zero.partition import GREEDY, Cost
-from mpidist.zero.pieces import Gradients
-from mpidist.zero.rank_local import RankLocalState
-from mpidist.zero.result_memory import KeptMemory
-from mpidist.zero.shards import Shards
-from mpidist.zero.step_policy import StepPolicy
-from mpidist.zero.wire import Wire, wire_of
+from mpidist.zero import clipping
+from mpidist.zero.shards import groups
+from mpidist.zero.shards import partition as partitions
+from mpidist.zero.shards.groups import ParamGroup
+from mpidist.zero.shards.partition import GREEDY, Cost
+from mpidist.zero.shards.pieces import Gradients
+from mpidist.zero.shards.shards import Shards
+from mpidist.zero.state import rank_local
+from mpidist.zero.state import state_dict as state_dicts
+from mpidist.zero.state.background import Background, Consolidating
+from mpidist.zero.state.consolidation import CHUNK_BYTES, Consolidation, require_recipient
+from mpidist.zero.state.local_optimizer import LocalOptimizer
+from mpidist.zero.state.rank_local import RankLocalState
+from mpidist.zero.state.result_memory import KeptMemory
+from mpidist.zero.step.backward_steps import Hook, SteppingHook
+from mpidist.zero.step.join import StepHook
+from mpidist.zero.step.parameter_changes import ParameterChanges
+from mpidist.zero.step.parameter_gather import ParameterGather
+from mpidist.zero.step.policy import StepPolicy
+from mpidist.zero.wire.formats import wire_of
+from mpidist.zero.wire.wire import Wire
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT, StateDict
@@ -534,7 +537,7 @@ class OSS(torch.optim.Optimizer, Joinable):
                 ``masters.<name>.seen`` of int8. Else a load needs a checkpoint without them, and
                 masters start from the parameters.
         """
-        from mpidist.zero import checkpoint  # late: imports torch.distributed.checkpoint
+        from mpidist.zero.state import checkpoint  # late: imports torch.distributed.checkpoint
 
         state = self._local.state()
         state = state.with_masters() if masters else replace(state, masters=(), seen=())
@@ -574,7 +577,7 @@ class OSS(torch.optim.Optimizer, Joinable):
                 loaded (all ranks).
             DisagreementError: Another rank refused, or ranks have different settings.
         """
-        from mpidist.zero import checkpoint  # late: imports torch.distributed.checkpoint
+        from mpidist.zero.state import checkpoint  # late: imports torch.distributed.checkpoint
 
         where = "OSS.load_sharded_state_dict"
         with comparing(self.group, where) as rows:

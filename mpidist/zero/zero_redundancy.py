@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpidist.comm.group_types import AnyGroup
-from mpidist.zero.consolidation import CHUNK_BYTES
-from mpidist.zero.in_backward import Hook, SteppingHook
 from mpidist.zero.optimizer import OSS
-from mpidist.zero.partition import BALANCED
+from mpidist.zero.shards.partition import BALANCED
+from mpidist.zero.state.consolidation import CHUNK_BYTES
+from mpidist.zero.step.backward_steps import Hook, SteppingHook
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT

@@ -12,7 +12,7 @@ import torch
 
 from mpidist.comm import shard_memory
 from mpidist.zero.optimizer import OSS
-from mpidist.zero.partition import PARTITIONS, is_element_wise
+from mpidist.zero.shards.partition import PARTITIONS, is_element_wise
 
 Parameter = torch.nn.Parameter
 optim = torch.optim

@@ -18,7 +18,7 @@ from mpidist.comm.algorithms.tuning import (
 from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import HostDevice
 from mpidist.comm.mpi import library
-from mpidist.zero import wire_tuning
+from mpidist.zero.wire import tuning as wire_tuning
 from tests.simulated_nodes import lay_out
 from tests.support import agree
 

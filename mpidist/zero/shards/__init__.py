@@ -1,0 +1,1 @@
+"""Shards of the parameters: owners, flat buffers, and the pieces that each rank steps."""

@@ -1,0 +1,182 @@
+"""Rank-local state dict: one rank's flat tensors, for the same world size and layout.
+
+It holds only plain Python values and tensors, so ``torch.load`` reads it with
+``weights_only=True``. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, TypedDict, TypeGuard
+
+import torch
+
+from mpidist.zero.shards.buffer_plan import BufferPlan
+from mpidist.zero.shards.groups import ParamGroup
+from mpidist.zero.shards.master_weights import elements_of
+from mpidist.zero.shards.shards import Shards
+from mpidist.zero.state.shard_state import (
+    SEEN_KIND,
+    InFlat,
+    KindKey,
+    ShardState,
+    forms_of,
+    is_outside,
+)
+
+Tensor = torch.Tensor
+FORMAT = "mpidist.zero rank-local 1"
+# Place of an entry's value: in a flat tensor, among the loose tensors, or in the entry itself.
+FLAT, LOOSE, VALUE = "flat", "loose", "value"
+# A value by name: the kind of its place, and the place or the value itself.
+Entry: TypeAlias = tuple[str, str, Any]
+
+
+class Layout(TypedDict):
+    """Layout of all ranks' shards."""
+
+    shapes: list[tuple[int, ...]]
+    strides: list[tuple[int, ...]]
+    plans: list[tuple[str, list[tuple[int, int, int]], list[int]]]  # dtype, slots, bounds
+    masters: bool
+
+
+class RankLocalState(TypedDict):
+    """One rank's state dict; ``ShardState`` explains the fields of the same name."""
+
+    format: str
+    rank: int
+    world_size: int
+    layout: Layout
+    kinds: list[KindKey]
+    flats: list[Tensor]
+    loose: list[Tensor]  # state that is not flat
+    masters: list[Tensor]
+    seen: list[Tensor]  # states of earlier versions have none
+    entries: dict[int, list[Entry]]
+    parked: dict[int, int]  # deferred
+    param_groups: list[ParamGroup]
+
+
+def is_rank_local(given: object) -> TypeGuard[RankLocalState]:
+    """Return whether a state dict is rank-local."""
+    return isinstance(given, Mapping) and given.get("format") == FORMAT
+
+
+def packed(state: ShardState, world_size: int) -> RankLocalState:
+    """Return the state dict of a rank; its tensors are the state's."""
+    loose: list[Tensor] = []
+
+    def entry(name: str, value: object) -> Entry:
+        if isinstance(value, InFlat):
+            return name, FLAT, value.kind
+        if is_outside(value):
+            loose.append(value)
+            return name, LOOSE, len(loose) - 1
+        return name, VALUE, value
+
+    entries = {
+        number: [entry(name, value) for name, value in held.items()]
+        for number, held in state.entries.items()
+    }
+    return {
+        "format": FORMAT,
+        "rank": state.rank,
+        "world_size": world_size,
+        "layout": layout(state.plans, state.forms, bool(state.masters)),
+        "kinds": list(state.kinds),
+        "flats": list(state.flats),
+        "loose": loose,
+        "masters": list(state.masters),
+        "seen": list(state.seen),
+        "entries": entries,
+        "parked": dict(state.deferred),
+        "param_groups": list(state.groups),
+    }
+
+
+def layout(plans: Sequence[BufferPlan], forms: Sequence[Tensor], has_masters: bool) -> Layout:
+    """Return the layout, as plain values; a rank-local state dict fits one equal layout."""
+    return {
+        "shapes": [tuple(form.shape) for form in forms],
+        "strides": [tuple(form.stride()) for form in forms],
+        "plans": [
+            (
+                str(plan.dtype),
+                [(slot.number, slot.offset, slot.numel) for slot in plan.slots],
+                list(plan.bounds),
+            )
+            for plan in plans
+        ],
+        "masters": has_masters,
+    }
+
+
+def require_fits(given: RankLocalState, shards: Shards) -> None:
+    """Refuse a state dict of another rank, world size or layout.
+
+    Raises:
+        ValueError: What does not fit.
+    """
+    rank, world_size, masters = shards.group.rank, shards.group.size, shards.masters.flats
+    if given["world_size"] != world_size or given["rank"] != rank:
+        raise ValueError(
+            f"the rank-local state dict is of rank {given['rank']} of {given['world_size']}, and "
+            f"this is rank {rank} of {world_size}: load a consolidated or a sharded one on "
+            "another world size"
+        )
+    saved: Mapping[str, object] = given["layout"]
+    own: Mapping[str, object] = layout(shards.plans, shards.parameters, bool(masters))
+    for name, words in (
+        ("shapes", "of another model: its parameters have other shapes"),
+        ("strides", "of another layout: its parameters have other strides"),
+        ("plans", "of another layout: partition, dtypes or frozen parameters differ"),
+        ("masters", "of another layout: only one of the two has master copies (wire=)"),
+    ):
+        if saved[name] != own[name]:
+            raise ValueError(
+                f"the rank-local state dict is {words}; load a consolidated or a sharded one"
+            )
+    shard_sizes = shards.sizes()
+    sizes = [shard_sizes[buffer] for buffer, _, _ in given["kinds"]]
+    if [flat.numel() for flat in given["flats"]] != sizes:
+        raise ValueError(
+            "the rank-local state dict is damaged: its flat tensors have other lengths than its "
+            "layout"
+        )
+    forms = [(held.shape, held.dtype) for held in masters]
+    for held in (given["masters"], given.get("seen") or masters):
+        if [(flat.shape, flat.dtype) for flat in held] != forms:
+            raise ValueError(
+                "the rank-local state dict is damaged: its master copies do not fit its layout"
+            )
+
+
+def shard_of(given: RankLocalState, shards: Shards) -> ShardState:
+    """Return the state of a state dict that fits; its tensors are the state dict's."""
+    flat = [InFlat(kind) for kind in range(len(given["kinds"]))]
+    loose = given["loose"]
+    state = ShardState(
+        rank=given["rank"],
+        groups=given["param_groups"],
+        kinds=tuple(given["kinds"]),
+        flats=tuple(given["flats"]),
+        entries={
+            number: {
+                name: flat[value] if where == FLAT else loose[value] if where == LOOSE else value
+                for name, where, value in rows
+            }
+            for number, rows in given["entries"].items()
+        },
+        masters=tuple(given["masters"]),
+        seen=tuple(given.get("seen", ())),
+        deferred=given["parked"],
+        plans=tuple(shards.plans),
+        forms=forms_of(shards.parameters),
+    ).with_masters()
+    if shards.masters.saves_seen and given["masters"] and not given.get("seen"):
+        # Of an earlier version: the parameters, loaded before, are taken for those of the save.
+        for piece in shards.pieces:
+            if piece.home is not None:
+                state.entries[piece.number][SEEN_KIND] = elements_of(piece)
+    return state

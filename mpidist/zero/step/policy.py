@@ -1,0 +1,151 @@
+"""Policy of the sharded optimizer's steps: who takes them, in ``step`` or in the backward pass."""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Join, Joinable
+
+from mpidist.zero.shards.groups import Groups
+from mpidist.zero.shards.shards import Shards
+from mpidist.zero.step.backward_steps import BackwardEndHook, BackwardSteps, Hook, SteppingHook
+from mpidist.zero.step.join import UnevenInputs
+
+
+class Turn(enum.Enum):
+    """Caller whose ``step()`` takes the next step.
+
+    A stepping hook changes no turn: it steps its buckets, and ``step()`` the rest.
+    """
+
+    USER = enum.auto()
+    BACKWARD = enum.auto()  # the end of the next backward pass; the user's step() does nothing
+    ENDING_BACKWARD = enum.auto()  # during the call at the end of a backward pass
+    JOINED = enum.auto()  # during the call of a rank without inputs, for the other ranks' step
+
+
+class StepPolicy:
+    """Steps of one sharded optimizer: at the user's call, in the backward pass, or in a join.
+
+    ``complete_after`` gives the turn from the user to the end of the backward pass for good. The
+    calls there, and those of a rank without inputs, have their own turn while they last.
+
+    Args:
+        parameter_groups: Of all parameters.
+        shards: The sharded optimizer's.
+        optim: The base optimizer.
+    """
+
+    def __init__(
+        self, parameter_groups: Groups, shards: Shards, optim: torch.optim.Optimizer
+    ) -> None:
+        self._turn = Turn.USER
+        self._optim = optim
+        self._make_backward_steps = partial(BackwardSteps, parameter_groups, shards, optim)
+        self._backward_steps: BackwardSteps | None = None  # from the first stepping hook on
+        self._inputs = UnevenInputs(parameter_groups, shards)
+
+    def enters(self, optimizer: Joinable, before_step: Callable[[], object] | None) -> bool:
+        """Prepare this rank for a step; return False if the backward pass takes the step.
+
+        Collective: over the group, where ranks may have no inputs.
+
+        Args:
+            optimizer: The sharded optimizer.
+            before_step: As its attribute.
+        """
+        turn, steps = self._turn, self._backward_steps
+        if turn is Turn.BACKWARD and steps is not None and not steps.has_begun:
+            warnings.warn(
+                "step() does nothing: the backward pass takes the step (hook_with_zero_step)",
+                stacklevel=4,
+            )
+            return False
+        is_joined = turn is Turn.JOINED
+        if is_joined:
+            self._inputs.exchange(has_inputs=False)
+            return True
+        if before_step is not None:
+            before_step()
+        else:
+            self._inputs.require_named()
+            Join.notify_join_context(optimizer)
+        if before_step is not None or optimizer._join_config.enable:
+            self._inputs.exchange(has_inputs=True)
+        return True
+
+    def step(self, **kwargs: Any) -> Any:
+        """Step this rank's pieces, but those that the backward pass has stepped.
+
+        Args:
+            **kwargs: For the base optimizer.
+
+        Returns:
+            The result of the base optimizer.
+        """
+        if self._backward_steps is None:
+            return self._optim.step(**kwargs)
+        return self._backward_steps.step_rest(**kwargs)
+
+    # --- steps within the backward pass ---
+
+    def stepping_hook(self, hook: Hook) -> SteppingHook:
+        """Return a communication hook that runs ``hook``, then steps its bucket."""
+        if self._backward_steps is None:
+            self._backward_steps = self._make_backward_steps()
+        return SteppingHook(hook, self._backward_steps)
+
+    def complete_after(self, module: torch.nn.Module, step: Callable[[], object]) -> None:
+        """Call ``step`` at the end of each backward pass of ``module`` that averages."""
+        self._turn = Turn.BACKWARD
+        module.register_forward_hook(BackwardEndHook(partial(self._complete, step)))
+
+    def _complete(self, step: Callable[[], object]) -> None:
+        if self._backward_steps is not None and self._backward_steps.has_begun:
+            with self._calling(Turn.ENDING_BACKWARD):
+                step()
+
+    def refusal(self) -> Exception | None:
+        """Return the error of a step with a closure, or None."""
+        if self._backward_steps is not None:
+            return RuntimeError(
+                "a closure cannot be used with steps within the backward pass: it would run after "
+                "the step"
+            )
+        return None
+
+    def require_unstepped(self, operation: str, reason: str) -> None:
+        """Refuse an operation on gradients where the backward pass has used them.
+
+        Raises:
+            RuntimeError: There is a stepping hook.
+        """
+        if self._backward_steps is not None:
+            raise RuntimeError(
+                f"{operation} cannot be used with steps within the backward pass: {reason}"
+            )
+
+    # --- uneven inputs ---
+
+    def step_joined(self, step: Callable[[], object]) -> None:
+        """Call ``step`` as a rank without inputs. Collective: over the group."""
+        with self._calling(Turn.JOINED):
+            step()
+
+    def end_joined(self) -> None:
+        """Restore this rank's own gradients."""
+        self._inputs.restore()
+
+    @contextmanager
+    def _calling(self, turn: Turn) -> Iterator[None]:
+        before, self._turn = self._turn, turn
+        try:
+            yield
+        finally:
+            self._turn = before

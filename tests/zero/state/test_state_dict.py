@@ -1,0 +1,87 @@
+"""State dicts in torch's format: errors, each piece's part, and no reference to the argument."""
+
+import copy
+
+import pytest
+import torch
+
+from mpidist.zero.shards.flat_buffers import in_memory_order
+from mpidist.zero.shards.pieces import Piece
+from mpidist.zero.state import state_dict
+from mpidist.zero.state.local_optimizer import owned
+from tests.zero.stateful import ADAM, SGD, parameters_of, same, train, whole
+
+
+def stepped(kind=ADAM):
+    optimizer = whole(kind)
+    train(optimizer, range(2))
+    return optimizer
+
+
+def test_a_packed_state_dict_is_torchs_and_shares_no_setting():
+    optimizer = stepped()
+    state = dict(enumerate(optimizer.state[parameter] for parameter in parameters_of(optimizer)))
+    made = state_dict.packed(optimizer.param_groups, state)
+    assert same(made, optimizer.state_dict())
+    optimizer.param_groups[0]["lr"] = torch.tensor(1.0)
+    made = state_dict.packed(optimizer.param_groups, state)
+    optimizer.param_groups[0]["lr"].fill_(2)
+    assert made["param_groups"][0]["lr"] == 1
+
+
+@pytest.mark.parametrize("kind", [ADAM, SGD])
+def test_what_fits_is_taken(kind):
+    optimizer = stepped(kind)
+    given = optimizer.state_dict()
+    before = copy.deepcopy(given)
+    state_dict.require_fits(given, optimizer.param_groups, optimizer)
+    renamed = copy.deepcopy(given)
+    renamed["state"] = {f"p{key}": held for key, held in renamed["state"].items()}
+    for group in renamed["param_groups"]:
+        group["params"] = [f"p{key}" for key in group["params"]]
+    # Any keys are valid.
+    state_dict.require_fits(renamed, optimizer.param_groups, optimizer)
+    assert same(state_dict.by_number(renamed, optimizer.param_groups), before["state"]) and same(
+        given, before
+    )
+
+
+def test_what_does_not_fit_is_named():
+    optimizer = stepped()
+    good = optimizer.state_dict()
+    cases = [
+        (stepped(SGD).state_dict(), "another class"),
+        ({"param_groups": good["param_groups"]}, "'state' and 'param_groups'"),
+        (7, "got int"),
+        ({**good, "param_groups": good["param_groups"][:1]}, "another model"),
+        ({**good, "param_groups": [{}, {}]}, "groups with 'params'"),
+        ({**good, "state": {0: 3}}, "a dict by name"),
+        ({**good, "state": {6: {}}}, "none of its parameter groups"),
+        ({**good, "state": {0: {"exp_avg": torch.zeros(7, 5)}}}, "shape"),
+        ({**good, "state": {0: {"momentum_buffer": torch.zeros(5, 7)}}}, "another class"),
+    ]
+    for given, words in cases:
+        with pytest.raises(ValueError, match=words):
+            state_dict.require_fits(given, optimizer.param_groups, optimizer)
+
+
+def taken(value, piece):
+    return owned(state_dict.part(value, piece), piece)
+
+
+def test_a_piece_takes_its_elements_and_nothing_that_a_step_would_change():
+    parameter = torch.nn.Parameter(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    value = torch.arange(120.0).view(2, 3, 4, 5)
+    cut = Piece(0, parameter, 7, 50, torch.nn.Parameter(torch.ones(43)), (0, 0))
+    assert torch.equal(state_dict.part(value, cut), in_memory_order(value, parameter)[7:50])
+    # A piece without a home: its value is not copied into a flat tensor.
+    whole_one = Piece(0, parameter, 0, 120, parameter)
+    for given in (value, torch.tensor(3.0), torch.ones(7), value.to_sparse()):
+        made = taken(given, whole_one)
+        assert made is not given and torch.equal(made.to_dense(), given.to_dense())
+    numbers = [1, 2]
+    assert taken(numbers, cut) == numbers and taken(numbers, cut) is not numbers
+    one, other = stepped().state_dict(), stepped(SGD).state_dict()
+    assert state_dict.summary(one) != state_dict.summary(
+        other
+    ) and "6 parameters" in state_dict.summary(one)
