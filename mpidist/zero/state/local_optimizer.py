@@ -144,7 +144,7 @@ class LocalOptimizer:
             entries=entries_of(shards.pieces, self.flat, self.optim.state, self._deferred_state),
             masters=tuple(shards.masters.flats),
             seen=tuple(shards.seen()),
-            deferred=self.deferred,
+            deferred=dict(self.deferred),
             plans=tuple(shards.plans),
             forms=forms_of(shards.parameters),
         )
@@ -162,17 +162,13 @@ class LocalOptimizer:
         try:
             with raising_on_all(self._shards.group, where):
                 given = read()
+                deferred, kept = dict(given.deferred), _deferred_part(given)
                 self._load(self._base_state_dict(given))
         except Exception:
             self.optim.__setstate__({"state": state, "param_groups": settings})
             raise
         self._keep(state)
-        self.deferred = dict(given.deferred)
-        self._deferred_state = {
-            number: {name: _on_host(value) for name, value in given.entries[number].items()}
-            for number in self.deferred
-            if number in given.entries
-        }
+        self.deferred, self._deferred_state = deferred, kept
         self.flat = FlatState(spare=self.flat.kinds)  # frees kinds that were not loaded
         self.flatten()
         parameter_groups.take_loaded(self.optim.param_groups, given.groups, self._groups)
@@ -210,7 +206,7 @@ class LocalOptimizer:
 
     def _keep(self, state: StateOfTensors) -> None:
         """Move the content of the dict that torch has made in a load into the former one."""
-        loaded = self.optim.state
+        loaded = dict(self.optim.state)
         state.clear()
         state.update(loaded)
         self.optim.state = state
@@ -257,6 +253,15 @@ def owned(value: object, piece: Piece) -> object:
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     return value if FlatState.belongs(value, piece) else value.clone()
+
+
+def _deferred_part(given: ShardState) -> StateByNumber:
+    """Return copies of a state's deferred entries, in host memory."""
+    return {
+        number: {name: _on_host(value) for name, value in given.entries[number].items()}
+        for number in given.deferred
+        if number in given.entries
+    }
 
 
 def _on_host(value: object) -> object:

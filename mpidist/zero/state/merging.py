@@ -7,15 +7,16 @@ read only when needed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from mpidist.kernels.view import laid_out
-from mpidist.zero.state.rank_local import FLAT, LOOSE, Layout, RankLocalState, is_rank_local
-from mpidist.zero.state.shard_state import KindKey, StateByNumber
-from mpidist.zero.state.state_dict import MASTER, MASTERS, SEEN
+from mpidist.zero.shards.buffer_plan import BufferPlan
+from mpidist.zero.state.rank_local import RankLocalState, is_rank_local, state_of
+from mpidist.zero.state.shard_state import InFlat, KindKey, StateByNumber, is_outside
+from mpidist.zero.state.state_dict import assembled
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
@@ -33,61 +34,24 @@ def merged(states: Sequence[RankLocalState]) -> StateDict:
         ValueError: The states are not those of all ranks of one optimizer.
     """
     _require_of_one(states)
-    layout = states[0]["layout"]
-    slots = {
-        (place, number): (offset, numel)
-        for place, (_, held, _) in enumerate(layout["plans"])
-        for number, offset, numel in held
-    }
-    places = [{kind: place for place, kind in enumerate(state["kinds"])} for state in states]
+    ranks = [state_of(state) for state in states]
+    flats = [dict(zip(state.kinds, state.flats, strict=True)) for state in ranks]
+    plans, forms = ranks[0].plans, ranks[0].forms
     found: StateByNumber = {}
-    for state in states:
-        for number, rows in state["entries"].items():
+    for state in ranks:
+        for number, entries in state.entries.items():
             if number in found:  # a cut parameter: all its owners have equal entries
                 continue
             values = found[number] = {}
-            for name, where, value in rows:
-                if where == FLAT:
-                    kind = state["kinds"][value]
-                    flats = [
-                        state["flats"][place[kind]] if kind in place else None
-                        for state, place in zip(states, places, strict=True)
-                    ]
-                    flat = _elements(states, kind, flats, *slots[kind[0], number])
-                    values[name] = _formed(flat, layout, number)
+            for name, value in entries.items():
+                if isinstance(value, InFlat):
+                    kind = state.kinds[value.kind]
+                    plan = plans[kind[0]]
+                    whole = _elements(kind, [own.get(kind) for own in flats], plan, number)
+                    values[name] = laid_out(whole, forms[number])
                 else:
-                    values[name] = state["loose"][value] if where == LOOSE else copy.copy(value)
-    result = {
-        "state": dict(sorted(found.items())),
-        "param_groups": copy.deepcopy(states[0]["param_groups"]),
-    }
-    masters = _masters(states, slots)
-    return {**result, MASTERS: masters} if masters else result
-
-
-def _masters(
-    states: Sequence[RankLocalState], slots: Mapping[tuple[int, int], tuple[int, int]]
-) -> StateByNumber:
-    """Return the masters by number, and what was seen beside them if all states hold it."""
-    layout = states[0]["layout"]
-    found: StateByNumber = {}
-    for name, held in (
-        (MASTER, [state["masters"] for state in states]),
-        (SEEN, [state.get("seen", []) for state in states]),
-    ):
-        if not all(held):
-            continue
-        for (place, number), (offset, numel) in sorted(slots.items(), key=lambda row: row[0][1]):
-            flats = [own[place] if place < len(own) else None for own in held]
-            kind = (place, name, held[0][0].dtype)
-            flat = _elements(states, kind, flats, offset, numel)
-            found.setdefault(number, {})[name] = _formed(flat, layout, number)
-    return found
-
-
-def _formed(flat: Tensor, layout: Layout, number: int) -> Tensor:
-    shape, strides = layout["shapes"][number], layout["strides"][number]
-    return laid_out(flat, torch.empty_strided(shape, strides, device="meta"))
+                    values[name] = value if is_outside(value) else copy.copy(value)
+    return assembled(dict(sorted(found.items())), copy.deepcopy(states[0]["param_groups"]))
 
 
 def _require_of_one(states: Sequence[RankLocalState]) -> None:
@@ -107,15 +71,16 @@ def _require_of_one(states: Sequence[RankLocalState]) -> None:
 
 
 def _elements(
-    states: Sequence[RankLocalState],
-    kind: KindKey,
-    flats: Sequence[Tensor | None],
-    offset: int,
-    numel: int,
+    kind: KindKey, flats: Sequence[Tensor | None], plan: BufferPlan, number: int
 ) -> Tensor:
-    """Return ``numel`` elements of a flat buffer's state from ``offset`` on, from their owners."""
-    bounds = states[0]["layout"]["plans"][kind[0]][2]
-    parts = []
+    """Return a parameter's elements of one kind of state, from their owners.
+
+    Args:
+        flats: Each rank's tensor of the kind.
+        plan: Of the flat buffer.
+    """
+    parts, bounds = [], plan.bounds
+    _, offset, numel = plan.by_number[number]
     for rank, flat in enumerate(flats):
         first, end = max(offset, bounds[rank]), min(offset + numel, bounds[rank + 1])
         if first >= end:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypedDict, TypeGuard
 
 import torch
 
-from mpidist.zero.shards.buffer_plan import BufferPlan
+from mpidist.zero.shards.buffer_plan import BufferPlan, Slot
 from mpidist.zero.shards.groups import ParamGroup
 from mpidist.zero.shards.master_weights import elements_of
 from mpidist.zero.shards.shards import Shards
@@ -20,12 +20,12 @@ from mpidist.zero.state.shard_state import (
     InFlat,
     KindKey,
     ShardState,
-    forms_of,
     is_outside,
 )
 
 Tensor = torch.Tensor
 FORMAT = "mpidist.zero rank-local 1"
+_CPU = torch.device("cpu")
 # Place of an entry's value: in a flat tensor, among the loose tensors, or in the entry itself.
 FLAT, LOOSE, VALUE = "flat", "loose", "value"
 # A value by name: the kind of its place, and the place or the value itself.
@@ -152,11 +152,11 @@ def require_fits(given: RankLocalState, shards: Shards) -> None:
             )
 
 
-def shard_of(given: RankLocalState, shards: Shards) -> ShardState:
-    """Return the state of a state dict that fits; its tensors are the state dict's."""
+def state_of(given: RankLocalState) -> ShardState:
+    """Return the state, with masters as entries; its tensors are the state dict's."""
     flat = [InFlat(kind) for kind in range(len(given["kinds"]))]
-    loose = given["loose"]
-    state = ShardState(
+    loose, saved = given["loose"], given["layout"]
+    return ShardState(
         rank=given["rank"],
         groups=given["param_groups"],
         kinds=tuple(given["kinds"]),
@@ -171,12 +171,30 @@ def shard_of(given: RankLocalState, shards: Shards) -> ShardState:
         masters=tuple(given["masters"]),
         seen=tuple(given.get("seen", ())),
         deferred=given["parked"],
-        plans=tuple(shards.plans),
-        forms=forms_of(shards.parameters),
+        plans=tuple(
+            BufferPlan(_dtype(dtype), _CPU, tuple(Slot(*slot) for slot in slots), tuple(bounds))
+            for dtype, slots, bounds in saved["plans"]
+        ),
+        forms=tuple(
+            torch.empty_strided(shape, strides, device="meta")
+            for shape, strides in zip(saved["shapes"], saved["strides"], strict=True)
+        ),
     ).with_masters()
+
+
+def shard_of(given: RankLocalState, shards: Shards) -> ShardState:
+    """Return the state of a state dict that fits; its tensors are the state dict's."""
+    state = state_of(given)
     if shards.masters.saves_seen and given["masters"] and not given.get("seen"):
         # Of an earlier version: the parameters, loaded before, are taken for those of the save.
         for piece in shards.pieces:
             if piece.home is not None:
                 state.entries[piece.number][SEEN_KIND] = elements_of(piece)
     return state
+
+
+def _dtype(text: str) -> torch.dtype:
+    found = getattr(torch, text.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"the rank-local state dict is damaged: no dtype is named {text}")
+    return found
