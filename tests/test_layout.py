@@ -128,7 +128,6 @@ COVERED_BY = {
     "rpc/creation": "rpc/test_rrefs.py",
     "rpc/debug_info": "rpc/test_calls.py",
     "rpc/dispatcher": "rpc/test_damaged_messages.py",
-    "rpc/leadership": "rpc/test_polling.py",
     "rpc/reader": "rpc/test_message.py",
     "rpc/agent": "rpc/test_calls.py",
     "rpc/api": "rpc/test_calls.py",

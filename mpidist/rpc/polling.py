@@ -27,11 +27,11 @@ import itertools
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
 from mpidist.rpc.call import Call
-from mpidist.rpc.leadership import Leadership
 from mpidist.rpc.pool import HANDLED, Action, Pool, PoolThread, here
 
 # A pool thread that leads without messages: polls, then yields its core, then sleeps. The longest
@@ -49,12 +49,21 @@ _CALLER_POLLS_S = 3e-3
 _BURST_GAP_S = 3e-4
 _BURST_PAUSE_S = 2e-3
 
+# The follower: seconds between two checks, and idle ticks before it sleeps without a timeout.
+_TICK_S = 2e-3
+_IDLE_TICKS = 8
+
 # Tests for a message in one poll. A test costs less than the lock and the frames around it.
 _TESTS_PER_POLL = 16
 
+_NEVER = float("inf")
+
 
 class Polling:
-    """The threads of one agent.
+    """The threads of one agent, of which one at a time polls.
+
+    A thread takes the lead by an assignment to ``leader``, and polls only while it is the leader,
+    under the poll lock.
 
     Args:
         poll: Tests for a message, at most so many times; returns its action, or None if none has
@@ -62,18 +71,36 @@ class Polling:
         threads: The maximum number of actions that may block and run at once. Actions that wait
             for an answer do not count.
         name: A part of the threads' names.
+
+    Attributes:
+        pool: The threads that run actions; those that lead and follow are among them.
+        leader: A pool thread; or a caller, represented by the call that its thread waits for; None
+            if no thread polls.
+        parked: Calls of the callers that sleep, and may be promoted.
+        is_follower_asleep: The follower sleeps until an action runs or a caller takes the lead.
+        is_stopping: Polling ends.
     """
 
     def __init__(self, poll: Callable[[int], Action | None], threads: int, name: str) -> None:
         self.pool = Pool(threads, name, self._follow_and_lead)
+        self.leader: PoolThread | Call | None = None
+        self.parked: deque[Call] = deque()
+        self.is_follower_asleep = self.is_stopping = False
         self._poll = poll
-        self.leadership = Leadership(self.pool)
         self._poll_lock = threading.Lock()
-        self._following_lock = threading.Lock()
-        self._following = 0  # threads within ``follow``
+        self._action_numbers = itertools.count(1)
+
+        # Calls of users' threads.
         self._issued_at = 0.0  # time of the last call
         self._burst_at = 0.0  # time of the last call within a burst
-        self._action_numbers = itertools.count(1)
+
+        # What the follower looks at.
+        self._caller_terms = 0  # the number of times that a caller has led
+        self._is_idle = False  # the leader is a pool thread without a message for 0.5 ms
+        self._following = 0  # threads within ``_follow``
+        self._following_lock = threading.Lock()  # for the number
+        self._follower_lock = threading.Lock()  # held by the one that follows
+        self._wake = threading.Semaphore(0)  # of the follower
 
     def start(self) -> None:
         """Start the first leader and the first follower."""
@@ -85,12 +112,15 @@ class Polling:
 
         Threads in users' code end when that returns.
         """
-        return self.leadership.stop(timeout_s)
+        self.is_stopping = True
+        return self.pool.stop(timeout_s, self._wake.release)
 
     def is_leading(self) -> bool:
         """Return whether the calling thread is a leading pool thread, which must not block long."""
         thread = here.thread
-        return thread is not None and thread is self.leadership.leader
+        return thread is not None and thread is self.leader
+
+    # Callers: threads that issue calls, and wait for their answers.
 
     def poll_once(self) -> None:
         """Poll once, after a user's thread has issued a call; during a burst the leader pauses."""
@@ -125,59 +155,65 @@ class Polling:
             # than the pool has threads; nor must the follower take it for a stuck one.
             action_number, thread.action_number = thread.action_number, 0
             self.pool.leave(thread)
-        leadership, until = self.leadership, 0.0
+
+        leads_until = _NEVER
         while not call.done:
-            leader = leadership.leader
-            if not isinstance(leader, Call):
-                until = self._lead_until_done(call, thread, leader, until)
-                if until < 0:
+            if not isinstance(self.leader, Call):
+                end = self._lead_as_caller(call, thread, leads_until)
+                if end is None:
                     break
-            left = call.deadline - time.monotonic()
-            if left <= 0 or leadership.is_stopping:
+                leads_until = end
+            now = time.monotonic()
+            if now >= call.deadline or self.is_stopping:
                 break
-            may_lead = until == 0.0 or time.monotonic() < until
-            call.park(min(left, 1.0), partial(leadership.offer, call) if may_lead else None)
-            if may_lead:
+            timeout_s = min(call.deadline - now, 1.0)
+            if now < leads_until:
+                call.park(timeout_s, partial(self._offer, call))
                 with contextlib.suppress(ValueError):
-                    leadership.parked.remove(call)
-        if leadership.parked:
+                    self.parked.remove(call)
+            else:
+                call.park(timeout_s)
+
+        if self.parked:
             # This thread may have been promoted at the moment in which its answer arrived.
-            leadership.promote()
+            self.promote()
         if thread is not None:
             thread.action_number = action_number
-            if leadership.leader is not thread:
+            if self.leader is not thread:
                 self.pool.enter(thread)
 
-    def _lead_until_done(
-        self, call: Call, thread: PoolThread | None, previous: PoolThread | None, until: float
-    ) -> float:
-        """Poll as a caller until the call is done, the lead is lost, or the time limit is reached.
+    def _lead_as_caller(
+        self, call: Call, thread: PoolThread | None, leads_until: float
+    ) -> float | None:
+        """Poll until the call is done, the lead is lost, polling stops, or the time is over.
 
         Args:
             call: Represents the caller.
             thread: The calling thread, if it is the pool's.
-            previous: The leader until now.
-            until: The time limit (``time.monotonic``); 0 to set it after the first empty polls.
+            leads_until: The end of the caller's time (``time.monotonic``), which begins with its
+                first empty polls, and again after each action that it runs; infinite before.
 
         Returns:
-            The time limit, or -1 if the call is done.
+            The end of the caller's time as it is now; None if the call is done.
         """
-        leadership = self.leadership
-        leadership.leader = call
-        if leadership.is_follower_asleep:
-            leadership.wake_follower()
+        was_leading = thread is not None and self.leader is thread
+        self.leader = call
+        if self.is_follower_asleep:
+            self._wake_follower()
         poll, lock, rounds = self._poll, self._poll_lock, 0
         try:
             while not call.done:
                 with lock:
-                    if leadership.leader is not call or call.done:
+                    if self.leader is not call or call.done:
                         break
                     action = poll(_TESTS_PER_POLL)
                 if action is None:
                     rounds += 1
                     if rounds > _CALLER_SPINS:
-                        until = until or min(time.monotonic() + _CALLER_POLLS_S, call.deadline)
-                        if time.monotonic() > until or leadership.is_stopping:
+                        now = time.monotonic()
+                        if leads_until == _NEVER:
+                            leads_until = min(now + _CALLER_POLLS_S, call.deadline)
+                        if now > leads_until or self.is_stopping:
                             break
                         os.sched_yield()
                 elif action is not HANDLED:
@@ -188,46 +224,112 @@ class Polling:
                         action.run()
                         call.action_number = 0
                         # A backward pass is one long wait with many short actions.
-                        until, rounds = 0.0, 0
+                        leads_until, rounds = _NEVER, 0
         finally:
-            if leadership.leader is call:
-                leadership.leader = previous if previous is thread and call.done else None
-                leadership.caller_terms += 1
-            if leadership.parked:
-                leadership.promote()
-        return -1.0 if call.done else until
+            if self.leader is call:
+                self.leader = thread if was_leading and call.done else None
+                self._caller_terms += 1
+            if self.parked:
+                self.promote()
+        return None if call.done else leads_until
+
+    def _offer(self, call: Call) -> bool:
+        """Offer a thread that will sleep for promotion; return whether there is a leader."""
+        self.parked.append(call)
+        return self.leader is not None
+
+    def promote(self) -> None:
+        """Wake one parked caller if there is no leader, so that it need not wait for a tick."""
+        parked = self.parked
+        while parked and self.leader is None:
+            try:
+                call = parked.popleft()
+            except IndexError:
+                return
+            if not call.done:
+                call.wake()
+                return
 
     # Pool threads.
 
     def _follow_and_lead(self, me: PoolThread) -> None:
         """Follow, then lead, then follow again; return once two other threads follow."""
-        while not self.leadership.is_stopping:
+        while not self.is_stopping:
             with self._following_lock:
                 if self._following >= 2:
                     return
                 self._following += 1
-            self.leadership.follow(me)
+            self._follow(me)
             with self._following_lock:
                 self._following -= 1
                 is_last = self._following == 0
             # One thread must always follow. The previous leader may block in its handler.
-            if is_last and not self.leadership.is_stopping:
+            if is_last and not self.is_stopping:
                 self.pool.submit_follower()
             self._lead(me)
+
+    def _follow(self, me: PoolThread) -> None:
+        """Sleep until there is no leader or the leader is stuck in an action; then take the lead.
+
+        One thread follows at a time; the others wait for its lock.
+        """
+        with self._follower_lock:
+            last_action = idle_ticks = 0
+            last_term = -1
+            while not self.is_stopping:
+                time.sleep(_TICK_S)
+                leader = self.leader
+                if leader is None:
+                    # A caller that has led since the last tick probably leads again at once, with
+                    # its next call.
+                    if self._caller_terms == last_term:
+                        self.leader = me
+                        return
+                    last_term = self._caller_terms
+                    continue
+                if leader.action_number != 0 and leader.action_number == last_action:
+                    self._count_stuck(leader, last_action)
+                    self.leader = me
+                    return
+                last_action = leader.action_number
+                idle_ticks = idle_ticks + 1 if self._is_idle else 0
+                if idle_ticks > _IDLE_TICKS:
+                    self._sleep_behind(leader)
+                    idle_ticks = 0
+
+    def _count_stuck(self, leader: PoolThread | Call, action_number: int) -> None:
+        """Count the leader's action among those that run, so that the pool keeps its limit."""
+        if isinstance(leader, PoolThread) and not leader.is_counted:
+            self.pool.enter(leader)
+            # The action may have ended in between, when the thread was not counted.
+            if leader.action_number != action_number:
+                self.pool.leave(leader)
+
+    def _sleep_behind(self, leader: PoolThread | Call) -> None:
+        """Sleep until the leader, if it polls without messages, runs an action."""
+        self.is_follower_asleep = True
+        # A thread that runs an action or takes the lead records that first, and reads
+        # is_follower_asleep afterwards: so one of the two threads sees the other.
+        is_polling = isinstance(leader, PoolThread) and not leader.action_number
+        if self.leader is leader and is_polling:
+            self._wake.acquire()
+        self.is_follower_asleep = False
+
+    def _wake_follower(self) -> None:
+        if self.is_follower_asleep:
+            self.is_follower_asleep = False
+            self._wake.release()
 
     def _lead(self, me: PoolThread) -> None:
         """Poll as a pool thread until the lead is lost."""
         clock, poll, lock = time.monotonic, self._poll, self._poll_lock
-        leadership = self.leadership
         since, rounds, tests = clock(), 0, _TESTS_PER_POLL
-        while not leadership.is_stopping:
-            if leadership.leader is not me:
-                break
+        while self.leader is me and not self.is_stopping:
             if clock() - self._burst_at < _BURST_PAUSE_S:
                 time.sleep(_BURST_PAUSE_S)
                 continue
             with lock:
-                action = poll(tests) if leadership.leader is me else None
+                action = poll(tests) if self.leader is me else None
             if action is not None:
                 rounds = 0
                 tests = _TESTS_PER_POLL
@@ -237,7 +339,7 @@ class Polling:
             rounds += 1
             if rounds == 1:
                 since = clock()
-                leadership.is_idle = False
+                self._is_idle = False
                 continue
             idle = clock() - since
             if idle < _SPIN_S:
@@ -245,10 +347,10 @@ class Polling:
             if idle < _YIELD_S:
                 os.sched_yield()
             else:
-                leadership.is_idle = True
+                self._is_idle = True
                 tests = 1
                 time.sleep(min(idle / 8, _SLEEP_S) if idle < _LONG_IDLE_S else _LONG_SLEEP_S)
-        leadership.is_idle = False
+        self._is_idle = False
 
     def _run_inline(self, me: PoolThread, action: Action) -> None:
         """Run an action on the leading pool thread; submit it if the pool is full."""
@@ -257,8 +359,8 @@ class Polling:
             return
         # The follower counts the action as running once it finds it stuck: most end before.
         me.action_number = next(self._action_numbers)
-        if self.leadership.is_follower_asleep:
-            self.leadership.wake_follower()
+        if self.is_follower_asleep:
+            self._wake_follower()
         action.run()
         me.action_number = 0
         if me.is_counted:

@@ -182,7 +182,7 @@ def test_a_caller_promotes_the_next_without_a_follower(monkeypatch, seed):
     for thread in threads:
         thread.join(20)
     assert ended == [True] * 16 * 50
-    assert not polling.leadership.parked and polling.leadership.leader is None
+    assert not polling.parked and polling.leader is None
 
 
 class Interrupted(deque):
@@ -196,40 +196,40 @@ class Interrupted(deque):
     def append(self, call):
         meanwhile, self.meanwhile = self.meanwhile, None
         if meanwhile == "ends before":
-            self.polling.leadership.leader = None  # before any call is parked, so none is promoted
+            self.polling.leader = None  # before any call is parked, so none is promoted
         super().append(call)
         if meanwhile == "promotes":
-            self.polling.leadership.leader = None
-            self.polling.leadership.promote()
+            self.polling.leader = None
+            self.polling.promote()
 
 
 @pytest.mark.parametrize("meanwhile", ["ends before", "promotes"])
 def test_a_lead_that_is_freed_while_a_thread_goes_to_sleep_is_not_lost(meanwhile):
     call = Patient(0, "x", 0)
     polling = Polling(lambda tests: Task(call.finish, False), 1, "test")
-    polling.leadership.parked = Interrupted(polling, meanwhile)
-    polling.leadership.leader = Call(1, "another that polls", 0)
+    polling.parked = Interrupted(polling, meanwhile)
+    polling.leader = Call(1, "another that polls", 0)
     thread = threading.Thread(target=polling.wait, args=(call,), daemon=True)
     thread.start()
     thread.join(5)
-    assert call.done and polling.leadership.leader is None
+    assert call.done and polling.leader is None
 
 
 def test_a_promoted_thread_that_has_its_answer_promotes_another():
     """Promotion and answer wake the thread at the same time; another parked thread must lead."""
     first, second = Patient(0, "x", 0), Patient(0, "y", 0)
     polling = Polling(lambda tests: Task(second.finish, False), 1, "test")
-    polling.leadership.leader = leader = Call(1, "another that polls", 0)
+    polling.leader = leader = Call(1, "another that polls", 0)
     threads = [
         threading.Thread(target=polling.wait, args=(one,), daemon=True) for one in (first, second)
     ]
     for count, thread in enumerate(threads, 1):
         thread.start()
-        assert soon(lambda count=count: len(polling.leadership.parked) == count)
+        assert soon(lambda count=count: len(polling.parked) == count)
     assert soon(lambda: first.latches and second.latches)
-    polling.leadership.parked.remove(first)  # promoted
-    assert polling.leadership.leader is leader
-    polling.leadership.leader = None
+    polling.parked.remove(first)  # promoted
+    assert polling.leader is leader
+    polling.leader = None
     first.finish()  # its answer arrives before the thread runs
     for thread in threads:
         thread.join(5)
@@ -339,7 +339,7 @@ def test_stop_reports_a_handler_that_does_not_end():
 def test_a_poller_without_messages_needs_no_clock_after_a_while(polled):
     """The follower sleeps until it is woken; a stuck leader is replaced even then."""
     source, polling = polled
-    assert soon(lambda: polling.leadership.is_follower_asleep)
+    assert soon(lambda: polling.is_follower_asleep)
     gate, entered, done = threading.Event(), threading.Event(), threading.Event()
     source.actions.append(Task(lambda: (entered.set(), gate.wait(10))))
     assert entered.wait(5)
