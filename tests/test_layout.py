@@ -124,7 +124,6 @@ COVERED_BY = {
     "rpc/methods": "rpc/test_data_only_workers.py",
     "rpc/decoder": "rpc/test_codec.py",
     "rpc/holder": "rpc/test_rrefs.py",
-    "rpc/pending": "rpc/test_calls_table.py",
     "rpc/creation": "rpc/test_rrefs.py",
     "rpc/debug_info": "rpc/test_calls.py",
     "rpc/dispatcher": "rpc/test_damaged_messages.py",

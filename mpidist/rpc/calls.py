@@ -1,4 +1,4 @@
-"""Outgoing requests of one worker: start, wait, completion, timeout and failure."""
+"""Pending calls of one worker: requests from their start to their answer, timeout or failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from mpidist.rpc.codec import EMPTY, Args, Content, Kwargs
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
 from mpidist.rpc.message import Kind
 from mpidist.rpc.options import seconds
-from mpidist.rpc.pending import PendingCalls
 from mpidist.rpc.polling import Polling
 from mpidist.rpc.pool import HANDLED, Action, here
 from mpidist.rpc.reader import Reader
@@ -27,6 +26,7 @@ from mpidist.rpc.wire import Wire
 from mpidist.rpc.worker import Workers
 
 _EXCEPTION = int(Kind.EXCEPTION)
+_NEVER = float("inf")
 
 # Open calls from which on a thread that issues more lets others be answered first, and seconds
 # without an answer after which it goes on.
@@ -34,7 +34,7 @@ _MANY = 512
 _NO_ANSWER_S = 0.02  # longer than an idle worker sleeps between polls
 
 
-class Calls(PendingCalls):
+class Calls:
     """Requests that have no answer yet. Thread-safe: the thread that removes a call completes it.
 
     Args:
@@ -46,6 +46,12 @@ class Calls(PendingCalls):
         devices: The CUDA devices of futures.
         allowed: The list of this worker.
         drop: Releases the references in an answer that arrives too late.
+
+    Attributes:
+        rpc_timeout: As above; may be changed.
+        started: The number of the last call.
+        is_stopped: RPC has ended on this worker: calls are rejected.
+        stop_reason: Why, for errors.
     """
 
     def __init__(
@@ -59,9 +65,8 @@ class Calls(PendingCalls):
         allowed: Allowed | None,
         drop: Callable[[Incoming], None],
     ) -> None:
-        super().__init__()
         self.rpc_timeout = rpc_timeout
-        self.started = 0  # the number of the last call
+        self.started = 0
         self.is_stopped = False
         self.stop_reason = "RPC was shut down"
         self._workers = workers
@@ -73,7 +78,16 @@ class Calls(PendingCalls):
         self._post = wire.post
         self._codecs = wire.codecs
         self._numbers = itertools.count(1)
+        self._pending: dict[int, Call] = {}  # by number
+        self._next_deadline = _NEVER  # the earliest among the pending calls, or an earlier time
         self._pace_at = _MANY
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def creations(self) -> int:
+        """Return the number of calls of ``remote`` that the owner has not answered."""
+        return sum(call.is_creation for call in list(self._pending.values()))
 
     # Calls of functions.
 
@@ -131,19 +145,16 @@ class Calls(PendingCalls):
             MpidistError: RPC was shut down.
             Exception: The request cannot be sent; the call is not registered.
         """
-        if self.is_stopped:
-            raise MpidistError(
-                f"{self.stop_reason}; {_describe(call, self._workers)} cannot be sent"
-            )
         to = call.to
-        left = self._workers.left
-        if left and to in left:
-            self._run_action(call.fail(_left_error(call, self._workers)))
-            return
         self.started = call.sequence = sequence = next(self._numbers)
         self._pending[sequence] = call
         if call.deadline < self._next_deadline:
             self._next_deadline = call.deadline
+        # Behind the registration: a thread that stops RPC, or finds that a worker has left, records
+        # that first and fails the registered calls afterwards. So one of the two sees the other.
+        if self.is_stopped or to in self._workers.left:
+            self._refuse(call)
+            return
         try:
             engine = interceptor.engine
             self._post(
@@ -157,18 +168,15 @@ class Calls(PendingCalls):
         except BaseException:
             self._pending.pop(sequence, None)
             raise
-        # The worker may have left, or RPC stopped, between the check above and the registration.
-        if (
-            (left or self.is_stopped)
-            and (to in left or self.is_stopped)
-            and self._pending.pop(sequence, None) is not None
-        ):
-            error = (
-                MpidistError(f"{self.stop_reason}; {_describe(call, self._workers)}")
-                if self.is_stopped
-                else _left_error(call, self._workers)
+
+    def _refuse(self, call: Call) -> None:
+        if self._pending.pop(call.sequence, None) is None:
+            return  # another thread fails it
+        if self.is_stopped:
+            raise MpidistError(
+                f"{self.stop_reason}; {_describe(call, self._workers)} cannot be sent"
             )
-            self._run_action(call.fail(error))
+        self._run_action(call.fail(_left_error(call, self._workers)))
 
     def pace(self) -> None:
         """Let others be answered first, after an asynchronous call of a user's thread.
@@ -287,10 +295,25 @@ class Calls(PendingCalls):
         if call is not None and call.to == source and self._pending.pop(sequence, None) is not None:
             self._run_action(call.fail(error))
 
+    def has_expired(self) -> bool:
+        """Return whether a deadline may have passed."""
+        return self._next_deadline != _NEVER and time.monotonic() >= self._next_deadline
+
     def expire(self) -> None:
         """Fail the calls whose deadline has passed."""
-        for call in self._remove_expired():
+        # Reset before the search, so that a call that is added meanwhile can lower it again.
+        self._next_deadline = _NEVER
+        now = time.monotonic()
+        late = self._remove_where(lambda call: call.deadline <= now)
+        nearest = min((call.deadline for call in list(self._pending.values())), default=_NEVER)
+        self._next_deadline = min(self._next_deadline, nearest)
+        for call in late:
             self._run_action(call.fail(call.timed_out(_describe(call, self._workers))))
+
+    def _remove_where(self, concerns: Callable[[Call], bool]) -> list[Call]:
+        """Remove and return the calls for which ``concerns`` returns True."""
+        matching = [call for call in list(self._pending.values()) if concerns(call)]
+        return [call for call in matching if self._pending.pop(call.sequence, None) is not None]
 
     def _run_action(self, action: Action | None) -> None:
         if action is None:

@@ -13,7 +13,6 @@ from mpidist.errors import CommTimeout, FrameError, MpidistError, RankFailureErr
 from mpidist.rpc import call as call_module
 from mpidist.rpc import calls as calls_module
 from mpidist.rpc import codec, remote_error
-from mpidist.rpc import pending as pending_module
 from mpidist.rpc.call import AsyncCall, Call
 from mpidist.rpc.calls import Calls
 from mpidist.rpc.codec import EMPTY
@@ -65,7 +64,7 @@ class Polling:
 def clock(monkeypatch):
     """Return a list with one number: the time of the modules' clock, in seconds."""
     now = [1000.0]
-    for module in (call_module, pending_module):
+    for module in (call_module, calls_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
@@ -241,7 +240,11 @@ def test_calls_to_a_worker_that_has_left_fail(calls):
 
 
 def test_a_worker_that_leaves_while_a_call_is_sent_fails_it(calls):
-    calls.wire.on_post = lambda sequence: calls.workers.left.add(1)
+    def leave(sequence):
+        calls.workers.left.add(1)
+        calls.fail_to(1)
+
+    calls.wire.on_post = leave
     call = started(calls, 1)
     assert call.done and len(calls) == 0
     with pytest.raises(RankFailureError):
@@ -264,9 +267,9 @@ def test_stop_fails_what_is_under_way_and_refuses_the_rest(calls):
 
 
 def test_a_stop_while_a_call_is_sent_or_waited_for_fails_it(calls):
-    calls.wire.on_post = lambda sequence: setattr(calls, "is_stopped", True)
+    calls.wire.on_post = lambda sequence: calls.stop()
     call = started(calls)
-    with pytest.raises(MpidistError, match="RPC was shut down; x"):
+    with pytest.raises(MpidistError, match="x: RPC was shut down on this worker"):
         calls.result(call)
     calls.is_stopped, calls.wire.on_post = False, lambda sequence: None
     call = started(calls)
