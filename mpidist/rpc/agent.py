@@ -23,11 +23,11 @@ from mpidist.rpc.allowlist import Allowed
 from mpidist.rpc.calls import Calls
 from mpidist.rpc.dispatcher import Dispatcher
 from mpidist.rpc.engine_messages import EngineMessages
-from mpidist.rpc.inline_policy import InlinePolicy
 from mpidist.rpc.message import Kind
 from mpidist.rpc.options import RpcBackendOptions
 from mpidist.rpc.pickles import Reference
 from mpidist.rpc.polling import Polling
+from mpidist.rpc.pool import InlinePolicy
 from mpidist.rpc.quiescence import COORDINATOR, Quiescence
 from mpidist.rpc.reader import Reader
 from mpidist.rpc.references import References

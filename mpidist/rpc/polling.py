@@ -7,7 +7,7 @@ action (``pool``); the leader runs it or submits it to the pool. The leader is o
   polls until its answer arrives, and then promotes the next waiting caller. It submits actions that
   may block to the pool. After 3 ms of polling without its answer it gives up the lead and sleeps.
 - **A pool thread**, when no caller leads. It runs actions itself; a request whose function is not
-  known to be quick (``inline_policy``) goes back to the pool. Without messages it polls for 50 µs
+  known to be quick (``InlinePolicy``) goes back to the pool. Without messages it polls for 50 µs
   without a pause, then yields its core between polls, and after 0.5 ms sleeps between polls: at
   most 3 ms, and 5 ms after a second. It also sleeps while a user's thread issues calls in quick
   succession, because that thread polls once after each call (``poll_once``).

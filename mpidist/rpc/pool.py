@@ -1,4 +1,7 @@
-"""Thread pool of one agent: runs actions, with a limit per lane, and the loop of ``polling``."""
+"""Thread pool of one agent: runs actions, with a limit per lane, and the loop of ``polling``.
+
+``InlinePolicy`` knows which actions are too short for a thread of their own.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,11 @@ from mpidist.comm.mpi import runtime
 # Lanes, each with its own limit. A handler may wait for a call of its own, and the completion of
 # that call must not wait for a handler to end.
 HANDLERS, CALLBACKS = 0, 1
+
+# The policy: the time for which an inline request may delay other messages.
+QUICK_S = 5e-4
+_DECAY = 0.75
+_MAX_KEYS = 4096  # a full table is cleared
 
 
 class Action(Protocol):
@@ -207,3 +215,30 @@ class Pool:
                 self._idle += 1
             if thread.is_counted:
                 self.leave(thread)
+
+
+class InlinePolicy:
+    """Running times in seconds, by function, to decide which requests the polling thread runs.
+
+    Not locked: a race loses one measurement.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[object, float] = {}
+
+    def is_quick(self, key: object) -> bool:
+        """Return whether a function has run, and recently took less than ``QUICK_S``."""
+        return self._seconds.get(key, QUICK_S) < QUICK_S
+
+    def record(self, key: object, seconds: float) -> None:
+        """Record the running time of one run.
+
+        A long run takes effect at once; its effect decays with short runs.
+        """
+        before = self._seconds.get(key)
+        if before is None:
+            if len(self._seconds) >= _MAX_KEYS:
+                self._seconds.clear()
+            self._seconds[key] = seconds
+        elif seconds > before or before > QUICK_S / 10:
+            self._seconds[key] = max(seconds, _DECAY * before + (1 - _DECAY) * seconds)

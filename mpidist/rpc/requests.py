@@ -15,10 +15,9 @@ from mpidist.errors import MpidistError
 from mpidist.rpc import callee, functions, interceptor, message, methods, remote_error
 from mpidist.rpc.allowlist import Allowed, Refused
 from mpidist.rpc.codec import EMPTY, Content
-from mpidist.rpc.inline_policy import InlinePolicy
 from mpidist.rpc.message import FIRST_REMOTE, LAST_REMOTE, PAIR, Kind
 from mpidist.rpc.polling import Polling
-from mpidist.rpc.pool import HANDLERS, Task
+from mpidist.rpc.pool import HANDLERS, InlinePolicy, Task
 from mpidist.rpc.reader import Reader
 from mpidist.rpc.references import References
 from mpidist.rpc.rref_store import Entry

@@ -1,4 +1,4 @@
-"""Thread pool: a limited number of actions at once, in order; no action is kept."""
+"""Thread pool: a limited number of actions at once, in order; no action is kept; the policy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import weakref
 
 import pytest
 
-from mpidist.rpc.pool import Pool, PoolThread, Task, here
+from mpidist.rpc import pool as pool_module
+from mpidist.rpc.pool import InlinePolicy, Pool, PoolThread, Task, here
 from tests.rpc.limits import soon
 from tests.rpc.test_polling import Argument, Crowd
 
@@ -119,3 +120,24 @@ def test_a_thread_that_stops_the_pool_does_not_wait_for_itself():
     pool.submit(Task(lambda: stopped.append(pool.stop(5, lambda: None))))
     assert soon(lambda: stopped) and stopped == [True]
     assert pool.stop(5, lambda: None)
+
+
+def test_running_times_are_learnt_and_forgotten_slowly():
+    policy = InlinePolicy()
+    assert not policy.is_quick("f")
+    policy.record("f", 1e-5)
+    assert policy.is_quick("f") and not policy.is_quick("g")
+    policy.record("f", 1.0)
+    turns = 0
+    while not policy.is_quick("f"):
+        policy.record("f", 1e-5)
+        turns += 1
+    assert 10 < turns < 60
+
+
+def test_the_policy_keeps_a_limited_number_of_names(monkeypatch):
+    monkeypatch.setattr(pool_module, "_MAX_KEYS", 10)
+    policy = InlinePolicy()
+    for number in range(100):
+        policy.record(number, 1e-5)
+        assert policy.is_quick(number) and len(policy._seconds) <= 10
