@@ -20,10 +20,9 @@ from torch.distributed.rpc.internal import PythonUDF, _internal_rpc_pickler
 
 from harness import benchmark_options, environment, report, tables
 from mpidist import comm
-from mpidist.rpc import codec, data_codec, decoder
+from mpidist.rpc import codec, data_codec
 from mpidist.rpc.allowlist import Allowed
-from mpidist.rpc.codec import Encoder
-from mpidist.rpc.decoder import Decoder
+from mpidist.rpc.codec import Decoder, Encoder
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 # A function's wire name, which the encoders read only to see that there is one.
@@ -68,7 +67,7 @@ def _by(encoder: Any, reader: Decoder) -> Callable[[Call], Call]:
         flags, body, parts, _ = content.body(None)
         # The receiver's memory; parts are received in place.
         data = reader.decode(flags, bytearray(body), 0, parts)
-        args, kwargs = decoder.arguments(flags, data)
+        args, kwargs = codec.arguments(flags, data)
         return tuple(args), kwargs
 
     return there_and_back

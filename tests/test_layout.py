@@ -122,7 +122,6 @@ COVERED_BY = {
     "rpc/listed_class": "rpc/test_allowlist.py",
     "rpc/listed_names": "rpc/test_allowlist.py",
     "rpc/methods": "rpc/test_data_only_workers.py",
-    "rpc/decoder": "rpc/test_codec.py",
     "rpc/holder": "rpc/test_rrefs.py",
     "rpc/creation": "rpc/test_rrefs.py",
     "rpc/debug_info": "rpc/test_calls.py",

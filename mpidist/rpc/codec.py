@@ -1,29 +1,36 @@
-"""Encoding of arguments and results: data, a tensor table, and a reference table.
+"""Encoding and decoding of arguments and results: data, a tensor and a reference table.
 
 Data is written in MessagePack (``comm/serialization/data_format``), which names no code. Tensors,
 parameters, arrays, bytearrays and references stand in it by their numbers in the tables. An object
 that holds anything else, or one list, dict, tuple or set twice, is pickled as a whole; its tensors
 and references are still in the tables. Functions and classes are pickled by name; those without an
-importable name need cloudpickle. Workers with a list get no pickles (``data_codec``). See
-docs/decisions/0012, 0017 and 0019.
+importable name need cloudpickle. Workers with a list are sent no pickles (``data_codec``), and
+read none (``Decoder``). See docs/decisions/0012, 0017 and 0019.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from mpidist.comm.serialization import data_writer, inline_rows, tensor_table
+from mpidist.comm.serialization import (
+    data_reader,
+    data_writer,
+    inline_rows,
+    tensor_rebuild,
+    tensor_table,
+)
 from mpidist.comm.serialization.data_format import NATIVE, NUMBER, OBJECT
 from mpidist.comm.serialization.data_writer import Ext, Inexact
 from mpidist.comm.serialization.inline_rows import COUNTS_OF_ONE
 from mpidist.comm.serialization.tensor_format import HOST, Buffer, Part, Tabled
-from mpidist.errors import NotPlainData
+from mpidist.errors import FrameError, NotPlainData
 from mpidist.rpc import pickles, remote_error
-from mpidist.rpc.data_values import REFERENCE, References, Unnamed
+from mpidist.rpc.allowlist import Allowed, Refused
+from mpidist.rpc.data_values import REFERENCE, Reading, References, Unnamed
 from mpidist.rpc.pickles import Reference
 
 Tensor = torch.Tensor
@@ -45,6 +52,7 @@ _UNWRITABLE = (OverflowError, UnicodeEncodeError)  # by MessagePack's own types
 
 Args: TypeAlias = Iterable[Any] | None
 Kwargs: TypeAlias = Mapping[str, Any] | None
+Attach = Callable[[list[Tensor]], list[Tensor]]  # replaces the tensors of a message
 
 
 class Encoder(Protocol):
@@ -301,3 +309,110 @@ def _with_tables(content: Content, objects: list[Tabled], writing: References) -
 def is_describable(content: Content) -> bool:
     """Return whether the tensor table can describe a content's tensors."""
     return content.table is not None or all(map(tensor_table.is_describable, content.objects))
+
+
+class Decoder:
+    """Decoder of the messages to one worker.
+
+    Args:
+        allowed: The list of the worker, which reads data only; None if it reads pickles.
+    """
+
+    def __init__(self, allowed: Allowed | None) -> None:
+        self._allowed = allowed
+        self._without_references = Reading((), allowed).extend
+
+    def decode(
+        self,
+        flags: int,
+        body: Buffer,
+        place: int,
+        parts: Sequence[Part],
+        references: Sequence[Reference] = (),
+        attach: Attach | None = None,
+    ) -> Any:
+        """Decode the content that ``Content.body`` has written.
+
+        Tensors and arrays keep the memory in which they were received.
+
+        Args:
+            flags: Of the message.
+            body: A ``bytearray``, or a view of one, that ends with the content.
+            place: The offset of the content in ``body``.
+            parts: The parts of the message, in order.
+            references: The references of the message.
+            attach: Takes all tensors and returns their replacements; for distributed autograd.
+
+        Returns:
+            The object; of a call, what ``arguments`` takes.
+
+        Raises:
+            FrameError: The content is not valid data, or its tables do not match what came.
+            Refused: The worker has a list, and the content is a pickle, or has a name that is not
+                in the list.
+            Exception: Unpickling has failed.
+        """
+        if flags & PLAIN and not flags & (PICKLED | TABLE):
+            return data_reader.loads_plain(body[place:])
+        is_strict = self._allowed is not None
+        if is_strict and flags & PICKLED:
+            raise Refused(
+                "a pickle came to a worker that reads data only (init_rpc(..., allowed=[...]))"
+            )
+        objects: list[Tabled] = []
+        used = 0
+        if flags & TABLE:
+            if (lone := tensor_rebuild.read_lone(body, place)) is not None:
+                tensor, place = lone
+                # A shortcut for most messages with tensors.
+                if flags == TABLE and attach is None and not references and not parts:
+                    rest = body[place:]
+                    if rest == LONE_ARGUMENT:
+                        return [tensor]
+                    if rest == LONE_MARK:
+                        return tensor
+                objects = [tensor]
+            else:
+                objects, used, place = tensor_rebuild.read(body, place, parts, is_strict=is_strict)
+            if attach is not None:
+                objects = _attach_tensors(objects, attach)
+        if flags & PICKLED:
+            return pickles.loads(body[place:], objects, references, parts[used:])
+        if used != len(parts):
+            raise FrameError(f"{len(parts)} parts came, of which the table describes {used}")
+        extend = (
+            Reading(references, self._allowed).extend if references else self._without_references
+        )
+        return data_reader.loads(body[place:], objects, extend)
+
+
+def _attach_tensors(objects: list[Tabled], attach: Attach) -> list[Tabled]:
+    """Return the objects of a table, with the tensors replaced by those from ``attach``."""
+    tensors = [obj for obj in objects if isinstance(obj, Tensor)]
+    if not tensors:
+        return objects
+    following = iter(attach(tensors))
+    return [next(following) if isinstance(obj, Tensor) else obj for obj in objects]
+
+
+def arguments(flags: int, data: Any) -> tuple[Sequence[object], dict[str, object]]:
+    """Return the args and kwargs of a decoded call.
+
+    Raises:
+        FrameError: The data is not a call's arguments.
+    """
+    if flags & PICKLED:
+        args, kwargs = data
+        return args, kwargs
+    if type(data) is not list:
+        raise FrameError(f"a {type(data).__name__} in the place of a call's arguments")
+    if not flags & KEYWORDS:
+        return data, {}
+    names = data[0] if data else None
+    if type(names) is not list or len(names) >= len(data) or not {str}.issuperset(map(type, names)):
+        raise FrameError("a call's keywords are none")
+    first = len(data) - len(names)
+    kwargs = dict(zip(names, data[first:], strict=True))
+    if len(kwargs) != len(names):
+        raise FrameError("a call's keywords occur twice")
+    return data[1:first], kwargs

@@ -11,9 +11,8 @@ import torch
 
 from mpidist.comm.transport.incoming import Incoming
 from mpidist.errors import FrameError
-from mpidist.rpc import decoder, interceptor, message
+from mpidist.rpc import codec, interceptor, message
 from mpidist.rpc.allowlist import Allowed
-from mpidist.rpc.decoder import Decoder
 from mpidist.rpc.message import ANNOUNCED, AUTOGRAD, FAR, REFERENCES, WORD, ReferenceRow
 from mpidist.rpc.pickles import Reference
 from mpidist.rpc.rref_store import require_own
@@ -31,7 +30,7 @@ class Reader:
 
     def __init__(self, allowed: Allowed | None) -> None:
         self.make_reference: Callable[[int, int, int], Reference] = _no_references
-        self._decode = Decoder(allowed).decode
+        self._decode = codec.Decoder(allowed).decode
 
     def unpack_preamble(self, incoming: Incoming) -> list[ReferenceRow]:
         """Unpack autograd's number and the references from the header of a new message.
@@ -118,7 +117,7 @@ class Reader:
         data = self.decode(incoming, place, False)
         if data is None:
             return (), {}
-        return decoder.arguments(flags, data)
+        return codec.arguments(flags, data)
 
     def decode_answer(self, incoming: Incoming) -> Any:
         """Decode the content of an answer."""

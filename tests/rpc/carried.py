@@ -8,9 +8,9 @@ from collections import Counter
 import numpy as np
 import torch
 
-from mpidist.rpc import codec, decoder, pickles
+from mpidist.rpc import codec, pickles
 
-READER = decoder.Decoder(None)
+READER = codec.Decoder(None)
 
 
 class Marked(pickles.Reference):

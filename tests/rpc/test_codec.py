@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mpidist.errors import FrameError
-from mpidist.rpc import codec, decoder
+from mpidist.rpc import codec
 from tests.rpc.carried import READER, Marked, decoded, described, memory_of, over
 
 Pair = collections.namedtuple("Pair", "left right")
@@ -311,13 +311,13 @@ def test_tensors_and_references_of_all_orders():
 
 def came_with(args, kwargs):
     content = codec.encode_call(args, kwargs)
-    return decoder.arguments(content.flags, decoded(content))
+    return codec.arguments(content.flags, decoded(content))
 
 
 def came(args, kwargs):
     content = codec.encode_call(args, kwargs)
     flags, body, parts, _ = content.body(None)
-    return decoder.arguments(flags, READER.decode(flags, bytearray(body), 0, parts))
+    return codec.arguments(flags, READER.decode(flags, bytearray(body), 0, parts))
 
 
 @pytest.mark.parametrize("kwargs", [None, {"last": 3}])

@@ -19,7 +19,7 @@ from mpidist.errors import (
     RankFailureError,
     RemoteError,
 )
-from mpidist.rpc import callee, codec, data_codec, data_values, decoder, remote_error
+from mpidist.rpc import callee, codec, data_codec, data_values, remote_error
 from mpidist.rpc.allowlist import Allowed, Refused
 from mpidist.rpc.worker import WorkerInfo
 from tests.comm.serialization.test_data_format import DATA, typed_repr
@@ -55,7 +55,7 @@ def step(weights, rate=0.1, *rest, **options):
 
 
 ALLOWED = Allowed([step, Point, Pair, Complaint, torch.add, torch.ops.aten.mul])
-READER = decoder.Decoder(ALLOWED)
+READER = codec.Decoder(ALLOWED)
 WRITER = data_codec.DataEncoder("worker1")
 WORKER = WorkerInfo("worker1", 1)
 
@@ -68,7 +68,7 @@ def called(*args, **kwargs):
     content = WRITER.encode_function(step, callee.wire_name(step)[1], args, kwargs)
     flags, body, _, _ = content.body(None)
     data = decoded(content, reader=READER)
-    return ((), {}) if not body else decoder.arguments(flags, data)
+    return ((), {}) if not body else codec.arguments(flags, data)
 
 
 def point(x):
@@ -324,7 +324,7 @@ def test_forged_values(values):
 )
 def test_forged_arguments(flags, data):
     with pytest.raises(FrameError):
-        decoder.arguments(flags, data)
+        codec.arguments(flags, data)
 
 
 def raised(error):
@@ -387,5 +387,5 @@ def test_a_pickle_in_a_description_is_not_read():
 def test_decoders_for_data_and_for_pickles_agree_on_calls():
     content = codec.encode_function(step, callee.wire_name(step)[1], (1, [2]), {"rate": 3})
     flags, _, _, _ = content.body(None)
-    args, kwargs = decoder.arguments(flags, decoded(content))
+    args, kwargs = codec.arguments(flags, decoded(content))
     assert (list(args), kwargs) == called(1, [2], rate=3)

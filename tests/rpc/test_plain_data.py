@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mpidist.comm.serialization.data_format import DEPTH
-from mpidist.rpc import codec, decoder
+from mpidist.rpc import codec
 from tests.rpc.carried import Marked, decoded, described, over
 
 texts = st.text(st.characters(exclude_categories=()), max_size=8)
@@ -146,13 +146,13 @@ def test_arguments_come_over_in_all_combinations(args, kwargs):
     content = codec.encode_call(args, kwargs)
     if has_repeated([list(args or ()), dict(kwargs or {})]):
         assert content.flags & codec.PICKLED
-        assert described(decoder.arguments(content.flags, decoded(content))) == described(
+        assert described(codec.arguments(content.flags, decoded(content))) == described(
             (tuple(args or ()), kwargs or {})
         )
         return
     assert not content.flags & codec.PICKLED
     assert bool(content.flags & codec.KEYWORDS) == bool(kwargs)
-    made = decoder.arguments(content.flags, decoded(content)) if content.skeleton else ((), {})
+    made = codec.arguments(content.flags, decoded(content)) if content.skeleton else ((), {})
     assert described((tuple(made[0]), made[1])) == described((tuple(args or ()), kwargs or {}))
 
 
@@ -207,7 +207,7 @@ def test_what_is_not_plain_goes_by_pickle(obj):
         assert described(decoded(content)) == described(whole)
         content = codec.encode_call([whole, 1], {"k": whole})
         assert content.flags & codec.PICKLED
-        made = decoder.arguments(content.flags, decoded(content))
+        made = codec.arguments(content.flags, decoded(content))
         assert described(made) == described(((whole, 1), {"k": whole}))
 
 
@@ -306,7 +306,7 @@ def test_one_container_twice_goes_by_pickle_and_stays_one():
 
 def arguments_over(args, kwargs):
     content = codec.encode_call(args, kwargs)
-    return decoder.arguments(content.flags, decoded(content))
+    return codec.arguments(content.flags, decoded(content))
 
 
 def test_sets_nested_deeply():
