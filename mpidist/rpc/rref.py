@@ -1,20 +1,24 @@
-"""Remote references (``RRef``): handles of values on their owner (protocol: ``rref_store``)."""
+"""Remote references (``RRef``): handles of values on their owner, and proxies that call methods.
+
+Registration, forks and deletion follow the protocol of ``rref_store``.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
 
 from mpidist.dynamo import untraced
 from mpidist.errors import MpidistError, RRefError
-from mpidist.rpc import current, interceptor, methods, proxy
+from mpidist.rpc import callee, current, interceptor, methods
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
 from mpidist.rpc.creation import Creation
-from mpidist.rpc.holder import Holder, unique
 from mpidist.rpc.message import WORD, Kind
 from mpidist.rpc.options import seconds
-from mpidist.rpc.rref_store import Entry
+from mpidist.rpc.pickles import Reference
+from mpidist.rpc.rref_store import Entry, id_parts
 from mpidist.rpc.worker import WorkerInfo
 
 if TYPE_CHECKING:
@@ -23,12 +27,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_SYNC, _ASYNC, _REMOTE = "rpc_sync", "rpc_async", "remote"  # modes of a proxy
 _TO_HERE = "to_here() of a reference"
 _BACKWARD = "backward() of a reference"
+_LOST = (
+    "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node "
+    "does not exist: {what}; give remote() a longer timeout (0 for none)"
+)
 
 
 @untraced
-class RRef(Holder, proxy.Proxied, Generic[T]):
+class RRef(Reference, Generic[T]):
     """A remote reference. The constructor makes the owner's; ``remote`` and messages make users'.
 
     A reference can be passed to any worker in arguments and results, alone or within containers and
@@ -53,6 +62,25 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
         entry = Entry(agent.references.store.make_id())
         agent.references.set_value(entry, value)
         self._set_up(agent, agent.workers.me, entry.reference, None, entry, None)
+
+    def _set_up(
+        self,
+        agent: Agent,
+        owner: WorkerInfo,
+        reference: int,
+        fork: int | None,
+        entry: Entry | None,
+        creation: Creation | None,
+    ) -> None:
+        self._agent = agent
+        self._owner = owner
+        self._reference = reference
+        self._fork = fork
+        self._entry = entry
+        self._creation = creation
+        self._type: torch.futures.Future | None = None
+        if fork is not None:
+            agent.references.register_user(owner.id, reference, fork)
 
     def is_owner(self) -> bool:
         """Return whether the value is on this worker."""
@@ -90,8 +118,8 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
         """
         if self._entry is None:
             raise RRefError(
-                f"For UserRRef(rref_id={unique(self._reference)}, "
-                f"fork_id={unique(self._fork or 0)}), can't call localValue() on user "
+                f"For UserRRef(rref_id={_torch_id(self._reference)}, "
+                f"fork_id={_torch_id(self._fork or 0)}), can't call localValue() on user "
                 f"{self._agent.workers.me}. Call it on owner {self._owner}, or to_here() for a copy"
             )
         return self._own_value(0.0)
@@ -132,6 +160,45 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
             return owner_rref(agent, entry, creation)
         return user_rref(agent, agent.workers.infos[to], reference, fork, creation)
 
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:
+        """Return a proxy whose methods run on the owner and return results."""
+        return Proxy(self, _SYNC, timeout)
+
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:
+        """Return a proxy whose methods run on the owner and return futures."""
+        return Proxy(self, _ASYNC, timeout)
+
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:
+        """Return a proxy whose methods run on the owner and return references to their results."""
+        return Proxy(self, _REMOTE, timeout)
+
+    def _call_method(
+        self, mode: str, name: str, timeout: float, /, *args: object, **kwargs: object
+    ) -> Any:
+        """Call a method of the value on its owner, for a ``Proxy``."""
+        agent = self._agent
+        current.require()
+        to, arguments, method = self._owner.id, (self, *args), callee.method(name)
+        if mode == _SYNC:
+            return agent.calls.invoke(to, method, arguments, kwargs, timeout)
+        if mode == _ASYNC:
+            return agent.calls.invoke_async(to, method, arguments, kwargs, timeout)
+        data_only = agent.workers.data_only
+        # A class cannot be sent as data: a data-only worker is asked for the method only.
+        kind = (
+            None
+            if to in data_only or agent.workers.me.id in data_only
+            else self._get_type(timeout=timeout)
+        )
+        if not hasattr(kind, name) and not agent.calls.invoke(
+            to, methods.has_method, (self, name), {}, timeout
+        ):
+            text = "the value's type" if kind is None else f"type object '{kind.__name__}'"
+            raise AttributeError(
+                f"{text} has no attribute '{name}', and neither has the value of {self}"
+            )
+        return self.create(agent, to, method, arguments, kwargs, timeout)
+
     def backward(
         self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False, mode: str = "fast"
     ) -> None:
@@ -153,6 +220,11 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
             )
             return
         _run_backward(self.local_value(), dist_autograd_ctx_id, retain_graph, mode)
+
+    def _require_made(self) -> None:
+        creation = self._creation
+        if creation is not None and creation.is_lost:
+            raise RRefError(_LOST.format(what=creation.error))
 
     def _own_value(self, timeout_s: float) -> T:
         entry = self._entry
@@ -195,8 +267,81 @@ class RRef(Holder, proxy.Proxied, Generic[T]):
         """Raise if this reference cannot be passed on (torch's name)."""
         self.require_shareable()
 
+    # The protocol of forks (``rref_store``).
+
+    @property
+    def _deleted(self) -> bool:
+        fork = self._fork
+        return fork is not None and not self._agent.references.is_held(fork)
+
+    def require_shareable(self) -> None:
+        """Raise if this reference cannot be passed on."""
+        if self._deleted:
+            raise RRefError(f"{self!r} was deleted. Cannot call fork an UserRRef after deletion.")
+        self._require_made()
+        if self._agent is not current.agent:
+            raise RRefError(f"{self!r} is of an earlier init_rpc and cannot be passed on")
+
+    def fork(self, to: int) -> tuple[int, int, int]:
+        """Count a new holder on rank ``to``; return reference, fork and the owner's rank."""
+        agent = self._agent
+        references = agent.references
+        fork = references.store.make_id()
+        if self._entry is not None:
+            references.store.keep(self._entry, fork)
+        elif self._owner.id != to:
+            references.announce(self._owner.id, ((self._reference, fork),))
+        return self._reference, fork, self._owner.id
+
+    def delete(self) -> None:
+        """Queue the delete of this holder; the reference cannot be used afterwards. Idempotent."""
+        if self._fork is not None:
+            self._agent.references.delete_user(self._fork)
+
+    def __del__(self) -> None:
+        # A finalizer runs anywhere, also within MPI calls: it only queues the delete.
+        if getattr(self, "_fork", None) is not None:
+            self.delete()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        if self._deleted:
+            raise RRefError(f"{self!r} was deleted. Cannot call fork an UserRRef after deletion.")
+        raise RRefError(
+            "Can not pickle rref in python pickler, rref can only be pickled when using RPC"
+        )
+
+    def __repr__(self) -> str:
+        if self._fork is None:
+            return f"OwnerRRef({_torch_id(self._reference)})"
+        return f"UserRRef(RRefId = {_torch_id(self._reference)}, ForkId = {_torch_id(self._fork)})"
+
+    __str__ = __repr__
+
 
 PyRRef = RRef
+
+
+@untraced
+class Proxy:
+    """Object with the methods of a referenced value.
+
+    Args:
+        rref: The reference.
+        mode: ``"rpc_sync"`` returns results, ``"rpc_async"`` futures, ``"remote"`` references.
+        timeout: Seconds for each call.
+    """
+
+    def __init__(self, rref: RRef[Any], mode: str, timeout: float) -> None:
+        self._rref = rref
+        self._mode = mode
+        self._timeout = timeout
+
+    def __getattr__(self, name: str) -> partial[Any]:
+        return partial(self._rref._call_method, self._mode, name, self._timeout)
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Call the value itself."""
+        return self._rref._call_method(self._mode, "__call__", self._timeout, *args, **kwargs)
 
 
 def user_rref(
@@ -251,3 +396,9 @@ def _run_backward(value: object, context_id: int, retain_graph: bool, mode: str)
             "in use here"
         )
     engine.backward(context_id, value, retain_graph, mode)
+
+
+def _torch_id(identity: int) -> str:
+    """Return an id as torch writes it."""
+    rank, number = id_parts(identity)
+    return f"GloballyUniqueId(created_on={rank}, local_id={number})"

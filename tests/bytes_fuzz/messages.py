@@ -23,7 +23,7 @@ from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.transport import eager_receives, payload_receives, sends, transport
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import CommTimeout
-from mpidist.rpc import callee, current, proxy, rref
+from mpidist.rpc import callee, current, methods, rref
 from mpidist.rpc.agent import Agent
 from mpidist.rpc.allowlist import Allowed
 from mpidist.rpc.call import Call
@@ -152,7 +152,7 @@ def samples() -> list[bytes]:
     )
     called(torch.add, tensor, 1)
     called(callee.method("get"), reference)
-    called(proxy.has_method, reference, "get")
+    called(methods.has_method, reference, "get")
     noted(lambda: calls.request(READER, Kind.RREF_FETCH, WORD.pack(1 << 40), None, 0, "a fetch"))
     noted(lambda: agent.references.create(READER, victim.Box, (1,), {}, 0))
     noted(lambda: agent.references.create(READER, callee.method("get"), (reference,), {}, 0))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 import mpidist.rpc as rpc
-from mpidist.rpc.proxy import Proxy
+from mpidist.rpc.rref import Proxy
 
 CONSTANT = 5
 ran = []  # what user code has run that no message may run

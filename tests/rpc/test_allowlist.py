@@ -742,7 +742,7 @@ def test_a_class_of_the_users_below_one_of_the_librarys():
         allowed.method,
         object.__new__(module.Proxied),
         "__call__",
-        match=r'inherited from "mpidist\.rpc\.proxy\.Proxy"',
+        match=r'inherited from "mpidist\.rpc\.rref\.Proxy"',
     )
 
 

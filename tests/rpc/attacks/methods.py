@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import mpidist.rpc as rpc
-from mpidist.rpc.proxy import Proxy
+from mpidist.rpc.rref import Proxy
 from tests.rpc.attacks import victim
 from tests.rpc.attacks.attacker import Attacker, Attacks
 
