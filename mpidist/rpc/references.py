@@ -12,10 +12,9 @@ from mpidist.comm.memory.stream import Device, device_of, events_here
 from mpidist.comm.transport.incoming import Incoming
 from mpidist.errors import FrameError
 from mpidist.rpc import callee, message
-from mpidist.rpc.call import Call
+from mpidist.rpc.call import Call, Creation
 from mpidist.rpc.calls import Calls
 from mpidist.rpc.codec import Args, Kwargs
-from mpidist.rpc.creation import Creation
 from mpidist.rpc.message import PAIR, TO_REMOTE, Kind
 from mpidist.rpc.pickles import Reference
 from mpidist.rpc.polling import Polling

@@ -13,8 +13,8 @@ import torch
 from mpidist.dynamo import untraced
 from mpidist.errors import MpidistError, RRefError
 from mpidist.rpc import callee, current, interceptor, methods
+from mpidist.rpc.call import Creation
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
-from mpidist.rpc.creation import Creation
 from mpidist.rpc.message import WORD, Kind
 from mpidist.rpc.options import seconds
 from mpidist.rpc.pickles import Reference
