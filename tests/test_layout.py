@@ -122,7 +122,6 @@ COVERED_BY = {
     "rpc/listed_class": "rpc/test_allowlist.py",
     "rpc/listed_names": "rpc/test_allowlist.py",
     "rpc/methods": "rpc/test_data_only_workers.py",
-    "rpc/debug_info": "rpc/test_calls.py",
     "rpc/dispatcher": "rpc/test_damaged_messages.py",
     "rpc/reader": "rpc/test_message.py",
     "rpc/agent": "rpc/test_calls.py",

@@ -6,22 +6,26 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm.group import ProcessGroup
 from mpidist.comm.transport.transport import Transport
 from mpidist.dynamo import untraced
 from mpidist.errors import MpidistError
-from mpidist.rpc import current, membership, profiling, rref, worker_gather
+from mpidist.rpc import current, interceptor, membership, rref, worker_gather
 from mpidist.rpc.agent import FORKED, Agent
 from mpidist.rpc.allowlist import make_allowlist
 from mpidist.rpc.call import RpcFuture, wait_for_all
 from mpidist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from mpidist.rpc.options import BackendType, RpcBackendOptions, seconds, select_options
 from mpidist.rpc.rref_store import Entry
-from mpidist.rpc.worker import Destination, WorkerInfo, check_name
+from mpidist.rpc.worker import Destination, WorkerInfo, Workers, check_name
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # torch's switch: with False, ``shutdown`` raises for references that were not deleted.
 _ignore_rref_leak = True
@@ -159,7 +163,7 @@ def rpc_sync(
     agent = current.agent or current.require()
     rank, invoke = agent.workers.rank_of(to), agent.calls.invoke
     if torch_profiler._is_profiler_enabled:
-        invoke = profiling.record_calls(invoke, "sync", func, agent.workers, rank)
+        invoke = _record_calls(invoke, "sync", func, agent.workers, rank)
     return invoke(rank, func, args, kwargs, timeout)
 
 
@@ -179,7 +183,7 @@ def rpc_async(
     agent = current.agent or current.require()
     rank, invoke = agent.workers.rank_of(to), agent.calls.invoke_async
     if torch_profiler._is_profiler_enabled:
-        invoke = profiling.record_calls(invoke, "async", func, agent.workers, rank)
+        invoke = _record_calls(invoke, "async", func, agent.workers, rank)
     future = invoke(rank, func, args, kwargs, timeout)
     waited_for = getattr(_thread_local_var, "future_list", None)
     if waited_for is not None:
@@ -203,8 +207,43 @@ def remote(
     agent = current.require()
     rank, create = agent.workers.rank_of(to), _create
     if torch_profiler._is_profiler_enabled:
-        create = profiling.record_calls(create, "remote", func, agent.workers, rank)
+        create = _record_calls(create, "remote", func, agent.workers, rank)
     return create(agent, rank, func, args, kwargs, timeout)
+
+
+def _record_calls(
+    call: Callable[P, T], kind: str, function: object, workers: Workers, to: int
+) -> Callable[P, T]:
+    """Wrap a function that makes calls, so that each call is an event of the calling thread.
+
+    The event, ``rpc_sync#function(worker0 -> worker1)``, ends with the result in ``rpc_sync``, and
+    in ``rpc_async`` and ``remote`` when the request is sent. The callee's work is in the callee's
+    own profile. torch's own RPC records these events only in its old profiler
+    (``torch.autograd.profiler_legacy``).
+
+    Args:
+        call: Makes a call.
+        kind: ``"sync"``, ``"async"`` or ``"remote"``.
+        function: The function to call.
+        workers: All workers.
+        to: The callee's rank.
+
+    Source: names in torch/distributed/rpc/internal.py, _build_rpc_profiling_key.
+    """
+    event = f"rpc_{kind}#{_profiled_name(function)}({workers.me.name} -> {workers.infos[to].name})"
+
+    def call_recorded(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch._C._profiler._RecordFunctionFast(event):
+            return call(*args, **kwargs)
+
+    return call_recorded
+
+
+def _profiled_name(function: object) -> str:
+    if isinstance(function, torch.jit.ScriptFunction):
+        return str(torch._jit_internal._qualified_name(function))
+    builtin = torch.jit._builtins._find_builtin(function)
+    return builtin or getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
@@ -252,6 +291,33 @@ def _get_current_rpc_agent() -> Agent:
 
 def _is_current_rpc_agent_set() -> bool:
     return current.agent is not None
+
+
+def enable_gil_profiling(flag: bool) -> None:
+    """Measure the time for which handlers wait for the GIL: ``agent.gil_average_wait_time_us``."""
+    current.require().gil_waits = [] if flag else None
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    """Return counters of references, with torch's names."""
+    agent = current.require()
+    entries, forks = agent.references.store.counts()
+    creations = str(agent.calls.creations())
+    return {
+        "num_owner_rrefs": str(entries),
+        "num_pending_users": creations,
+        "num_pending_futures": creations,
+        # No message of the protocol is confirmed (``rref_store``).
+        "num_pending_children": "0",
+        "num_forks": str(forks),
+    }
+
+
+def _get_debug_info() -> dict[str, str]:
+    """Return all counters, with torch's names."""
+    info = _rref_context_get_debug_info() | current.require().get_debug_info()
+    engine = interceptor.engine
+    return info | engine.debug_info() if engine is not None else info
 
 
 _all_gather, _barrier = worker_gather.all_gather, worker_gather.barrier  # torch's names

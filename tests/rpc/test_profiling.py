@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import mpidist.rpc as rpc
-from mpidist.rpc import profiling
+from mpidist.rpc import api
 from tests.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -56,5 +56,5 @@ def test_calls_have_the_names_that_torch_gives_them(group, workers, to):
 
 
 def test_without_a_profiler_nothing_is_made(group, workers, to, monkeypatch):
-    monkeypatch.setattr(profiling, "record_calls", None)
+    monkeypatch.setattr(api, "_record_calls", None)
     assert rpc.rpc_sync(to, max, args=(1, 2)) == rpc.rpc_async(to, max, args=(1, 2)).wait() == 2
