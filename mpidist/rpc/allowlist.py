@@ -15,7 +15,7 @@ from typing import Any
 from mpidist import errors
 from mpidist.comm.mpi import trust
 from mpidist.errors import MpidistError
-from mpidist.rpc import callee, class_dicts, listed_class, listed_names, records
+from mpidist.rpc import allowlist_entries, callee, class_attributes, records
 
 _MAX_PRINTED = 200  # characters of a name in an error
 _NOT_LISTED = "it is not in the list of what this worker allows (init_rpc(..., allowed=[...]))"
@@ -28,7 +28,7 @@ class Refused(MpidistError):
 # Exceptions that every worker admits: Python's own and this library's.
 _EXCEPTIONS = MappingProxyType(
     {
-        class_dicts.name_of(found, ":"): found
+        class_attributes.name_of(found, ":"): found
         for found in (*vars(builtins).values(), *vars(errors).values(), Refused)
         if isinstance(found, type) and issubclass(found, Exception)
     }
@@ -84,7 +84,7 @@ class Allowed:
             raise TypeError(
                 f"allowed is a list of names, functions, classes or modules; got {names!r}"
             )
-        entries = [entry for item in names for entry in listed_names.entries_of(item)]
+        entries = [entry for item in names for entry in allowlist_entries.entries_of(item)]
         named = {entry.name: entry.target for entry in entries if isinstance(entry.target, type)}
         single = [
             (entry.owner, entry.name.rpartition(".")[2])
@@ -93,7 +93,7 @@ class Allowed:
         ]
         self._set(
             _classes=MappingProxyType({id(cls): cls for cls in named.values()}),
-            _entries=tuple(sorted({listed_names.display_name(item) for item in names})),
+            _entries=tuple(sorted({allowlist_entries.display_name(item) for item in names})),
             _functions=MappingProxyType(
                 {entry.name.encode(): (entry.kind, entry.target) for entry in entries}
             ),
@@ -102,7 +102,7 @@ class Allowed:
             _single=frozenset((id(cls), name) for cls, name in single),
         )
         tables = {
-            key: MappingProxyType(listed_class.methods_of(cls, self._lists_method))
+            key: MappingProxyType(allowlist_entries.methods_of(cls, self._lists_method))
             for key, cls in {**self._owners, **self._classes}.items()
         }
         self._set(_methods=MappingProxyType(tables))
@@ -150,24 +150,26 @@ class Allowed:
         """
         cls = type(value)
         if type(name) is not str:
-            raise Refused(f"a method is named by a str, not by a {class_dicts.name_of(type(name))}")
+            raise Refused(
+                f"a method is named by a str, not by a {class_attributes.name_of(type(name))}"
+            )
         methods = self._methods.get(id(cls))
         if methods is None:
             raise Refused(
-                f'methods of "{class_dicts.name_of(cls)}" may not be called: the class is not in '
-                "the list"
+                f'methods of "{class_attributes.name_of(cls)}" may not be called: the class is not '
+                "in the list"
             )
         try:
             attribute = methods[name]
         except KeyError:
             reason = (
-                listed_class.complaint(cls, name, self._lists_method)
+                allowlist_entries.method_complaint(cls, name, self._lists_method)
                 or "it was added to the class after init_rpc"
             )
             raise Refused(
-                f'"{class_dicts.name_of(cls)}.{_printable(name)}" may not be called: {reason}'
+                f'"{class_attributes.name_of(cls)}.{_printable(name)}" may not be called: {reason}'
             ) from None
-        return listed_class.bound(attribute, value, cls)
+        return allowlist_entries.bound(attribute, value, cls)
 
     def has_method(self, value: object, name: str) -> bool:
         """Return whether ``method`` would return a method."""
@@ -187,7 +189,7 @@ class Allowed:
             raise Refused(f'instances of "{printable_name(name)}" may not be made: {_NOT_LISTED}')
         if not records.is_record(found):
             raise Refused(
-                f'instances of "{class_dicts.name_of(found)}" may not be made: it '
+                f'instances of "{class_attributes.name_of(found)}" may not be made: it '
                 f"{records.obstacle(found)}"
             )
         return found
@@ -201,7 +203,7 @@ class Allowed:
         if type(name) is not str:
             return None
         found = _EXCEPTIONS.get(name) or self._named_classes.get(name)
-        return found if found is not None and class_dicts.is_below(found, Exception) else None
+        return found if found is not None and class_attributes.is_below(found, Exception) else None
 
     def has_class(self, cls: object) -> bool:
         """Return whether the list has this class itself."""
@@ -249,7 +251,7 @@ def make_allowlist(allowed: Sequence[object] | None) -> Allowed | None:
 def printable_name(name: object) -> str:
     """Return a name from a message, safe for a log."""
     if type(name) is not str:
-        return f"an object of {class_dicts.name_of(type(name))}"
+        return f"an object of {class_attributes.name_of(type(name))}"
     return _printable(name if "::" in name else name.replace(":", ".", 1))
 
 

@@ -24,7 +24,7 @@ from types import BuiltinFunctionType, MemberDescriptorType
 from typing import Any
 
 from mpidist.errors import FrameError
-from mpidist.rpc import callee, class_dicts
+from mpidist.rpc import callee, class_attributes
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: class created at run time
 
@@ -132,10 +132,10 @@ def make_record(cls: type, values: Sequence[object]) -> object:
     """
     layout = _layout_of(cls)
     if layout is None:
-        raise FrameError(f'"{class_dicts.name_of(cls)}" {obstacle(cls)}')
+        raise FrameError(f'"{class_attributes.name_of(cls)}" {obstacle(cls)}')
     if len(values) != len(layout.fields):
         raise FrameError(
-            f'"{class_dicts.name_of(cls)}" has {len(layout.fields)} fields; the message has '
+            f'"{class_attributes.name_of(cls)}" has {len(layout.fields)} fields; the message has '
             f"{len(values)} values for them"
         )
     if layout.is_tuple:
@@ -143,7 +143,7 @@ def make_record(cls: type, values: Sequence[object]) -> object:
     try:
         obj: Any = object.__new__(cls)
     except TypeError as error:  # abstract class
-        raise FrameError(f'"{class_dicts.name_of(cls)}" has no instances: {error}') from error
+        raise FrameError(f'"{class_attributes.name_of(cls)}" has no instances: {error}') from error
     for name, value in zip(layout.fields, values, strict=True):
         object.__setattr__(obj, name, value)
     return obj
@@ -180,14 +180,14 @@ def _layout_of(cls: type) -> _Layout | None:
 
 
 def _make_layout(cls: type) -> _Layout | None:
-    bases = class_dicts.mro(cls)
-    is_tuple = class_dicts.is_below(cls, tuple)
+    bases = class_attributes.mro(cls)
+    is_tuple = class_attributes.is_below(cls, tuple)
     # The methods of a base class in C rely on state that its constructor initialises.
     if any(_is_compiled(base) for base in bases if base is not object and base is not tuple):
         return None
     if _has_finalizer(cls):
         return None
-    attributes = class_dicts.attributes(cls)
+    attributes = class_attributes.attributes(cls)
     if is_tuple:
         fields: Any = attributes.get("_fields")
         if type(fields) is not tuple or not all(type(name) is str for name in fields):
@@ -198,7 +198,7 @@ def _make_layout(cls: type) -> _Layout | None:
             return None
     else:
         return None
-    module, _, qualname = class_dicts.name_of(cls, ":").partition(":")
+    module, _, qualname = class_attributes.name_of(cls, ":").partition(":")
     cached = frozenset(
         name for name, found in attributes.items() if type(found) is functools.cached_property
     )
@@ -206,7 +206,7 @@ def _make_layout(cls: type) -> _Layout | None:
     members = [
         found
         for base in bases
-        for name, found in class_dicts.own(base).items()
+        for name, found in class_attributes.own(base).items()
         if is_tuple or name not in fields
     ]
     slots = tuple(found for found in members if type(found) is MemberDescriptorType)
@@ -214,13 +214,13 @@ def _make_layout(cls: type) -> _Layout | None:
 
 
 def _has_finalizer(cls: type) -> bool:
-    return any("__del__" in class_dicts.own(base) for base in class_dicts.mro(cls))
+    return any("__del__" in class_attributes.own(base) for base in class_attributes.mro(cls))
 
 
 def _is_compiled(cls: type) -> bool:
     return (
         not cls.__flags__ & _HEAP_TYPE
-        or type(class_dicts.own(cls).get("__new__")) is BuiltinFunctionType
+        or type(class_attributes.own(cls).get("__new__")) is BuiltinFunctionType
     )
 
 

@@ -1,26 +1,39 @@
-"""Entries of an allowlist: resolves the user's items to names and objects, once, at ``init_rpc``.
+"""Entries of an allowlist: the user's items, resolved to names and objects once, at ``init_rpc``.
 
 Every name that a message may use later has its own entry. A function that a second module exports
 has an entry under both names; a class has entries for its constructor and its static and class
 methods; a module, for the functions that it defines.
+
+A method of an instance is admitted if a listed class defines it, under a public name or as
+``__call__``. No code of the class runs during the look-up: no ``__getattr__``, no property, no
+metaclass.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import BuiltinFunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    ClassMethodDescriptorType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace
 
 from mpidist.errors import MpidistError
-from mpidist.rpc import callee, class_dicts, listed_class
+from mpidist.rpc import callee, class_attributes
 from mpidist.rpc.message import COUNT, Kind
 
 OWN_ENTRIES = ("mpidist.optim.local", "mpidist.nn.remote.execute")
@@ -28,6 +41,29 @@ _FUNCTIONS = (*callee.NAMED_TYPES, torch.jit.ScriptFunction)
 _OPERATORS = (OpOverload, OpOverloadPacket)
 _NAMESPACE = re.compile(r"(\w+)::\*", re.ASCII)
 _OF_FILES = "from_file"  # accesses files: admitted only by its own name
+_PYBIND_METHOD = type(class_attributes.own(torch._C.Future)["wait"])  # pybind11 method
+_BOUND_TO_CLASSES = (staticmethod, classmethod, ClassMethodDescriptorType)
+_METHODS = (
+    FunctionType,
+    callee.CACHED_TYPE,
+    functools.partialmethod,
+    functools.singledispatchmethod,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+    _PYBIND_METHOD,
+    *_BOUND_TO_CLASSES,
+)
+
+# The attribute of each wrapper type that holds the wrapped function.
+_WRAPPERS = {
+    staticmethod: "__func__",
+    classmethod: "__func__",
+    functools.partialmethod: "func",
+    callee.CACHED_TYPE: "__wrapped__",
+}
+
+# Returns whether the list has a class, or one method of the class.
+Lists = Callable[[type, str], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +193,7 @@ def _of_module(module: ModuleType, text: str) -> Iterator[Entry]:
     found = [
         (name, function)
         for name, function in vars(module).items()
-        if listed_class.is_public(name)
-        and _is_function(function)
-        and _home_of(function) == module.__name__
+        if is_public(name) and _is_function(function) and _home_of(function) == module.__name__
     ]
     if not found:
         raise ValueError(
@@ -176,19 +210,17 @@ def _of_path(text: str, module: ModuleType, path: list[str]) -> Iterator[Entry]:
     raw: Any = found
     owner: type | None = None
     for part in path[1:]:
-        owner = class_dicts.definer(found, part) if isinstance(found, type) else None
+        owner = class_attributes.definer(found, part) if isinstance(found, type) else None
         if owner is None:
             raise ValueError(f'allowed: "{text}" leads nowhere: there is no {part!r} in {found!r}')
-        raw = class_dicts.own(owner)[part]
-        found = (
-            listed_class.bound(raw, None, found) if listed_class.is_bound_to_classes(raw) else raw
-        )
+        raw = class_attributes.own(owner)[part]
+        found = bound(raw, None, found) if is_bound_to_classes(raw) else raw
     is_own = f"{module.__name__}.{'.'.join(path)}" in OWN_ENTRIES
     name = f"{module.__name__}:{'.'.join(path)}"
     if owner is not None and not isinstance(found, type):
-        if not listed_class.is_method(raw):
+        if not is_method(raw):
             raise TypeError(f'allowed: "{text}" is a {type(raw).__name__} and not a method')
-        _refuse_own(text, module.__name__, class_dicts.name_of(owner).rpartition(".")[0])
+        _refuse_own(text, module.__name__, class_attributes.name_of(owner).rpartition(".")[0])
         yield Entry(int(Kind.CALL_PYTHON), name, found, owner)
         yield from _of_function(found)
     elif isinstance(found, type):
@@ -210,7 +242,7 @@ def _of_path(text: str, module: ModuleType, path: list[str]) -> Iterator[Entry]:
 
 def _of_class(name: str, cls: type) -> Iterator[Entry]:
     yield Entry(int(Kind.CALL_PYTHON), name, cls)
-    for method, function in listed_class.class_methods(cls):
+    for method, function in class_methods(cls):
         yield Entry(int(Kind.CALL_PYTHON), f"{name}.{method}", function)
 
 
@@ -278,3 +310,100 @@ def _refuse_own(text: str, *modules: str) -> None:
             f'allowed: "{text}" is internal to mpidist. Two entries admit its services: '
             f'"{OWN_ENTRIES[0]}" (optimizers) and "{OWN_ENTRIES[1]}" (remote modules)'
         )
+
+
+# Methods of listed classes.
+
+
+def is_public(name: str) -> bool:
+    """Return whether a name is public or ``__call__``."""
+    return not name.startswith("_") or name == "__call__"
+
+
+def methods_of(cls: type, lists: Lists) -> dict[str, object]:
+    """Return the methods of a class that others may call, by name, not bound.
+
+    Args:
+        cls: A listed class.
+        lists: Returns whether the list has a class, or one method of the class.
+    """
+    names = {
+        name: None
+        for base in class_attributes.mro(cls)
+        for name in class_attributes.own(base)
+        if type(name) is str
+    }
+    return {
+        name: _attribute(cls, name) for name in names if method_complaint(cls, name, lists) == ""
+    }
+
+
+def method_complaint(cls: type, name: str, lists: Lists) -> str:
+    """Return why a method of a listed class may not be called; an empty string if it may be."""
+    if not is_public(name):
+        return "this worker allows public methods only"
+    base = class_attributes.definer(cls, name)
+    if base is None:
+        return "the class has no such method"
+    if not lists(base, name):
+        own = class_attributes.name_of(base)
+        return (
+            f'it is inherited from "{own}", which is not in the list ("{own}.{name}" admits '
+            f'this method, "{own}" all of them)'
+        )
+    attribute = class_attributes.own(base)[name]
+    if not is_method(attribute):
+        return f"it is of type {type(attribute).__qualname__} and not a method"
+    if _is_foreign(attribute, base):
+        return "it is a function of another module, or no function at all"
+    return ""
+
+
+def bound(attribute: Any, value: object, cls: type) -> Any:
+    """Bind a method to an instance, as Python does after attribute look-up."""
+    return type(attribute).__get__(attribute, value, cls)
+
+
+def class_methods(cls: type) -> Iterator[tuple[str, object]]:
+    """Yield the static and class methods that a class defines, by name, bound to the class."""
+    for name, attribute in class_attributes.own(cls).items():
+        if is_bound_to_classes(attribute) and is_public(name) and not _is_foreign(attribute, cls):
+            yield name, bound(attribute, None, cls)
+
+
+def is_bound_to_classes(attribute: object) -> bool:
+    """Return whether an attribute is a static or class method."""
+    return _is_one_of(attribute, _BOUND_TO_CLASSES)
+
+
+def is_method(attribute: object) -> bool:
+    """Return whether an attribute of a class is a method."""
+    return _is_one_of(attribute, _METHODS)
+
+
+def _is_one_of(attribute: object, kinds: tuple[type, ...]) -> bool:
+    # By identity, not by "in": a metaclass may redefine equality.
+    return any(type(attribute) is kind for kind in kinds)
+
+
+def _attribute(cls: type, name: str) -> object:
+    base = class_attributes.definer(cls, name)
+    assert base is not None
+    return class_attributes.own(base)[name]
+
+
+def _is_foreign(attribute: object, cls: type) -> bool:
+    """Return whether a method is another module's function, as in ``run = subprocess.run``."""
+    function = attribute
+    while type(function) in _WRAPPERS:
+        function = getattr(function, _WRAPPERS[type(function)])
+    if type(function) not in (FunctionType, BuiltinFunctionType):
+        # Either a method of a C class, or a wrapper around a class, a property or an object.
+        return function is not attribute
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if module is None or module == class_attributes.own(cls).get("__module__"):
+        return False
+    # A C function of another module is foreign; a Python function only if its module exports it.
+    return type(function) is BuiltinFunctionType or (
+        "." not in name and callee.is_found_at(function, module, name)
+    )
