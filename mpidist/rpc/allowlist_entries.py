@@ -193,7 +193,7 @@ def _of_module(module: ModuleType, text: str) -> Iterator[Entry]:
     found = [
         (name, function)
         for name, function in vars(module).items()
-        if is_public(name) and _is_function(function) and _home_of(function) == module.__name__
+        if _is_public(name) and _is_function(function) and _home_of(function) == module.__name__
     ]
     if not found:
         raise ValueError(
@@ -214,11 +214,11 @@ def _of_path(text: str, module: ModuleType, path: list[str]) -> Iterator[Entry]:
         if owner is None:
             raise ValueError(f'allowed: "{text}" leads nowhere: there is no {part!r} in {found!r}')
         raw = class_attributes.own(owner)[part]
-        found = bound(raw, None, found) if is_bound_to_classes(raw) else raw
+        found = bound(raw, None, found) if _is_bound_to_classes(raw) else raw
     is_own = f"{module.__name__}.{'.'.join(path)}" in OWN_ENTRIES
     name = f"{module.__name__}:{'.'.join(path)}"
     if owner is not None and not isinstance(found, type):
-        if not is_method(raw):
+        if not _is_method(raw):
             raise TypeError(f'allowed: "{text}" is a {type(raw).__name__} and not a method')
         _refuse_own(text, module.__name__, class_attributes.name_of(owner).rpartition(".")[0])
         yield Entry(int(Kind.CALL_PYTHON), name, found, owner)
@@ -242,7 +242,7 @@ def _of_path(text: str, module: ModuleType, path: list[str]) -> Iterator[Entry]:
 
 def _of_class(name: str, cls: type) -> Iterator[Entry]:
     yield Entry(int(Kind.CALL_PYTHON), name, cls)
-    for method, function in class_methods(cls):
+    for method, function in _class_methods(cls):
         yield Entry(int(Kind.CALL_PYTHON), f"{name}.{method}", function)
 
 
@@ -315,7 +315,7 @@ def _refuse_own(text: str, *modules: str) -> None:
 # Methods of listed classes.
 
 
-def is_public(name: str) -> bool:
+def _is_public(name: str) -> bool:
     """Return whether a name is public or ``__call__``."""
     return not name.startswith("_") or name == "__call__"
 
@@ -340,7 +340,7 @@ def methods_of(cls: type, lists: Lists) -> dict[str, object]:
 
 def method_complaint(cls: type, name: str, lists: Lists) -> str:
     """Return why a method of a listed class may not be called; an empty string if it may be."""
-    if not is_public(name):
+    if not _is_public(name):
         return "this worker allows public methods only"
     base = class_attributes.definer(cls, name)
     if base is None:
@@ -352,7 +352,7 @@ def method_complaint(cls: type, name: str, lists: Lists) -> str:
             f'this method, "{own}" all of them)'
         )
     attribute = class_attributes.own(base)[name]
-    if not is_method(attribute):
+    if not _is_method(attribute):
         return f"it is of type {type(attribute).__qualname__} and not a method"
     if _is_foreign(attribute, base):
         return "it is a function of another module, or no function at all"
@@ -364,19 +364,19 @@ def bound(attribute: Any, value: object, cls: type) -> Any:
     return type(attribute).__get__(attribute, value, cls)
 
 
-def class_methods(cls: type) -> Iterator[tuple[str, object]]:
+def _class_methods(cls: type) -> Iterator[tuple[str, object]]:
     """Yield the static and class methods that a class defines, by name, bound to the class."""
     for name, attribute in class_attributes.own(cls).items():
-        if is_bound_to_classes(attribute) and is_public(name) and not _is_foreign(attribute, cls):
+        if _is_bound_to_classes(attribute) and _is_public(name) and not _is_foreign(attribute, cls):
             yield name, bound(attribute, None, cls)
 
 
-def is_bound_to_classes(attribute: object) -> bool:
+def _is_bound_to_classes(attribute: object) -> bool:
     """Return whether an attribute is a static or class method."""
     return _is_one_of(attribute, _BOUND_TO_CLASSES)
 
 
-def is_method(attribute: object) -> bool:
+def _is_method(attribute: object) -> bool:
     """Return whether an attribute of a class is a method."""
     return _is_one_of(attribute, _METHODS)
 
