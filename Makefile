@@ -108,7 +108,7 @@ mpich-%: $(READY) $(MPICH)/.stamp
 # on MPICH at two ranks, too; optim, nn, zero and PyTorch's suites on Open MPI at one to four.
 # `make test` leaves a quarter of the products of those folders to it.
 mpich-2: TESTS := tests/autograd tests/c10d tests/comm tests/ddp tests/fuzz tests/integration tests/kernels tests/rpc
-mpich-3: TESTS := tests/comm tests/rpc/test_calls.py tests/rpc/test_rrefs.py tests/integration/test_order.py tests/integration/test_torch_messages.py
+mpich-3: TESTS := tests/comm tests/rpc/test_api.py tests/rpc/test_rref.py tests/integration/test_order.py tests/integration/test_torch_messages.py
 
 # What pip brings to a user; CI's other stages run the torch of constraints.txt. The last for Python 3.10 is 2.14.
 NEWEST_TORCH := $(shell $(PYTHON) -c 'import sys; print("2.15.0" if sys.version_info >= (3, 11) else "2.14.1")')

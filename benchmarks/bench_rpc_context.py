@@ -17,7 +17,7 @@ import torch
 import mpidist.comm
 import mpidist.rpc as rpc
 from harness import tables
-from mpidist.rpc import interceptor
+from mpidist.rpc.threads import interceptor
 from rpc.workers import echo, noop
 
 BLOCKS, CALLS = 30, 200

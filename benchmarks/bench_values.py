@@ -20,9 +20,9 @@ from torch.distributed.rpc.internal import PythonUDF, _internal_rpc_pickler
 
 from harness import benchmark_options, environment, report, tables
 from mpidist import comm
-from mpidist.rpc import codec, data_codec
-from mpidist.rpc.allowlist import Allowed
-from mpidist.rpc.codec import Decoder, Encoder
+from mpidist.rpc.names.allowlist import Allowed
+from mpidist.rpc.values import codec, data_codec
+from mpidist.rpc.values.codec import Decoder, Encoder
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 # A function's wire name, which the encoders read only to see that there is one.

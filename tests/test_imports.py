@@ -28,8 +28,8 @@ LAYERS = [
 ]
 LEVEL = {part: level for level, row in enumerate(LAYERS) for part in row}
 
-# The storeys of a part, lowest first: its folders, and "" for its own files. A storey imports
-# itself and lower ones.
+# The storeys of a part, lowest first: its folders, single files by name, and "" for its other
+# files. A storey imports itself and lower ones.
 STOREYS = {
     "comm": [
         ["mpi"],
@@ -40,6 +40,14 @@ STOREYS = {
         ["transport"],
     ],
     "zero": [["wire"], ["shards"], ["state"], ["step"], [""]],
+    "rpc": [
+        ["constants", "functions", "message", "rref_store", "worker"],
+        ["names", "options", "threads"],
+        ["values"],
+        ["calls"],
+        ["serving"],
+        [""],
+    ],
 }
 
 # Libraries that only one part may import, and names that only one module may use.
@@ -49,7 +57,7 @@ OWNED_NAMES = {"COMM_WORLD": "mpidist.comm.mpi.runtime"}
 # Names that a lower part may look up at run time: a module that registers there, loaded by the
 # first message that needs it; a replacement of torch's class, loaded by its first use.
 LOADED_LATE = {
-    ("mpidist.rpc.interceptor", "mpidist.autograd.api"),
+    ("mpidist.rpc.threads.interceptor", "mpidist.autograd.api"),
     ("mpidist.c10d.ddp_name", "mpidist.ddp.module"),
 }
 
@@ -155,15 +163,17 @@ def check_layer(module: Module, target: str) -> str | None:
 
 
 def storey_of(module: Module | str) -> tuple[str, str]:
-    """Return part and storey, "" for a module of the part itself.
+    """Return part and storey, "" for a module of the part itself without a storey of its own.
 
-    `comm`, `mpi` for `mpidist.comm.mpi.library`; `comm`, "" for `mpidist.comm.group`.
+    `comm`, `mpi` for `mpidist.comm.mpi.library`; `comm`, "" for `mpidist.comm.group`; `rpc`,
+    `message` for `mpidist.rpc.message`.
     """
     is_package, name = (
         (module.is_package, module.name) if isinstance(module, Module) else (False, module)
     )
     parts = name.split(".")[1:] + ([""] if is_package else [])
-    return parts[0], parts[1] if len(parts) > 2 else ""
+    named = {name for row in STOREYS.get(parts[0], []) for name in row}
+    return parts[0], parts[1] if len(parts) > 2 or (parts[1:] and parts[1] in named) else ""
 
 
 def check_storey(module: Module, target: Module) -> str | None:
@@ -349,6 +359,11 @@ BROKEN = {
         "mpidist/comm/mpi/work.py",
         "import mpidist.comm.group",
         "comm/mpi is not above comm/",
+    ),
+    "up from a file with a storey": (
+        "mpidist/rpc/message.py",
+        "import mpidist.rpc.agent",
+        "rpc/message is not above rpc/",
     ),
     "no storey": (
         "mpidist/comm/attic/work.py",

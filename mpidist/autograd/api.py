@@ -17,7 +17,8 @@ from mpidist.autograd.context import (
 )
 from mpidist.autograd.engine import Engine
 from mpidist.dynamo import untraced
-from mpidist.rpc import current, interceptor
+from mpidist.rpc import current
+from mpidist.rpc.threads import interceptor
 
 Tensor = torch.Tensor
 _engine = Engine()

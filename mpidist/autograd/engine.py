@@ -20,7 +20,7 @@ from mpidist.autograd.initiator import Initiator, worker_lost
 from mpidist.autograd.recording import Receive, Send, Tensor
 from mpidist.errors import FrameError, MpidistError
 from mpidist.rpc import current
-from mpidist.rpc.pool import Task
+from mpidist.rpc.threads.pool import Task
 
 
 class Engine:

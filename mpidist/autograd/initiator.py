@@ -12,8 +12,9 @@ from mpidist.autograd.recording import Edge, Tensor
 from mpidist.autograd.smart import Summary
 from mpidist.autograd.start import SmartStart, Start
 from mpidist.errors import FrameError, MpidistError, RankFailureError
-from mpidist.rpc import current, remote_error
+from mpidist.rpc import current
 from mpidist.rpc.agent import Agent
+from mpidist.rpc.values import remote_error
 from mpidist.rpc.worker import Workers
 
 

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from mpidist.autograd.smart import Survey
 from mpidist.errors import CommTimeout, MpidistError
-from mpidist.rpc.call import Call
+from mpidist.rpc.threads.call import Call
 
 _REPORT_S = 5.0  # shortest wait for reports
 

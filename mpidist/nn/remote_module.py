@@ -10,9 +10,10 @@ from torch import nn
 
 from mpidist.errors import FrameError
 from mpidist.nn import handle, remote, scripted
-from mpidist.rpc import api, current, data_values
-from mpidist.rpc.pickles import Carried
+from mpidist.rpc import api, current
 from mpidist.rpc.rref import RRef
+from mpidist.rpc.values import data_values
+from mpidist.rpc.values.pickles import Carried
 
 # Methods of nn.Module that would act on this object, which has no parameters, and not on the
 # module.

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from mpidist.errors import WorkerErrors
 from mpidist.rpc import api
-from mpidist.rpc.call import RpcFuture
+from mpidist.rpc.threads.call import RpcFuture
 from mpidist.rpc.worker import WorkerInfo
 
 Calls = Mapping[WorkerInfo, tuple[object, ...]]

@@ -1,8 +1,8 @@
 """Remote procedure calls with torch's names and meanings, over MPI point-to-point messages.
 
-Path of a call: ``api`` → ``calls`` → ``wire`` → ``comm.transport`` ⇝ the callee's ``dispatcher`` →
-``requests`` → the function → ``wire`` ⇝ the caller's ``dispatcher`` → ``calls``. An ``agent`` holds
-these parts; ``polling`` decides which thread receives.
+Path of a call: ``api`` → ``calls`` (by ``names`` and ``values``) → ``comm.transport`` ⇝ the peer's
+``threads`` → ``serving`` → the function → ``calls.wire`` ⇝ the caller's ``serving`` → ``calls``. An
+``agent`` holds these parts; ``threads.polling`` decides which thread receives.
 """
 
 from __future__ import annotations

@@ -18,20 +18,21 @@ from mpidist.comm.mpi import exited_ranks, runtime
 from mpidist.comm.serialization.tensor_format import HOST
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import CommTimeout, RankFailureError
-from mpidist.rpc import interceptor, message
-from mpidist.rpc.allowlist import Allowed
-from mpidist.rpc.calls import Calls
-from mpidist.rpc.dispatcher import Dispatcher
-from mpidist.rpc.engine_messages import EngineMessages
+from mpidist.rpc import message
+from mpidist.rpc.calls.engine_messages import EngineMessages
+from mpidist.rpc.calls.pending import PendingCalls
+from mpidist.rpc.calls.reader import Reader
+from mpidist.rpc.calls.references import References
+from mpidist.rpc.calls.wire import Wire
 from mpidist.rpc.message import Kind
+from mpidist.rpc.names.allowlist import Allowed
 from mpidist.rpc.options import RpcBackendOptions
-from mpidist.rpc.pickles import Reference
-from mpidist.rpc.polling import Polling
-from mpidist.rpc.pool import InlinePolicy
-from mpidist.rpc.quiescence import COORDINATOR, Quiescence
-from mpidist.rpc.reader import Reader
-from mpidist.rpc.references import References
-from mpidist.rpc.wire import Wire
+from mpidist.rpc.serving.dispatcher import Dispatcher
+from mpidist.rpc.serving.quiescence import COORDINATOR, Quiescence
+from mpidist.rpc.threads import interceptor
+from mpidist.rpc.threads.polling import Polling
+from mpidist.rpc.threads.pool import InlinePolicy
+from mpidist.rpc.values.pickles import Reference
 from mpidist.rpc.worker import WorkerInfo, Workers
 
 # Python's switch interval while the agent runs: the longest wait for the GIL of a thread that has
@@ -80,7 +81,7 @@ class Agent:
         self.wire = _make_wire(transport, workers, options, device_maps)
         devices = _devices(workers, options, device_maps)
         self.reader = Reader(allowed)
-        self.calls = Calls(
+        self.calls = PendingCalls(
             workers,
             self.wire,
             self.reader,

@@ -15,13 +15,14 @@ from mpidist.comm.group import ProcessGroup
 from mpidist.comm.transport.transport import Transport
 from mpidist.dynamo import untraced
 from mpidist.errors import MpidistError
-from mpidist.rpc import current, interceptor, membership, rref, worker_gather
+from mpidist.rpc import current, membership, rref, worker_gather
 from mpidist.rpc.agent import FORKED, Agent
-from mpidist.rpc.allowlist import make_allowlist
-from mpidist.rpc.call import RpcFuture, wait_for_all
 from mpidist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from mpidist.rpc.names.allowlist import make_allowlist
 from mpidist.rpc.options import BackendType, RpcBackendOptions, seconds, select_options
 from mpidist.rpc.rref_store import Entry
+from mpidist.rpc.threads import interceptor
+from mpidist.rpc.threads.call import RpcFuture, wait_for_all
 from mpidist.rpc.worker import Destination, WorkerInfo, Workers, check_name
 
 P = ParamSpec("P")

@@ -12,18 +12,21 @@ import torch
 
 from mpidist.dynamo import untraced
 from mpidist.errors import MpidistError, RRefError
-from mpidist.rpc import callee, current, interceptor, methods
-from mpidist.rpc.call import Creation
+from mpidist.rpc import current
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
 from mpidist.rpc.message import WORD, Kind
+from mpidist.rpc.names import callee
 from mpidist.rpc.options import seconds
-from mpidist.rpc.pickles import Reference
 from mpidist.rpc.rref_store import Entry, id_parts
+from mpidist.rpc.serving import methods
+from mpidist.rpc.threads import interceptor
+from mpidist.rpc.threads.call import Creation
+from mpidist.rpc.values.pickles import Reference
 from mpidist.rpc.worker import WorkerInfo
 
 if TYPE_CHECKING:
     from mpidist.rpc.agent import Agent
-    from mpidist.rpc.codec import Args, Kwargs
+    from mpidist.rpc.values.codec import Args, Kwargs
 
 T = TypeVar("T")
 

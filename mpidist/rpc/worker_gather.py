@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpidist.comm.mpi import exited_ranks
 from mpidist.errors import MpidistError
-from mpidist.rpc import current, services
+from mpidist.rpc import current
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
+from mpidist.rpc.names import services
 
 if TYPE_CHECKING:
     from mpidist.rpc.agent import Agent

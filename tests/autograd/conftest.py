@@ -6,7 +6,7 @@ import pytest
 
 import mpidist.autograd as autograd
 from mpidist.autograd.api import _engine
-from mpidist.rpc import interceptor
+from mpidist.rpc.threads import interceptor
 from tests.rpc.conftest import to, workers  # noqa: F401
 from tests.rpc.limits import soon
 from tests.support import agree

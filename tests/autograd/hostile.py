@@ -10,8 +10,8 @@ from mpidist.autograd.context import Context
 from mpidist.autograd.engine import Engine
 from mpidist.autograd.passes import Pass
 from mpidist.autograd.recording import Send
-from mpidist.rpc import codec
 from mpidist.rpc.message import Kind
+from mpidist.rpc.values import codec
 from mpidist.rpc.worker import WorkerInfo, Workers
 
 ME, PEER, STRANGER, WORKERS = 0, 1, 2, 3

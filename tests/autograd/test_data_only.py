@@ -7,7 +7,8 @@ import torch
 
 import mpidist.autograd as autograd
 import mpidist.rpc as rpc
-from mpidist.rpc import api, codec, pickles
+from mpidist.rpc import api
+from mpidist.rpc.values import codec, pickles
 from tests.autograd.remote_functions import (
     cube,
     cube_with_hook,

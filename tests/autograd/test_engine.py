@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpidist.autograd as autograd
 import mpidist.rpc as rpc
-from mpidist.rpc import interceptor
+from mpidist.rpc.threads import interceptor
 from tests.autograd import random_graphs
 from tests.autograd.remote_functions import (
     cube,

@@ -23,13 +23,15 @@ from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.transport import eager_receives, payload_receives, sends, transport
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import CommTimeout
-from mpidist.rpc import callee, current, methods, rref
+from mpidist.rpc import current, rref
 from mpidist.rpc.agent import Agent
-from mpidist.rpc.allowlist import Allowed
-from mpidist.rpc.call import Call
 from mpidist.rpc.message import GRADIENTS, PAIR, WORD, Kind
+from mpidist.rpc.names import callee
+from mpidist.rpc.names.allowlist import Allowed
 from mpidist.rpc.options import RpcBackendOptions
-from mpidist.rpc.pool import HANDLED
+from mpidist.rpc.serving import methods
+from mpidist.rpc.threads.call import Call
+from mpidist.rpc.threads.pool import HANDLED
 from mpidist.rpc.worker import WorkerInfo, Workers
 from tests.bytes_fuzz.network import LENGTH, Mpi, Network, group
 from tests.rpc.attacks import canary, victim

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mpidist.comm.serialization import data_reader, data_writer
 from mpidist.errors import MpidistError
-from mpidist.rpc.allowlist import Allowed
-from mpidist.rpc.data_values import Reading, Writing
+from mpidist.rpc.names.allowlist import Allowed
+from mpidist.rpc.values.data_values import Reading, Writing
 from mpidist.rpc.worker import WorkerInfo
 from tests.bytes_fuzz.mutations import MOST_BYTES
 from tests.rpc.attacks import canary, victim
@@ -185,7 +185,8 @@ def _require_data(obj: Any, budget: list[int]) -> None:
         assert len(obj) == 2
         _require_data(tuple(obj), budget)
     elif isinstance(obj, Exception):
-        assert kind.__module__ in ("builtins", "mpidist.errors", "mpidist.rpc.allowlist"), kind
+        homes = ("builtins", "mpidist.errors", "mpidist.rpc.names.allowlist")
+        assert kind.__module__ in homes, kind
         _require_data(obj.args, budget)
     else:
         is_listed = any(obj is item for item in _LISTED)

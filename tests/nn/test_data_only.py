@@ -12,7 +12,8 @@ from mpidist.autograd.api import _engine
 from mpidist.errors import NotPlainData, WorkerErrors
 from mpidist.nn import RemoteModule
 from mpidist.optim import DistributedOptimizer
-from mpidist.rpc import codec, interceptor, pickles
+from mpidist.rpc.threads import interceptor
+from mpidist.rpc.values import codec, pickles
 from tests.nn.nets import Named, net
 from tests.optim.owners import Halving
 from tests.support import agree

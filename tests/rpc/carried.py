@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import torch
 
-from mpidist.rpc import codec, pickles
+from mpidist.rpc.values import codec, pickles
 
 READER = codec.Decoder(None)
 

@@ -9,10 +9,11 @@ import torch
 
 import mpidist.rpc as rpc
 from mpidist.errors import FrameError, MpidistError, RRefError
-from mpidist.rpc import api, codec, message
-from mpidist.rpc.call import Call
+from mpidist.rpc import api, message
 from mpidist.rpc.message import ANNOUNCED, AUTOGRAD, FAR, REFERENCES, Kind
 from mpidist.rpc.rref_store import new_id
+from mpidist.rpc.threads.call import Call
+from mpidist.rpc.values import codec
 from tests.rpc.limits import CALL_S, limit_of_tests, soon
 from tests.support import agree
 

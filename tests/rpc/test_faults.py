@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 import mpidist.rpc as rpc
 from mpidist.errors import CommTimeout, MpidistError, RankFailureError, RemoteError, RRefError
 from mpidist.rpc import api, message
-from mpidist.rpc.call import Creation
+from mpidist.rpc.threads.call import Creation
 from tests.rpc.limits import CALL_S, joined, limit_of_tests, shut_down, soon
 from tests.support import agree
 

@@ -11,7 +11,9 @@ from mpidist.comm.transport.eager_message import HEADER_BYTES
 from mpidist.comm.transport.incoming import Incoming
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import FrameError
-from mpidist.rpc import codec, dispatcher, interceptor, message
+from mpidist.rpc import message
+from mpidist.rpc.calls.reader import Reader
+from mpidist.rpc.calls.wire import Wire
 from mpidist.rpc.message import (
     ANNOUNCED,
     AUTOGRAD,
@@ -21,12 +23,13 @@ from mpidist.rpc.message import (
     REFERENCES,
     Kind,
 )
-from mpidist.rpc.pickles import Reference
-from mpidist.rpc.reader import Reader
-from mpidist.rpc.wire import Wire
+from mpidist.rpc.serving import dispatcher
+from mpidist.rpc.threads import interceptor
+from mpidist.rpc.values import codec
+from mpidist.rpc.values.pickles import Reference
 from tests.rpc.carried import Marked, described
-from tests.rpc.test_codec import Unreadable
-from tests.rpc.test_plain_data import mixed
+from tests.rpc.values.test_codec import Unreadable
+from tests.rpc.values.test_plain_data import mixed
 
 numbers = st.integers(0, 2**64 - 1)
 rows = st.lists(st.tuples(numbers, numbers, st.integers(0, 2**32 - 1)), max_size=20)

@@ -10,10 +10,10 @@ import mpidist.rpc as rpc
 from mpidist.comm.serialization.data_format import TUPLE
 from mpidist.comm.serialization.tensor_format import COUNTS
 from mpidist.rpc import current
-from mpidist.rpc.codec import PICKLED, TABLE
-from mpidist.rpc.data_values import ERROR, NAMED, RECORD
 from mpidist.rpc.message import FAR, REFERENCES, Kind, pack_references
-from mpidist.rpc.pool import HANDLED, Task
+from mpidist.rpc.threads.pool import HANDLED, Task
+from mpidist.rpc.values.codec import PICKLED, TABLE
+from mpidist.rpc.values.data_values import ERROR, NAMED, RECORD
 from tests.rpc.attacks import victim
 from tests.rpc.attacks.attacker import WAIT_S, Attacker, Attacks
 from tests.rpc.attacks.data import (

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import mpidist.rpc as rpc
 from mpidist.comm.mpi.library import MPI
-from mpidist.rpc import codec, current, engine_messages
-from mpidist.rpc.call import Call
+from mpidist.rpc import current
+from mpidist.rpc.calls import engine_messages
 from mpidist.rpc.message import COUNT, Kind
+from mpidist.rpc.threads.call import Call
+from mpidist.rpc.values import codec
 from tests.rpc.attacks import victim
 
 WAIT_S = 5.0  # for an answer

@@ -23,9 +23,9 @@ from mpidist.comm.serialization.data_format import (
     TEXT,
     TUPLE,
 )
-from mpidist.rpc.codec import KEYWORDS, PLAIN
-from mpidist.rpc.data_values import CARRIED, ERROR, NAMED, RECORD, REFERENCE, WORKER
 from mpidist.rpc.message import ANNOUNCED, AUTOGRAD, FAR, REFERENCES, Kind, pack_references
+from mpidist.rpc.values.codec import KEYWORDS, PLAIN
+from mpidist.rpc.values.data_values import CARRIED, ERROR, NAMED, RECORD, REFERENCE, WORKER
 from tests.rpc.attacks.attacker import Attacker, Attacks
 
 attack = Attacks()

@@ -244,12 +244,12 @@ def own_list(attacker: Attacker) -> object:
     def value_of(obj: bytes) -> bytes:
         return dropped(with_slots(with_attributes, __defaults__=items(obj, b"}")))
 
-    type_of = named("mpidist.rpc.methods", "type_of")
+    type_of = named("mpidist.rpc.serving.methods", "type_of")
 
     def kind_of(place: int, obj: bytes) -> bytes:
         return value_of(obj) + dropped(kept(place, called(type_of, again(0))))
 
-    own = called(named("mpidist.rpc.pickles", "_reference"), plain(0))
+    own = called(named("mpidist.rpc.values.pickles", "_reference"), plain(0))
     # 0: the false reference; 1: type; 2: a class whose instances are false; 3: the lying str; 4, 5:
     # classes of what is read.
     made = (
@@ -309,7 +309,7 @@ def _under_listed_name(kind_of: Callable[[int, bytes], bytes], place: int, obj: 
 
 
 def _read(value_of: Callable[[bytes], bytes], obj: bytes, name: str) -> bytes:
-    call_method = named("mpidist.rpc.methods", "call_method")
+    call_method = named("mpidist.rpc.serving.methods", "call_method")
     return value_of(obj) + called(
         call_method, again(0), called(again(3), plain("__getattribute__")), items(plain(name)), b"}"
     )

@@ -27,8 +27,8 @@ from mpidist.comm.serialization.tensor_format import (
     SCALE,
     WHOLE,
 )
-from mpidist.rpc.codec import LONE_ARGUMENT, TABLE
 from mpidist.rpc.message import FAR
+from mpidist.rpc.values.codec import LONE_ARGUMENT, TABLE
 from tests.comm.serialization.forged_tables import BOOL, F32, I64, U8, floats, words
 from tests.rpc.attacks.attacker import Attacker, Attacks
 

@@ -12,7 +12,8 @@ import logging
 import pytest
 
 import mpidist.rpc as rpc
-from mpidist.rpc import interceptor, membership
+from mpidist.rpc import membership
+from mpidist.rpc.threads import interceptor
 from tests.rpc.attacks import victim
 from tests.rpc.attacks.attacker import Attack, Attacker, outcome_of
 from tests.support import agree

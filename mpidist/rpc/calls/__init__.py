@@ -1,0 +1,1 @@
+"""Requests to other workers: ``pending``, ``references`` → ``wire`` ⇝ ``reader`` → ``pending``."""

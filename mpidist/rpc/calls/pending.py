@@ -1,0 +1,345 @@
+"""Pending calls of one worker: requests from their start to their answer, timeout or failure."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mpidist.comm.transport.incoming import Incoming
+from mpidist.errors import FrameError, MpidistError, RankFailureError
+from mpidist.rpc.calls.reader import Reader
+from mpidist.rpc.calls.wire import Wire
+from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
+from mpidist.rpc.message import Kind
+from mpidist.rpc.names import callee
+from mpidist.rpc.names.allowlist import Allowed
+from mpidist.rpc.options import seconds
+from mpidist.rpc.threads import interceptor
+from mpidist.rpc.threads.call import AsyncCall, Call, RpcFuture
+from mpidist.rpc.threads.polling import Polling
+from mpidist.rpc.threads.pool import HANDLED, Action, here
+from mpidist.rpc.values import remote_error
+from mpidist.rpc.values.codec import EMPTY, Args, Content, Kwargs
+from mpidist.rpc.worker import Workers
+
+_EXCEPTION = int(Kind.EXCEPTION)
+_NEVER = float("inf")
+
+# Open calls from which on a thread that issues more lets others be answered first, and seconds
+# without an answer after which it goes on.
+_MANY = 512
+_NO_ANSWER_S = 0.02  # longer than an idle worker sleeps between polls
+
+
+class PendingCalls:
+    """Requests that have no answer yet. Thread-safe: the thread that removes a call completes it.
+
+    Args:
+        workers: All workers.
+        wire: Sends the requests.
+        reader: Decodes the answers.
+        polling: Polls while a thread waits.
+        rpc_timeout: Seconds for calls without a timeout of their own; 0 for no timeout.
+        devices: The CUDA devices of futures.
+        allowed: The list of this worker.
+        drop: Releases the references in an answer that arrives too late.
+
+    Attributes:
+        rpc_timeout: As above; may be changed.
+        started: The number of the last call.
+        is_stopped: RPC has ended on this worker: calls are rejected.
+        stop_reason: Why, for errors.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        wire: Wire,
+        reader: Reader,
+        polling: Polling,
+        rpc_timeout: float,
+        devices: Sequence[torch.device],
+        allowed: Allowed | None,
+        drop: Callable[[Incoming], None],
+    ) -> None:
+        self.rpc_timeout = rpc_timeout
+        self.started = 0
+        self.is_stopped = False
+        self.stop_reason = "RPC was shut down"
+        self._workers = workers
+        self._reader = reader
+        self._polling = polling
+        self._devices = list(devices)
+        self._allowed = allowed
+        self._drop = drop
+        self._post = wire.post
+        self._codecs = wire.codecs
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, Call] = {}  # by number
+        self._next_deadline = _NEVER  # the earliest among the pending calls, or an earlier time
+        self._pace_at = _MANY
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def creations(self) -> int:
+        """Return the number of calls of ``remote`` that the owner has not answered."""
+        return sum(call.is_creation for call in list(self._pending.values()))
+
+    # Calls of functions.
+
+    def invoke(self, to: int, function: object, args: Args, kwargs: Kwargs, timeout: float) -> Any:
+        """Call a function on a worker and return its result.
+
+        Blocks: until the answer is there, at most the timeout.
+        """
+        kind, name = callee.wire_name(function)
+        content = self._codecs[to].encode_function(function, name, args, kwargs)
+        call = Call(
+            to,
+            name,
+            self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout),
+            function,
+        )
+        self.start(call, kind, name, content)
+        self._polling.wait(call)
+        if not call.done:
+            self.wait(call)
+        return self._result_of(call)
+
+    def invoke_async(
+        self, to: int, function: object, args: Args, kwargs: Kwargs, timeout: float
+    ) -> RpcFuture:
+        """Call a function on a worker and return the future of its result."""
+        kind, name = callee.wire_name(function)
+        content = self._codecs[to].encode_function(function, name, args, kwargs)
+        timeout_s = self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout)
+        call = AsyncCall(to, name, timeout_s, self._result_of, function)
+        future = RpcFuture(self.wait, call, self._devices)
+        self.start(call, kind, name, content)
+        self._polling.poll_once()
+        self.pace()
+        return future
+
+    def request(
+        self, to: int, kind: int, prefix: bytes, obj: object, timeout: float, what: str
+    ) -> Any:
+        """Send a request other than a function call, and return its answer.
+
+        Blocks: until the answer is there, at most the timeout.
+        """
+        content = self._codecs[to].encode(obj) if obj is not None else EMPTY
+        call = Call(
+            to, what, self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout)
+        )
+        self.start(call, kind, prefix, content)
+        return self.result(call)
+
+    def start(self, call: Call, kind: int, prefix: bytes, content: Content) -> None:
+        """Register a call and send its request. The call fails if the worker has left.
+
+        Raises:
+            MpidistError: RPC was shut down.
+            Exception: The request cannot be sent; the call is not registered.
+        """
+        to = call.to
+        self.started = call.sequence = sequence = next(self._numbers)
+        self._pending[sequence] = call
+        if call.deadline < self._next_deadline:
+            self._next_deadline = call.deadline
+        # Behind the registration: a thread that stops RPC, or finds that a worker has left, records
+        # that first and fails the registered calls afterwards. So one of the two sees the other.
+        if self.is_stopped or to in self._workers.left:
+            self._refuse(call)
+            return
+        try:
+            engine = interceptor.engine
+            self._post(
+                to,
+                kind,
+                sequence,
+                0 if engine is None else engine.current_context(),
+                prefix,
+                content,
+            )
+        except BaseException:
+            self._pending.pop(sequence, None)
+            raise
+
+    def _refuse(self, call: Call) -> None:
+        if self._pending.pop(call.sequence, None) is None:
+            return  # another thread fails it
+        if self.is_stopped:
+            raise MpidistError(
+                f"{self.stop_reason}; {_describe(call, self._workers)} cannot be sent"
+            )
+        self._run_action(call.fail(_left_error(call, self._workers)))
+
+    def pace(self) -> None:
+        """Let others be answered first, after an asynchronous call of a user's thread.
+
+        Does nothing in a handler, and while fewer than ``_MANY`` calls are open.
+
+        Blocks: until few are open; 20 ms without an answer, after each ``_MANY`` calls more.
+        """
+        count = len(self._pending)
+        if count < _MANY:
+            self._pace_at = _MANY
+        elif count >= self._pace_at and here.thread is None:
+            self._await_answers()
+
+    def _await_answers(self) -> None:
+        # Open MPI's cost of a message grows with those that the receiver has not taken: 10 us
+        # among 10,000, 100 us among 40,000.
+        pending, clock = self._pending, time.monotonic
+        left, since = len(pending), clock()
+        while len(pending) > _MANY // 2 and not self.is_stopped:
+            self._polling.poll_once()
+            if len(pending) < left:
+                left, since = len(pending), clock()
+            elif clock() - since > _NO_ANSWER_S:
+                break
+            else:
+                os.sched_yield()
+        self._pace_at = len(pending) + _MANY
+
+    # Waiting.
+
+    def wait(self, call: Call) -> None:
+        """Wait until a call is done; at its deadline it fails."""
+        self._polling.wait(call)
+        while not call.done:
+            if self.has_expired():
+                self.expire()
+            if not call.done:
+                if self.is_stopped and self._pending.pop(call.sequence, None) is not None:
+                    self._run_action(
+                        call.fail(
+                            MpidistError(
+                                f"{self.stop_reason} before {_describe(call, self._workers)} was "
+                                "answered"
+                            )
+                        )
+                    )
+                # Another thread has removed the call and completes it.
+                call.park(0.01)
+
+    def result(self, call: Call) -> Any:
+        """Wait for a call without a future; return its result or raise its error."""
+        if not call.done:
+            self.wait(call)
+        return self._result_of(call)
+
+    def _result_of(self, call: Call) -> Any:
+        if call.error is not None:
+            raise call.error
+        incoming = call.incoming
+        if incoming.kind == _EXCEPTION:
+            raise self.error_of(call)
+        return self._reader.decode_answer(incoming)
+
+    def error_of(self, call: Call) -> BaseException:
+        """Return the exception that a call has raised on the other worker."""
+        description = self._reader.decode_answer(call.incoming)
+        return remote_error.rebuild(description, self._workers.infos[call.to], self._allowed)
+
+    # On the polling thread.
+
+    def complete(self, incoming: Incoming) -> Action:
+        """Complete the call that an answer belongs to; return the action that remains.
+
+        Raises:
+            FrameError: Another worker than the callee has sent it; the call stays pending.
+        """
+        call = self._pending.get(incoming.sequence)
+        if call is not None:
+            if call.to != incoming.source:
+                raise FrameError(
+                    f"rank {incoming.source} has answered {_describe(call, self._workers)}"
+                )
+            call = self._pending.pop(incoming.sequence, None)
+        if call is None:  # timed out
+            self._drop(incoming)
+            return HANDLED
+        if type(call) is not Call:
+            return call.complete(incoming) or HANDLED
+        call.incoming = incoming
+        call.done = True
+        if call.latches:
+            call.wake()
+        return HANDLED
+
+    def fail_to(self, rank: int) -> None:
+        """Fail the calls to a worker that has left."""
+        for call in self._remove_where(lambda call: call.to == rank):
+            self._run_action(call.fail(_left_error(call, self._workers)))
+
+    def stop(self) -> None:
+        """Fail all calls, and reject new ones."""
+        self.is_stopped = True
+        for call in self._remove_where(lambda call: True):
+            self._run_action(
+                call.fail(
+                    MpidistError(
+                        f"{_describe(call, self._workers)}: {self.stop_reason} on this worker"
+                    )
+                )
+            )
+
+    def fail(self, sequence: int, error: BaseException, source: int) -> None:
+        """Fail a call by its number if it is pending and its callee is rank ``source``."""
+        call = self._pending.get(sequence)
+        if call is not None and call.to == source and self._pending.pop(sequence, None) is not None:
+            self._run_action(call.fail(error))
+
+    def has_expired(self) -> bool:
+        """Return whether a deadline may have passed."""
+        return self._next_deadline != _NEVER and time.monotonic() >= self._next_deadline
+
+    def expire(self) -> None:
+        """Fail the calls whose deadline has passed."""
+        # Reset before the search, so that a call that is added meanwhile can lower it again.
+        self._next_deadline = _NEVER
+        now = time.monotonic()
+        late = self._remove_where(lambda call: call.deadline <= now)
+        nearest = min((call.deadline for call in list(self._pending.values())), default=_NEVER)
+        self._next_deadline = min(self._next_deadline, nearest)
+        for call in late:
+            self._run_action(call.fail(call.timed_out(_describe(call, self._workers))))
+
+    def _remove_where(self, concerns: Callable[[Call], bool]) -> list[Call]:
+        """Remove and return the calls for which ``concerns`` returns True."""
+        matching = [call for call in list(self._pending.values()) if concerns(call)]
+        return [call for call in matching if self._pending.pop(call.sequence, None) is not None]
+
+    def _run_action(self, action: Action | None) -> None:
+        if action is None:
+            return
+        if action.may_block and not self.is_stopped:
+            self._polling.pool.submit(action)
+        else:
+            action.run()
+
+
+def _describe(call: Call, workers: Workers) -> str:
+    """Return the name of a call for messages to users."""
+    what = call.what
+    if isinstance(what, str):
+        return what
+    function = call.function
+    name = callee.display_name(what) or getattr(function, "__qualname__", None) or repr(function)
+    text = f"remote {name}" if call.is_creation else name
+    return f"{text} on {workers.infos[call.to].name}"
+
+
+def _left_error(call: Call, workers: Workers) -> MpidistError:
+    return RankFailureError(
+        f"{_describe(call, workers)}: {workers.infos[call.to].name} has left RPC (shutdown without "
+        "graceful, the end of its program, or its death)",
+        (workers.world_ranks[call.to],),
+    )

@@ -1,0 +1,1 @@
+"""Names in messages: a function → ``callee`` ⇝ ``callee``, ``services`` or ``allowlist`` → it."""

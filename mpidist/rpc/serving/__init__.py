@@ -1,0 +1,1 @@
+"""Requests of other workers: ``dispatcher`` → ``requests`` → the function or method → an answer."""

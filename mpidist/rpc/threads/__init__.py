@@ -1,0 +1,1 @@
+"""Threads of an agent: ``polling`` → an action → its ``pool`` or a waiting ``call``."""

@@ -1,0 +1,367 @@
+"""Leader/followers: one thread at a time, the leader, polls MPI for messages.
+
+The pattern is Schmidt et al., POSA2, "Leader/Followers". A message that asks for work becomes an
+action (``pool``); the leader runs it or submits it to the pool. The leader is one of:
+
+- **A caller**: a thread that waits for the answer to a call. It takes the lead from a pool thread,
+  polls until its answer arrives, and then promotes the next waiting caller. It submits actions that
+  may block to the pool. After 3 ms of polling without its answer it gives up the lead and sleeps.
+- **A pool thread**, when no caller leads. It runs actions itself; a request whose function is not
+  known to be quick (``InlinePolicy``) goes back to the pool. Without messages it polls for 50 µs
+  without a pause, then yields its core between polls, and after 0.5 ms sleeps between polls: at
+  most 3 ms, and 5 ms after a second. It also sleeps while a user's thread issues calls in quick
+  succession, because that thread polls once after each call (``poll_once``).
+
+One pool thread is the **follower**. Every 2 ms (a tick) it becomes the leader if there is none, or
+if the leader has been in the same action since the last tick. After eight ticks without messages it
+sleeps until the leader runs an action. All other pool threads wait for work.
+
+The tick is long because waking a second thread takes the GIL from the first one, which costs it 10
+to 50 µs. Measurements: docs/decisions/0008.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from mpidist.rpc.threads.call import Call
+from mpidist.rpc.threads.pool import HANDLED, Action, Pool, PoolThread, here
+
+# A pool thread that leads without messages: polls, then yields its core, then sleeps. The longest
+# sleep makes an idle worker use about 1.5 % of a core.
+_SPIN_S = 5e-5
+_YIELD_S = 5e-4
+_SLEEP_S = 3e-3
+_LONG_IDLE_S, _LONG_SLEEP_S = 1.0, 5e-3
+
+# A caller that leads: empty polls before it yields its core, and seconds before it sleeps.
+_CALLER_SPINS = 4
+_CALLER_POLLS_S = 3e-3
+
+# Calls that follow each other within the gap are a burst; after one the pool's leader sleeps.
+_BURST_GAP_S = 3e-4
+_BURST_PAUSE_S = 2e-3
+
+# The follower: seconds between two checks, and idle ticks before it sleeps without a timeout.
+_TICK_S = 2e-3
+_IDLE_TICKS = 8
+
+# Tests for a message in one poll. A test costs less than the lock and the frames around it.
+_TESTS_PER_POLL = 16
+
+_NEVER = float("inf")
+
+
+class Polling:
+    """The threads of one agent, of which one at a time polls.
+
+    A thread takes the lead by an assignment to ``leader``, and polls only while it is the leader,
+    under the poll lock.
+
+    Args:
+        poll: Tests for a message, at most so many times; returns its action, or None if none has
+            arrived. Called by one thread at a time.
+        threads: The maximum number of actions that may block and run at once. Actions that wait
+            for an answer do not count.
+        name: A part of the threads' names.
+
+    Attributes:
+        pool: The threads that run actions; those that lead and follow are among them.
+        leader: A pool thread; or a caller, represented by the call that its thread waits for; None
+            if no thread polls.
+        parked: Calls of the callers that sleep, and may be promoted.
+        is_follower_asleep: The follower sleeps until an action runs or a caller takes the lead.
+        is_stopping: Polling ends.
+    """
+
+    def __init__(self, poll: Callable[[int], Action | None], threads: int, name: str) -> None:
+        self.pool = Pool(threads, name, self._follow_and_lead)
+        self.leader: PoolThread | Call | None = None
+        self.parked: deque[Call] = deque()
+        self.is_follower_asleep = self.is_stopping = False
+        self._poll = poll
+        self._poll_lock = threading.Lock()
+        self._action_numbers = itertools.count(1)
+
+        # Calls of users' threads.
+        self._issued_at = 0.0  # time of the last call
+        self._burst_at = 0.0  # time of the last call within a burst
+
+        # What the follower looks at.
+        self._caller_terms = 0  # the number of times that a caller has led
+        self._is_idle = False  # the leader is a pool thread without a message for 0.5 ms
+        self._following = 0  # threads within ``_follow``
+        self._following_lock = threading.Lock()  # for the number
+        self._follower_lock = threading.Lock()  # held by the one that follows
+        self._wake = threading.Semaphore(0)  # of the follower
+
+    def start(self) -> None:
+        """Start the first leader and the first follower."""
+        for _ in range(2):
+            self.pool.submit_follower()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Stop polling; return whether all threads have ended in time.
+
+        Threads in users' code end when that returns.
+        """
+        self.is_stopping = True
+        return self.pool.stop(timeout_s, self._wake.release)
+
+    def is_leading(self) -> bool:
+        """Return whether the calling thread is a leading pool thread, which must not block long."""
+        thread = here.thread
+        return thread is not None and thread is self.leader
+
+    # Callers: threads that issue calls, and wait for their answers.
+
+    def poll_once(self) -> None:
+        """Poll once, after a user's thread has issued a call; during a burst the leader pauses."""
+        # Two threads of one process that both poll take the GIL from each other at each poll, which
+        # costs more than the calls. A handler does not pause the leader, which serves the others.
+        if here.thread is not None:
+            return
+        now = time.monotonic()
+        if now - self._issued_at < _BURST_GAP_S:
+            self._burst_at = now
+        self._issued_at = now
+        if self._poll_lock.acquire(blocking=False):
+            try:
+                action = self._poll(1)
+            finally:
+                self._poll_lock.release()
+            if action is not None and action is not HANDLED:
+                if action.may_block:
+                    self.pool.submit(action)
+                else:
+                    action.run()
+
+    def wait(self, call: Call) -> None:
+        """Wait until a call is done, or its deadline has passed, or polling has stopped.
+
+        Blocks: until one of these; ``call.done`` tells them apart.
+        """
+        thread = here.thread
+        action_number = 0
+        if thread is not None:
+            # A handler that waits must not count as running, or else calls could not nest deeper
+            # than the pool has threads; nor must the follower take it for a stuck one.
+            action_number, thread.action_number = thread.action_number, 0
+            self.pool.leave(thread)
+
+        leads_until = _NEVER
+        while not call.done:
+            if not isinstance(self.leader, Call):
+                end = self._lead_as_caller(call, thread, leads_until)
+                if end is None:
+                    break
+                leads_until = end
+            now = time.monotonic()
+            if now >= call.deadline or self.is_stopping:
+                break
+            timeout_s = min(call.deadline - now, 1.0)
+            if now < leads_until:
+                call.park(timeout_s, partial(self._offer, call))
+                with contextlib.suppress(ValueError):
+                    self.parked.remove(call)
+            else:
+                call.park(timeout_s)
+
+        if self.parked:
+            # This thread may have been promoted at the moment in which its answer arrived.
+            self.promote()
+        if thread is not None:
+            thread.action_number = action_number
+            if self.leader is not thread:
+                self.pool.enter(thread)
+
+    def _lead_as_caller(
+        self, call: Call, thread: PoolThread | None, leads_until: float
+    ) -> float | None:
+        """Poll until the call is done, the lead is lost, polling stops, or the time is over.
+
+        Args:
+            call: Represents the caller.
+            thread: The calling thread, if it is the pool's.
+            leads_until: The end of the caller's time (``time.monotonic``), which begins with its
+                first empty polls, and again after each action that it runs; infinite before.
+
+        Returns:
+            The end of the caller's time as it is now; None if the call is done.
+        """
+        was_leading = thread is not None and self.leader is thread
+        self.leader = call
+        if self.is_follower_asleep:
+            self._wake_follower()
+        poll, lock, rounds = self._poll, self._poll_lock, 0
+        try:
+            while not call.done:
+                with lock:
+                    if self.leader is not call or call.done:
+                        break
+                    action = poll(_TESTS_PER_POLL)
+                if action is None:
+                    rounds += 1
+                    if rounds > _CALLER_SPINS:
+                        now = time.monotonic()
+                        if leads_until == _NEVER:
+                            leads_until = min(now + _CALLER_POLLS_S, call.deadline)
+                        if now > leads_until or self.is_stopping:
+                            break
+                        os.sched_yield()
+                elif action is not HANDLED:
+                    if action.may_block:
+                        self.pool.submit(action)
+                    else:
+                        call.action_number = next(self._action_numbers)
+                        action.run()
+                        call.action_number = 0
+                        # A backward pass is one long wait with many short actions.
+                        leads_until, rounds = _NEVER, 0
+        finally:
+            if self.leader is call:
+                self.leader = thread if was_leading and call.done else None
+                self._caller_terms += 1
+            if self.parked:
+                self.promote()
+        return None if call.done else leads_until
+
+    def _offer(self, call: Call) -> bool:
+        """Offer a thread that will sleep for promotion; return whether there is a leader."""
+        self.parked.append(call)
+        return self.leader is not None
+
+    def promote(self) -> None:
+        """Wake one parked caller if there is no leader, so that it need not wait for a tick."""
+        parked = self.parked
+        while parked and self.leader is None:
+            try:
+                call = parked.popleft()
+            except IndexError:
+                return
+            if not call.done:
+                call.wake()
+                return
+
+    # Pool threads.
+
+    def _follow_and_lead(self, me: PoolThread) -> None:
+        """Follow, then lead, then follow again; return once two other threads follow."""
+        while not self.is_stopping:
+            with self._following_lock:
+                if self._following >= 2:
+                    return
+                self._following += 1
+            self._follow(me)
+            with self._following_lock:
+                self._following -= 1
+                is_last = self._following == 0
+            # One thread must always follow. The previous leader may block in its handler.
+            if is_last and not self.is_stopping:
+                self.pool.submit_follower()
+            self._lead(me)
+
+    def _follow(self, me: PoolThread) -> None:
+        """Sleep until there is no leader or the leader is stuck in an action; then take the lead.
+
+        One thread follows at a time; the others wait for its lock.
+        """
+        with self._follower_lock:
+            last_action = idle_ticks = 0
+            last_term = -1
+            while not self.is_stopping:
+                time.sleep(_TICK_S)
+                leader = self.leader
+                if leader is None:
+                    # A caller that has led since the last tick probably leads again at once, with
+                    # its next call.
+                    if self._caller_terms == last_term:
+                        self.leader = me
+                        return
+                    last_term = self._caller_terms
+                    continue
+                if leader.action_number != 0 and leader.action_number == last_action:
+                    self._count_stuck(leader, last_action)
+                    self.leader = me
+                    return
+                last_action = leader.action_number
+                idle_ticks = idle_ticks + 1 if self._is_idle else 0
+                if idle_ticks > _IDLE_TICKS:
+                    self._sleep_behind(leader)
+                    idle_ticks = 0
+
+    def _count_stuck(self, leader: PoolThread | Call, action_number: int) -> None:
+        """Count the leader's action among those that run, so that the pool keeps its limit."""
+        if isinstance(leader, PoolThread) and not leader.is_counted:
+            self.pool.enter(leader)
+            # The action may have ended in between, when the thread was not counted.
+            if leader.action_number != action_number:
+                self.pool.leave(leader)
+
+    def _sleep_behind(self, leader: PoolThread | Call) -> None:
+        """Sleep until the leader, if it polls without messages, runs an action."""
+        self.is_follower_asleep = True
+        # A thread that runs an action or takes the lead records that first, and reads
+        # is_follower_asleep afterwards: so one of the two threads sees the other.
+        is_polling = isinstance(leader, PoolThread) and not leader.action_number
+        if self.leader is leader and is_polling:
+            self._wake.acquire()
+        self.is_follower_asleep = False
+
+    def _wake_follower(self) -> None:
+        if self.is_follower_asleep:
+            self.is_follower_asleep = False
+            self._wake.release()
+
+    def _lead(self, me: PoolThread) -> None:
+        """Poll as a pool thread until the lead is lost."""
+        clock, poll, lock = time.monotonic, self._poll, self._poll_lock
+        since, rounds, tests = clock(), 0, _TESTS_PER_POLL
+        while self.leader is me and not self.is_stopping:
+            if clock() - self._burst_at < _BURST_PAUSE_S:
+                time.sleep(_BURST_PAUSE_S)
+                continue
+            with lock:
+                action = poll(tests) if self.leader is me else None
+            if action is not None:
+                rounds = 0
+                tests = _TESTS_PER_POLL
+                if action is not HANDLED:
+                    self._run_inline(me, action)
+                continue
+            rounds += 1
+            if rounds == 1:
+                since = clock()
+                self._is_idle = False
+                continue
+            idle = clock() - since
+            if idle < _SPIN_S:
+                continue
+            if idle < _YIELD_S:
+                os.sched_yield()
+            else:
+                self._is_idle = True
+                tests = 1
+                time.sleep(min(idle / 8, _SLEEP_S) if idle < _LONG_IDLE_S else _LONG_SLEEP_S)
+        self._is_idle = False
+
+    def _run_inline(self, me: PoolThread, action: Action) -> None:
+        """Run an action on the leading pool thread; submit it if the pool is full."""
+        if action.may_block and self.pool.is_full():
+            self.pool.submit(action)
+            return
+        # The follower counts the action as running once it finds it stuck: most end before.
+        me.action_number = next(self._action_numbers)
+        if self.is_follower_asleep:
+            self._wake_follower()
+        action.run()
+        me.action_number = 0
+        if me.is_counted:
+            self.pool.leave(me)

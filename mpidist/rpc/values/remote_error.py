@@ -1,0 +1,109 @@
+"""Exceptions in answers: rebuilt at the caller, with the remote traceback as their cause."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+
+from mpidist.errors import FrameError, RemoteError
+from mpidist.rpc.names.allowlist import Allowed
+from mpidist.rpc.values.data_values import error_values, make_error
+from mpidist.rpc.worker import WorkerInfo
+
+
+class RemoteTraceback(Exception):
+    """Remote traceback: the cause of the exception that is raised at the caller.
+
+    Attributes:
+        worker: The name of the worker that has raised the exception.
+        rank: The rank of that worker.
+    """
+
+    def __init__(self, text: str, worker: str, rank: int) -> None:
+        super().__init__(text)
+        self.worker = worker
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return f'\n"""\non worker "{self.worker}" (rank {self.rank}):\n{self.args[0]}"""'
+
+
+def describe(error: BaseException, as_data: bool = False) -> tuple[str, str, str, object]:
+    """Return an exception as plain data.
+
+    Args:
+        error: The exception.
+        as_data: For a caller that reads data only: use ``data_values.error_values``, not a pickle.
+
+    Returns:
+        Type name, representation, traceback, and the content for ``rebuild``: None if the exception
+        cannot be encoded.
+    """
+    # The caller must get an answer even if the exception's own methods raise.
+    try:
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except BaseException as failure:
+        text = f"{type(error).__qualname__} (its traceback raised {type(failure).__name__})"
+    try:
+        is_data = as_data and isinstance(error, Exception)
+        content: object = (
+            error_values(error) if is_data else None if as_data else pickle.dumps(error, 5)
+        )
+    except BaseException:
+        content = None
+    return type(error).__qualname__, _representation(error), text, content
+
+
+def rebuild(
+    description: object, worker: WorkerInfo, allowed: Allowed | None = None
+) -> BaseException:
+    """Return the exception to raise at the caller.
+
+    Args:
+        description: The result of ``describe`` on the other worker.
+        worker: That worker.
+        allowed: The list of this worker; None if it reads pickles.
+
+    Returns:
+        The exception, or a ``RemoteError`` if the exception cannot be rebuilt here; its cause is a
+        ``RemoteTraceback``.
+
+    Raises:
+        FrameError: The description is invalid.
+    """
+    if (
+        type(description) is not tuple
+        or len(description) != 4
+        or not all(type(part) is str for part in description[:3])
+    ):
+        raise FrameError(f"{worker} has sent an invalid description of an exception")
+    type_name, representation, text, content = description
+    error: BaseException | None = None
+    reason = (
+        "it cannot be pickled"
+        if allowed is None
+        else "an answer must not interrupt or end this program"
+    )
+    if content is not None:
+        try:
+            error = pickle.loads(content) if allowed is None else make_error(content, allowed)
+        except BaseException as failure:
+            reason = f"rebuilding it raised {failure!r}"
+    if error is not None and not isinstance(error, Exception):
+        reason = "an answer must not interrupt or end this program"
+    if not isinstance(error, Exception):
+        error = RemoteError(
+            f"{worker.name} (rank {worker.id}) raised {type_name}, which cannot be raised here: "
+            f"{reason}. Original exception on remote side was: {representation}",
+            worker.id,
+            type_name,
+        )
+    error.__cause__ = RemoteTraceback(text, worker.name, worker.id)
+    return error
+
+
+def _representation(error: BaseException) -> str:
+    try:
+        return f"{type(error).__qualname__}: {error}"
+    except BaseException as failure:
+        return f"{type(error).__qualname__} (its text raised {type(failure).__name__})"
