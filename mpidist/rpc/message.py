@@ -81,25 +81,25 @@ def pack_references(rows: Sequence[ReferenceRow]) -> bytes:
     return COUNT.pack(len(rows)) + b"".join([REFERENCE.pack(*row) for row in rows])
 
 
-def unpack_references(data: Buffer, place: int) -> tuple[list[ReferenceRow], int]:
-    """Unpack the references at ``place``; return them and the offset behind them.
+def unpack_references(data: Buffer, offset: int) -> tuple[list[ReferenceRow], int]:
+    """Unpack the references at ``offset``; return them and the offset behind them.
 
     Raises:
         FrameError: They are cut off.
     """
     try:
-        (count,) = COUNT.unpack_from(data, place)
-        place += COUNT.size
-        return _read_rows(data, place, count)
+        (count,) = COUNT.unpack_from(data, offset)
+        offset += COUNT.size
+        return _read_rows(data, offset, count)
     except struct.error as error:
         raise FrameError(f"references are cut off after {len(data)} bytes") from error
 
 
-def _read_rows(data: Buffer, place: int, count: int) -> tuple[list[ReferenceRow], int]:
-    end = place + count * REFERENCE.size
+def _read_rows(data: Buffer, offset: int, count: int) -> tuple[list[ReferenceRow], int]:
+    end = offset + count * REFERENCE.size
     if end > len(data):
         raise FrameError(f"{count} references announced, cut off after {len(data)} bytes")
-    return [REFERENCE.unpack_from(data, start) for start in range(place, end, REFERENCE.size)], end
+    return [REFERENCE.unpack_from(data, start) for start in range(offset, end, REFERENCE.size)], end
 
 
 def pack_announced(rows: Sequence[ReferenceRow]) -> bytes:
@@ -107,16 +107,16 @@ def pack_announced(rows: Sequence[ReferenceRow]) -> bytes:
     return _COUNT32.pack(len(rows)) + b"".join([REFERENCE.pack(*row) for row in rows])
 
 
-def unpack_announced(data: Buffer, place: int) -> tuple[list[ReferenceRow], int]:
+def unpack_announced(data: Buffer, offset: int) -> tuple[list[ReferenceRow], int]:
     """Unpack the references that precede a content; return them and the offset behind them.
 
     Raises:
         FrameError: They are cut off.
     """
     try:
-        (count,) = _COUNT32.unpack_from(data, place)
-        place += _COUNT32.size
-        return _read_rows(data, place, count)
+        (count,) = _COUNT32.unpack_from(data, offset)
+        offset += _COUNT32.size
+        return _read_rows(data, offset, count)
     except (struct.error, TypeError) as error:  # TypeError: a part on a device
         raise FrameError(f"references are cut off after {len(data)} bytes") from error
 
@@ -149,39 +149,39 @@ def unpack_pairs(data: Buffer, start: int, end: int) -> list[tuple[int, int]]:
     return list(PAIR.iter_unpack(memoryview(data)[start:end]))
 
 
-def unpack_ids(data: Buffer, place: int, end: int, count: int) -> tuple[int, ...]:
+def unpack_ids(data: Buffer, offset: int, end: int, count: int) -> tuple[int, ...]:
     """Unpack ``count`` numbers of a header.
 
     Raises:
         FrameError: They are cut off.
     """
-    if end - place < WORD.size * count:
-        raise FrameError(f"{count} numbers announced, cut off after {end - place} bytes")
-    return struct.unpack_from(f"<{count}Q", data, place)
+    if end - offset < WORD.size * count:
+        raise FrameError(f"{count} numbers announced, cut off after {end - offset} bytes")
+    return struct.unpack_from(f"<{count}Q", data, offset)
 
 
-def unpack_gradients(data: Buffer, place: int, end: int) -> tuple[int, int, int, int]:
+def unpack_gradients(data: Buffer, offset: int, end: int) -> tuple[int, int, int, int]:
     """Unpack the four numbers of ``GRADIENTS``.
 
     Raises:
         FrameError: They are cut off.
     """
-    if end - place < GRADIENTS.size:
-        raise FrameError(f"gradients are cut off after {end - place} bytes")
-    numbers: tuple[int, int, int, int] = GRADIENTS.unpack_from(data, place)
+    if end - offset < GRADIENTS.size:
+        raise FrameError(f"gradients are cut off after {end - offset} bytes")
+    numbers: tuple[int, int, int, int] = GRADIENTS.unpack_from(data, offset)
     return numbers
 
 
-def unpack_name(data: Buffer, place: int, end: int) -> tuple[bytes, int]:
+def unpack_name(data: Buffer, offset: int, end: int) -> tuple[bytes, int]:
     """Unpack a function's name; return the name and the offset behind it.
 
     Raises:
         FrameError: The name is cut off.
     """
-    start = place + 2
+    start = offset + 2
     if start > end:
         raise FrameError("a call without a name")
-    place = start + data[start - 2] + 256 * data[start - 1]
-    if place > end:
+    offset = start + data[start - 2] + 256 * data[start - 1]
+    if offset > end:
         raise FrameError("a call's name is cut off")
-    return bytes(data[start:place]), place
+    return bytes(data[start:offset]), offset

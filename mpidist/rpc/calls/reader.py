@@ -66,12 +66,12 @@ class Reader:
                 return _unpack_announced(incoming, incoming.parts[0], 0)[0]
         return []
 
-    def decode(self, incoming: Incoming, place: int, is_answer: bool) -> Any:
+    def decode(self, incoming: Incoming, offset: int, is_answer: bool) -> Any:
         """Decode the content of a complete message.
 
         Args:
             incoming: The message.
-            place: The offset of the content in the header.
+            offset: The offset of the content in the header.
             is_answer: The message answers a request.
 
         Raises:
@@ -84,57 +84,57 @@ class Reader:
         if flags & FAR:
             if not parts:
                 raise FrameError(f"a message of kind {incoming.kind} without its content")
-            body, place, parts = parts[0], 0, parts[1:]
+            body, offset, parts = parts[0], 0, parts[1:]
         elif incoming.end != len(body):
             body = body[: incoming.end]  # without the packed parts
-        if place == len(body):
+        if offset == len(body):
             return None
         references: Sequence[Reference] = ()
         if flags & REFERENCES:
             references = [self.make_reference(*row) for row in incoming.preamble[1]]
         elif flags & ANNOUNCED:
-            rows, place = _unpack_announced(incoming, body, place)
+            rows, offset = _unpack_announced(incoming, body, offset)
             references = [self.make_reference(*row) for row in rows]
         attach = None
         if flags & AUTOGRAD and (engine := interceptor.engine) is not None:
             attach = partial(_attach_autograd, engine, incoming, incoming.preamble[0], is_answer)
-        return self._decode(flags, body, place, parts, references, attach)
+        return self._decode(flags, body, offset, parts, references, attach)
 
     def decode_call(
-        self, incoming: Incoming, place: int
+        self, incoming: Incoming, offset: int
     ) -> tuple[Sequence[object], dict[str, object]]:
         """Decode the args and kwargs of a complete request.
 
         Args:
             incoming: The message.
-            place: The offset of the content in the header.
+            offset: The offset of the content in the header.
 
         Raises:
             FrameError: The message is shorter or longer than its tables describe.
             Exception: Unpickling has failed.
         """
         flags = incoming.flags
-        if not flags and place == incoming.end:
+        if not flags and offset == incoming.end:
             return (), {}
-        data = self.decode(incoming, place, False)
+        data = self.decode(incoming, offset, False)
         if data is None:
             return (), {}
         return codec.arguments(flags, data)
 
     def decode_answer(self, incoming: Incoming) -> Any:
         """Decode the content of an answer."""
-        place = incoming.start
+        offset = incoming.start
         return (
             None
-            if place == incoming.end and not incoming.flags
-            else self.decode(incoming, place, True)
+            if offset == incoming.end and not incoming.flags
+            else self.decode(incoming, offset, True)
         )
 
 
-def _unpack_announced(incoming: Incoming, body: Any, place: int) -> tuple[list[ReferenceRow], int]:
-    rows, place = message.unpack_announced(body, place)
+def _unpack_announced(incoming: Incoming, body: Any, offset: int) -> tuple[list[ReferenceRow], int]:
+    rows, offset = message.unpack_announced(body, offset)
     require_own(incoming.source, [fork for _, fork, _ in rows])
-    return rows, place
+    return rows, offset
 
 
 def _no_references(*args: int) -> Reference:

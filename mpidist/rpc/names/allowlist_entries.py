@@ -163,12 +163,12 @@ def _module_of(text: str, parts: list[str]) -> tuple[ModuleType, list[str]]:
     """Return the innermost module of a dotted path, and the remaining names."""
     try:
         found = sys.modules.get(parts[0]) or importlib.import_module(parts[0])
-        for place, part in enumerate(parts[1:], 1):
+        for index, part in enumerate(parts[1:], 1):
             there = getattr(found, part, None)
             if there is None:
                 there = importlib.import_module(f"{found.__name__}.{part}")
             if not isinstance(there, ModuleType):
-                return found, parts[place:]
+                return found, parts[index:]
             found = there
     except Exception as error:
         raise ValueError(f'allowed: "{text}" leads nowhere: {error}') from error

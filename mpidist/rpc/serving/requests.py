@@ -66,11 +66,11 @@ class Request:
         kwargs: dict[str, object] = {}
         try:
             flags, kind = incoming.flags, incoming.kind
-            place = incoming.start
+            offset = incoming.start
             if FIRST_REMOTE <= kind <= LAST_REMOTE:
-                place += PAIR.size
+                offset += PAIR.size
                 kind -= message.TO_REMOTE
-            key, place = message.unpack_name(incoming.data, place, incoming.end)
+            key, offset = message.unpack_name(incoming.data, offset, incoming.end)
             try:
                 if kind == _METHOD:
                     function: callee.Function | None = partial(methods.call_method, key.decode())
@@ -83,9 +83,9 @@ class Request:
                 agent.references.drop(incoming)
                 raise
             if function is None:
-                function, args, kwargs, key = self._pickled(place)
-            elif flags or place != incoming.end:
-                args, kwargs = agent.reader.decode_call(incoming, place)
+                function, args, kwargs, key = self._pickled(offset)
+            elif flags or offset != incoming.end:
+                args, kwargs = agent.reader.decode_call(incoming, offset)
         except BaseException as error:
             self._log(error)
             self.fail(error)
@@ -96,7 +96,7 @@ class Request:
         else:
             polling.pool.submit(Task(partial(self._call, function, args, kwargs, key)))
 
-    def _pickled(self, place: int) -> tuple[Any, Any, Any, Any]:
+    def _pickled(self, offset: int) -> tuple[Any, Any, Any, Any]:
         agent, incoming = self._agent, self._incoming
         if agent.allowed is not None:
             agent.references.drop(incoming)
@@ -104,7 +104,7 @@ class Request:
                 "a call without a function's name came to a worker that reads data only "
                 "(init_rpc(..., allowed=[...]))"
             )
-        function, args, kwargs = agent.reader.decode(incoming, place, False)
+        function, args, kwargs = agent.reader.decode(incoming, offset, False)
         name = getattr(function, "__qualname__", None)
         return function, args, kwargs, name if type(name) is str else type(function)
 

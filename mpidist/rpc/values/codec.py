@@ -326,7 +326,7 @@ class Decoder:
         self,
         flags: int,
         body: Buffer,
-        place: int,
+        offset: int,
         parts: Sequence[Part],
         references: Sequence[Reference] = (),
         attach: Attach | None = None,
@@ -338,7 +338,7 @@ class Decoder:
         Args:
             flags: Of the message.
             body: A ``bytearray``, or a view of one, that ends with the content.
-            place: The offset of the content in ``body``.
+            offset: The offset of the content in ``body``.
             parts: The parts of the message, in order.
             references: The references of the message.
             attach: Takes all tensors and returns their replacements; for distributed autograd.
@@ -353,7 +353,7 @@ class Decoder:
             Exception: Unpickling has failed.
         """
         if flags & PLAIN and not flags & (PICKLED | TABLE):
-            return data_reader.loads_plain(body[place:])
+            return data_reader.loads_plain(body[offset:])
         is_strict = self._allowed is not None
         if is_strict and flags & PICKLED:
             raise Refused(
@@ -362,28 +362,30 @@ class Decoder:
         objects: list[Tabled] = []
         used = 0
         if flags & TABLE:
-            if (lone := tensor_rebuild.read_lone(body, place)) is not None:
-                tensor, place = lone
+            if (lone := tensor_rebuild.read_lone(body, offset)) is not None:
+                tensor, offset = lone
                 # A shortcut for most messages with tensors.
                 if flags == TABLE and attach is None and not references and not parts:
-                    rest = body[place:]
+                    rest = body[offset:]
                     if rest == LONE_ARGUMENT:
                         return [tensor]
                     if rest == LONE_MARK:
                         return tensor
                 objects = [tensor]
             else:
-                objects, used, place = tensor_rebuild.read(body, place, parts, is_strict=is_strict)
+                objects, used, offset = tensor_rebuild.read(
+                    body, offset, parts, is_strict=is_strict
+                )
             if attach is not None:
                 objects = _attach_tensors(objects, attach)
         if flags & PICKLED:
-            return pickles.loads(body[place:], objects, references, parts[used:])
+            return pickles.loads(body[offset:], objects, references, parts[used:])
         if used != len(parts):
             raise FrameError(f"{len(parts)} parts came, of which the table describes {used}")
         extend = (
             Reading(references, self._allowed).extend if references else self._without_references
         )
-        return data_reader.loads(body[place:], objects, extend)
+        return data_reader.loads(body[offset:], objects, extend)
 
 
 def _attach_tensors(objects: list[Tabled], attach: Attach) -> list[Tabled]:

@@ -55,8 +55,8 @@ class DataEncoder:
             if not codec.is_describable(content):
                 _refuse([list(kwargs), *args, *kwargs.values()] if kwargs else list(args))
         except NotPlainData as error:
-            place = _argument_name(function, error.place, len(args), list(kwargs or ()))
-            raise NotPlainData(f"{error.reason}, {self._reads}", place) from None
+            path = _argument_name(function, error.place, len(args), list(kwargs or ()))
+            raise NotPlainData(f"{error.reason}, {self._reads}", path) from None
         content.is_dense = True
         return content
 
@@ -91,9 +91,9 @@ def _refuse(obj: object) -> None:
     data_writer.dumps(obj, [], Writing().extend)
 
 
-def _argument_name(function: Any, place: str, positional: int, keywords: list[str]) -> str:
-    """Return the argument at a place in [keywords, *positional, *values], for errors."""
-    head, _, rest = place.partition("]")
+def _argument_name(function: Any, path: str, positional: int, keywords: list[str]) -> str:
+    """Return the argument at a path in [keywords, *positional, *values], for errors."""
+    head, _, rest = path.partition("]")
     number = int(head[1:]) - bool(keywords) if head[1:].isdecimal() else 0
     if number >= positional:
         return f"argument {keywords[number - positional]!r}{rest}"
