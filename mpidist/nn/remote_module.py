@@ -13,7 +13,7 @@ from mpidist.nn import handle, remote, scripted
 from mpidist.rpc import api, current
 from mpidist.rpc.rref import RRef
 from mpidist.rpc.values import data_values
-from mpidist.rpc.values.pickles import Carried
+from mpidist.rpc.values.pickles import Registered
 
 # Methods of nn.Module that would act on this object, which has no parameters, and not on the
 # module.
@@ -47,7 +47,7 @@ REFUSED = (
 _REST = "remote"  # metadata key of submodules
 
 
-class RemoteModule(handle.Handle, Carried):
+class RemoteModule(handle.Handle, Registered):
     """Module that is created on a worker, stays there, and runs its ``forward`` there.
 
     ``forward`` waits for the result; ``forward_async`` returns a future of the result. Within
@@ -178,7 +178,7 @@ class RemoteModule(handle.Handle, Carried):
         return f"on={self.on!r}, device={self.device!r}"
 
     def reduced(self) -> Any:
-        """See ``Carried``."""
+        """See ``Registered``."""
         if type(self) is RemoteModule:
             return from_wire, self.contents()
         return handle.rebuild, (type(self), *self.contents())
@@ -266,7 +266,7 @@ def from_data(*contents: object) -> RemoteModule:
     return from_wire(on, device, module_rref, interface)
 
 
-data_values.register_carried(1, RemoteModule, from_data)
+data_values.register_class(1, RemoteModule, from_data)
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:

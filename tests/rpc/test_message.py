@@ -27,7 +27,7 @@ from mpidist.rpc.serving import dispatcher
 from mpidist.rpc.threads import interceptor
 from mpidist.rpc.values import codec
 from mpidist.rpc.values.pickles import Reference
-from tests.rpc.carried import Marked, described
+from tests.rpc.round_trips import Marked, described
 from tests.rpc.values.test_codec import Unreadable
 from tests.rpc.values.test_plain_data import mixed
 

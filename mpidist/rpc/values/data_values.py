@@ -7,7 +7,7 @@
     RECORD      name, fields: a dataclass or named tuple of the receiver's list (``records``)
     ERROR       name, text, arguments, attributes: an exception
     WORKER      name, rank: a ``WorkerInfo``
-    CARRIED     number, contents: an object of a registered class (``Carried``)
+    REGISTERED  number, contents: an object of a registered class (``Registered``)
 
 All but references hold an array of these values. Names are looked up in the receiver's list
 (``allowlist``). Nothing is imported, no constructor of a user's class runs. A worker without a list
@@ -31,28 +31,28 @@ from mpidist.errors import FrameError, NotPlainData
 from mpidist.rpc.message import COUNT
 from mpidist.rpc.names import callee, records
 from mpidist.rpc.names.allowlist import Allowed, Refused, printable_name
-from mpidist.rpc.values.pickles import Carried, Reference
+from mpidist.rpc.values.pickles import Reference, Registered
 from mpidist.rpc.worker import WorkerInfo
 
-REFERENCE, NAMED, RECORD, ERROR, WORKER, CARRIED = range(32, 38)
+REFERENCE, NAMED, RECORD, ERROR, WORKER, REGISTERED = range(32, 38)
 _NAMED_TYPES = frozenset({*callee.NAMED_TYPES, MethodType, OpOverload, OpOverloadPacket})
 _OWN = "mpidist."
 _NO_NUMBER = 1 << 32
 _UNICODE_ERRORS = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
 
 # By number: a registered class, and the function that makes an instance from its contents.
-_carried: dict[int, tuple[type, Callable[..., object]]] = {}
+_registered: dict[int, tuple[type, Callable[..., object]]] = {}
 
 
-def register_carried(number: int, kind: type[Carried], make: Callable[..., object]) -> None:
-    """Register a class of ``Carried`` objects under a number.
+def register_class(number: int, kind: type[Registered], make: Callable[..., object]) -> None:
+    """Register a class under a number.
 
     Args:
         number: In messages.
         kind: The class; subclasses are not included.
         make: Checks the ``contents()`` of a received object and makes the object.
     """
-    _carried[number] = kind, make
+    _registered[number] = kind, make
 
 
 class Unnamed(Exception):
@@ -105,10 +105,10 @@ class Writing(References):
             return WORKER, [obj.name, obj.id]
         if kind in _NAMED_TYPES or isinstance(obj, (type, torch.jit.ScriptFunction)):
             return _encode_name(obj)
-        if isinstance(obj, Carried):
-            for number, (carried, _) in _carried.items():
-                if kind is carried:
-                    return CARRIED, [number, *obj.contents()]
+        if isinstance(obj, Registered):
+            for number, (known, _) in _registered.items():
+                if kind is known:
+                    return REGISTERED, [number, *obj.contents()]
             return None
         if isinstance(obj, Exception):
             return ERROR, list(error_values(obj))
@@ -214,8 +214,8 @@ class Reading:
             if type(rank) is not int:
                 raise FrameError("a worker without a rank")
             return WorkerInfo(_text(name), rank)
-        if code == CARRIED:
-            known = _carried.get(values[0]) if values and type(values[0]) is int else None
+        if code == REGISTERED:
+            known = _registered.get(values[0]) if values and type(values[0]) is int else None
             if known is None:
                 raise Refused(
                     "an object of a kind that this worker does not know (a RemoteModule: import "

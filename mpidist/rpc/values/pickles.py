@@ -36,8 +36,11 @@ class Reference:
         raise NotImplementedError
 
 
-class Carried:
-    """Base of objects that only RPC can pickle, by a reduction of their own."""
+class Registered:
+    """Base of classes that are registered under a number, whose objects are sent by RPC alone.
+
+    A pickle holds their own reduction; a data-only message, the number and their contents.
+    """
 
     __slots__ = ()
 
@@ -46,7 +49,7 @@ class Carried:
         raise NotImplementedError
 
     def contents(self) -> tuple[object, ...]:
-        """Return the contents for data-only messages (``data_values.register_carried``)."""
+        """Return the contents for data-only messages (see ``data_values.register_class``)."""
         raise NotImplementedError
 
 
@@ -92,7 +95,7 @@ class Sink(tensor_pickle.Sink):
         if isinstance(obj, Reference):
             self.references.append(obj)
             return _reference, (len(self.references) - 1,)
-        if isinstance(obj, Carried):
+        if isinstance(obj, Registered):
             return obj.reduced()
         if isinstance(obj, torch.jit.ScriptModule):
             stream = io.BytesIO()

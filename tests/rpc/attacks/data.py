@@ -25,14 +25,14 @@ from mpidist.comm.serialization.data_format import (
 )
 from mpidist.rpc.message import ANNOUNCED, AUTOGRAD, FAR, REFERENCES, Kind, pack_references
 from mpidist.rpc.values.codec import KEYWORDS, PLAIN
-from mpidist.rpc.values.data_values import CARRIED, ERROR, NAMED, RECORD, REFERENCE, WORKER
+from mpidist.rpc.values.data_values import ERROR, NAMED, RECORD, REFERENCE, REGISTERED, WORKER
 from tests.rpc.attacks.attacker import Attacker, Attacks
 
 attack = Attacks()
 
 DAMAGED = "FrameError"
 REFUSED = "not in the list|Refused|FrameError"
-CARRIED_REFUSED = "TypeError|ValueError|FrameError|MpidistError|Refused"
+REGISTERED_REFUSED = "TypeError|ValueError|FrameError|MpidistError|Refused"
 VICTIM = "tests.rpc.attacks.victim"
 CANARY = "tests.rpc.attacks.canary"
 ECHO = f"{VICTIM}:echo"
@@ -220,36 +220,49 @@ register(
 register("worker_number", "A worker whose name is a number", own(WORKER, 1, 0))
 register("worker_rank", "A worker whose rank is a text", own(WORKER, "a", "0"))
 register("worker_fields", "A worker of one field", own(WORKER, "a"))
-register("carried_unknown", "A carried object of an unknown kind", own(CARRIED, 99, 1), REFUSED)
-register("carried_list", "… whose kind is a list", own(CARRIED, []), REFUSED)
-register("carried_none", "… without a kind", own(CARRIED), REFUSED)
-register("carried_empty", "A carried object without contents", own(CARRIED, 0), CARRIED_REFUSED)
 register(
-    "carried_text",
+    "registered_unknown",
+    "An object of a registered class of an unknown kind",
+    own(REGISTERED, 99, 1),
+    REFUSED,
+)
+register("registered_list", "… whose kind is a list", own(REGISTERED, []), REFUSED)
+register("registered_none", "… without a kind", own(REGISTERED), REFUSED)
+register(
+    "registered_empty",
+    "An object of a registered class without contents",
+    own(REGISTERED, 0),
+    REGISTERED_REFUSED,
+)
+register(
+    "registered_text",
     "A remote module whose reference is a text",
-    own(CARRIED, 1, 0, "cpu", "x", None),
-    CARRIED_REFUSED,
+    own(REGISTERED, 1, 0, "cpu", "x", None),
+    REGISTERED_REFUSED,
 )
 register(
-    "carried_rank",
+    "registered_rank",
     "A remote module on a worker that there is not",
-    own(CARRIED, 1, 99, "cpu", None, None),
-    CARRIED_REFUSED,
+    own(REGISTERED, 1, 99, "cpu", None, None),
+    REGISTERED_REFUSED,
 )
 register(
-    "carried_device",
+    "registered_device",
     "A remote module on a device that is a number",
-    own(CARRIED, 1, 0, 5, None, None),
-    CARRIED_REFUSED,
+    own(REGISTERED, 1, 0, 5, None, None),
+    REGISTERED_REFUSED,
 )
 register(
-    "carried_class",
+    "registered_class",
     "A remote module whose interface is a text",
-    own(CARRIED, 1, 0, "cpu", None, "eval"),
-    CARRIED_REFUSED,
+    own(REGISTERED, 1, 0, "cpu", None, "eval"),
+    REGISTERED_REFUSED,
 )
 register(
-    "carried_many", "A remote module of nine fields", own(CARRIED, 1, *range(9)), CARRIED_REFUSED
+    "registered_many",
+    "A remote module of nine fields",
+    own(REGISTERED, 1, *range(9)),
+    REGISTERED_REFUSED,
 )
 for _name, _class in {
     "exit": "builtins:SystemExit",

@@ -12,7 +12,7 @@ import torch
 
 from mpidist.errors import FrameError
 from mpidist.rpc.values import codec
-from tests.rpc.carried import READER, Marked, decoded, described, memory_of, over
+from tests.rpc.round_trips import READER, Marked, decoded, described, memory_of, over
 
 Pair = collections.namedtuple("Pair", "left right")
 

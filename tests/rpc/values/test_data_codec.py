@@ -24,7 +24,7 @@ from mpidist.rpc.names.allowlist import Allowed, Refused
 from mpidist.rpc.values import codec, data_codec, data_values, remote_error
 from mpidist.rpc.worker import WorkerInfo
 from tests.comm.serialization.test_data_format import DATA, typed_repr
-from tests.rpc.carried import Marked, decoded, described
+from tests.rpc.round_trips import Marked, decoded, described
 
 
 @dataclasses.dataclass
@@ -299,9 +299,9 @@ def test_a_pickle_is_refused_before_it_is_read():
         ),
         Ext(data_values.WORKER, encode(["a", "b"])),
         Ext(data_values.WORKER, encode(["a name that is none", 1])),
-        Ext(data_values.CARRIED, encode([])),
-        Ext(data_values.CARRIED, encode([10_000])),
-        Ext(data_values.CARRIED, encode([[]])),
+        Ext(data_values.REGISTERED, encode([])),
+        Ext(data_values.REGISTERED, encode([10_000])),
+        Ext(data_values.REGISTERED, encode([[]])),
         Ext(99, encode([])),
     ],
 )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mpidist.comm.serialization.data_format import DEPTH
 from mpidist.rpc.values import codec
-from tests.rpc.carried import Marked, decoded, described, over
+from tests.rpc.round_trips import Marked, decoded, described, over
 
 texts = st.text(st.characters(exclude_categories=()), max_size=8)
 scalars = st.one_of(

@@ -30,14 +30,14 @@ def memory_of(part):
     return memoryview(bytearray(data))
 
 
-def decoded(content, place=0, reader=READER, **options):
-    """Decode a content; ``place`` bytes precede it, as a header would."""
+def decoded(content, offset=0, reader=READER, **options):
+    """Decode a content; ``offset`` bytes precede it, as a header would."""
     flags, body, parts, _ = content.body(None)
     if not body:
         return None
     references = [Marked(reference.number) for reference in content.references]
     there = [memory_of(part) for part in parts]
-    return reader.decode(flags, bytearray(place) + body, place, there, references, **options)
+    return reader.decode(flags, bytearray(offset) + body, offset, there, references, **options)
 
 
 def over(obj, **options):
