@@ -87,19 +87,7 @@ def unpack_references(data: Buffer, offset: int) -> tuple[list[ReferenceRow], in
     Raises:
         FrameError: They are cut off.
     """
-    try:
-        (count,) = COUNT.unpack_from(data, offset)
-        offset += COUNT.size
-        return _read_rows(data, offset, count)
-    except struct.error as error:
-        raise FrameError(f"references are cut off after {len(data)} bytes") from error
-
-
-def _read_rows(data: Buffer, offset: int, count: int) -> tuple[list[ReferenceRow], int]:
-    end = offset + count * REFERENCE.size
-    if end > len(data):
-        raise FrameError(f"{count} references announced, cut off after {len(data)} bytes")
-    return [REFERENCE.unpack_from(data, start) for start in range(offset, end, REFERENCE.size)], end
+    return _unpack_rows(data, offset, COUNT)
 
 
 def pack_announced(rows: Sequence[ReferenceRow]) -> bytes:
@@ -113,10 +101,19 @@ def unpack_announced(data: Buffer, offset: int) -> tuple[list[ReferenceRow], int
     Raises:
         FrameError: They are cut off.
     """
+    return _unpack_rows(data, offset, _COUNT32)
+
+
+def _unpack_rows(
+    data: Buffer, offset: int, counter: struct.Struct
+) -> tuple[list[ReferenceRow], int]:
     try:
-        (count,) = _COUNT32.unpack_from(data, offset)
-        offset += _COUNT32.size
-        return _read_rows(data, offset, count)
+        (count,) = counter.unpack_from(data, offset)
+        start = offset + counter.size
+        end = start + count * REFERENCE.size
+        if end > len(data):
+            raise FrameError(f"{count} references announced, cut off after {len(data)} bytes")
+        return [REFERENCE.unpack_from(data, at) for at in range(start, end, REFERENCE.size)], end
     except (struct.error, TypeError) as error:  # TypeError: a part on a device
         raise FrameError(f"references are cut off after {len(data)} bytes") from error
 
