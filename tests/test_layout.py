@@ -14,7 +14,6 @@ COVERED_BY = {
     "autograd/control_messages": "autograd/test_engine.py",
     "autograd/parts": "autograd/test_engine.py",
     "autograd/reductions": "autograd/test_data_parallel.py",
-    "autograd/start": "autograd/test_engine.py",
     "checkpoint/reading": "checkpoint/test_hostile.py",
     "checkpoint/saving": "checkpoint/test_training.py",
     "__main__": "cli/test_run.py",

@@ -10,10 +10,10 @@ import torch
 from mpidist.autograd import checks
 from mpidist.autograd.context import SMART, Context
 from mpidist.autograd.control_messages import Notice
+from mpidist.autograd.initiator import SmartStart
 from mpidist.autograd.parts import plan_of
 from mpidist.autograd.passes import Pass
 from mpidist.autograd.recording import Send
-from mpidist.autograd.start import SmartStart
 from mpidist.errors import FrameError
 from mpidist.rpc import current
 from mpidist.rpc.message import Kind
