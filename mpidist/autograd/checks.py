@@ -147,12 +147,12 @@ def gradients(send: Send | None, source: int, message: int, found: list[Any]) ->
             f"rank {source} sent {len(found)} gradients of message {message}, which has "
             f"{len(metadata)} tensors"
         )
-    for place, (one, expected) in enumerate(zip(found, metadata, strict=True)):
+    for index, (one, expected) in enumerate(zip(found, metadata, strict=True)):
         if one is None:
             continue
         if not isinstance(one, torch.Tensor):
             raise FrameError(
-                f"rank {source} sent a {type(one).__name__} as gradient {place} of message "
+                f"rank {source} sent a {type(one).__name__} as gradient {index} of message "
                 f"{message}"
             )
         shape = tuple(expected.shape)
@@ -163,12 +163,12 @@ def gradients(send: Send | None, source: int, message: int, found: list[Any]) ->
         ):
             raise FrameError(
                 f"rank {source} sent a gradient of shape {tuple(one.shape)}, {one.dtype} on "
-                f"{one.device} for tensor {place} of message {message}, which is of shape {shape}, "
+                f"{one.device} for tensor {index} of message {message}, which is of shape {shape}, "
                 f"{expected.dtype} on {expected.device}"
             )
         # A node may return a tensor that is not its own result, for example a parameter.
         if one.requires_grad:
-            found[place] = one.detach()
+            found[index] = one.detach()
 
 
 def request(content: object, workers: int) -> tuple[RRef[object], int, bool, str]:

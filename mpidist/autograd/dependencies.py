@@ -115,9 +115,9 @@ class Plan:
     def _spread(self, sources: Sequence[Sequence[Edge]]) -> None:
         """Compute the mask of every node, then the cuts."""
         masks = self.masks = dict.fromkeys(self.order, 0)
-        for place, edges in enumerate(sources):
+        for bit, edges in enumerate(sources):
             for node, _ in edges:
-                masks[node] |= 1 << place
+                masks[node] |= 1 << bit
         edges_of = {}
         for node in reversed(self.order):
             kind = type(node)
@@ -130,9 +130,9 @@ class Plan:
                     masks[below] |= mask
         for node, following in edges_of.items():
             mask = masks[node]
-            for below, place in following:
+            for below, input_nr in following:
                 if below is not None and masks[below] != mask:
-                    self.cuts.setdefault(mask, set()).add((below, place))
+                    self.cuts.setdefault(mask, set()).add((below, input_nr))
 
     def above(self, cuts: Set[Edge], masks: Set[int]) -> list[Node]:
         """Return the nodes above some cuts, each after the nodes above it.

@@ -76,11 +76,11 @@ def _fits(gradient: Tensor, leaf: Tensor) -> bool:
     if not _is_dense(leaf) or leaf.is_contiguous():
         return gradient.is_contiguous()
     return gradient.stride() == leaf.stride() or (
-        not _has_own_places(leaf) and gradient.is_contiguous()
+        not _is_non_overlapping_and_dense(leaf) and gradient.is_contiguous()
     )
 
 
-def _has_own_places(leaf: Tensor) -> bool:
+def _is_non_overlapping_and_dense(leaf: Tensor) -> bool:
     """Return whether a tensor is dense and without overlap, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(leaf.stride(), leaf.shape, strict=True)):
@@ -94,7 +94,7 @@ def _has_own_places(leaf: Tensor) -> bool:
 def _copy(gradient: Tensor, leaf: Tensor) -> Tensor:
     if not _is_dense(gradient):
         return gradient.clone()
-    if _is_dense(leaf) and _has_own_places(leaf):
+    if _is_dense(leaf) and _is_non_overlapping_and_dense(leaf):
         return torch.empty_strided(
             leaf.shape, leaf.stride(), dtype=gradient.dtype, device=gradient.device
         ).copy_(gradient)

@@ -77,17 +77,17 @@ class LocalPass:
         self.is_stopped = False
         self._outlet = outlet
         self._plan = plan
-        self._places = {name: place for place, name in enumerate(plan.keys)}
+        self._bits = {name: bit for bit, name in enumerate(plan.keys)}
         self._needed = self._all = (1 << len(plan.keys)) - 1
         if awaited is not None:
             awaited = set(awaited)
-            if not awaited <= self._places.keys():
-                strange = sorted(awaited - self._places.keys())
+            if not awaited <= self._bits.keys():
+                strange = sorted(awaited - self._bits.keys())
                 raise MpidistError(
                     "the pass awaits gradients of messages that this worker has not sent: "
                     f"{strange[:8]}"
                 )
-            self._needed = sum(1 << self._places[name] for name in awaited)
+            self._needed = sum(1 << self._bits[name] for name in awaited)
         self._arrived = self._all & ~self._needed
         # Masks whose nodes have not run.
         self._left = {mask for mask in (*plan.captures, *plan.cuts) if mask & self._needed}
@@ -107,7 +107,7 @@ class LocalPass:
 
     def missing(self) -> list[int]:
         """Return the keys of the sources whose gradients have not arrived."""
-        return [name for name, place in self._places.items() if not self._arrived >> place & 1]
+        return [name for name, bit in self._bits.items() if not self._arrived >> bit & 1]
 
     def stop(self) -> None:
         """Stop yielding results and release the gradients."""
@@ -157,14 +157,14 @@ class LocalPass:
         self._fence.block_current_streams(self._kept.values())
         for name, gradients, fence in arrived:
             fence.block_current_streams(gradients)
-            place = self._places.get(name)
-            if place is None or self._arrived >> place & 1:
+            bit = self._bits.get(name)
+            if bit is None or self._arrived >> bit & 1:
                 raise MpidistError(
                     f"gradients of message {name} have come before in this pass, or are not "
                     "awaited in it"
                 )
-            self._arrived |= 1 << place
-            for edge, gradient in zip(self._plan.sources[place], gradients, strict=True):
+            self._arrived |= 1 << bit
+            for edge, gradient in zip(self._plan.sources[bit], gradients, strict=True):
                 if gradient is not None:
                     self._keep(edge, gradient)
 
@@ -250,11 +250,11 @@ class LocalPass:
             if not edges or self.is_stopped:
                 continue
             gradients = [self._kept.pop(edge) for edge in edges]
-            for (below, place), gradient in zip(
+            for (below, input_nr), gradient in zip(
                 node.next_functions, run_alone(self._call, node, edges, gradients), strict=True
             ):
                 if below is not None and gradient is not None:
-                    edge = below, place
+                    edge = below, input_nr
                     if below in into and edge not in self._kept:
                         into[below].append(edge)
                     self._keep(edge, gradient)

@@ -35,7 +35,7 @@ def run_alone(
     Raises:
         RuntimeError: In anomaly mode, a gradient has NaN.
     """
-    below = [(to, place) for to, place in dict.fromkeys(node.next_functions) if to is not None]
+    below = [(to, number) for to, number in dict.fromkeys(node.next_functions) if to is not None]
     if not below:
         return [None] * len(node.next_functions)
     yielded: list[Gradient] = []

@@ -31,8 +31,8 @@ def summary(plan: Plan, receives: Mapping[Node, Receive]) -> dict[int, list[Hop]
     for mask, captures in plan.captures.items():
         hops = [(receives[node].message, receives[node].source) for node in captures.receives]
         if hops:
-            for place, key in enumerate(plan.keys):
-                if mask >> place & 1:
+            for bit, key in enumerate(plan.keys):
+                if mask >> bit & 1:
                     found[key] += hops
     return found
 
