@@ -5,6 +5,7 @@ Registration, forks and deletion follow the protocol of ``rref_store``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -165,15 +166,15 @@ class RRef(Reference, Generic[T]):
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:
         """Return a proxy whose methods run on the owner and return results."""
-        return Proxy(self, _SYNC, timeout)
+        return Proxy(self._call_method, _SYNC, timeout)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:
         """Return a proxy whose methods run on the owner and return futures."""
-        return Proxy(self, _ASYNC, timeout)
+        return Proxy(self._call_method, _ASYNC, timeout)
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy:
         """Return a proxy whose methods run on the owner and return references to their results."""
-        return Proxy(self, _REMOTE, timeout)
+        return Proxy(self._call_method, _REMOTE, timeout)
 
     def _call_method(
         self, mode: str, name: str, timeout: float, /, *args: object, **kwargs: object
@@ -329,22 +330,22 @@ class Proxy:
     """Object with the methods of a referenced value.
 
     Args:
-        rref: The reference.
+        call: Calls a method of the value: ``call(mode, name, timeout, *args, **kwargs)``.
         mode: ``"rpc_sync"`` returns results, ``"rpc_async"`` futures, ``"remote"`` references.
         timeout: Seconds for each call.
     """
 
-    def __init__(self, rref: RRef[Any], mode: str, timeout: float) -> None:
-        self._rref = rref
+    def __init__(self, call: Callable[..., Any], mode: str, timeout: float) -> None:
+        self._call = call
         self._mode = mode
         self._timeout = timeout
 
     def __getattr__(self, name: str) -> partial[Any]:
-        return partial(self._rref._call_method, self._mode, name, self._timeout)
+        return partial(self._call, self._mode, name, self._timeout)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the value itself."""
-        return self._rref._call_method(self._mode, "__call__", self._timeout, *args, **kwargs)
+        return self._call(self._mode, "__call__", self._timeout, *args, **kwargs)
 
 
 def user_rref(
