@@ -174,21 +174,6 @@ def test_a_handler_that_blocks_does_not_keep_others_waiting(group, workers, to):
     assert [future.wait() for future in blocked] == [True] * 3
 
 
-def add_later(to, x, y, z):
-    return rpc.rpc_async(to, torch.add, args=(x, y)).then(lambda future: future.wait() + z)
-
-
-later = rpc.functions.async_execution(add_later)
-
-
-def test_functions_that_answer_later(workers, to):
-    one = torch.ones(2)
-    assert torch.equal(rpc.rpc_sync(to, later, args=(to, one, one, 1)), one * 3)
-    assert torch.equal(rpc.remote(to, later, args=(to, one, one, 1)).to_here(), one * 3)
-    with pytest.raises(RuntimeError, match=r"must return a torch\.futures\.Future"):
-        rpc.rpc_sync(to, rpc.functions.async_execution(echo), args=(3,))
-
-
 def test_wait_all_waits_and_raises(workers, to):
     with rpc.wait_all():
         futures = [rpc.rpc_async(to, time.sleep, args=(0.01,)) for _ in range(5)]
@@ -225,38 +210,6 @@ def test_wrong_workers_and_states(group, workers, to):
     for call in (lambda: rpc.rpc_sync(to, echo), rpc.get_worker_info, rpc.shutdown):
         with pytest.raises(MpidistError, match=r"RPC has not been initialized"):
             call()
-
-
-def test_invalid_arguments_of_init_rpc_are_refused(group):
-    with pytest.raises(MpidistError, match="MPI has started this process as rank"):
-        rpc.init_rpc("x", rank=group.size, group=group)
-    with pytest.raises(MpidistError, match="the group has"):
-        rpc.init_rpc("x", world_size=group.size + 1, group=group)
-    for name, words in (("", "non-empty"), ("a b", "must match"), ("x" * 200, "shorter")):
-        with pytest.raises(MpidistError, match=words):
-            rpc.init_rpc(name, group=group)
-    with pytest.raises(TypeError, match="backend"):
-        rpc.init_rpc("x", backend="gloo", group=group)
-    with pytest.raises(TypeError, match="rpc_backend_options"):
-        rpc.init_rpc("x", rpc_backend_options={}, group=group)
-    if group.size > 1:
-        with pytest.raises(MpidistError, match="not unique"):
-            rpc.init_rpc("same", group=group)
-
-
-def test_begins_and_ends_many_times(group):
-    for turn in range(40):
-        rpc.init_rpc(f"w{group.rank}", group=group)
-        assert rpc.rpc_sync((group.rank + 1) % group.size, echo, args=(turn,)) == turn
-        rpc.shutdown()
-
-
-def test_a_world_of_one_worker_calls_itself(group):
-    if group.rank == group.size - 1:
-        rpc.init_rpc("me", rank=0, world_size=1)
-        assert rpc.rpc_sync("me", echo, args=(torch.ones(3),)).sum() == 3
-        assert rpc.remote("me", echo, args=(4,)).to_here() == 4
-        rpc.shutdown()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -1,4 +1,4 @@
-"""Damaged messages: each is rejected with a reason; the sender's call fails, and nothing else."""
+"""Damaged messages, which the dispatcher rejects with a reason; the sender's call alone fails."""
 
 from __future__ import annotations
 
