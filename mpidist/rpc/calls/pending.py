@@ -175,10 +175,8 @@ class PendingCalls:
         if self._pending.pop(call.sequence, None) is None:
             return  # another thread fails it
         if self.is_stopped:
-            raise MpidistError(
-                f"{self.stop_reason}; {_describe(call, self._workers)} cannot be sent"
-            )
-        self._run_action(call.fail(_left_error(call, self._workers)))
+            raise MpidistError(f"{self.stop_reason}; {self._describe(call)} cannot be sent")
+        self._run_action(call.fail(self._left_error(call)))
 
     def pace(self) -> None:
         """Let others be answered first, after an asynchronous call of a user's thread.
@@ -221,8 +219,7 @@ class PendingCalls:
                     self._run_action(
                         call.fail(
                             MpidistError(
-                                f"{self.stop_reason} before {_describe(call, self._workers)} was "
-                                "answered"
+                                f"{self.stop_reason} before {self._describe(call)} was answered"
                             )
                         )
                     )
@@ -259,9 +256,7 @@ class PendingCalls:
         call = self._pending.get(incoming.sequence)
         if call is not None:
             if call.to != incoming.source:
-                raise FrameError(
-                    f"rank {incoming.source} has answered {_describe(call, self._workers)}"
-                )
+                raise FrameError(f"rank {incoming.source} has answered {self._describe(call)}")
             call = self._pending.pop(incoming.sequence, None)
         if call is None:  # timed out
             self._drop(incoming)
@@ -277,7 +272,7 @@ class PendingCalls:
     def fail_to(self, rank: int) -> None:
         """Fail the calls to a worker that has left."""
         for call in self._remove_where(lambda call: call.to == rank):
-            self._run_action(call.fail(_left_error(call, self._workers)))
+            self._run_action(call.fail(self._left_error(call)))
 
     def stop(self) -> None:
         """Fail all calls, and reject new ones."""
@@ -285,9 +280,7 @@ class PendingCalls:
         for call in self._remove_where(lambda call: True):
             self._run_action(
                 call.fail(
-                    MpidistError(
-                        f"{_describe(call, self._workers)}: {self.stop_reason} on this worker"
-                    )
+                    MpidistError(f"{self._describe(call)}: {self.stop_reason} on this worker")
                 )
             )
 
@@ -310,7 +303,7 @@ class PendingCalls:
         nearest = min((call.deadline for call in list(self._pending.values())), default=_NEVER)
         self._next_deadline = min(self._next_deadline, nearest)
         for call in late:
-            self._run_action(call.fail(call.timed_out(_describe(call, self._workers))))
+            self._run_action(call.fail(call.timed_out(self._describe(call))))
 
     def _remove_where(self, concerns: Callable[[Call], bool]) -> list[Call]:
         """Remove and return the calls for which ``concerns`` returns True."""
@@ -325,21 +318,21 @@ class PendingCalls:
         else:
             action.run()
 
+    def _describe(self, call: Call) -> str:
+        """Return the name of a call for messages to users."""
+        what = call.what
+        if isinstance(what, str):
+            return what
+        function = call.function
+        name = (
+            callee.display_name(what) or getattr(function, "__qualname__", None) or repr(function)
+        )
+        text = f"remote {name}" if call.is_creation else name
+        return f"{text} on {self._workers.infos[call.to].name}"
 
-def _describe(call: Call, workers: Workers) -> str:
-    """Return the name of a call for messages to users."""
-    what = call.what
-    if isinstance(what, str):
-        return what
-    function = call.function
-    name = callee.display_name(what) or getattr(function, "__qualname__", None) or repr(function)
-    text = f"remote {name}" if call.is_creation else name
-    return f"{text} on {workers.infos[call.to].name}"
-
-
-def _left_error(call: Call, workers: Workers) -> MpidistError:
-    return RankFailureError(
-        f"{_describe(call, workers)}: {workers.infos[call.to].name} has left RPC (shutdown without "
-        "graceful, the end of its program, or its death)",
-        (workers.world_ranks[call.to],),
-    )
+    def _left_error(self, call: Call) -> MpidistError:
+        return RankFailureError(
+            f"{self._describe(call)}: {self._workers.infos[call.to].name} has left RPC (shutdown "
+            "without graceful, the end of its program, or its death)",
+            (self._workers.world_ranks[call.to],),
+        )
