@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mpidist.comm.serialization import data_reader, data_writer
 from mpidist.errors import MpidistError
 from mpidist.rpc.names.allowlist import Allowed
-from mpidist.rpc.values.data_values import Reading, Writing
+from mpidist.rpc.values.data_values import ExtensionReader, ExtensionWriter
 from mpidist.rpc.worker import WorkerInfo
 from tests.bytes_fuzz.mutations import MOST_BYTES
 from tests.rpc.attacks import canary, victim
@@ -96,7 +96,7 @@ ATOMS = [
 
 def written(obj: Any) -> bytes:
     """Write an object."""
-    return data_writer.dumps(obj, list(_OBJECTS), Writing().extend)
+    return data_writer.dumps(obj, list(_OBJECTS), ExtensionWriter().extend)
 
 
 def samples() -> list[bytes]:
@@ -153,7 +153,7 @@ def check(case: bytes) -> None:
     """Read a case: one of the library's errors, or data of at most as many items as bytes."""
     fired = len(canary.fired)
     try:
-        obj = data_reader.loads(case, _OBJECTS, Reading(_REFERENCES, _allowed).extend)
+        obj = data_reader.loads(case, _OBJECTS, ExtensionReader(_REFERENCES, _allowed).extend)
     except MpidistError as error:
         reason = str(error)
         assert reason, "an error without a text"

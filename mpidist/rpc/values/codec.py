@@ -30,7 +30,12 @@ from mpidist.comm.serialization.tensor_format import HOST, Buffer, Part, Tabled
 from mpidist.errors import FrameError, NotPlainData
 from mpidist.rpc.names.allowlist import Allowed, Refused
 from mpidist.rpc.values import pickles, remote_error
-from mpidist.rpc.values.data_values import REFERENCE, Reading, References, Unnamed
+from mpidist.rpc.values.data_values import (
+    REFERENCE,
+    ExtensionReader,
+    NotAReference,
+    ReferenceWriter,
+)
 from mpidist.rpc.values.pickles import Reference
 
 Tensor = torch.Tensor
@@ -47,7 +52,7 @@ _REFERENCES = [Ext(REFERENCE, NUMBER.pack(number)) for number in range(8)]
 LONE_MARK = _write(_MARKS[0])
 LONE_ARGUMENT = _write(_MARKS[:1])
 # Raised for objects that are not written as data.
-NOT_WRITTEN = (Unnamed, Inexact, NotPlainData)
+NOT_WRITTEN = (NotAReference, Inexact, NotPlainData)
 _UNWRITABLE = (OverflowError, UnicodeEncodeError)  # by MessagePack's own types
 
 Args: TypeAlias = Iterable[Any] | None
@@ -145,7 +150,7 @@ def encode_call(args: Args, kwargs: Kwargs) -> Content:
     if type(args) is not tuple:
         args = tuple(args or ())
     try:
-        content = encode_arguments(args, kwargs, References, is_exact=True)
+        content = encode_arguments(args, kwargs, ReferenceWriter, is_exact=True)
     except NOT_WRITTEN:
         return encode_pickled((args, kwargs or {}))
     return content if is_describable(content) else encode_pickled((args, kwargs or {}))
@@ -173,7 +178,7 @@ def encode(obj: Any) -> Content:
     if (content := encode_lone(obj)) is not None:
         return content
     try:
-        content = encode_object(0, obj, References, is_exact=True)
+        content = encode_object(0, obj, ReferenceWriter, is_exact=True)
     except NOT_WRITTEN:
         return encode_pickled(obj)
     return content if is_describable(content) else encode_pickled(obj)
@@ -218,26 +223,30 @@ def encode_lone(obj: Any) -> Content | None:
     return None
 
 
-def encode_object(flags: int, obj: object, made: type[References], is_exact: bool) -> Content:
+def encode_object(
+    flags: int, obj: object, writer_type: type[ReferenceWriter], is_exact: bool
+) -> Content:
     """Encode an object as data; ``is_describable`` is to be asked of its tensors.
 
     Args:
         flags: Of the content.
         obj: The object; of a call, a list of its arguments.
-        made: Makes the writer of the message's extension types.
+        writer_type: Makes the writer of the message's extension types.
         is_exact: See ``data_writer.dumps``.
 
     Raises:
         Exception: One of ``NOT_WRITTEN``.
     """
     objects: list[Tabled] = []
-    writing = made()
-    data = data_writer.dumps(obj, objects, writing.extend, checks_tensors=False, is_exact=is_exact)
-    return _with_tables(Content(flags, data), objects, writing)
+    extensions = writer_type()
+    data = data_writer.dumps(
+        obj, objects, extensions.extend, checks_tensors=False, is_exact=is_exact
+    )
+    return _with_tables(Content(flags, data), objects, extensions)
 
 
 def encode_arguments(
-    args: tuple[Any, ...], kwargs: Kwargs, made: type[References], is_exact: bool
+    args: tuple[Any, ...], kwargs: Kwargs, writer_type: type[ReferenceWriter], is_exact: bool
 ) -> Content:
     """Encode a call's arguments as ``encode_object`` does."""
     skeleton: list[Any] = []
@@ -248,7 +257,7 @@ def encode_arguments(
         items = (*args, *kwargs.values())
         skeleton.append(list(kwargs))
         if not NATIVE.issuperset(map(type, kwargs)):  # a name of a subclass of str
-            return encode_object(flags, [*skeleton, *items], made, is_exact)
+            return encode_object(flags, [*skeleton, *items], writer_type, is_exact)
     elif len(args) == 1 and type(args[0]) is Tensor:
         row = inline_rows.inline_row(args[0])
         if row is not None:
@@ -258,12 +267,12 @@ def encode_arguments(
             skeleton += items
             return Content(flags | PLAIN, _write(skeleton))
         objects: list[Tabled] = []
-        writing = made()
-        _convert(items, skeleton, objects, writing, is_exact)
-        return _with_tables(Content(flags, _write(skeleton)), objects, writing)
+        extensions = writer_type()
+        _convert(items, skeleton, objects, extensions, is_exact)
+        return _with_tables(Content(flags, _write(skeleton)), objects, extensions)
     except _UNWRITABLE:
         before = (list(kwargs),) if kwargs else ()
-        return encode_object(flags, [*before, *items], made, is_exact)
+        return encode_object(flags, [*before, *items], writer_type, is_exact)
     except RecursionError:
         raise NotPlainData("the arguments are nested too deeply") from None
 
@@ -272,7 +281,7 @@ def _convert(
     items: Iterable[Any],
     skeleton: list[Any],
     objects: list[Tabled],
-    writing: References,
+    extensions: ReferenceWriter,
     is_exact: bool,
 ) -> None:
     """Append to ``skeleton`` what MessagePack encodes instead of ``items``."""
@@ -287,19 +296,19 @@ def _convert(
             if number == len(objects):
                 objects.append(item)
             skeleton.append(_MARKS[number])
-        elif isinstance(item, Reference) and len(writing.references) < len(_REFERENCES):
-            skeleton.append(_REFERENCES[writing.number_of(item)])
+        elif isinstance(item, Reference) and len(extensions.references) < len(_REFERENCES):
+            skeleton.append(_REFERENCES[extensions.number_of(item)])
         else:
             if writer is None:
-                writer = data_writer.Writer(objects, writing.extend, False, is_exact)
+                writer = data_writer.Writer(objects, extensions.extend, False, is_exact)
             try:
                 skeleton.append(writer.convert(item))
             except NotPlainData as error:
                 raise error.within(f"[{len(skeleton)}]") from None
 
 
-def _with_tables(content: Content, objects: list[Tabled], writing: References) -> Content:
-    content.references = writing.references
+def _with_tables(content: Content, objects: list[Tabled], extensions: ReferenceWriter) -> Content:
+    content.references = extensions.references
     if objects:
         content.objects = objects
         content.table = inline_rows.inline_table(objects)
@@ -320,7 +329,7 @@ class Decoder:
 
     def __init__(self, allowed: Allowed | None) -> None:
         self._allowed = allowed
-        self._without_references = Reading((), allowed).extend
+        self._without_references = ExtensionReader((), allowed).extend
 
     def decode(
         self,
@@ -383,7 +392,9 @@ class Decoder:
         if used != len(parts):
             raise FrameError(f"{len(parts)} parts came, of which the table describes {used}")
         extend = (
-            Reading(references, self._allowed).extend if references else self._without_references
+            ExtensionReader(references, self._allowed).extend
+            if references
+            else self._without_references
         )
         return data_reader.loads(body[offset:], objects, extend)
 

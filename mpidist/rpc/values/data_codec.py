@@ -14,7 +14,7 @@ from mpidist.errors import NotPlainData
 from mpidist.rpc.names import callee
 from mpidist.rpc.values import codec, remote_error
 from mpidist.rpc.values.codec import EMPTY, Args, Content, Kwargs
-from mpidist.rpc.values.data_values import Writing
+from mpidist.rpc.values.data_values import ExtensionWriter
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
 
@@ -51,7 +51,7 @@ class DataEncoder:
         if not args and not kwargs:
             return EMPTY
         try:
-            content = codec.encode_arguments(args, kwargs, Writing, is_exact=False)
+            content = codec.encode_arguments(args, kwargs, ExtensionWriter, is_exact=False)
             if not codec.is_describable(content):
                 _refuse([list(kwargs), *args, *kwargs.values()] if kwargs else list(args))
         except NotPlainData as error:
@@ -71,7 +71,7 @@ class DataEncoder:
                 content.is_dense = True
             return content
         try:
-            content = codec.encode_object(0, obj, Writing, is_exact=False)
+            content = codec.encode_object(0, obj, ExtensionWriter, is_exact=False)
             if not codec.is_describable(content):
                 _refuse(obj)
         except NotPlainData as error:
@@ -88,7 +88,7 @@ class DataEncoder:
 
 def _refuse(obj: object) -> None:
     """Raise the error for an object with a tensor that the table cannot describe."""
-    data_writer.dumps(obj, [], Writing().extend)
+    data_writer.dumps(obj, [], ExtensionWriter().extend)
 
 
 def _argument_name(function: Any, path: str, positional: int, keywords: list[str]) -> str:

@@ -55,11 +55,11 @@ def register_class(number: int, kind: type[Registered], make: Callable[..., obje
     _registered[number] = kind, make
 
 
-class Unnamed(Exception):
+class NotAReference(Exception):
     """An object has no extension type in a message that may hold a pickle instead."""
 
 
-class References:
+class ReferenceWriter:
     """Writer of the references of one message; ``extend`` is the hook of ``data_writer``.
 
     Attributes:
@@ -76,11 +76,11 @@ class References:
         """Return the extension code and bytes of a reference.
 
         Raises:
-            Unnamed: The object is no reference.
+            NotAReference: The object is no reference.
         """
         # Not None, from which the writer makes an error with the object's text and place.
         if not isinstance(obj, Reference):
-            raise Unnamed
+            raise NotAReference
         return REFERENCE, NUMBER.pack(self.number_of(obj))
 
     def number_of(self, reference: Reference) -> int:
@@ -91,7 +91,7 @@ class References:
         return number
 
 
-class Writing(References):
+class ExtensionWriter(ReferenceWriter):
     """Writer of the extension types of one message without pickles."""
 
     __slots__ = ()
@@ -168,7 +168,7 @@ def _error_text(error: BaseException) -> str:
         return f"(its text raised {type(failure).__name__})"
 
 
-class Reading:
+class ExtensionReader:
     """Reader of the extension types of one message; ``extend`` is the hook of ``data_reader``.
 
     Args:
