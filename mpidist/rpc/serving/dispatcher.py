@@ -9,14 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from mpidist.comm.transport.incoming import Incoming
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import FrameError, RankFailureError
 from mpidist.rpc import message
 from mpidist.rpc.calls import engine_messages
-from mpidist.rpc.calls.engine_messages import EngineMessages
 from mpidist.rpc.calls.pending import PendingCalls
 from mpidist.rpc.calls.references import References
 from mpidist.rpc.message import (
@@ -28,7 +26,6 @@ from mpidist.rpc.message import (
     REFERENCES,
     Kind,
 )
-from mpidist.rpc.serving.quiescence import Quiescence
 from mpidist.rpc.serving.requests import EngineRequest, FetchRequest, RemoteRequest, Request, Server
 from mpidist.rpc.threads import interceptor
 from mpidist.rpc.threads.pool import HANDLED, Action
@@ -36,14 +33,6 @@ from mpidist.rpc.threads.pool import HANDLED, Action
 logger = logging.getLogger("mpidist.rpc")
 
 _COUNTED = frozenset({Kind.RREF_FORK, Kind.RREF_USER_DELETE}) | engine_messages.KINDS
-
-
-class Dispatched(Server, Protocol):
-    """The agent, as the dispatcher needs it."""
-
-    calls: PendingCalls
-    quiescence: Quiescence
-    engine_messages: EngineMessages
 
 
 class Dispatcher:
@@ -58,12 +47,12 @@ class Dispatcher:
     def __init__(self, transport: Transport) -> None:
         self.requests_received = self.one_way_received = 0
         self._transport = transport
-        self._agent: Dispatched
+        self._agent: Server
         self._calls: PendingCalls
         self._references: References
         self._handlers: list[Callable[[Incoming], Action]]
 
-    def connect(self, agent: Dispatched) -> None:
+    def connect(self, agent: Server) -> None:
         """Set the agent whose parts handle the messages; required before ``poll``."""
         self._agent, self._calls, self._references = agent, agent.calls, agent.references
         handlers: list[Callable[[Incoming], Action]] = [reject_kind] * 256

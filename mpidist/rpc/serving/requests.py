@@ -13,6 +13,8 @@ import torch
 from mpidist.comm.transport.incoming import Incoming
 from mpidist.errors import MpidistError
 from mpidist.rpc import functions, message
+from mpidist.rpc.calls.engine_messages import EngineMessages
+from mpidist.rpc.calls.pending import PendingCalls
 from mpidist.rpc.calls.reader import Reader
 from mpidist.rpc.calls.references import References
 from mpidist.rpc.calls.wire import Wire
@@ -21,6 +23,7 @@ from mpidist.rpc.names import callee
 from mpidist.rpc.names.allowlist import Allowed, Refused
 from mpidist.rpc.rref_store import Entry
 from mpidist.rpc.serving import methods
+from mpidist.rpc.serving.quiescence import Quiescence
 from mpidist.rpc.threads import interceptor
 from mpidist.rpc.threads.polling import Polling
 from mpidist.rpc.threads.pool import HANDLERS, InlinePolicy, Task
@@ -35,12 +38,15 @@ _METHOD, _SERVICE, _RESULT = int(Kind.CALL_METHOD), int(Kind.CALL_SERVICE), int(
 
 
 class Server(Protocol):
-    """The agent, as requests use it."""
+    """The agent, as requests and their dispatcher use it."""
 
     workers: Workers
     wire: Wire
     reader: Reader
     references: References
+    calls: PendingCalls
+    engine_messages: EngineMessages
+    quiescence: Quiescence
     polling: Polling
     policy: InlinePolicy
     allowed: Allowed | None
