@@ -125,7 +125,6 @@ COVERED_BY = {
     "rpc/serving/requests": "rpc/test_api.py",
     "rpc/threads/call": "rpc/threads/test_polling.py",
     "rpc/values/data_values": "rpc/values/test_data_codec.py",
-    "rpc/values/pickles": "rpc/values/test_codec.py",
     "rpc/agent": "rpc/test_api.py",
     "rpc/constants": "rpc/test_api.py",
     "rpc/current": "rpc/test_api.py",

@@ -111,6 +111,9 @@ class Sink(tensor_pickle.Sink):
 
 def _dumps_by_value(obj: object, sink: Sink, error: Exception) -> bytes:
     try:
+        # The submodule first, as a thread does that reads such a pickle at the same time: in the
+        # other order they would wait for each other, and Python ends one of the imports.
+        importlib.import_module("cloudpickle.cloudpickle")
         cloudpickle: Any = importlib.import_module("cloudpickle")
     except ImportError:
         raise error from None
