@@ -48,6 +48,7 @@ STOREYS = {
         ["serving"],
         [""],
     ],
+    "ddp": [["buckets"], ["hooks"], [""]],
 }
 
 # Libraries that only one part may import, and names that only one module may use.

@@ -17,7 +17,8 @@ import torch
 
 from mpidist.comm import execution
 from mpidist.comm.memory import stream
-from mpidist.ddp import layout, module
+from mpidist.ddp import module
+from mpidist.ddp.buckets import layout
 from mpidist.ddp.hooks import powersgd as hooks
 from mpidist.kernels import accumulate, launch, load, pack, powersgd
 

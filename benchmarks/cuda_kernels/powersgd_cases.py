@@ -22,13 +22,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 from cuda_kernels.launches import most_launches
 from harness.timing import Contender
-from mpidist.ddp.bucket import Bucket
-from mpidist.ddp.grad_bucket import GradBucket
+from mpidist.ddp.buckets.bucket import Bucket
+from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks import lowrank
+from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.lowrank import Factors
 from mpidist.ddp.hooks.powersgd import powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
-from mpidist.ddp.plan import assign
 from mpidist.kernels import powersgd
 from training.gradient_lists import Shape
 

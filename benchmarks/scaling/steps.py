@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mpidist.ddp import plan
+from mpidist.ddp.buckets import plan
 from mpidist.ddp.hooks import lowrank
 from scaling.cost_model import Fit, Point
 from training.gradient_lists import Shape

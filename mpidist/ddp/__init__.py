@@ -3,7 +3,7 @@
 The names are torch's; importing the package starts neither MPI nor CUDA.
 """
 
-from mpidist.ddp.grad_bucket import GradBucket
+from mpidist.ddp.buckets.plan import compute_bucket_assignment_by_size
 from mpidist.ddp.hooks.default import (
     Compressed,
     allreduce_hook,
@@ -13,13 +13,13 @@ from mpidist.ddp.hooks.default import (
     fp16_compress_wrapper,
     noop_hook,
 )
+from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.owners import to_owners
 from mpidist.ddp.hooks.powersgd import batched_powerSGD_hook, powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.hooks.quantization import quantization_perchannel_hook, quantization_pertensor_hook
 from mpidist.ddp.hooks.registry import DDPCommHookType, register_ddp_comm_hook
 from mpidist.ddp.module import DistributedDataParallel
-from mpidist.ddp.plan import compute_bucket_assignment_by_size
 
 __all__ = [
     "DDPCommHookType",

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from mpidist.ddp.layout import Layout
+from mpidist.ddp.buckets.layout import Layout
 from mpidist.ddp.shadowing import OwnGradients
 
 Tensor = torch.Tensor

@@ -12,16 +12,15 @@ import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.group_types import Group
-from mpidist.ddp.bucket import Bucket
-from mpidist.ddp.buffer_rotation import BufferRotation
-from mpidist.ddp.grad_bucket import GradBucket
+from mpidist.ddp.buckets.bucket import Bucket
+from mpidist.ddp.buckets.buffers import BufferRotation
+from mpidist.ddp.buckets.layout import Layout
+from mpidist.ddp.buckets.owned_bucket import OwnedBucket
+from mpidist.ddp.buckets.sparse_bucket import SparseBucket
 from mpidist.ddp.hooks import stages
+from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.stages import BucketFuture, Hook
-from mpidist.ddp.layout import Layout
-from mpidist.ddp.owned_bucket import OwnedBucket
-from mpidist.ddp.readiness import Readiness
-from mpidist.ddp.sparse_bucket import SparseBucket
-from mpidist.ddp.usage import ParameterUsage
+from mpidist.ddp.readiness import ParameterUsage, Readiness
 from mpidist.future import completed
 
 Tensor = torch.Tensor

@@ -9,8 +9,7 @@ from typing import TypeAlias
 import torch
 
 from mpidist.comm.group_types import Group
-from mpidist.ddp.reducer import Reducer
-from mpidist.ddp.torch_reducer import Waitable
+from mpidist.ddp.reducer import Reducer, Waitable
 from mpidist.ddp.verification import broadcast_state
 from mpidist.dynamo import untraced
 

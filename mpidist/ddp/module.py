@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map
 
 from mpidist.comm.consistency import Row, comparing
 from mpidist.comm.group_types import AnyGroup
 from mpidist.comm.resolve_group import default_group, native_group
-from mpidist.ddp import in_backward, plan, torch_arguments
+from mpidist.ddp import in_backward, torch_arguments
+from mpidist.ddp.buckets import plan
+from mpidist.ddp.buckets.layout import SavedPlan
+from mpidist.ddp.buckets.settings import Settings
 from mpidist.ddp.hooks.stages import Hook
 from mpidist.ddp.join import UnevenInputs
-from mpidist.ddp.layout import SavedPlan, Settings
 from mpidist.ddp.reducer import Reducer
-from mpidist.ddp.tensor_tree import tensors_in, to_device
 from mpidist.ddp.torch_arguments import Device
 from mpidist.ddp.torch_private import TorchNames
 from mpidist.ddp.verification import broadcast_state, rows_of
 from mpidist.errors import MpidistError
 from mpidist.kernels.launch import has_kernels
+
+T = TypeVar("T")
 
 _NAME = "DistributedDataParallel"
 _NOT_SAVED = ("process_group", "_group", "reducer", "device_mesh")
@@ -300,3 +306,26 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
         self.process_group = default_group()
         self._group = native_group(self.process_group)
         self._make_reducer(local=True)  # one rank alone may make a copy
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in ``value``."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for part in value:
+            yield from tensors_in(part)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def to_device(value: T, device: torch.device) -> T:
+    """Return ``value`` with its tensors copied to ``device``."""
+    return tree_map(
+        lambda part: part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part,
+        value,
+    )

@@ -3,36 +3,47 @@
 A backward pass has three moments: ``_begin`` (the gradient of an output exists), ``mark_ready``
 (autograd has added to one parameter's gradient) and ``_finish`` (autograd's last callback, which
 launches the remaining buckets and waits for the results).
+
+Source: the names that frameworks call are those of ``torch._C._distributed_c10d.Reducer``, as
+``torch/nn/parallel/distributed.py`` and Lightning's strategies use them.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from mpidist.comm.consistency import comparing
 from mpidist.comm.group_types import Group
 from mpidist.ddp import autograd_context, in_backward
-from mpidist.ddp.accumulated_averages import AccumulatedAverages
 from mpidist.ddp.backward_pass import BackwardPass, PassSettings, adds_to_gradients
+from mpidist.ddp.buckets.accumulated_averages import AccumulatedAverages
+from mpidist.ddp.buckets.layout import Layout
+from mpidist.ddp.buckets.owned_bucket import Owners
+from mpidist.ddp.buckets.ownership import Bounds, Ownership, bounds_by_place, ownership_of
+from mpidist.ddp.buckets.settings import Settings
 from mpidist.ddp.hooks.stages import Hook
-from mpidist.ddp.layout import Layout, Settings
-from mpidist.ddp.owned_bucket import Owners
-from mpidist.ddp.ownership import Bounds, Ownership, bounds_by_place, ownership_of
+from mpidist.ddp.readiness import ParameterUsage
 from mpidist.ddp.shadowing import OwnGradients
-from mpidist.ddp.torch_reducer import ReducerNames, Waitable
-from mpidist.ddp.usage import ParameterUsage
 from mpidist.ddp.verification import require_all_gradients, used_somewhere
 from mpidist.dynamo import untraced
 
 Tensor = torch.Tensor
 
 
+class Waitable(Protocol):
+    """A future of a buffer hook."""
+
+    def wait(self) -> object:
+        """Wait for the buffers."""
+
+
 @untraced
-class Reducer(ReducerNames):
+class Reducer:
     """Averages of one module's gradients over one group.
 
     Collective: constructed by all ranks of the group with parameters of equal shapes and dtypes,
@@ -253,6 +264,44 @@ class Reducer(ReducerNames):
         # pass alone.
         if not self.layout.is_rebuilt:
             self.layout.rebuild(backward.readiness.ready_order)
+
+    # --- torch's names ---
+
+    def prepare_for_forward(self) -> None:
+        """Do nothing: a forward pass needs no preparation."""
+
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """Average the next backward pass, for a caller that has not run ``forward`` of DDP."""
+        self.arm(list(outputs))
+
+    def _rebuild_buckets(self) -> bool:
+        """Return False: the end of the first backward pass rebuilds the buckets."""
+        return False
+
+    def _delay_all_reduce(self) -> None:
+        """Do nothing: a static graph's first backward pass ends by itself."""
+
+    def _check_reducer_finalized(self) -> None:
+        if self._pass is not None and self._pass.is_begun:
+            raise RuntimeError(
+                "the last backward pass of a DistributedDataParallel has begun and not ended: an "
+                "exception has interrupted it"
+            )
+
+    def _remove_autograd_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _install_post_backward_futures(self, futures: Iterable[Waitable]) -> None:
+        """Wait for ``futures`` at the end of the next backward pass."""
+        self._futures += futures
+
+    def wait_for_futures(self) -> None:
+        """Wait for the installed futures."""
+        futures, self._futures = self._futures, []
+        for future in futures:
+            future.wait()
 
 
 def _weak_hook(reducer: Reducer) -> Callable[[int, Tensor], None]:

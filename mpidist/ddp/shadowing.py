@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mpidist.ddp.accumulated_averages import AccumulatedAverages
-from mpidist.ddp.layout import Layout
+from mpidist.ddp.buckets.accumulated_averages import AccumulatedAverages
+from mpidist.ddp.buckets.layout import Layout
 
 Tensor = torch.Tensor
 

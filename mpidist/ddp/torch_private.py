@@ -18,24 +18,104 @@ from torch.nn import Parameter
 
 from mpidist.comm.group_types import AnyGroup
 from mpidist.comm.resolve_group import native_group
+from mpidist.ddp.buckets.settings import Settings
+from mpidist.ddp.buffer_syncing import BufferSyncing
 from mpidist.ddp.hooks.default import allreduce_hook, fp16_compress_hook
 from mpidist.ddp.hooks.optimizer_overlap import OptimizerHookState, hook_then_optimizer
 from mpidist.ddp.hooks.stages import Hook
-from mpidist.ddp.logging_data import logging_data
-from mpidist.ddp.torch_settings import TorchSettings
 
 Tensor = torch.Tensor
 
 _IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
+# Names of dtypes in torch's C++ logs.
+_DTYPE_NAMES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+}
 
 
-class TorchNames(TorchSettings):
-    """torch's private names of a data-parallel module; mixed into ``DistributedDataParallel``."""
+def _setting(name: str) -> property:
+    """Return a property for a flag of ``settings``."""
+    return property(lambda self: bool(getattr(self.settings, name)))
+
+
+class TorchNames(BufferSyncing):
+    """torch's settings and private names of a data-parallel module."""
 
     # Defined by the class that this one is mixed into.
+    settings: Settings
+    device: torch.device
+    _has_cap_list: bool
     process_group: AnyGroup
     _make_reducer: Callable[..., None]
     register_comm_hook: Callable[[object, Hook | None], None]
+
+    # --- settings ---
+
+    mixed_precision = None
+    batched_grad_copy = True  # gradients that need a copy are always copied together
+    lazy_bucket_allocation = False  # buckets are made once
+    broadcast_bucket_size = 250 << 20
+    is_multi_device_module = False
+    _use_python_reducer = False
+    _use_replicated_tensor_module = False
+    _lazy_init_ran = True
+    _ddp_sink_clone = True
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Return ``forward_sync_buffers``, by its former name in torch."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    find_unused_parameters = _setting("find_unused_parameters")
+    static_graph = _setting("static_graph")
+    gradient_as_bucket_view = _setting("gradient_as_bucket_view")
+    skip_all_reduce_unused_params = _setting("skip_unused")
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """Return the bytes at which the last bucket closes."""
+        return self.settings.limits[-1]
+
+    bucket_bytes_cap_default = bucket_bytes_cap
+
+    @property
+    def bucket_bytes_cap_list(self) -> list[int]:
+        """Return the limits of ``bucket_cap_mb_list`` in bytes; empty if there is none."""
+        return list(self.settings.limits) if self._has_cap_list else []
+
+    @property
+    def device_type(self) -> str:
+        """Return the device type of the parameters."""
+        return self.device.type
+
+    @property
+    def _module_parameters(self) -> list[Tensor]:
+        return [
+            parameter
+            for name, parameter in self.module.named_parameters()
+            if name not in self.parameters_to_ignore
+        ]
+
+    @property
+    def _comm_hooks(self) -> list[tuple[Hook, object]]:
+        return [] if self.reducer.hook is None else [self.reducer.hook]
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return bool(self.reducer.layout.is_rebuilt)
+
+    @property
+    def _distributed_rank(self) -> int:
+        return int(self._group.rank)
+
+    # --- parameters ---
 
     @staticmethod
     def _get_data_parallel_params(
@@ -146,3 +226,53 @@ class TorchNames(TorchSettings):
     def _get_ddp_logging_data(self) -> dict[str, object]:
         """Return settings and sizes by torch's names, without times."""
         return logging_data(self)
+
+
+def logging_data(ddp: Any) -> dict[str, object]:
+    """Return settings and sizes of a module as torch's DDP logs them.
+
+    Args:
+        ddp: A ``DistributedDataParallel``.
+
+    Source:
+        ``torch/csrc/distributed/c10d/logger.cpp``, for names and texts; without its times.
+    """
+    parameters, reducer = ddp.reducer.parameters, ddp.reducer
+    buckets, hook = reducer.layout.plan, reducer.hook
+    sizes = ", ".join(str(sum(parameters[place].nbytes for place in places)) for places in buckets)
+    data = {
+        "world_size": ddp._group.size,
+        "rank": ddp._group.rank,
+        "module_name": type(ddp.module).__name__,
+        "device_ids": ", ".join(map(str, ddp.device_ids or ())),
+        "output_device": -1 if getattr(ddp, "output_device", None) is None else ddp.output_device,
+        "broadcast_buffers": int(ddp.forward_sync_buffers),
+        "bucket_cap_bytes": ddp.bucket_bytes_cap,
+        "find_unused_parameters": int(ddp.find_unused_parameters),
+        "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
+        "static_graph": int(ddp.static_graph),
+        "backend_name": "mpidist",
+        "dtypes": ", ".join(sorted({_dtype_name(parameter.dtype) for parameter in parameters})),
+        "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
+        "num_parameter_tensors": len(parameters),
+        "bucket_sizes": sizes,
+        "num_buckets_reduced": len(buckets),
+        "has_rebuilt_buckets": int(ddp._has_rebuilt_buckets),
+        "has_sync_bn": int(
+            any("SyncBatchNorm" in type(part).__name__ for part in ddp.module.modules())
+        ),
+    }
+    if ddp._has_rebuilt_buckets:
+        data["rebuilt_bucket_sizes"] = sizes
+        data["rebuilt_per_bucket_param_indices"] = ", ".join(
+            " ".join(map(str, places)) for places in buckets
+        )
+    if "_authoritative_rank" in vars(ddp):
+        data["join_uneven_inputs"] = 1
+    if hook is not None:
+        data["comm_hook"] = getattr(hook[0], "__qualname__", type(hook[0]).__qualname__)
+    return data
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))

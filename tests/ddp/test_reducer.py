@@ -5,8 +5,9 @@ import gc
 import pytest
 import torch
 
-from mpidist.ddp import bucket
-from mpidist.ddp.reducer import Reducer, Settings
+from mpidist.ddp.buckets import bucket
+from mpidist.ddp.buckets.settings import Settings
+from mpidist.ddp.reducer import Reducer
 from mpidist.future import completed
 from tests.support import agree, raises_on_all
 

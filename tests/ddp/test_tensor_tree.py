@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mpidist.ddp.tensor_tree import tensors_in, to_device
+from mpidist.ddp.module import tensors_in, to_device
 
 Pair = namedtuple("Pair", "left right")
 

@@ -22,8 +22,7 @@ from mpidist.ddp.hooks.powersgd_state import PowerSGDState, merged
 if TYPE_CHECKING:
     from torch.serialization import MAP_LOCATION
 
-    from mpidist.ddp.layout import SavedPlan
-    from mpidist.ddp.module import DistributedDataParallel
+    from mpidist.ddp.buckets.layout import SavedPlan
 
 _FORMAT = "mpidist.powersgd 1"
 _NAME = re.compile(r"powersgd-(\d+)-of-(\d+)\.pt")
@@ -87,7 +86,7 @@ def load(folder: str | Path, module: Any, map_location: MAP_LOCATION = None) -> 
             state, plan = _read(paths[group.rank], map_location)
         else:
             state = merged([_read(path, map_location)[0] for path in paths])
-        _require_fits(state, module)
+        _require_fits(state, module.module)
     if plan is not None:
         module.use_bucket_plan(plan)
     steps = group.all_gather_object(state.iter)
@@ -134,13 +133,13 @@ def _read(path: Path, map_location: MAP_LOCATION) -> tuple[PowerSGDState, SavedP
     return state, saved["bucket_plan"]
 
 
-def _require_fits(state: PowerSGDState, module: DistributedDataParallel) -> None:
+def _require_fits(state: PowerSGDState, module: torch.nn.Module) -> None:
     """Require errors in the shapes of the module's parameters of the same names.
 
     Raises:
         ValueError: The shape of an error differs from its parameter's.
     """
-    shapes = {name: parameter.shape for name, parameter in module.module.named_parameters()}
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     for name, error in state.error_dict.items():
         if error.shape != shapes.get(name, error.shape):
             raise ValueError(

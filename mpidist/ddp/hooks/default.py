@@ -19,7 +19,8 @@ from mpidist.comm.algorithms.shared_memory import SharedTensor
 from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.comm.memory.stream import used_here
 from mpidist.comm.resolve_group import native_group
-from mpidist.ddp.grad_bucket import GradBucket
+from mpidist.ddp.buckets.ownership import Ownership, ownership_of
+from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.stages import (
     BucketFuture,
     Completed,
@@ -31,7 +32,6 @@ from mpidist.ddp.hooks.stages import (
     tensor_of,
 )
 from mpidist.ddp.hooks.torch_bucket import name_of, on_either_module
-from mpidist.ddp.ownership import Ownership, ownership_of
 from mpidist.future import Future, completed
 
 Tensor = torch.Tensor

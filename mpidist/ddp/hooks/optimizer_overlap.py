@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from mpidist.comm.memory.stream import used_here
-from mpidist.ddp.grad_bucket import GradBucket
+from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.stages import BucketFuture, Completed, Hook, is_in_order, tensor_of
 from mpidist.ddp.hooks.torch_bucket import name_of, on_either_module
 

@@ -30,10 +30,7 @@ from mpidist.comm.algorithms.shared_memory import SharedTensor
 from mpidist.comm.consistency import comparing
 from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.comm.resolve_group import native_group
-from mpidist.ddp.grad_bucket import GradBucket
-from mpidist.ddp.hooks.stages import BucketFuture, Hook, is_in_order, run_stages, tensor_of
-from mpidist.ddp.hooks.torch_bucket import torch_future
-from mpidist.ddp.ownership import (
+from mpidist.ddp.buckets.ownership import (
     DEFAULT_BUFFERS,
     Bounds,
     Ownership,
@@ -42,7 +39,10 @@ from mpidist.ddp.ownership import (
     require_cover,
     split,
 )
-from mpidist.ddp.settings_checks import require_int
+from mpidist.ddp.buckets.settings import require_int
+from mpidist.ddp.hooks.grad_bucket import GradBucket
+from mpidist.ddp.hooks.stages import BucketFuture, Hook, is_in_order, run_stages, tensor_of
+from mpidist.ddp.hooks.torch_bucket import torch_future
 from mpidist.future import Future, completed
 
 Tensor = torch.Tensor

@@ -30,9 +30,9 @@ import torch
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.group_types import Group
 from mpidist.comm.resolve_group import native_group
-from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks import lowrank
 from mpidist.ddp.hooks.default import average
+from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.lowrank import Factors
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.hooks.stages import in_order, run_stages

@@ -14,9 +14,9 @@ import torch
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.group_types import AnyGroup
 from mpidist.comm.resolve_group import default_group, native_group
-from mpidist.ddp.grad_bucket import GradBucket
+from mpidist.ddp.buckets.settings import require_int, require_real
+from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.lowrank import random_like
-from mpidist.ddp.settings_checks import require_int, require_real
 
 Tensor = torch.Tensor
 T = TypeVar("T")

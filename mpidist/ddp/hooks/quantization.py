@@ -24,11 +24,11 @@ import torch
 
 from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.comm.resolve_group import native_group
-from mpidist.ddp.grad_bucket import GradBucket
+from mpidist.ddp.buckets.settings import require_int
 from mpidist.ddp.hooks import uint8_blocks
+from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.stages import in_order, run_stages
 from mpidist.ddp.hooks.torch_bucket import on_either_module
-from mpidist.ddp.settings_checks import require_int
 from mpidist.future import Future
 
 Tensor = torch.Tensor

@@ -18,7 +18,7 @@ import torch
 
 from mpidist.comm.group_types import Group
 from mpidist.comm.work import Work
-from mpidist.ddp.grad_bucket import GradBucket
+from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.future import Future, completed
 
 Tensor = torch.Tensor

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from mpidist.comm.memory.stream import used_here
-from mpidist.ddp.bucket import Bucket
-from mpidist.ddp.grad_bucket import GradBucket
+from mpidist.ddp.buckets.bucket import Bucket
+from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.stages import Hook, tensor_of
 from mpidist.future import Future
 

@@ -6,8 +6,8 @@ All ranks hold the same weights; volumes are those of the paper.
 import pytest
 import torch
 
-from mpidist.ddp.bucket import Bucket
-from mpidist.ddp.grad_bucket import GradBucket
+from mpidist.ddp.buckets.bucket import Bucket
+from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.powersgd import batched_powerSGD_hook, powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.module import DistributedDataParallel

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks import lowrank
+from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.powersgd import powerSGD_hook
 from tests.ddp.hooks.test_powersgd import bucket_of, state_of
 from tests.kernels.conftest import use_cuda_text_on_the_cpu

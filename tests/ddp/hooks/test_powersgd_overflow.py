@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 
-from mpidist.ddp.grad_bucket import GradBucket
 from mpidist.ddp.hooks.default import fp16_compress_wrapper
+from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.powersgd import batched_powerSGD_hook, powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.module import DistributedDataParallel

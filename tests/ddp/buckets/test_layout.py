@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from mpidist.comm import init
-from mpidist.ddp.layout import Layout, Settings
+from mpidist.ddp.buckets.layout import Layout
+from mpidist.ddp.buckets.plan import limits_of
+from mpidist.ddp.buckets.settings import Settings
 from mpidist.ddp.module import DistributedDataParallel
-from mpidist.ddp.plan import limits_of
 from tests.ddp.nets import (
     Net,
     backward,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter, ne
 from typing import TypedDict
 
@@ -11,39 +10,15 @@ import torch
 
 from mpidist.comm.consistency import require_same
 from mpidist.comm.group_types import Group
-from mpidist.ddp import plan
-from mpidist.ddp.bucket import Bucket
-from mpidist.ddp.bucket_allocation import BucketAllocator
-from mpidist.ddp.owned_bucket import Owners
-from mpidist.ddp.settings_checks import require_int
+from mpidist.ddp.buckets import plan
+from mpidist.ddp.buckets.bucket import Bucket
+from mpidist.ddp.buckets.buffers import BucketAllocator
+from mpidist.ddp.buckets.owned_bucket import Owners
+from mpidist.ddp.buckets.settings import Settings
 
 Tensor = torch.Tensor
 
 _dtype_of = attrgetter("dtype")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of a reducer and of its buckets."""
-
-    # Bytes at which the first, the second, … bucket closes.
-    limits: tuple[int, ...]
-    # Largest number of buckets; more are merged with neighbors.
-    most_buckets: int | None = None
-    # Gradients are views of the buckets; else they are copied there and back.
-    gradient_as_bucket_view: bool = True
-    # Parameters may lack a gradient, and not the same ones on all ranks.
-    find_unused_parameters: bool = False
-    # All passes use the same parameters as often as the first pass.
-    static_graph: bool = False
-    # Modules issue collectives of their own in the backward pass, as SyncBatchNorm does.
-    communicates_in_backward: bool = False
-    # Parameters that no rank used in the first pass are not reduced in later ones.
-    skip_unused: bool = False
-
-    def __post_init__(self) -> None:
-        if self.most_buckets is not None:
-            require_int("the number of buckets", self.most_buckets, least=1)
 
 
 class SavedPlan(TypedDict):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mpidist.ddp.settings_checks import require_int
+from mpidist.ddp.buckets.settings import require_int
 
 Tensor = torch.Tensor
 Bounds = tuple[tuple[int, int, int], ...]  # of one parameter: rank, start, stop

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 
 from mpidist.comm.algorithms.shared_memory import SharedTensor
-from mpidist.ddp.accumulated_averages import AccumulatedAverages
-from mpidist.ddp.bucket import Bucket
-from mpidist.ddp.ownership import Bounds, Range
+from mpidist.ddp.buckets.accumulated_averages import AccumulatedAverages
+from mpidist.ddp.buckets.bucket import Bucket
+from mpidist.ddp.buckets.ownership import Bounds, Range
 from mpidist.kernels.view import laid_out
 
 Tensor = torch.Tensor

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpidist.ddp.buffer_rotation import BufferRotation, RotatingBuffers
+from mpidist.ddp.buckets.buffers import BufferRotation, RotatingBuffers
 
 
 def test_a_buffer_goes_from_bucket_to_bucket():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import _compute_bucket_assignment_by_size as torch_assignment
 
-from mpidist.ddp.plan import (
+from mpidist.ddp.buckets.plan import (
     assign,
     compute_bucket_assignment_by_size,
     limits_of,

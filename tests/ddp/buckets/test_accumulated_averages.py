@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from mpidist.ddp.accumulated_averages import AccumulatedAverages
+from mpidist.ddp.buckets.accumulated_averages import AccumulatedAverages
 
 SIZE = 3
 

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from mpidist.ddp.ownership import Ownership, bounds_by_place, ownership_of, split
+from mpidist.ddp.buckets.ownership import Ownership, bounds_by_place, ownership_of, split
 
 
 def parameters():

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from mpidist.ddp.settings_checks import require_int
+from mpidist.ddp.buckets.settings import require_int
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early in the backward pass
 DEFAULT_BUCKET_CAP_MB = 25.0

@@ -6,7 +6,7 @@ import torch
 
 from mpidist.comm.algorithms.shared_memory import SharedTensor
 from mpidist.comm.group_types import Group
-from mpidist.ddp.bucket import Bucket
+from mpidist.ddp.buckets.bucket import Bucket
 
 Tensor = torch.Tensor
 
