@@ -71,7 +71,7 @@ class Reduction:
         self._handles: list[RemovableHandle] = []
 
     def owns(self, leaf: Tensor) -> bool:
-        """Say whether ``leaf`` is one of the module's parameters."""
+        """Return whether ``leaf`` is one of the module's parameters."""
         return leaf in self.reducer.places
 
     def open(self) -> None:

@@ -44,7 +44,7 @@ class PassSettings:
 
 
 def adds_to_gradients(parameters: Sequence[Tensor]) -> bool:
-    """Say whether the running pass adds to any parameter's gradient, not to inputs' alone.
+    """Return whether the running pass adds to any parameter's gradient, not to inputs' alone.
 
     Raises:
         RuntimeError: The pass is ``torch.autograd.grad`` of parameters.

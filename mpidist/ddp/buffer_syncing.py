@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
 import torch
@@ -38,97 +38,84 @@ class BufferHook:
 
 
 class BufferSyncing:
-    """The part of a data-parallel module that synchronizes buffers."""
+    """Synchronization of one module's buffers.
 
-    # Defined by the class that this one is mixed into.
-    module: torch.nn.Module
-    reducer: Reducer
-    parameters_to_ignore: set[str]
-    forward_sync_buffers: bool
-    require_forward_param_sync: bool
-    _group: Group
+    Args:
+        module: The module.
+        ignored: Names of buffers that stay each rank's own.
+        is_enabled: Forward passes synchronize.
 
-    buffer_hook: BufferHook | None = None
+    Attributes:
+        is_enabled: As the argument.
+        is_due: The next forward pass synchronizes: the first, and each that follows an averaged
+            one.
+        hook: The hook; None for the broadcast.
+    """
 
-    @property
-    def modules_buffers(self) -> list[Tensor]:
-        """Return the synchronized buffers."""
-        return list(self.named_module_buffers.values())
+    def __init__(self, module: torch.nn.Module, ignored: Collection[str], is_enabled: bool) -> None:
+        self.is_enabled = is_enabled
+        self.is_due = True
+        self.hook: BufferHook | None = None
+        self._module = module
+        self._ignored = ignored
 
-    @property
-    def named_module_buffers(self) -> dict[str, Tensor]:
+    def named_buffers(self) -> dict[str, Tensor]:
         """Return the synchronized buffers by name."""
         return {
             name: buffer
-            for name, buffer in self.module.named_buffers()
-            if name not in self.parameters_to_ignore
+            for name, buffer in self._module.named_buffers()
+            if name not in self._ignored
         }
 
-    def _register_buffer_comm_hook(
-        self,
-        state: object,
-        hook: BufferHookFunction,
-        comm_hook_location: object = POST_FORWARD,
+    def buffers(self) -> list[Tensor]:
+        """Return the synchronized buffers."""
+        return list(self.named_buffers().values())
+
+    def is_next(self) -> bool:
+        """Return whether the next forward pass synchronizes buffers."""
+        return self.is_due and self.is_enabled and bool(self.named_buffers())
+
+    def is_behind(self) -> bool:
+        """Return whether buffers are synchronized behind the module's forward pass."""
+        return self.hook is not None and self.hook.location == POST_FORWARD
+
+    def register_hook(
+        self, state: object, hook: BufferHookFunction, location: object = POST_FORWARD
     ) -> None:
-        """Synchronize the buffers by ``hook(state, buffers)`` instead of the broadcast from rank 0.
-
-        The end of the backward pass waits for the futures that the hook returns; a forward pass
-        that is not averaged waits at once.
-
-        Args:
-            state: Passed to each call.
-            hook: Takes the buffers by name.
-            comm_hook_location: torch's ``_BufferCommHookLocation``, or its name.
+        """Synchronize by ``hook(state, buffers)``; see ``_register_buffer_comm_hook`` of DDP.
 
         Raises:
             TypeError: ``hook`` is not callable.
-            ValueError: ``comm_hook_location`` is of another name.
+            ValueError: ``location`` is of another name.
         """
         if not callable(hook):
             raise TypeError(
                 f"_register_buffer_comm_hook needs a callable; got {type(hook).__name__}"
             )
-        location = getattr(comm_hook_location, "name", comm_hook_location)
-        if location not in (PRE_FORWARD, POST_FORWARD):
+        name = getattr(location, "name", location)
+        if name not in (PRE_FORWARD, POST_FORWARD):
             raise ValueError(
-                f"comm_hook_location must be {PRE_FORWARD} or {POST_FORWARD}; got "
-                f"{comm_hook_location!r}"
+                f"comm_hook_location must be {PRE_FORWARD} or {POST_FORWARD}; got {location!r}"
             )
-        self.buffer_hook = BufferHook(hook, state, location)
-
-    def will_sync_module_buffers(self) -> bool:
-        """Say whether the next forward pass synchronizes buffers."""
-        return (
-            self.require_forward_param_sync
-            and self.forward_sync_buffers
-            and bool(self.named_module_buffers)
-        )
-
-    def _check_sync_bufs_pre_fwd(self) -> bool:
-        return self.will_sync_module_buffers() and not self._syncs_behind()
-
-    def _check_sync_bufs_post_fwd(self) -> bool:
-        return self.will_sync_module_buffers() and self._syncs_behind()
-
-    def _syncs_behind(self) -> bool:
-        return self.buffer_hook is not None and self.buffer_hook.location == POST_FORWARD
+        self.hook = BufferHook(hook, state, name)
 
     @untraced
-    def _sync_buffers(self, root: int = 0, waits: bool = True) -> None:
+    def sync(self, group: Group, reducer: Reducer, root: int = 0, waits: bool = True) -> None:
         """Synchronize the buffers. Collective: over the group.
 
         Args:
+            reducer: The module's; the end of its backward pass waits for the hook's futures.
             root: The rank whose buffers are broadcast, if there is no hook.
             waits: Wait for the hook's futures here, and not at the end of the backward pass.
 
         Raises:
             TypeError: The hook returned neither None nor futures.
         """
-        if self.buffer_hook is None:
-            broadcast_state(self._group, self.modules_buffers, root)
+        if self.hook is None:
+            broadcast_state(group, self.buffers(), root)
             return
         with torch.no_grad():
-            futures = self.buffer_hook.hook(self.buffer_hook.state, self.named_module_buffers)
+            futures = self.hook.hook(self.hook.state, self.named_buffers())
         if futures is None:
             return
         futures = futures if isinstance(futures, Sequence) else [futures]
@@ -136,28 +123,6 @@ class BufferSyncing:
             raise TypeError(
                 f"a buffer hook must return None, a future or a list of futures; got {futures}"
             )
-        self.reducer._install_post_backward_futures(futures)
+        reducer._install_post_backward_futures(futures)
         if waits:
-            self.reducer.wait_for_futures()
-
-    def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        self._sync_buffers(authoritative_rank)
-
-    def _default_broadcast_coalesced(
-        self,
-        bufs: Sequence[Tensor] | None = None,
-        bucket_size: int | None = None,
-        authoritative_rank: int = 0,
-    ) -> None:
-        """Broadcast buffers, all of them if ``bufs`` is None; called by buffer hooks.
-
-        Collective: over the group.
-        """
-        broadcast_state(
-            self._group, self.modules_buffers if bufs is None else bufs, authoritative_rank
-        )
-
-    def _distributed_broadcast_coalesced(
-        self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
-    ) -> None:
-        broadcast_state(self._group, tensors, authoritative_rank)
+            reducer.wait_for_futures()

@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from typing import TypeVar
 
 import torch
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
@@ -18,22 +19,23 @@ from mpidist.ddp import in_backward, torch_arguments
 from mpidist.ddp.buckets import plan
 from mpidist.ddp.buckets.layout import SavedPlan
 from mpidist.ddp.buckets.settings import Settings
+from mpidist.ddp.buffer_syncing import BufferSyncing
 from mpidist.ddp.hooks.stages import Hook
-from mpidist.ddp.join import UnevenInputs
+from mpidist.ddp.join import JoinedOptimizer, TorchJoinHook, UnevenInputs
 from mpidist.ddp.reducer import Reducer
 from mpidist.ddp.torch_arguments import Device
 from mpidist.ddp.torch_private import TorchNames
-from mpidist.ddp.verification import broadcast_state, rows_of
+from mpidist.ddp.verification import broadcast_state, named_state, rows_of
 from mpidist.errors import MpidistError
 from mpidist.kernels.launch import has_kernels
 
 T = TypeVar("T")
 
 _NAME = "DistributedDataParallel"
-_NOT_SAVED = ("process_group", "_group", "reducer", "device_mesh")
+_NOT_SAVED = ("process_group", "_group", "reducer", "device_mesh", "_uneven_inputs")
 
 
-class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
+class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
     """Average the gradients of ``module`` over all ranks of a group in each backward pass.
 
     Sparse gradients, of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, stay sparse:
@@ -89,7 +91,6 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
     """
 
     require_backward_grad_sync = True
-    require_forward_param_sync = True
 
     def __init__(
         self,
@@ -118,17 +119,30 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
         most_buckets: int | None = None,
     ) -> None:
         super().__init__()
-        self._wrap(module, process_group, device_mesh)
-        at_start, self.forward_sync_buffers = torch_arguments.buffer_syncing(
+        self.module = module
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.process_group = torch_arguments.resolve_group(device_mesh, process_group)
+        self._group = native_group(self.process_group)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+            torch_arguments.use_local_shards(module, device_mesh)
+        at_start, before_forward = torch_arguments.buffer_syncing(
             broadcast_buffers, forward_sync_buffers
         )
-        with self._comparing(init_sync) as rows:
+        self._buffer_syncing = BufferSyncing(module, self.parameters_to_ignore, before_forward)
+        self._uneven_inputs = UnevenInputs(module, self.parameters_to_ignore, self._buffer_syncing)
+        comparison: contextlib.AbstractContextManager[list[Row]] = (
+            comparing(self._group, _NAME) if init_sync else contextlib.nullcontext([])
+        )
+        with comparison as rows:
             torch_arguments.require_default(
                 mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce
             )
             torch_arguments.require_supported(module, self.parameters_to_ignore)
             torch_arguments.warn_of_lazy_buckets(lazy_bucket_allocation)
-            self._use_device(device_ids, output_device, dim, check_reduction)
+            self._input_device = torch_arguments.input_device(
+                module, device_ids, output_device, check_reduction
+            )
             self.settings = Settings(
                 limits=plan.limits_of(bucket_cap_mb, bucket_cap_mb_list),
                 most_buckets=most_buckets,
@@ -138,10 +152,14 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
                 communicates_in_backward=torch_arguments.communicates_in_backward(module),
                 skip_unused=skip_all_reduce_unused_params,
             )
-            rows += self._compared(at_start) if init_sync else ()
+            state = named_state(module, self.parameters_to_ignore, at_start)
+            rows += [("the settings", self._compared()), *rows_of(state)] if init_sync else ()
+        self.device_ids = list(device_ids) if device_ids else None
+        self.output_device = output_device
+        self.dim = dim
         self._has_cap_list = bucket_cap_mb_list is not None
         if init_sync:
-            broadcast_state(self._group, [tensor for _, tensor in self._state(at_start)])
+            broadcast_state(self._group, [tensor for _, tensor in state])
         self._make_reducer()
 
     def register_comm_hook(self, state: object, hook: Hook | None) -> None:
@@ -201,82 +219,100 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
         else: without buffers, or with ``forward_sync_buffers=False``, one rank alone may evaluate;
         otherwise a single rank calls ``ddp.module``.
         """
+        buffers, uneven = self._buffer_syncing, self._uneven_inputs
         averages = torch.is_grad_enabled() and self.require_backward_grad_sync
-        syncs_buffers = self.forward_sync_buffers and self.require_forward_param_sync
-        iteration = self._exchange(averages, syncs_buffers)
+        syncs_buffers = buffers.is_enabled and buffers.is_due
+        iteration = uneven.announce(self, averages, syncs_buffers)
         root = iteration.root if iteration else 0
-        if syncs_buffers and not self._syncs_behind():
-            self._sync_buffers(root, waits=not averages)
+        if syncs_buffers and not buffers.is_behind():
+            buffers.sync(self._group, self.reducer, root, waits=not averages)
         if torch.is_grad_enabled():
             in_backward.detach_hooks(self.reducer.parameters)
         if self._input_device is not None:
             args, kwargs = to_device((args, kwargs), self._input_device)
         output = self.module(*args, **kwargs)
-        if syncs_buffers and self._syncs_behind():
-            self._sync_buffers(root, waits=not averages)
+        if syncs_buffers and buffers.is_behind():
+            buffers.sync(self._group, self.reducer, root, waits=not averages)
         # Read again, because a framework whose backward passes run within the forward pass arms the
         # reducer directly (``prepare_for_backward``) and clears the attribute.
         averages = averages and self.require_backward_grad_sync
-        self.require_forward_param_sync = averages
+        buffers.is_due = averages
         if averages:
-            self.reducer.scale = self._scale(iteration)
+            self.reducer.scale = uneven.scale(iteration)
             self.reducer.arm([tensor for tensor in tensors_in(output) if tensor.requires_grad])
         elif torch.is_grad_enabled():
             self.reducer.disarm()
         return output
 
-    # --- state ---
-
-    def _wrap(
-        self, module: torch.nn.Module, process_group: AnyGroup, device_mesh: DeviceMesh | None
-    ) -> None:
-        """Hold the module, and the group that the arguments name."""
-        self.module = module
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.process_group = torch_arguments.resolve_group(device_mesh, process_group)
-        self._group = native_group(self.process_group)
-        if device_mesh is not None:
-            self.device_mesh = device_mesh
-            torch_arguments.use_local_shards(module, device_mesh)
-
-    def _use_device(
+    def join(
         self,
-        device_ids: Sequence[Device] | None,
-        output_device: Device | None,
-        dim: int,
-        checks: bool,
-    ) -> None:
-        """Hold torch's arguments of devices, and the device to which inputs are copied."""
-        self._input_device = torch_arguments.input_device(
-            self.module, device_ids, output_device, checks
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        *,
+        optimizers: Sequence[JoinedOptimizer] = (),
+    ) -> contextlib.AbstractContextManager[None]:
+        """Train on uneven inputs: a rank whose loop has ended shadows the others' collectives.
+
+        At the end all ranks have the weights of a rank that had inputs to the end.
+
+        Collective: entered and left by all ranks of the group. Collectives of the user, and of
+        modules such as SyncBatchNorm, are not shadowed.
+
+        Args:
+            divide_by_initial_world_size: Divide gradients by W, so that each input has the same
+                weight; else by the number of ranks with inputs. A communication hook applies its
+                own divisor.
+            enable: False does nothing, for inputs that are known to be even.
+            throw_on_early_termination: Raise on all ranks when the first has no inputs left.
+            optimizers: Sharded optimizers on the same group, in one order on all ranks, with
+                ``before_step`` (called before each step), ``step_joined()`` and ``end_joined()``; a
+                rank whose loop has ended executes their steps, too.
+
+        Raises:
+            RuntimeError: A rank has no inputs left, with ``throw_on_early_termination``.
+            DisagreementError: The ranks are in different passes (one under no_sync or no_grad).
+        """
+        return self._uneven_inputs.join(
+            divide_by_initial_world_size, enable, throw_on_early_termination, optimizers
         )
-        self.device_ids = list(device_ids) if device_ids else None
-        self.output_device = output_device
-        self.dim = dim
 
-    def _state(self, with_buffers: bool) -> list[tuple[str, torch.Tensor]]:
-        named: list[tuple[str, torch.Tensor]] = list(self.module.named_parameters())
-        if with_buffers:
-            named += self.module.named_buffers()
-        return [(name, tensor) for name, tensor in named if name not in self.parameters_to_ignore]
+    # --- torch's Join ---
 
-    def _comparing(self, compares: bool) -> contextlib.AbstractContextManager[list[Row]]:
-        return comparing(self._group, _NAME) if compares else contextlib.nullcontext([])
+    def join_hook(self, **kwargs: object) -> TorchJoinHook:
+        """Return the hook that torch's ``Join`` runs on a rank without inputs; see ``join``."""
+        self._uneven_inputs.divides_by_initial = bool(
+            kwargs.get("divide_by_initial_world_size", True)
+        )
+        return TorchJoinHook(self._uneven_inputs, self._group, self.reducer)
 
-    def _compared(self, with_buffers: bool) -> list[Row]:
-        """Return the settings and the state that must be equal on all ranks."""
+    @property
+    def join_device(self) -> torch.device:
+        """Return the device of torch's ``Join`` for its own collectives."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> AnyGroup:
+        """Return the group of torch's ``Join`` for its own collectives."""
+        return self.process_group
+
+    # --- the reducer ---
+
+    def _compared(self) -> str:
+        """Return the settings that must be equal on all ranks."""
         named = torch_arguments.require_supported(self.module, self.parameters_to_ignore)
         # Hooks need the same arithmetic on all ranks.
         arithmetic = "kernels" if has_kernels(named[0][1]) else "torch"
         sparse = torch_arguments.sparse_parameters(self.module)
-        settings = (
-            self.settings,
-            self.forward_sync_buffers,
-            arithmetic,
-            [name for name, parameter in named if id(parameter) in sparse],
-            in_backward.names_of(named),
+        return str(
+            (
+                self.settings,
+                self._buffer_syncing.is_enabled,
+                arithmetic,
+                [name for name, parameter in named if id(parameter) in sparse],
+                in_backward.names_of(named),
+            )
         )
-        return [("the settings", str(settings)), *rows_of(self._state(with_buffers))]
 
     def _make_reducer(self, local: bool = False) -> None:
         named = torch_arguments.require_supported(self.module, self.parameters_to_ignore)
@@ -285,6 +321,7 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
         sparse = torch_arguments.sparse_parameters(self.module)
         are_sparse = [id(parameter) in sparse for parameter in parameters]
         self.reducer = Reducer(parameters, names, are_sparse, self._group, self.settings, local)
+        self._uneven_inputs.use(self._group, self.reducer)
 
     def __getstate__(self) -> dict[str, object]:
         """Return the attributes without the group, the reducer and its hook.
@@ -305,6 +342,9 @@ class DistributedDataParallel(TorchNames, UnevenInputs, torch.nn.Module):
         super().__setstate__(state)
         self.process_group = default_group()
         self._group = native_group(self.process_group)
+        self._uneven_inputs = UnevenInputs(
+            self.module, self.parameters_to_ignore, self._buffer_syncing
+        )
         self._make_reducer(local=True)  # one rank alone may make a copy
 
 

@@ -86,7 +86,7 @@ class Readiness:
         return self.launch_order[start:]
 
     def is_last(self, index: int, ignored: Collection[int] = frozenset()) -> bool:
-        """Say whether no bucket is launched after this one, except those in ``ignored``."""
+        """Return whether no bucket is launched after this one, except those in ``ignored``."""
         return index == next(
             (other for other in reversed(self.launch_order) if other not in ignored), None
         )

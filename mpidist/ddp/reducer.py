@@ -187,7 +187,7 @@ class Reducer:
         return BackwardPass(self.layout, settings, self._usage)
 
     def is_averaging(self) -> bool:
-        """Say whether autograd's additions now are averaged.
+        """Return whether autograd's additions now are averaged.
 
         They are not under ``no_sync``, nor for a module called without DDP.
         """

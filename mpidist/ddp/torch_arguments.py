@@ -118,7 +118,7 @@ def input_device(
     """
     if check_reduction:
         warnings.warn(
-            "check_reduction is deprecated and has no effect", FutureWarning, stacklevel=4
+            "check_reduction is deprecated and has no effect", FutureWarning, stacklevel=3
         )
     if not device_ids and output_device is None:
         return None
@@ -179,7 +179,7 @@ def require_supported(
 
 
 def communicates_in_backward(module: torch.nn.Module) -> bool:
-    """Say whether the module issues collectives in the backward pass, as SyncBatchNorm does."""
+    """Return whether the module issues collectives in the backward pass, as SyncBatchNorm does."""
     return any(
         isinstance(part, torch.nn.SyncBatchNorm) or getattr(part, "communicates_in_backward", False)
         for part in module.modules()

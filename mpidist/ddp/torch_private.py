@@ -16,13 +16,21 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from mpidist.comm.group_types import AnyGroup
+from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.comm.resolve_group import native_group
 from mpidist.ddp.buckets.settings import Settings
-from mpidist.ddp.buffer_syncing import BufferSyncing
+from mpidist.ddp.buffer_syncing import (
+    POST_FORWARD,
+    BufferHook,
+    BufferHookFunction,
+    BufferSyncing,
+)
 from mpidist.ddp.hooks.default import allreduce_hook, fp16_compress_hook
 from mpidist.ddp.hooks.optimizer_overlap import OptimizerHookState, hook_then_optimizer
 from mpidist.ddp.hooks.stages import Hook
+from mpidist.ddp.join import UnevenInputs
+from mpidist.ddp.reducer import Reducer
+from mpidist.ddp.verification import broadcast_state
 
 Tensor = torch.Tensor
 
@@ -41,14 +49,31 @@ def _setting(name: str) -> property:
     return property(lambda self: bool(getattr(self.settings, name)))
 
 
-class TorchNames(BufferSyncing):
-    """torch's settings and private names of a data-parallel module."""
+class TorchNames:
+    """Interface of torch's module beside its public calls: its settings and private names.
 
-    # Defined by the class that this one is mixed into.
+    ``DistributedDataParallel`` is one by these names, which torch and frameworks call on any
+    data-parallel module; they are stated in terms of the attributes below.
+
+    Attributes:
+        module: The module within.
+        reducer: Its reducer.
+        settings: The reducer's.
+        process_group: The group as the user gave it.
+        parameters_to_ignore: Names of parameters and buffers that stay each rank's own.
+        device: Device of the parameters.
+    """
+
+    module: torch.nn.Module
+    reducer: Reducer
     settings: Settings
-    device: torch.device
-    _has_cap_list: bool
     process_group: AnyGroup
+    parameters_to_ignore: set[str]
+    device: torch.device
+    _group: Group
+    _has_cap_list: bool
+    _buffer_syncing: BufferSyncing
+    _uneven_inputs: UnevenInputs
     _make_reducer: Callable[..., None]
     register_comm_hook: Callable[[object, Hook | None], None]
 
@@ -63,15 +88,6 @@ class TorchNames(BufferSyncing):
     _use_replicated_tensor_module = False
     _lazy_init_ran = True
     _ddp_sink_clone = True
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """Return ``forward_sync_buffers``, by its former name in torch."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
 
     find_unused_parameters = _setting("find_unused_parameters")
     static_graph = _setting("static_graph")
@@ -114,6 +130,104 @@ class TorchNames(BufferSyncing):
     @property
     def _distributed_rank(self) -> int:
         return int(self._group.rank)
+
+    # --- buffers ---
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Return whether forward passes synchronize buffers."""
+        return self._buffer_syncing.is_enabled
+
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, value: bool) -> None:
+        self._buffer_syncing.is_enabled = value
+
+    broadcast_buffers = forward_sync_buffers  # its former name in torch
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """Return whether the next forward pass synchronizes buffers, if passes do."""
+        return self._buffer_syncing.is_due
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        self._buffer_syncing.is_due = value
+
+    @property
+    def buffer_hook(self) -> BufferHook | None:
+        """Return the hook that synchronizes buffers."""
+        return self._buffer_syncing.hook
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """Return the synchronized buffers."""
+        return self._buffer_syncing.buffers()
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """Return the synchronized buffers by name."""
+        return self._buffer_syncing.named_buffers()
+
+    def will_sync_module_buffers(self) -> bool:
+        """Return whether the next forward pass synchronizes buffers."""
+        return self._buffer_syncing.is_next()
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        return self._buffer_syncing.is_next() and not self._buffer_syncing.is_behind()
+
+    def _check_sync_bufs_post_fwd(self) -> bool:
+        return self._buffer_syncing.is_next() and self._buffer_syncing.is_behind()
+
+    def _register_buffer_comm_hook(
+        self,
+        state: object,
+        hook: BufferHookFunction,
+        comm_hook_location: object = POST_FORWARD,
+    ) -> None:
+        """Synchronize the buffers by ``hook(state, buffers)`` instead of the broadcast from rank 0.
+
+        The end of the backward pass waits for the futures that the hook returns; a forward pass
+        that is not averaged waits at once.
+
+        Args:
+            state: Passed to each call.
+            hook: Takes the buffers by name.
+            comm_hook_location: torch's ``_BufferCommHookLocation``, or its name.
+
+        Raises:
+            TypeError: ``hook`` is not callable.
+            ValueError: ``comm_hook_location`` is of another name.
+        """
+        self._buffer_syncing.register_hook(state, hook, comm_hook_location)
+
+    def _sync_buffers(self) -> None:
+        """Synchronize the buffers. Collective: over the group."""
+        self._buffer_syncing.sync(self._group, self.reducer)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        self._buffer_syncing.sync(self._group, self.reducer, authoritative_rank)
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """Broadcast buffers, all of them if ``bufs`` is None; called by buffer hooks.
+
+        Collective: over the group.
+        """
+        tensors = self.modules_buffers if bufs is None else bufs
+        broadcast_state(self._group, tensors, authoritative_rank)
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        broadcast_state(self._group, tensors, authoritative_rank)
+
+    @property
+    def _authoritative_rank(self) -> int | None:
+        return self._uneven_inputs.authoritative_rank
 
     # --- parameters ---
 
@@ -267,7 +381,7 @@ def logging_data(ddp: Any) -> dict[str, object]:
         data["rebuilt_per_bucket_param_indices"] = ", ".join(
             " ".join(map(str, places)) for places in buckets
         )
-    if "_authoritative_rank" in vars(ddp):
+    if ddp._authoritative_rank is not None:
         data["join_uneven_inputs"] = 1
     if hook is not None:
         data["comm_hook"] = getattr(hook[0], "__qualname__", type(hook[0]).__qualname__)

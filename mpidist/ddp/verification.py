@@ -6,7 +6,7 @@ Parameters are compared before the first step, gradients at the end of each back
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -21,6 +21,16 @@ _ADVICE = (
     "Parameters that take no part in the loss need find_unused_parameters=True (or "
     "static_graph=True if they never do)"
 )
+
+
+def named_state(
+    module: torch.nn.Module, ignored: Collection[str], with_buffers: bool
+) -> list[tuple[str, torch.Tensor]]:
+    """Return parameters, and buffers if asked for, by name; without those ``ignored``."""
+    named: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
+    if with_buffers:
+        named += module.named_buffers()
+    return [(name, tensor) for name, tensor in named if name not in ignored]
 
 
 def rows_of(named: Sequence[tuple[str, torch.Tensor]]) -> list[Row]:

@@ -213,7 +213,7 @@ class Bucket:
             torch._foreach_copy_(list(tensors), list(views))
 
     def _are_alike(self, tensors: Sequence[Tensor]) -> bool:
-        """Say whether tensors, one for each view, have the views' strides and dtype."""
+        """Return whether tensors, one for each view, have the views' strides and dtype."""
         if any(map(ne, map(Tensor.stride, tensors), self._strides)):
             return False
         return not any(map(is_not, map(_dtype_of, tensors), repeat(self.flat.dtype)))

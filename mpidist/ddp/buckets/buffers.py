@@ -173,7 +173,7 @@ class BufferRotation:
                 self._waiting.setdefault(buffer, []).append(index)
 
     def is_current(self, index: int) -> bool:
-        """Say whether a bucket may be written: all buckets before it released its buffer."""
+        """Return whether a bucket may be written: all buckets before it released its buffer."""
         buffer = self._buffers[index]
         return buffer is None or self._waiting.get(buffer, [])[-1:] == [index]
 

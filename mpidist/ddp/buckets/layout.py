@@ -172,7 +172,7 @@ class Layout:
         self._allocate()
 
     def holds(self, place: int, gradient: Tensor) -> bool:
-        """Say whether a gradient is in the memory of a parameter's averages."""
+        """Return whether a gradient is in the memory of a parameter's averages."""
         # Compared by address, because autograd may replace a view by another tensor on its memory.
         view = self.views.get(place)
         return (

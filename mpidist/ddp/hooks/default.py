@@ -96,7 +96,7 @@ class Compressed:
 
     @property
     def is_in_order(self) -> bool:
-        """Say whether the wrapped hook keeps the order of collectives."""
+        """Return whether the wrapped hook keeps the order of collectives."""
         return is_in_order(self.hook)
 
     @property

@@ -32,7 +32,7 @@ class GradBucket:
         return self._index
 
     def is_last(self) -> bool:
-        """Say whether this is the last bucket to be launched in this backward pass."""
+        """Return whether this is the last bucket to be launched in this backward pass."""
         return self._is_last
 
     def group(self) -> Group | None:
@@ -44,7 +44,7 @@ class GradBucket:
         return self._index if self._bucket.buffer is None else self._bucket.buffer
 
     def takes_turns(self) -> bool:
-        """Say whether several buckets rotate in the memory, as they are reduced to owners."""
+        """Return whether several buckets rotate in the memory, as they are reduced to owners."""
         return self._bucket.buffer is not None
 
     def names(self) -> tuple[str, ...]:

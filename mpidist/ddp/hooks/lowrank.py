@@ -41,7 +41,7 @@ def rank_of(n: int, columns: int, wanted: int) -> int:
 
 
 def is_compressible(shape: Sequence[int], rank: int, least_rate: float) -> bool:
-    """Say whether a gradient is a matrix that compresses by more than ``least_rate``.
+    """Return whether a gradient is a matrix that compresses by more than ``least_rate``.
 
     Source:
         torch's ``_should_compress``.
@@ -53,7 +53,7 @@ def is_compressible(shape: Sequence[int], rank: int, least_rate: float) -> bool:
 
 
 def is_matrix(gradient: Tensor) -> bool:
-    """Say whether a gradient's layout allows ``as_matrix``."""
+    """Return whether a gradient's layout allows ``as_matrix``."""
     try:
         as_matrix(gradient)
     # No view is a matrix, and a copy would not return the result to the gradient.

@@ -67,7 +67,7 @@ class hook_then_optimizer:
 
     @property
     def is_in_order(self) -> bool:
-        """Say whether the wrapped hook keeps the order of collectives."""
+        """Return whether the wrapped hook keeps the order of collectives."""
         return is_in_order(self.hook)
 
     @on_either_module

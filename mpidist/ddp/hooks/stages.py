@@ -57,12 +57,12 @@ def in_order(hook: H) -> H:
 
 
 def is_in_order(hook: Hook) -> bool:
-    """Say whether a hook is marked ``in_order``."""
+    """Return whether a hook is marked ``in_order``."""
     return getattr(hook, "is_in_order", False)
 
 
 def overlaps_backward(group: Group, tensor: Tensor) -> bool:
-    """Say whether a tensor is reduced on the group's thread during backward.
+    """Return whether a tensor is reduced on the group's thread during backward.
 
     On one node a transfer of host memory is processor time, which a thread cannot hide. Between
     nodes the processor waits for the network, and for a tensor on a device the host must go on to
@@ -132,7 +132,7 @@ def call_hook(hook: Hook, state: object, bucket: GradBucket, group: Group) -> Bu
 
 
 def is_done(future: BucketFuture) -> bool:
-    """Say whether a hook's future is complete."""
+    """Return whether a hook's future is complete."""
     return hasattr(future, "done") and bool(future.done())
 
 

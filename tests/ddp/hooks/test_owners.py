@@ -254,7 +254,8 @@ def test_owners_get_their_share_of_uneven_inputs(group):
         )
         seen = {one: [], plain: []}
         for ddp in (one, plain):
-            shadow = ddp.shadow
+            uneven = ddp._uneven_inputs
+            shadow = uneven.shadow
 
             def noting(iteration, ddp=ddp, shadow=shadow, seen=seen):
                 shadow(iteration)
@@ -262,7 +263,7 @@ def test_owners_get_their_share_of_uneven_inputs(group):
                     [None if p.grad is None else p.grad.clone() for p in ddp.parameters()]
                 )
 
-            ddp.shadow = noting
+            uneven.shadow = noting
             for epoch in range(2):
                 with ddp.join():
                     for step in range(1 + group.rank):
@@ -270,7 +271,7 @@ def test_owners_get_their_share_of_uneven_inputs(group):
                         backward(ddp, group.rank, step + 10 * epoch)
                 text = wrong(group, one, plain, bounds, close) if ddp is plain and epoch else ""
                 agree(group, not text, text)
-            del ddp.shadow
+            del uneven.shadow
         is_right = True
         for shares, averages in zip(seen[one], seen[plain], strict=True):
             for p, share, average in zip(one.parameters(), shares, averages, strict=True):
