@@ -20,7 +20,7 @@ from harness.goals import Goal, judge
 from harness.timing import Contender
 from mpidist.comm.discovery import capability
 from mpidist.comm.memory.stream import HostDevice, device_of
-from mpidist.comm.message_pieces import PieceTransfers
+from mpidist.comm.messages.message_pieces import PieceTransfers
 from mpidist.comm.mpi import runtime
 from mpidist.comm.mpi.communicator import Communicator
 

@@ -70,8 +70,8 @@ def test_nothing_that_is_marked_is_traced_nor_what_it_calls():
 def test_the_calls_that_users_make_are_marked():
     from mpidist.autograd.api import backward
     from mpidist.c10d.process_group import TorchProcessGroup
+    from mpidist.comm.execution.work import Work
     from mpidist.comm.group import ProcessGroup
-    from mpidist.comm.work import Work
     from mpidist.ddp.reducer import Reducer
     from mpidist.future import Future
     from mpidist.optim.distributed_optimizer import DistributedOptimizer

@@ -12,14 +12,14 @@ from harness.timing import Contender
 from mpidist.comm import SUM
 from mpidist.comm.algorithms import device_all_reduce, host_copies, tuning
 from mpidist.comm.algorithms.host_copies import HostCopies
-from mpidist.comm.device_p2p import StagedSource, StagedTarget
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import Device
-from mpidist.comm.message_pieces import PieceTransfers
+from mpidist.comm.messages.device_p2p import StagedSource, StagedTarget
+from mpidist.comm.messages.message_pieces import PieceTransfers
+from mpidist.comm.messages.posted_receives import ReceiveQueue
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.nonblocking import Request
-from mpidist.comm.posted_receives import ReceiveQueue
 
 Tensor = torch.Tensor
 

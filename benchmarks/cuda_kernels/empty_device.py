@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from mpidist.comm import execution
+from mpidist.comm.execution import execution
 from mpidist.comm.memory import stream
 from mpidist.ddp import module
 from mpidist.ddp.buckets import layout

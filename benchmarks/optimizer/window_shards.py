@@ -12,7 +12,7 @@ import torch
 
 from harness import timing
 from mpidist.comm import shard_memory
-from mpidist.comm.algorithms import exchange
+from mpidist.comm.algorithms import sendrecv
 
 SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20)
 
@@ -65,7 +65,7 @@ class Shards:
         own, other = self._parts(self._flat)
         group, peer = self._group, 1 - self._group.rank
         group.in_order(
-            lambda: exchange.transfer(group._comm, [(peer, own)], [(peer, other)]), async_op=False
+            lambda: sendrecv.sendrecv(group._comm, [(peer, own)], [(peer, other)]), async_op=False
         )
 
     def _put(self) -> None:

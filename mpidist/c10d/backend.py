@@ -98,7 +98,7 @@ def _as_given(named: str) -> str:
 
 
 def _rendezvous(url: str, **kwargs: Any) -> Iterator[Found]:
-    from mpidist.comm.rendezvous import rendezvous
+    from mpidist.comm.store.rendezvous import rendezvous
 
     yield from rendezvous(url, **kwargs)
 

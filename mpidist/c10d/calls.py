@@ -18,9 +18,9 @@ from torch.distributed.distributed_c10d import Work
 from mpidist.c10d.reductions import Options
 from mpidist.c10d.work import ENDED, TorchReceive, TorchWork, WorkList
 from mpidist.comm.algorithms.reduce_op import ReduceOp as NativeReduceOp
+from mpidist.comm.execution.work import Work as NativeWork
 from mpidist.comm.group import ProcessGroup
-from mpidist.comm.work import RequestWork
-from mpidist.comm.work import Work as NativeWork
+from mpidist.comm.messages.request_work import RequestWork
 from mpidist.dynamo import untraced
 
 _FLAGS = 1024  # one-element works kept alive

@@ -49,8 +49,8 @@ def _for_backend(
 
 
 def _record(include_collectives: bool, only_active: bool) -> dict[str, Any]:
-    from mpidist.comm import flight_record
-    from mpidist.comm.execution import open_groups
+    from mpidist.comm.execution.execution import open_groups
+    from mpidist.comm.watchdog import flight_record
 
     return flight_record.record(
         open_groups(), include_collectives=include_collectives, only_active=only_active
@@ -71,7 +71,7 @@ def _as_json(includeCollectives: bool | None = None, onlyActive: bool | None = N
 
 
 def _into_file(rank: int, *args: Any, **kwargs: Any) -> None:
-    from mpidist.comm import flight_record
-    from mpidist.comm.execution import open_groups
+    from mpidist.comm.execution.execution import open_groups
+    from mpidist.comm.watchdog import flight_record
 
     flight_record.write(open_groups(), rank)

@@ -10,8 +10,9 @@ import torch
 from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
-from mpidist.comm.work import RequestWork, seconds
-from mpidist.comm.work import Work as NativeWork
+from mpidist.comm.execution.work import Work as NativeWork
+from mpidist.comm.execution.work import seconds
+from mpidist.comm.messages.request_work import RequestWork
 from mpidist.dynamo import untraced
 from mpidist.errors import CommTimeout
 from mpidist.future import Future as NativeFuture

@@ -12,7 +12,7 @@ _HOMES = {
     "init": "group",
     "default": "group",
     "ProcessGroup": "group",
-    "P2POp": "p2p",
+    "P2POp": "messages.p2p",
     "Window": "window",
     "WindowAttr": "window",
     "WindowAccessType": "window",

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 
 import torch
 
-from mpidist.comm import arguments
 from mpidist.comm.algorithms import movement, node_memory
-from mpidist.comm.execution import Execution
+from mpidist.comm.execution import arguments
+from mpidist.comm.execution.execution import Execution
+from mpidist.comm.execution.operation import Operation, Tensors
+from mpidist.comm.execution.work import Work
 from mpidist.comm.mpi import autograd_mode
-from mpidist.comm.operation import Operation, Tensors
-from mpidist.comm.work import Work
 
 Tensor = torch.Tensor
 

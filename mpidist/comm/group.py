@@ -10,23 +10,24 @@ from datetime import timedelta
 
 import torch
 
-from mpidist.comm import subgroups, watchdog
+from mpidist.comm import subgroups
 from mpidist.comm.algorithms import node_memory, tuning, tuning_runs
 from mpidist.comm.collectives import Collectives
-from mpidist.comm.group_settings import ABORT, GroupSettings
+from mpidist.comm.execution.group_settings import ABORT, GroupSettings
+from mpidist.comm.execution.operation import Operation, Tensors
+from mpidist.comm.execution.work import seconds
+from mpidist.comm.messages.p2p import PointToPoint
 from mpidist.comm.monitored_barrier import MonitoredBarrier
 from mpidist.comm.mpi import closed_communicators, creation_barrier, mpi_errors, runtime
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.objects import Objects
-from mpidist.comm.operation import Operation, Tensors
-from mpidist.comm.p2p import PointToPoint
 from mpidist.comm.reductions import Reductions
 from mpidist.comm.subgroups import ENV_ON_TIMEOUT, Subgroups
+from mpidist.comm.watchdog import watchdog
 from mpidist.comm.window import Window
 from mpidist.comm.window_channel import WindowChannel, channel_of
-from mpidist.comm.work import seconds
 from mpidist.dynamo import untraced
 from mpidist.errors import GroupError
 

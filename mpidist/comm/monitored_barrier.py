@@ -13,14 +13,14 @@ from datetime import timedelta
 
 from torch.autograd import profiler as torch_profiler
 
-from mpidist.comm import profiling
-from mpidist.comm.execution import Execution
-from mpidist.comm.group_settings import GroupSettings
+from mpidist.comm.execution import profiling
+from mpidist.comm.execution.execution import Execution
+from mpidist.comm.execution.group_settings import GroupSettings
+from mpidist.comm.execution.work import seconds
 from mpidist.comm.mpi import backoff, exited_ranks, rank_ranges
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
-from mpidist.comm.work import seconds
 from mpidist.errors import CommTimeout
 
 _SPIN_S = 500e-6

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 import torch
 
-from mpidist.comm import object_messages
+from mpidist.comm.execution.operation import Tensors
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.buffer_pool import zeroed
+from mpidist.comm.messages import object_messages
+from mpidist.comm.messages.object_messages import ObjectReceiver
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
-from mpidist.comm.object_messages import ObjectReceiver
-from mpidist.comm.operation import Tensors
 from mpidist.comm.serialization import frame
 from mpidist.comm.serialization.frame import Message
 from mpidist.comm.serialization.tensor_format import Buffer

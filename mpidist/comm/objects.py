@@ -19,21 +19,22 @@ from typing import Any
 
 from torch.autograd import profiler as torch_profiler
 
-from mpidist.comm import arguments, object_messages, profiling
-from mpidist.comm.announced_receive import AnnouncedReceive
-from mpidist.comm.execution import Execution
-from mpidist.comm.group_settings import GroupSettings
+from mpidist.comm.execution import arguments, profiling
+from mpidist.comm.execution.execution import Execution
+from mpidist.comm.execution.group_settings import GroupSettings
+from mpidist.comm.execution.operation import Operation
+from mpidist.comm.messages import object_messages
+from mpidist.comm.messages.matched_receive import MatchedReceive
+from mpidist.comm.messages.object_messages import ObjectReceiver
+from mpidist.comm.messages.request_work import RequestWork
 from mpidist.comm.mpi import trust
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.object_collectives import all_gather, broadcast, gather, scatter
-from mpidist.comm.object_messages import ObjectReceiver
-from mpidist.comm.operation import Operation
 from mpidist.comm.serialization import frame
 from mpidist.comm.serialization.frame import Message
 from mpidist.comm.serialization.tensor_format import Buffer
-from mpidist.comm.work import RequestWork
 from mpidist.errors import FrameError, MpidistError
 
 
@@ -187,7 +188,7 @@ class Objects(Execution):
             )
         return _accepted(where, header, body, is_data), source
 
-    def _wait_for_part(self, request: AnnouncedReceive, part: memoryview, source: int) -> None:
+    def _wait_for_part(self, request: MatchedReceive, part: memoryview, source: int) -> None:
         RequestWork(self, "recv_object", None, request, source, part).wait()
 
 

@@ -10,16 +10,16 @@ from functools import partial
 
 import torch
 
-from mpidist.comm import arguments
 from mpidist.comm.algorithms import reductions, sparse
 from mpidist.comm.algorithms.reduce_op import SUM, ReduceOp
-from mpidist.comm.execution import Execution
-from mpidist.comm.fast_path import Call, FastPath
-from mpidist.comm.group_settings import GroupSettings
+from mpidist.comm.execution import arguments
+from mpidist.comm.execution.execution import Execution
+from mpidist.comm.execution.fast_path import Call, FastPath
+from mpidist.comm.execution.group_settings import GroupSettings
+from mpidist.comm.execution.operation import Operation, Tensors
+from mpidist.comm.execution.progress import is_at_once
+from mpidist.comm.execution.work import Work
 from mpidist.comm.mpi.communicator import Communicator
-from mpidist.comm.operation import Operation, Tensors
-from mpidist.comm.progress import is_at_once
-from mpidist.comm.work import Work
 
 Tensor = torch.Tensor
 

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 
 import torch
 
-from mpidist.comm.algorithms import exchange
+from mpidist.comm.algorithms import sendrecv
 from mpidist.comm.algorithms.shared_memory import shared_maps
+from mpidist.comm.execution.operation import Operation, Tensors
+from mpidist.comm.execution.work import Work
 from mpidist.comm.group_types import Group
 from mpidist.comm.mpi import autograd_mode
 from mpidist.comm.mpi.communicator import Communicator
-from mpidist.comm.operation import Operation, Tensors
-from mpidist.comm.work import Work
 
 Tensor = torch.Tensor
 # For each rank its parts as (first, end) in bytes; the same number of parts for each rank.
@@ -168,4 +168,4 @@ def _between_nodes(comm: Communicator, leaders: Communicator, own: Tensor, range
     others = [node for node in range(leaders.size) if node != leaders.rank]
     sends = [(node, part) for node in others for part in mine]
     receives = [(node, part) for node in others for part in by_node[node]]
-    exchange.transfer(leaders, sends, receives)
+    sendrecv.sendrecv(leaders, sends, receives)

@@ -12,17 +12,18 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from mpidist.comm import arguments, watchdog
 from mpidist.comm.algorithms import tuning
-from mpidist.comm.execution import Execution
-from mpidist.comm.group_settings import ABORT, RAISE, GroupSettings
+from mpidist.comm.execution import arguments
+from mpidist.comm.execution.execution import Execution
+from mpidist.comm.execution.group_settings import ABORT, RAISE, GroupSettings
+from mpidist.comm.execution.operation import Operation, Tensors
+from mpidist.comm.execution.work import seconds
 from mpidist.comm.mpi import closed_communicators, creation_barrier, nonblocking, runtime
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import Mpi
 from mpidist.comm.mpi.tags import Tag
-from mpidist.comm.operation import Operation, Tensors
-from mpidist.comm.work import seconds
+from mpidist.comm.watchdog import watchdog
 from mpidist.errors import CommTimeout, DisagreementError, GroupError
 
 # "raise" or "abort": for groups that are made from the world without on_timeout

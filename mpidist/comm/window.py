@@ -25,12 +25,14 @@ from typing import Any
 
 import torch
 
-from mpidist.comm import arguments, receive_poller
 from mpidist.comm.algorithms import node_memory
+from mpidist.comm.execution import arguments
+from mpidist.comm.execution.work import Work
 from mpidist.comm.memory import buffer
+from mpidist.comm.messages import receive_poller
+from mpidist.comm.messages.request_work import RequestWork
 from mpidist.comm.mpi import backoff, exited_ranks
 from mpidist.comm.window_channel import AnswerWait, Exposed, Put, SignalWait, WindowChannel
-from mpidist.comm.work import RequestWork, Work
 from mpidist.dynamo import untraced
 from mpidist.errors import DisagreementError, GroupError, MpidistError, RankFailureError
 

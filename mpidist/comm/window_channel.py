@@ -23,12 +23,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from mpidist.comm.algorithms import node_memory
+from mpidist.comm.execution.operation import Tensors
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi import closed_communicators, mpi_errors
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import Mpi, MpiCalls, Request
-from mpidist.comm.operation import Tensors
 from mpidist.errors import FrameError, MpidistError
 
 _log = logging.getLogger(__name__)

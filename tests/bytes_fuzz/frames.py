@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from mpidist.comm import key_value_table, watchdog_messages
-from mpidist.comm.op_status import Call, Entry, History
+from mpidist.comm.execution.op_status import Call, Entry, History
 from mpidist.comm.serialization import frame, tensor_pickle
+from mpidist.comm.store import key_value_table
+from mpidist.comm.watchdog import watchdog_messages
 from mpidist.errors import FrameError
 
 _FIXED = struct.Struct("<4sHHQQ")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mpidist.c10d.work import TorchWork
-from mpidist.comm.work import Work
+from mpidist.comm.execution.work import Work
 from mpidist.errors import CommTimeout
 
 

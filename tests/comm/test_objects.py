@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mpidist.comm import object_messages, work
 from mpidist.comm.memory import buffer
+from mpidist.comm.messages import object_messages, request_work
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.serialization import frame
@@ -200,8 +200,8 @@ def test_a_sender_that_stops_between_two_parts_is_a_timeout(group):
         for part in parts[1:]:
             send(*part)
     group.barrier()
-    while work._orphans:
-        work.release_orphans()
+    while request_work._orphans:
+        request_work.release_orphans()
 
 
 # --- data only ---

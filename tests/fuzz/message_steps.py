@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpidist.comm.p2p import P2POp
+from mpidist.comm.messages.p2p import P2POp
 from mpidist.errors import MpidistError
 from tests.fuzz.call_steps import MODES
 from tests.fuzz.issue import Handle, equal

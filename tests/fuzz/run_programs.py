@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mpidist.comm import work as works
 from mpidist.comm.group import from_world
+from mpidist.comm.messages import request_work
 from tests.fuzz.call_steps import CallSteps
 from tests.fuzz.deadline import Deadline
 from tests.fuzz.issue import Handle
@@ -55,9 +55,9 @@ class Player:
         for number in sorted(self._run.handles, reverse=True):
             self._deadline.now(f"close of group {number}")
             self._close(number)
-        works.release_orphans()
-        if works._orphans:
-            self._run.fail("the end", f"{len(works._orphans)} request(s) left")
+        request_work.release_orphans()
+        if request_work._orphans:
+            self._run.fail("the end", f"{len(request_work._orphans)} request(s) left")
         left = [
             thread.name
             for thread in threading.enumerate()

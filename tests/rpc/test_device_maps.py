@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mpidist.rpc as rpc
-from mpidist.comm import device_p2p
+from mpidist.comm.messages import device_p2p
 from mpidist.comm.serialization import tensor_table
 from mpidist.comm.serialization.tensor_format import HOST
 from mpidist.comm.transport import loopback

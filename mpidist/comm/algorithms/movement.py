@@ -18,7 +18,7 @@ from itertools import accumulate
 import torch
 
 from mpidist.comm.algorithms import fingerprint, node_memory
-from mpidist.comm.algorithms.exchange import copy_own, exchange, transfer
+from mpidist.comm.algorithms.sendrecv import copy_own, pairwise_exchange, sendrecv
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.overlap import Places, separated
 from mpidist.comm.mpi.communicator import Communicator
@@ -120,7 +120,7 @@ def all_gather_into(comm: Communicator, inputs: Tensors, outputs: Tensors) -> No
                 send, (buffer.memory(target.data_ptr(), target.nbytes), nbytes, MPI.BYTE)
             )
         else:
-            exchange(
+            pairwise_exchange(
                 comm,
                 [source] * comm.size,
                 list(target.view(comm.size, *_flat_shape(target, comm.size))),
@@ -133,7 +133,7 @@ def all_gather(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     counts = [t.nbytes for t in outputs]
     # The choice depends on sizes only, which all ranks know; memory addresses differ between ranks.
     if max(counts) > FLAT_BYTES:
-        exchange(comm, [source] * comm.size, outputs)
+        pairwise_exchange(comm, [source] * comm.size, outputs)
         return
     flat = _as_one(outputs, counts[0])
     held = flat if flat is not None else comm.scratch(sum(counts), torch.uint8)
@@ -164,9 +164,9 @@ def gather(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> 
         _unpack(held, outputs, [source.nbytes] * comm.size)
     elif comm.rank == root:
         copy_own(outputs[root], source)
-        transfer(comm, [], [(peer, outputs[peer]) for peer in range(comm.size) if peer != root])
+        sendrecv(comm, [], [(peer, outputs[peer]) for peer in range(comm.size) if peer != root])
     else:
-        transfer(comm, [(root, source)], [])
+        sendrecv(comm, [(root, source)], [])
 
 
 def scatter(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> None:
@@ -186,14 +186,14 @@ def scatter(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) ->
         )
     elif comm.rank == root:
         copy_own(target, inputs[root])
-        transfer(comm, [(peer, inputs[peer]) for peer in range(comm.size) if peer != root], [])
+        sendrecv(comm, [(peer, inputs[peer]) for peer in range(comm.size) if peer != root], [])
     else:
-        transfer(comm, [], [(root, target)])
+        sendrecv(comm, [], [(root, target)])
 
 
 def all_to_all(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     """Send the i-th of W tensors to rank i and receive the i-th from rank i; sizes may differ."""
-    exchange(
+    pairwise_exchange(
         comm, separated(inputs, outputs, in_place(all_to_all, comm.rank, inputs, outputs)), outputs
     )
 

@@ -15,8 +15,8 @@ from array import array
 import torch
 
 from mpidist.comm.algorithms import reduce_op
-from mpidist.comm.algorithms.exchange import exchange, transfer
 from mpidist.comm.algorithms.reduce_op import COMBINE, Reduction
+from mpidist.comm.algorithms.sendrecv import pairwise_exchange, sendrecv
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
@@ -57,7 +57,7 @@ def all_reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
     if received.is_wrong():
         _refuse(comm, received, (bounds[comm.rank + 1] - bounds[comm.rank]) * flat.element_size())
     parts = [flat[bounds[place] : bounds[place + 1]] for place in range(comm.size)]
-    exchange(comm, [parts[comm.rank]] * comm.size, parts)
+    pairwise_exchange(comm, [parts[comm.rank]] * comm.size, parts)
 
 
 def reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction, root: int) -> None:
@@ -72,9 +72,9 @@ def reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction, root: int) -
     )
     reduce_shard(comm, flat, bounds, plan, mine)
     if comm.rank == root:
-        transfer(comm, [], [(peer, parts[peer]) for peer in range(comm.size) if peer != root])
+        sendrecv(comm, [], [(peer, parts[peer]) for peer in range(comm.size) if peer != root])
     else:
-        transfer(comm, [(root, mine)], [])
+        sendrecv(comm, [(root, mine)], [])
 
 
 def reduce_shard(

@@ -21,11 +21,11 @@ from collections import defaultdict, deque
 
 import torch
 
-from mpidist.comm import device_p2p
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.buffer_pool import BufferPool
 from mpidist.comm.memory.device_request import start_request
 from mpidist.comm.memory.stream import Device
+from mpidist.comm.messages import device_p2p
 from mpidist.comm.mpi import mpi_errors
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.serialization.tensor_format import Part

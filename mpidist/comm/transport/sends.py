@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from mpidist.comm import device_p2p
 from mpidist.comm.memory.device_request import start_request
+from mpidist.comm.messages import device_p2p
 from mpidist.comm.mpi import mpi_errors
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import Request

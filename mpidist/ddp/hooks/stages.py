@@ -16,8 +16,8 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 
+from mpidist.comm.execution.work import Work
 from mpidist.comm.group_types import Group
-from mpidist.comm.work import Work
 from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.future import Future, completed
 

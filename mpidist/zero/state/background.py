@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpidist import whole_file
+from mpidist.comm.execution.work import Work
 from mpidist.comm.group_types import Group
-from mpidist.comm.work import Work
 from mpidist.errors import MpidistError
 from mpidist.zero.state import state_dict
 from mpidist.zero.state.consolidation import gathered

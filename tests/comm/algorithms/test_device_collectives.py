@@ -13,17 +13,7 @@ from functools import partial
 import pytest
 import torch
 
-from mpidist.comm import (
-    AVG,
-    MAX,
-    PRODUCT,
-    SUM,
-    PremulSum,
-    device_p2p,
-    direct_messages,
-    execution,
-    fast_path,
-)
+from mpidist.comm import AVG, MAX, PRODUCT, SUM, PremulSum
 from mpidist.comm.algorithms import (
     device_all_reduce,
     device_collectives,
@@ -33,9 +23,11 @@ from mpidist.comm.algorithms import (
     staging,
 )
 from mpidist.comm.discovery import trial_operations
+from mpidist.comm.execution import execution, fast_path
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import device_at
+from mpidist.comm.messages import device_p2p, direct_messages
 from tests.comm.lazy_device import LazyDevice, WatchedComm
 from tests.support import agree, finished, reduced
 

@@ -10,10 +10,12 @@ import contextlib
 import pytest
 import torch
 
-from mpidist.comm import SUM, device_p2p, direct_messages, execution, fast_path
+from mpidist.comm import SUM
 from mpidist.comm.algorithms import device_all_reduce, mpi_types, reduce_op
 from mpidist.comm.discovery import trial_operations
+from mpidist.comm.execution import execution, fast_path
 from mpidist.comm.memory import buffer
+from mpidist.comm.messages import device_p2p, direct_messages
 from mpidist.comm.mpi.nonblocking import MpiCalls, wait_yielding
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import MpidistError

@@ -89,7 +89,7 @@ def test_a_monitored_barrier_without_time_does_not_wait(group):
 
 @pytest.mark.mpi(min_size=2)
 def test_the_stores_wait_ends_when_all_others_have(group, monkeypatch):
-    from mpidist.comm.rendezvous import shared_store
+    from mpidist.comm.store.rendezvous import shared_store
 
     store = shared_store()
     others = {rank: time.monotonic() - 60 for rank in group.world_ranks if rank != group.rank}

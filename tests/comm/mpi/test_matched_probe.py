@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpidist.comm import posted_receives, receive_poller
+from mpidist.comm.messages import posted_receives, receive_poller
 from mpidist.comm.mpi import mpi_errors
 from mpidist.comm.mpi.library import MPI
 from mpidist.errors import DisagreementError, MpidistError

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from mpidist.comm import device_p2p
 from mpidist.comm.memory import buffer
+from mpidist.comm.messages import device_p2p
 from mpidist.comm.transport import eager_message, incoming, loopback
 from mpidist.comm.transport.eager_message import EAGER_BYTES, HEADER_BYTES, pack_parts, unpack_parts
 from mpidist.comm.transport.incoming import Incoming

@@ -1,0 +1,1 @@
+"""arguments → operation → execution → progress: a group's operations, one at a time, in order."""

@@ -1,0 +1,165 @@
+"""Messages of one object: a header with the content, then each large buffer in messages of its own.
+
+A small object is one message. Buffers are sent from the memory of the object and received in place,
+in pieces that MPI can count.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from mpidist.comm.memory import buffer
+from mpidist.comm.memory.buffer_pool import zeroed
+from mpidist.comm.messages.matched_receive import MatchedReceive
+from mpidist.comm.mpi import backoff, exited_ranks
+from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.nonblocking import MatchedMessage
+from mpidist.comm.mpi.tags import Tag
+from mpidist.comm.serialization import frame
+from mpidist.comm.serialization.frame import Message
+from mpidist.errors import CommTimeout
+
+# Longest frame that one collective gathers, and longest content in one message with its header.
+SMALL_BYTES = 64 << 10
+
+_SPIN_S = 1e-3  # of probes without a pause
+
+_TAGS_OF_PARTS = {
+    Tag.OBJECT_COLLECTIVE: Tag.OBJECT_COLLECTIVE_PART,
+    Tag.OBJECT_MESSAGE: Tag.OBJECT_MESSAGE_PART,
+}
+
+# Text that begins errors, timeout in seconds, world ranks that may send the message.
+Limit = tuple[str, float | None, Sequence[int]]
+
+
+def parts(message: Message, tag: Tag) -> Iterator[tuple[bytes | memoryview, Tag]]:
+    """Yield the messages of an object, each with its tag."""
+    header, body = message
+    first = header + body[0] if body[0].nbytes <= SMALL_BYTES else header
+    yield first, tag
+    for part in body[1:] if first is not header else body:
+        for start, count in buffer.pieces(part.nbytes):
+            yield part[start : start + count], _TAGS_OF_PARTS[tag]
+
+
+def send(comm: Communicator, message: Message, dst: int, tag: Tag) -> None:
+    """Send an object to rank ``dst``, with a blocking call for each message."""
+    for part, tag_of_part in parts(message, tag):
+        nbytes = memoryview(part).nbytes
+        comm.mpi.Send((part, nbytes, MPI.BYTE), dst, comm.own_tag(tag_of_part))
+
+
+def copied(message: Message) -> tuple[bytes, list[bytearray]]:
+    """Return a message that shares no memory with the object, as one that was received."""
+    header, body = message
+    return header, [bytearray(part) for part in body]
+
+
+class ObjectReceiver:
+    """Receives the objects that other ranks send; any number of threads may call it.
+
+    The first message of an object is matched by a probe. The others arrive in the order in which
+    the sender posted them, so threads receive them in the order of their first messages.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Key: source and tag. Value: set when the receive of the last object has ended.
+        self._last: dict[tuple[int, Tag], threading.Event] = {}
+
+    def receive(
+        self,
+        comm: Communicator,
+        source: int,
+        tag: Tag,
+        limit: Limit = ("", None, ()),
+        wait: Callable[[MatchedReceive, memoryview, int], None] | None = None,
+    ) -> tuple[bytearray, list[memoryview], int]:
+        """Receive one object; return its header, its parts and the sender's rank.
+
+        Args:
+            source: A rank, or ``MPI.ANY_SOURCE``.
+            limit: Bounds the wait for the first message: the text that begins errors, seconds or
+                None, and world ranks; the wait ends if the programs of all of these have ended.
+            wait: Waits for the request of a part; called with the request, the part's memory and
+                the sender's rank. If None, the receive of each part blocks in MPI.
+        """
+        message, status = _matched(comm, source, comm.own_tag(tag), limit, self._lock)
+        try:
+            source, nbytes = status.Get_source(), status.Get_count(MPI.BYTE)
+            # The size is the received message's, not one that its header announces.
+            first = bytearray(nbytes)
+            message.Recv((first, nbytes, MPI.BYTE))
+            lengths = frame.body_lengths(first)
+            header_bytes = frame.HEADER_BYTES + 8 * (len(lengths) - 1)
+            body = [memoryview(first)[header_bytes:]] if nbytes > header_bytes else []
+            if len(body) == len(lengths):
+                return first, body, source
+            key, have_arrived = (source, tag), threading.Event()
+            before, self._last[key] = self._last.get(key), have_arrived
+        finally:
+            self._lock.release()
+        try:
+            if before is not None:
+                before.wait()
+            tag_of_parts = comm.own_tag(_TAGS_OF_PARTS[tag])
+            for length in lengths[len(body) :]:
+                body.append(_received(comm, length, source, tag_of_parts, wait))
+            return first, body, source
+        finally:
+            have_arrived.set()
+
+
+def _received(
+    comm: Communicator,
+    length: int,
+    source: int,
+    tag: int,
+    wait: Callable[[MatchedReceive, memoryview, int], None] | None,
+) -> memoryview:
+    """Receive one part of an object."""
+    part = zeroed(length)
+    for start, count in buffer.pieces(length):
+        piece = MatchedReceive(comm, part[start : start + count], source, tag)
+        if wait is None:
+            piece.receive()
+        else:
+            try:
+                wait(piece, part, source)
+            except BaseException:
+                piece.post()
+                raise
+        piece.require_announced()
+    return part
+
+
+def _matched(
+    comm: Communicator, source: int, tag: int, limit: Limit, lock: threading.Lock
+) -> tuple[MPI.Message | MatchedMessage, MPI.Status]:
+    """Wait for a message; return the matched message and its status, with the lock held."""
+    # A matched probe, because no other thread can receive the message between the probe and the
+    # receive (MPI-4.1 §3.8.2).
+    message, status = None, MPI.Status()
+    where, timeout_s, peers = limit
+
+    def has_arrived() -> bool:
+        nonlocal message
+        lock.acquire()
+        try:
+            message = comm.mpi.Improbe(source, tag, status)
+        finally:
+            if message is None:
+                lock.release()
+        return message is not None
+
+    def check() -> None:
+        if exited_ranks.all_ended(peers):
+            raise exited_ranks.failure(where, peers)
+
+    backoff.until(has_arrived, check, timeout_s, _SPIN_S, _SPIN_S)
+    if message is None:
+        raise CommTimeout(f"{where}: no object came within {timeout_s:g} s")
+    return message, status

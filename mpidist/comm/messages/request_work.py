@@ -1,0 +1,228 @@
+"""``RequestWork``: the handle of a message, whose waiting thread calls MPI."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.autograd import profiler as torch_profiler
+
+from mpidist.comm.execution import profiling
+from mpidist.comm.execution.op_status import Journal
+from mpidist.comm.execution.work import seconds
+from mpidist.comm.memory.stream import Event
+from mpidist.comm.messages.matched_receive import MatchedReceive
+from mpidist.comm.messages.receive_poller import match_all
+from mpidist.comm.mpi import backoff, exited_ranks
+from mpidist.comm.mpi.mpi_errors import is_over
+from mpidist.comm.mpi.nonblocking import Request
+from mpidist.dynamo import untraced
+from mpidist.errors import CommTimeout
+from mpidist.future import Future
+
+# A wait tests without a pause first, because most messages on a node arrive within this time; then
+# it yields its core between tests, and later sleeps.
+_SPIN_S = 200e-6
+_YIELD_S = 5e-3
+# Before that, tests of a message that the watchdog need not know of: both ranks of an exchange post
+# and send at the same time.
+_TESTS = 8
+
+# Requests whose handles were dropped before the end, and the memory that MPI works on.
+_orphans: deque[tuple[Request, object]] = deque()
+_releasing = threading.Lock()
+
+
+def release_orphans() -> None:
+    """Free the memory of messages that have ended since their handles were dropped."""
+    if not _orphans or not _releasing.acquire(blocking=False):
+        return
+    try:
+        for _ in range(len(_orphans)):
+            request, memory = _orphans.popleft()
+            if not is_over(request):
+                _orphans.append((request, memory))
+    finally:
+        _releasing.release()
+
+
+class MessageGroup(Protocol):
+    """Group of a message.
+
+    Attributes:
+        journal: Records the waits for messages.
+        timeout_s: Longest wait; None for no limit.
+    """
+
+    journal: Journal
+    timeout_s: float | None
+
+    def where(self, operation: str) -> str:
+        """Return the beginning of an error's text."""
+
+    def peers_of(self, rank: int | None) -> tuple[int, ...]:
+        """Return the world ranks that a message to or from a rank needs."""
+
+    def _message_error(self, error: Exception, operation: str) -> Exception:
+        """Return the user's error for an error of a message."""
+
+
+@untraced
+class RequestWork:
+    """Handle of a message; the thread that waits for it calls MPI.
+
+    If the handle is dropped before the end, the message stays under way and its memory alive.
+
+    Args:
+        group: The message's group.
+        operation: The name of the call.
+        tensor: The tensor; None for a message that is none.
+        request: The request of MPI, or one with its methods.
+        peer: The other rank in the group; None for any.
+        kept: Memory that MPI works on, kept alive as long as the request.
+    """
+
+    # What is needed for an error or a long wait alone is asked of the group, because most messages
+    # have ended before: each attribute of a handle costs a message 30 ns.
+    __slots__ = (
+        "_done", "_error", "_events", "_future", "_group", "_kept", "_peer", "_request", "_source",
+        "operation", "tensors",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        group: MessageGroup,
+        operation: str,
+        tensor: torch.Tensor | None,
+        request: Request | MatchedReceive,
+        peer: int | None,
+        kept: object = None,
+    ) -> None:
+        self._group = group
+        self.operation = operation
+        self.tensors: Sequence[Any] = (tensor,)
+        self._request: Any = request
+        self._peer = peer
+        self._kept = kept
+        # On a device the data is complete behind the events.
+        self._events: list[Event] = []
+        self._done = False
+        self._error: BaseException | None = None
+        self._source = -1
+        self._future: Future[Sequence[torch.Tensor]] | None = None
+
+    def __del__(self) -> None:
+        if not getattr(self, "_done", True):
+            _orphans.append((self._request, (self._kept, self.tensors)))
+
+    @property
+    def where(self) -> str:
+        """Return the beginning of an error's text."""
+        return self._group.where(self.operation)
+
+    def is_completed(self) -> bool:
+        """Test once whether the message has ended."""
+        return self._done or self._test()
+
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        """Wait for the end, at most ``timeout`` (the group's by default).
+
+        Blocks: the calling thread, which calls MPI meanwhile. For a send: until the tensor may be
+        changed.
+
+        Raises:
+            CommTimeout: Not ended in time. The message is still under way; ``wait`` may be called
+                again.
+            RankFailureError: The peer died, or its program has ended.
+        """
+        for _ in range(_TESTS):
+            if self._done or self._test():
+                break
+        else:
+            poll = (
+                profiling.waiting(self._poll, self.operation)
+                if torch_profiler._is_profiler_enabled
+                else self._poll
+            )
+            poll(seconds(timeout) or self._group.timeout_s)
+        if self._error is not None:
+            raise self._error
+        for event in self._events:
+            event.block_current_stream()
+        return True
+
+    def cancel(self) -> None:
+        """Withdraw a receive that is not matched; its tensor may be used again.
+
+        No effect on a send, which MPI cannot withdraw safely (MPI-4.1 deprecates it).
+        """
+
+    def exception(self) -> BaseException | None:
+        """Return the error of an ended message, else None."""
+        return self._error
+
+    def result(self) -> Sequence[torch.Tensor]:
+        """Return the tensors of an ended operation."""
+        self.wait()
+        return self.tensors
+
+    def get_future(self) -> Future[Sequence[torch.Tensor]]:
+        """Return a future of the tensors, complete when ``wait`` returns."""
+        if self._future is None:
+            self._future = Future(self._events)
+            if self._done:
+                self._complete_future()
+        return self._future
+
+    def source_rank(self) -> int:
+        """Return the sender's rank in the group once a receive has ended, else -1."""
+        return self._source
+
+    def _test(self) -> bool:
+        try:
+            if not self._request.Test():
+                return False
+            self._store()
+        except Exception as error:
+            self._error = self._group._message_error(error, self.operation)
+        self._done = True
+        if self._future is not None:
+            self._complete_future()
+        return True
+
+    def _store(self) -> None:
+        """Store the data of a message that has ended."""
+
+    def _complete_future(self) -> None:
+        if self._future is not None and not self._future.done():
+            if self._error is not None:
+                self._future.set_exception(self._error)
+            else:
+                self._future.set_result(self.tensors)
+
+    def _poll(self, limit_s: float | None) -> None:
+        group = self._group
+        peers = group.peers_of(self._peer)
+        check = partial(self._check, peers)
+        group.journal.enter_wait(id(self), self.operation, self.tensors[0], peers)
+        try:
+            if not backoff.until(self._advance, check, limit_s, _SPIN_S, _YIELD_S):
+                raise CommTimeout(f"{self.where} did not end within {limit_s:g} s")
+        finally:
+            group.journal.leave_wait(id(self))
+
+    def _advance(self) -> bool:
+        if self._done or self._test():
+            return True
+        # The message may depend on another receive of this rank.
+        match_all()
+        return False
+
+    def _check(self, peers: Sequence[int]) -> None:
+        if exited_ranks.all_ended(peers) and not self._test():
+            raise exited_ranks.failure(self.where, peers)

@@ -1,0 +1,1 @@
+"""rendezvous → store_server → key_value_table: the store of an ``mpi://`` rendezvous."""

@@ -1,0 +1,251 @@
+"""Rendezvous ``mpi://`` of torch: a key-value store over MPI, without address, port or environment.
+
+A thread of the first rank keeps the table and answers the other ranks (``store_server``). A request
+is a frame of data (``key_value_table``). A request for a key that is not set yet is answered when
+the key is set. Messages that are not requests are logged and dropped. A training step does not use
+the store.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+import torch.distributed as dist
+
+from mpidist.comm.mpi import (
+    creation_barrier,
+    exited_ranks,
+    launcher_env,
+    mpi_errors,
+    runtime,
+    torchrun_env,
+)
+from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.nonblocking import Mpi
+from mpidist.comm.store import key_value_table
+from mpidist.comm.store.key_value_table import BYE, REPLY_TAGS, WAIT
+from mpidist.comm.store.store_server import REQUEST_TAG, StoreServer
+from mpidist.comm.watchdog import watchdog
+from mpidist.errors import CommTimeout
+
+_DEFAULT_TIMEOUT_S = 300.0
+_REQUEST_S = 1.0  # longest time of one request of a wait
+
+_lock = threading.Lock()
+# By world ranks. Referenced for the life of the process, because C++ holds no reference.
+_stores: dict[tuple[int, ...], MPIStore] = {}
+
+
+def rendezvous(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    """Serve ``init_method="mpi://"``: yield (store, rank, world size).
+
+    Collective: over all ranks of the job. With a ``world_size`` below the job's and MPI's own
+    ``rank``, over the first ``world_size`` ranks.
+
+    Raises:
+        ValueError: ``rank`` or ``world_size``, or ``RANK`` or ``WORLD_SIZE`` in the keyword
+            ``environ``, differs from MPI's value, and this is not one of the first ``world_size``
+            ranks with its own ``rank``.
+        CommTimeout: Not all of these ranks called it within torch's ``timeout``, at least 60 s.
+        RankFailureError: A rank's program ended more than 2 s ago.
+    """
+    timeout: timedelta | None = kwargs.get("timeout")
+    environ: Mapping[str, str] = kwargs.get("environ", {})
+    limit = creation_barrier.start_limit(
+        None if timeout is None else timeout.total_seconds() or None
+    )
+    world = runtime.world(limit)
+    query = parse_qs(urlparse(url).query)
+    rank, size = (int(query.get(name, ["-1"])[0]) for name in ("rank", "world_size"))
+    is_of_first = rank == world.rank < size < world.size
+    problem = None if is_of_first else _wrong_number(world, rank, size)
+    problem = problem or torchrun_env.disagreement(environ, world.rank, world.size)
+    if problem is not None:
+        raise ValueError(f"rank {world.rank} of {world.size}: {problem}")
+    store = shared_store(limit, range(size) if is_of_first else None)
+    yield store.next_use(), world.rank, size if is_of_first else world.size
+
+
+def _wrong_number(world: runtime.World, rank: int, size: int) -> str | None:
+    """Return why arguments of ``init_process_group`` contradict this job, or None (-1: not given).
+
+    Pure.
+    """
+    if world.size == 1 < size:
+        return launcher_env.alone(size, f"init_process_group's world_size={size}")
+    for name, given, truth in (("rank", rank, world.rank), ("world_size", size, world.size)):
+        if given not in (-1, truth):
+            problem = (
+                f"init_process_group was given {name}={given}, but MPI started this job with "
+                f"{name}={truth}; leave it out, MPI knows it"
+            )
+            return problem + (group_of_some(size) if 0 < size < world.size else "")
+    return None
+
+
+def group_of_some(size: int) -> str:
+    """Return what to write for a group of fewer ranks than the job has. Pure."""
+    return (
+        f". With world_size={size} and MPI's own rank as rank=, ranks 0 to {size - 1} of the job "
+        "form a group without the others. For other ranks write, on all ranks of the job, "
+        'dist.init_process_group("mpidist"); group = dist.new_group([...]), and give that group to '
+        "the collectives and to DDP (process_group=group)"
+    )
+
+
+def shared_store(timeout_s: float | None = None, members: Sequence[int] | None = None) -> MPIStore:
+    """Return the store of all ranks of the job, or of ``members``.
+
+    Collective: the first call, over these ranks, which waits for them at most ``timeout_s``.
+    """
+    operation = "the rendezvous mpi://"
+    world = runtime.world(timeout_s)
+    ranks = tuple(range(world.size) if members is None else members)
+    with _lock:
+        store = _stores.get(ranks)
+        if store is None or store.generation != world.generation:
+            if members is None:
+                creation_barrier.wait_for_world(operation, timeout_s)
+                mpi = world.comm.Dup()
+            else:
+                mpi, _ = creation_barrier.create_world_group(operation, ranks, timeout_s)
+            watchdog.start(world)
+            store = _stores[ranks] = MPIStore(mpi, ranks, world.generation)
+        return store
+
+
+class MPIStore(dist.Store):
+    """The store on one rank; torch's C++ calls its methods.
+
+    Args:
+        mpi: Communicator of the ranks that share the store, for this store alone.
+        world_ranks: Their world ranks.
+        generation: Of the world.
+    """
+
+    def __init__(self, mpi: Mpi, world_ranks: Sequence[int], generation: int) -> None:
+        super().__init__()
+        self.generation = generation
+        self._mpi = mpi
+        rank = mpi.Get_rank()
+        self._others = [other for place, other in enumerate(world_ranks) if place != rank]
+        self._numbers = itertools.count()
+        self._uses = itertools.count()
+        self._timeout_s = _DEFAULT_TIMEOUT_S
+        self._server = StoreServer(self._mpi, len(world_ranks)) if rank == 0 else None
+        if self._server is None:
+            runtime.close_at_exit(self, stage=2)
+
+    def next_use(self) -> dist.PrefixStore:
+        """Return the store with keys of its own, for one rendezvous of these ranks."""
+        return dist.PrefixStore(f"use{next(self._uses)}", self)
+
+    def close(self, timeout_s: float) -> None:
+        """Send the server the end of this rank's requests."""
+        word = key_value_table.request(0, BYE, ())
+        with mpi_errors.death_tolerated():
+            self._mpi.Send((word, len(word), MPI.BYTE), 0, REQUEST_TAG)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of ``get`` and ``wait``."""
+        self._timeout_s = timeout.total_seconds()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """See torch.distributed.Store.set."""
+        self._call("set", key, _bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """See torch.distributed.Store.get; blocks until the key is set."""
+        while True:
+            self.wait([key])
+            value = self._call("read", key)
+            # None if the key was deleted in between.
+            if value is not None:
+                return bytes(value)
+
+    def add(self, key: str, value: int) -> int:
+        """See torch.distributed.Store.add.
+
+        Raises:
+            ValueError: The key's value is not a number.
+        """
+        return int(self._call("add", key, value))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """See torch.distributed.Store.append."""
+        self._call("append", key, _bytes(value))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """See torch.distributed.Store.compare_set."""
+        return bytes(self._call("compare_set", key, _bytes(expected), _bytes(desired)))
+
+    def check(self, keys: list[str]) -> bool:
+        """See torch.distributed.Store.check."""
+        return bool(self._call("has", list(keys)))
+
+    def delete_key(self, key: str) -> bool:
+        """See torch.distributed.Store.delete_key."""
+        return bool(self._call("delete", key))
+
+    def num_keys(self) -> int:
+        """See torch.distributed.Store.num_keys."""
+        return int(self._call("count"))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """See torch.distributed.Store.wait.
+
+        Raises:
+            CommTimeout: A key was not set in time.
+            RankFailureError: The programs of all other ranks ended more than 2 s ago.
+        """
+        limit = self._timeout_s if timeout is None else timeout.total_seconds()
+        deadline = time.monotonic() + limit
+        # The wait is a series of short requests. Between them this rank checks for ranks that have
+        # ended; which rank would set the key is unknown.
+        while not self._call(
+            WAIT, list(keys), min(max(deadline - time.monotonic(), 0.0), _REQUEST_S)
+        ):
+            if exited_ranks.all_ended(self._others):
+                raise exited_ranks.failure(
+                    f"a wait for the store's keys {list(keys)}", self._others
+                )
+            if time.monotonic() > deadline:
+                ended = exited_ranks.among(self._others)
+                suffix = f"; world ranks {', '.join(map(str, ended))} exited" if ended else ""
+                raise CommTimeout(
+                    f"the store's keys {list(keys)} did not come within {limit:g} s{suffix}"
+                )
+
+    def clone(self) -> MPIStore:
+        """Return a store of the same table."""
+        return self
+
+    # torch's C++ calls these two by their C++ names.
+    deleteKey = delete_key
+    getNumKeys = num_keys
+
+    def _call(self, verb: str, *args: object) -> Any:
+        if self._server is not None:
+            return self._server.call(verb, args)
+        tag = REPLY_TAGS[next(self._numbers) % len(REPLY_TAGS)]
+        request = key_value_table.request(tag, verb, args)
+        self._mpi.Send((request, len(request), MPI.BYTE), 0, REQUEST_TAG)
+        # No timeout, because the server answers every request, a waiting one at its deadline, and
+        # runs until all ranks have sent ``BYE``.
+        status, sleep_s = MPI.Status(), 20e-6
+        while (message := self._mpi.Improbe(0, tag, status)) is None:
+            time.sleep(sleep_s)
+            sleep_s = min(sleep_s * 1.2, 1e-3)
+        reply = bytearray(status.Get_count(MPI.BYTE))
+        message.Recv((reply, len(reply), MPI.BYTE))
+        return key_value_table.answer_of(reply)
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,93 @@
+"""Places of threads: a line of the user's program, and the innermost frame.
+
+A thread reads the stacks of others while these wait or compute, at the time of a report alone. Only
+C code that keeps the interpreter stops such a reader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_OURS = str(Path(__file__).resolve().parents[2]) + os.sep
+_TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
+_PATHS = sysconfig.get_paths()
+_STANDARD = tuple({_PATHS[name] + os.sep for name in ("stdlib", "platstdlib")})
+_INSTALLED = tuple({_PATHS[name] + os.sep for name in ("purelib", "platlib")})
+_LENGTH = 80  # of a path
+_HANDLERS = "mpidist-rpc-"  # names of the threads that run handlers of calls
+_MOST = 8  # handlers
+
+
+def places() -> list[str]:
+    """Return the place of the main thread, and those of handlers of calls."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return [*([] if frame is None else [f"main thread: {describe(frame)}"]), *of_handlers()]
+
+
+def of_handlers() -> list[str]:
+    """Return the places of threads that run handlers of calls."""
+    frames = sys._current_frames()
+    found = [
+        f"{thread.name}: {describe(frame)}"
+        for thread in threading.enumerate()
+        if thread.name.startswith(_HANDLERS)
+        and (frame := frames.get(thread.ident or 0)) is not None
+        and not all(map(_is_library, _stack(frame)))
+    ]
+    return sorted(found)[:_MOST]
+
+
+def describe(innermost: FrameType) -> str:
+    """Return the line of a stack: ``train.py:5 in load_data()``, and the innermost frame if other.
+
+    The place in the user's program is the innermost frame outside all installed packages and
+    Python's own modules, else outside mpidist, torch and Python's own modules.
+    """
+    frames = list(_stack(innermost))
+    users = next((frame for frame in frames if not _is_installed(frame)), None)
+    users = users or next((frame for frame in frames if not _is_library(frame)), None)
+    if users is None or users is innermost:
+        return _place(innermost)
+    return f"{_place(users)}, within {_place(innermost)}"
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_installed(frame: FrameType) -> bool:
+    return _is_library(frame) or frame.f_code.co_filename.startswith(_INSTALLED)
+
+
+def _is_library(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    if file.startswith(_INSTALLED):  # within the folder of Python's own modules
+        return file.startswith((_OURS, _TORCH))
+    return file.startswith(("<frozen", _OURS, _TORCH, *_STANDARD))
+
+
+def _place(frame: FrameType) -> str:
+    name = frame.f_code.co_name
+    function = "" if name == "<module>" else f" in {name}" + ("" if name[0] == "<" else "()")
+    return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}{function}"
+
+
+def _short(file: str) -> str:
+    """Return a file's path without the folder of its package, or of the process."""
+    if file.startswith(_OURS):
+        return os.path.join("mpidist", file[len(_OURS) :])
+    with contextlib.suppress(OSError):  # a working folder that was removed
+        folders = (*_INSTALLED, *_STANDARD, os.getcwd() + os.sep)
+        file = next((file[len(each) :] for each in folders if file.startswith(each)), file)
+    return file if len(file) <= _LENGTH else "..." + file[-_LENGTH:]

@@ -1,0 +1,284 @@
+"""Queue and thread of a group: order, executing thread, callbacks, end."""
+
+import threading
+import time
+from functools import partial
+
+import pytest
+
+from mpidist.comm.execution import progress as progress_module
+from mpidist.comm.execution.progress import Progress, at_once, is_at_once
+from mpidist.errors import GroupError
+from mpidist.future import Future
+
+
+@pytest.fixture
+def progress():
+    order = Progress("test")
+    yield order
+    order.close(10)
+
+
+def test_queued_operations_end_in_their_order_in_one_thread(progress):
+    ran = []
+    futures = [Future() for _ in range(50)]
+
+    def operation(number):
+        ran.append((number, threading.current_thread().name))
+        return (number,)
+
+    for number, one in enumerate(futures):
+        progress.submit(one, partial(operation, number))
+    assert [one.wait(10) for one in futures] == [(number,) for number in range(50)]
+    assert ran == [(number, "mpidist-test") for number in range(50)] and progress.pending == 0
+
+
+def test_a_synchronous_call_enters_only_if_the_queue_is_empty(progress):
+    assert progress.try_enter()
+    progress.leave()
+    ran, gate, first, behind = [], threading.Event(), Future(), Future()
+    progress.submit(first, lambda: ran.append(("first", gate.wait(10))))
+    assert not progress.try_enter()
+    waiting = threading.Thread(target=progress.run, args=(behind, lambda: ran.append("behind")))
+    waiting.start()
+    deadline = time.monotonic() + 10
+    while progress.pending < 2 and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    assert progress.pending == 2
+    gate.set()
+    waiting.join(10)
+    assert ran == [("first", True), "behind"] and behind.done() and first.done()
+
+
+def test_what_the_caller_executes_runs_in_its_thread(progress):
+    threads = []
+    progress.run(Future(), lambda: threads.append(threading.current_thread()))
+    assert threads == [threading.current_thread()] and progress._thread is None
+
+
+@pytest.mark.parametrize("way", ["submit", "run"])
+def test_an_error_is_the_operations_alone(progress, way):
+    def fail():
+        raise KeyError("the culprit")
+
+    wrong, right = Future(), Future()
+    getattr(progress, way)(wrong, fail)
+    progress.submit(right, lambda: True)
+    with pytest.raises(KeyError, match="the culprit"):
+        wrong.wait(10)
+    assert isinstance(wrong.exception(), KeyError) and right.wait(10) and right.exception() is None
+
+
+def test_operations_of_a_callback_precede_the_queue(progress):
+    ran, gate = [], threading.Event()
+    first, inner, second = Future(), Future(), Future()
+
+    def issue(future):
+        progress.submit(inner, partial(ran.append, "from the callback"))
+        ran.append("behind it")
+
+    progress.submit(first, partial(gate.wait, 10))
+    first.add_done_callback(issue)
+    progress.submit(second, partial(ran.append, "queued before"))
+    gate.set()
+    second.wait(10)
+    assert ran == ["from the callback", "behind it", "queued before"]
+
+
+def test_at_once_ends_with_its_block_and_is_the_threads_own():
+    seen = []
+    with at_once():
+        with at_once():
+            assert is_at_once()
+        assert is_at_once()
+        other = threading.Thread(target=lambda: seen.append(is_at_once()))
+        other.start()
+        other.join()
+    assert seen == [False] and not is_at_once()
+
+
+def test_closing_waits_for_the_queue_and_refuses_later_operations():
+    order, ran = Progress("short"), []
+    works = [Future() for _ in range(5)]
+    for number, one in enumerate(works):
+        order.submit(one, partial(ran.append, number))
+    order.close(10)
+    assert ran == list(range(5)) and all(one.done() for one in works)
+    assert not order._thread.is_alive()
+    with pytest.raises(GroupError, match='group "short" is closed'):
+        order.submit(Future(), partial(ran.append, 5))
+    order.close(10)
+
+
+def test_an_abandoned_thread_ends_after_the_queue():
+    order, gate, ran = Progress("lost"), threading.Event(), []
+    order.submit(Future(), partial(gate.wait, 10))
+    order.submit(Future(), partial(ran.append, 1))
+    order.abandon()
+    gate.set()
+    order._thread.join(10)
+    assert ran == [1] and not order._thread.is_alive()
+
+
+def test_the_thread_keeps_no_tensor_of_an_ended_operation(progress):
+    import gc
+    import weakref
+
+    class Tensor:
+        pass
+
+    tensor = Tensor()
+    alive, done = weakref.ref(tensor), Future()
+    progress.submit(done, partial(lambda held: held, tensor))
+    assert done.wait(10) is tensor
+    del tensor, done
+    for _ in range(100):
+        gc.collect()
+        if alive() is None:
+            break
+        time.sleep(0.01)
+    assert alive() is None
+
+
+def test_an_operation_that_waits_for_the_lock_counts_as_queued(progress):
+    """The group's thread is awake before a synchronous call has ended."""
+    assert progress.try_enter()
+    first, second, gate = Future(), Future(), threading.Event()
+    started = threading.Event()
+    progress.submit(first, lambda: (started.set(), gate.wait(10)))
+    progress.submit(second, lambda: None)
+    while progress._wakes.qsize() > 1:
+        time.sleep(1e-3)
+    assert progress.queued() == 2
+    progress.leave()
+    assert started.wait(10) and progress.queued() == 1
+    gate.set()
+    second.wait(10)
+    progress.close(10)
+    assert progress.queued() == 0
+
+
+def submit(progress, ran, name):
+    """Submit an operation that notes its name and thread, as a group does; return its future."""
+    future = Future()
+    future.helped_by(progress.help)
+    progress.submit(future, lambda: ran.append((name, threading.current_thread().name)))
+    return future
+
+
+@pytest.fixture
+def held(progress):
+    """Keep the group's thread asleep: a waiting thread holds the lock meanwhile."""
+    with progress.lock:
+        yield
+
+
+def helped(progress, ran, count):
+    """Have this thread execute operations until the group's thread looks by itself."""
+    deadline = time.monotonic() + 60
+    while not (progress._looks and progress._helped >= count):
+        submit(progress, ran, "helped").wait()
+        assert time.monotonic() < deadline, (progress._helped, progress._looks)
+
+
+def test_a_waiting_thread_executes_the_queue_up_to_its_operation(progress, held):
+    ran = []
+    futures = [submit(progress, ran, name) for name in "abc"]
+    futures[1].wait()
+    here = threading.current_thread().name
+    assert ran == [("a", here), ("b", here)]
+    assert futures[0].done() and not futures[2].done() and progress.pending == 1
+
+
+def test_what_a_waiting_thread_leaves_is_executed(progress):
+    ran = []
+    first, behind = submit(progress, ran, "first"), submit(progress, ran, "behind")
+    first.wait()
+    behind.wait(60)  # with a limit, a thread does not execute
+    assert [name for name, _ in ran] == ["first", "behind"] and progress.pending == 0
+
+
+def test_an_operation_with_a_callback_is_executed_by_the_groups_thread(progress):
+    ran, first = [], Future()
+    first.helped_by(progress.help)
+    with progress.lock:  # the callback is added before the operation ends
+        progress.submit(first, lambda: ran.append(threading.current_thread().name))
+        first.add_done_callback(lambda future: ran.append(threading.current_thread().name))
+    first.wait()
+    submit(progress, [], "behind").wait()
+    assert ran == ["mpidist-test", "mpidist-test"]
+
+
+class _Noted:
+    """A queue of wake-ups that notes what is put."""
+
+    def __init__(self, wakes, woken):
+        self.get, self._put, self._woken = wakes.get, wakes.put, woken
+
+    def put(self, goes_on):
+        self._woken.append(goes_on)
+        self._put(goes_on)
+
+
+def test_a_thread_that_was_helped_is_not_woken_and_still_executes(progress, monkeypatch):
+    ran, woken = [], []
+    monkeypatch.setattr(progress_module, "_LINGER_S", 60.0)
+    helped(progress, ran, progress_module._HELPED)
+    monkeypatch.setattr(progress, "_wakes", _Noted(progress._wakes, woken))
+    nobody_waits = submit(progress, ran, "nobody waits")
+    deadline = time.monotonic() + 60
+    while not nobody_waits.done() and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    monkeypatch.undo()
+    assert not woken and ran[-1] == ("nobody waits", "mpidist-test")
+    # It has executed an operation, so the next one wakes it.
+    assert progress._helped == 0 and progress._wakes_thread()
+    assert submit(progress, ran, "behind").wait(60) is None
+
+
+def test_a_thread_that_looks_by_itself_falls_asleep(progress):
+    ran = []
+    helped(progress, ran, progress_module._HELPED)
+    deadline = time.monotonic() + 60
+    while progress._looks and time.monotonic() < deadline:
+        time.sleep(1e-2)
+    assert not progress._looks
+    assert submit(progress, ran, "later").wait(60) is None and ran[-1][0] == "later"
+
+
+def test_an_interrupt_ends_the_operation_that_a_waiting_thread_executes(progress, held):
+    wrong, ran = Future(), []
+    wrong.helped_by(progress.help)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    progress.submit(wrong, interrupted)
+    right = submit(progress, ran, "right")
+    with pytest.raises(KeyboardInterrupt):
+        wrong.wait()
+    assert isinstance(wrong.exception(), KeyboardInterrupt)
+    right.wait()
+    assert ran == [("right", threading.current_thread().name)] and progress.pending == 0
+
+
+def test_threads_that_wait_at_once_keep_the_order(progress):
+    ran, count = [], 200
+    futures = [submit(progress, ran, number) for number in range(count)]
+    threads = [
+        threading.Thread(target=lambda own=own: [one.wait() for one in futures[own::3]])
+        for own in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [number for number, _ in ran] == list(range(count)) and progress.pending == 0
+
+
+def test_close_executes_what_is_queued():
+    order, ran = Progress("test"), []
+    helped(order, ran, progress_module._HELPED)
+    last = submit(order, ran, "last")
+    order.close(60)
+    assert last.done() and ran[-1][0] == "last"

@@ -1,0 +1,83 @@
+"""Places of threads: the user's line, and the innermost frame."""
+
+import sysconfig
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mpidist
+from mpidist.comm.watchdog import thread_places
+
+STANDARD = sysconfig.get_path("stdlib")
+INSTALLED = sysconfig.get_path("purelib")
+OURS = str(Path(mpidist.__file__).parent)
+TORCH = str(Path(torch.__file__).parent)
+
+
+def described(*files):
+    """Return the line of a stack whose frames are in these files, the innermost last."""
+    frame = None
+    for place, file in enumerate(files, 1):
+        code = SimpleNamespace(co_filename=file, co_name=f"level{place}")
+        frame = SimpleNamespace(f_back=frame, f_code=code, f_lineno=2)
+    return thread_places.describe(frame)
+
+
+@pytest.mark.parametrize(
+    ("files", "line"),
+    [
+        (["/home/me/train.py"], "/home/me/train.py:2 in level1()"),
+        (
+            ["/home/me/train.py", f"{TORCH}/nn/x.py", f"{OURS}/comm/work.py"],
+            "/home/me/train.py:2 in level1(), within mpidist/comm/work.py:2 in level3()",
+        ),
+        # A data loader's wait ends in Python's own modules.
+        (
+            ["/home/me/train.py", f"{TORCH}/utils/x.py", f"{STANDARD}/selectors.py"],
+            "/home/me/train.py:2 in level1(), within selectors.py:2 in level3()",
+        ),
+        # A framework's program: there is no file of the user's.
+        (
+            ["<frozen runpy>", f"{INSTALLED}/trainer/loop.py", f"{OURS}/ddp/module.py"],
+            "trainer/loop.py:2 in level2(), within mpidist/ddp/module.py:2 in level3()",
+        ),
+        ([f"{OURS}/cli/app.py"], "mpidist/cli/app.py:2 in level1()"),
+        (["<string>"], "<string>:2 in level1()"),
+        (["/x" * 100 + "/train.py"], "..." + ("/x" * 100 + "/train.py")[-80:] + ":2 in level1()"),
+    ],
+)
+def test_the_innermost_frame_of_the_users_is_named(files, line):
+    assert described(*files) == line
+
+
+def test_another_thread_reads_the_main_thread_and_handlers():
+    go, begun, found = threading.Event(), threading.Event(), []
+
+    def handler():
+        begun.set()
+        go.wait()
+
+    threads = [
+        threading.Thread(target=handler, name="mpidist-rpc-w1-0"),
+        threading.Thread(target=go.wait, name="mpidist-rpc-w1-1"),  # an idle one
+        threading.Thread(target=handler, name="other"),
+    ]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    reader = threading.Thread(target=lambda: found.extend(thread_places.places()))
+    reader.start()
+    reader.join()
+    go.set()
+    for thread in threads:
+        thread.join()
+    main, handling = found
+    assert main.startswith("main thread: tests/comm/watchdog/test_thread_places.py:")
+    assert (
+        "in test_another_thread_reads_the_main_thread_and_handlers(), within threading.py:" in main
+    )
+    assert handling.startswith("mpidist-rpc-w1-0: tests/comm/watchdog/test_thread_places.py:")
+    assert "in handler(), within threading.py:" in handling
