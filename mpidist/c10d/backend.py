@@ -262,7 +262,7 @@ def _create(
 
     from mpidist import torch_version
     from mpidist.c10d import generation, sends, shrinking
-    from mpidist.comm import group
+    from mpidist.comm import world_group
     from mpidist.comm.mpi import creation_barrier, runtime
 
     shrinking.install()
@@ -291,9 +291,9 @@ def _create(
             raise ValueError(f"rank {world.rank} of {world.size}: {text}")
         shown = name if name != "0" else "world"
         if options.group_size < world.size:
-            native = group.from_members(_members(options, world), shown, timeout)
+            native = world_group.from_members(_members(options, world), shown, timeout)
         else:
-            native = group.from_world(shown, timeout, key=options.group_rank)
+            native = world_group.from_world(shown, timeout, key=options.group_rank)
         _require_alike(
             native, ",".join(f"{device}:{backend}" for device, backend in backends.items())
         )

@@ -49,7 +49,7 @@ def _for_backend(
 
 
 def _record(include_collectives: bool, only_active: bool) -> dict[str, Any]:
-    from mpidist.comm.execution.execution import open_groups
+    from mpidist.comm.execution.group_state import open_groups
     from mpidist.comm.watchdog import flight_record
 
     return flight_record.record(
@@ -71,7 +71,7 @@ def _as_json(includeCollectives: bool | None = None, onlyActive: bool | None = N
 
 
 def _into_file(rank: int, *args: Any, **kwargs: Any) -> None:
-    from mpidist.comm.execution.execution import open_groups
+    from mpidist.comm.execution.group_state import open_groups
     from mpidist.comm.watchdog import flight_record
 
     flight_record.write(open_groups(), rank)

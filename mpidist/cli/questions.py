@@ -18,11 +18,12 @@ from mpidist.comm.algorithms import shared_memory
 from mpidist.comm.discovery import capability
 from mpidist.comm.discovery.installed import Installed
 from mpidist.comm.discovery.transports import Transports, transports
-from mpidist.comm.group import ProcessGroup, from_world
+from mpidist.comm.group import ProcessGroup
 from mpidist.comm.group_types import Group
 from mpidist.comm.mpi import byte_strings, runtime
 from mpidist.comm.serialization import frame
 from mpidist.comm.subgroups import ENV_ON_TIMEOUT
+from mpidist.comm.world_group import from_world
 from mpidist.errors import MpidistError
 
 NOT_TRIED = "not tried"

@@ -9,8 +9,8 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "init": "group",
-    "default": "group",
+    "init": "world_group",
+    "default": "world_group",
     "ProcessGroup": "group",
     "P2POp": "messages.p2p",
     "Window": "window",

@@ -1,53 +1,677 @@
-"""Process group: all calls on one object; the group of all ranks; tuning and closing."""
+"""``ProcessGroup``: ranks that communicate, with all calls of users on one object."""
 
 from __future__ import annotations
 
-import itertools
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
+from torch.autograd import profiler as torch_profiler
 
-from mpidist.comm import subgroups
-from mpidist.comm.algorithms import node_memory, tuning, tuning_runs
-from mpidist.comm.collectives import Collectives
-from mpidist.comm.execution.group_settings import ABORT, GroupSettings
-from mpidist.comm.execution.operation import Operation, Tensors
-from mpidist.comm.execution.work import seconds
-from mpidist.comm.messages.p2p import PointToPoint
+from mpidist.comm import collectives, objects
+from mpidist.comm.algorithms import movement, node_memory, sparse, tuning, tuning_runs
+from mpidist.comm.algorithms.reduce_op import SUM, ReduceOp
+from mpidist.comm.execution import arguments, profiling
+from mpidist.comm.execution.execution import Execution
+from mpidist.comm.execution.fast_path import FastPath
+from mpidist.comm.execution.group_settings import GroupSettings
+from mpidist.comm.execution.group_state import GroupState
+from mpidist.comm.execution.operation import Facts, Operation, Tensors
+from mpidist.comm.execution.progress import Progress
+from mpidist.comm.execution.work import Work
+from mpidist.comm.messages.object_messages import ObjectMessages
+from mpidist.comm.messages.p2p import Messages, P2POp
+from mpidist.comm.messages.request_work import RequestWork
 from mpidist.comm.monitored_barrier import MonitoredBarrier
-from mpidist.comm.mpi import closed_communicators, creation_barrier, mpi_errors, runtime
+from mpidist.comm.mpi import autograd_mode, closed_communicators, mpi_errors
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
-from mpidist.comm.objects import Objects
-from mpidist.comm.reductions import Reductions
-from mpidist.comm.subgroups import ENV_ON_TIMEOUT, Subgroups
+from mpidist.comm.subgroups import Subgroups
 from mpidist.comm.watchdog import watchdog
 from mpidist.comm.window import Window
 from mpidist.comm.window_channel import WindowChannel, channel_of
 from mpidist.dynamo import untraced
-from mpidist.errors import GroupError
+from mpidist.errors import MpidistError
 
-DEFAULT_TIMEOUT_S = 1800.0  # torch's default_pg_timeout
+Tensor = torch.Tensor
+
 _CLOSE_S = 30.0
 
-_default: ProcessGroup | None = None
-_worlds = itertools.count(1)  # numbers of the groups of all ranks
 
-
-class ProcessGroup(Reductions, Collectives, PointToPoint, Objects, MonitoredBarrier, Subgroups):
+@untraced
+class ProcessGroup:
     """Ranks that communicate with each other, on a communicator of their own.
 
-    Made by ``init`` (all ranks of the job), ``new_group``, ``split`` or ``clone``.
+    Made by ``init`` (all ranks of the job), ``new_group``, ``split`` or ``clone``. The calls are
+    the interface of a group of ``torch.distributed``, by its names and meanings; each passes its
+    arguments to the part that does the work.
+
+    Every collective is called by all ranks in the same order, with arguments that agree. A
+    synchronous call returns when this rank's part has ended (for CUDA tensors: when MPI has
+    returned and the current stream waits for the results). With ``async_op=True`` a call returns a
+    ``Work``, and the tensors belong to the operation until ``wait`` returns.
+
+    Wrong arguments raise ``ValueError`` or ``TypeError`` before MPI is called. In debug mode
+    (``MPIDIST_DEBUG=1``) arguments that disagree, or that are wrong on one rank only, raise
+    ``DisagreementError`` on all ranks. MPI's failures raise ``RankFailureError`` or
+    ``MpidistError``.
+
+    Attributes:
+        name: The group's name, for messages.
+        key: Identifies the group; the same text on all its ranks.
+        rank: This rank in the group.
+        size: W, the number of ranks.
+        world_ranks: The members' ranks in the world, in group order.
+        on_timeout: ``"abort"`` or ``"raise"``, the same on all ranks.
+        journal: The operation that the group executes.
     """
 
     def __init__(self, comm: Communicator, settings: GroupSettings) -> None:
-        super().__init__(comm, settings)
+        self._comm = comm
+        self._progress = Progress(settings.name)
+        self._state = state = GroupState(comm, settings, self._progress.queued)
+        self.name, self.key = state.name, state.key
+        self.rank, self.size, self.world_ranks = state.rank, state.size, state.world_ranks
+        self.on_timeout, self.journal = state.on_timeout, state.journal
+        self._execution = execution = Execution(state, self._progress, settings.debug)
+        self._messages = Messages(state, execution.checks_nan)
+        self._object_messages = ObjectMessages(state)
+        self._monitored_barrier = MonitoredBarrier(state)
+        self._subgroups = Subgroups(execution, type(self))
+        self._fast_path = FastPath(
+            state,
+            self._progress,
+            execution.helps,
+            is_open=not (execution.is_debug or execution.checks_nan),
+        )
+        state.close_fast_path = self._fast_path.close
+        # Bound once, because each attribute access in a call costs 30 ns.
+        self._launch = execution.launch
+        self._require_no_nan = execution.require_no_nan
+        self.all_reduce_at_once = self._fast_path.all_reduce
         self._tables: dict[str, tuning.Table] = {}  # by device type
         self._windows: WindowChannel | None = None  # of the first window with a tensor
+        watchdog.watch(state)
+
+    # --- collectives that move data ---
+
+    @property
+    def allocates_node_memory(self) -> bool:
+        """Return whether ``allocate`` returns memory that all other ranks can read."""
+        made = node_memory.of(self._comm)
+        return self.size > 1 and self.is_single_node and (made is None or made.is_shared)
+
+    def allocate(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor in memory that the other ranks of the node reach without messages.
+
+        In a group of one node ``all_gather_into_tensor`` copies straight from there, where every
+        rank's output or input lies in it. The tensor is this rank's own, like any other, until it
+        is registered in a ``Window``, through which ranks of the node write to it and map it. A
+        process forked from the rank writes to the same memory.
+
+        The memory serves this group's later tensors when nothing refers to the tensor any more, and
+        is freed when the group is closed and its last tensor gone; a tensor may outlive the group.
+        Where no two ranks share a node, and with one warning where the ranks cannot map each
+        other's memory or this rank's part of it is full, the tensor is in plain memory.
+
+        Collective: the first call, over the group, unless a window was made before; waits behind
+        queued operations. Later calls concern this rank alone.
+
+        Args:
+            shape: Numbers of elements.
+            dtype: The dtype.
+
+        Returns:
+            A contiguous tensor on the CPU with undefined values, at the start of a page.
+
+        Raises:
+            ValueError: A negative number of elements (this rank).
+            TypeError: Not numbers, or not a dtype (this rank).
+        """
+        with self._execution.checked("allocate") as where:
+            sizes = arguments.shape(where, shape)
+            arguments.dtype(where, dtype)
+        memory = node_memory.of(self._comm)
+        if memory is None and node_memory.has_neighbours(self._comm):
+            memory = self._launch(
+                Operation("allocate", node_memory.make, args=(self.where("allocate"),))
+            )
+        self._state.require_usable("allocate")
+        if memory is None:
+            with autograd_mode.allocating():
+                return torch.empty(sizes, dtype=dtype, device="cpu")
+        return memory.tensor(sizes, dtype)
+
+    def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work | None:
+        """Copy rank ``src``'s tensor (any shape and dtype, equal on all ranks) to all."""
+        operation = collectives.broadcast(self._execution, (tensor,), src)
+        return self._launch(operation, async_op)
+
+    def broadcast_coalesced(
+        self, tensors: Tensors, src: int, async_op: bool = False
+    ) -> Work | None:
+        """Copy rank ``src``'s list of tensors to all, as one operation."""
+        operation = collectives.broadcast_coalesced(self._execution, tensors, src)
+        return self._launch(operation, async_op)
+
+    def barrier(self, async_op: bool = False) -> Work | None:
+        """Wait until all ranks have called ``barrier``."""
+        return self._launch(Operation("barrier", movement.barrier), async_op)
+
+    def all_gather(
+        self, tensor_list: Tensors, tensor: Tensor, async_op: bool = False
+    ) -> Work | None:
+        """Gather each rank's ``tensor`` into a list of W tensors; sizes may differ by rank."""
+        operation = collectives.all_gather(self._execution, tensor_list, tensor)
+        return self._launch(operation, async_op)
+
+    def all_gather_into_tensor(
+        self, output: Tensor, input: Tensor, async_op: bool = False
+    ) -> Work | None:
+        """Gather each rank's ``input`` (N elements) into ``output`` (W·N elements, by rank)."""
+        operation = collectives.all_gather_into_tensor(self._execution, (output,), (input,))
+        return self._launch(operation, async_op)
+
+    def all_gather_into_tensor_coalesced(
+        self, outputs: Tensors, inputs: Tensors, async_op: bool = False
+    ) -> Work | None:
+        """Execute ``all_gather_into_tensor`` for each pair of two lists, as one operation."""
+        operation = collectives.all_gather_into_tensor(self._execution, outputs, inputs)
+        return self._launch(operation, async_op)
+
+    def gather(
+        self,
+        tensor: Tensor,
+        gather_list: Tensors | None = None,
+        dst: int = 0,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Gather each rank's ``tensor`` (equal shapes) into rank ``dst``'s list of W tensors."""
+        operation = collectives.gather(self._execution, tensor, gather_list, dst)
+        return self._launch(operation, async_op)
+
+    def scatter(
+        self,
+        tensor: Tensor,
+        scatter_list: Tensors | None = None,
+        src: int = 0,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Copy the i-th of rank ``src``'s W tensors (equal shapes) to rank i's ``tensor``."""
+        operation = collectives.scatter(self._execution, tensor, scatter_list, src)
+        return self._launch(operation, async_op)
+
+    def all_to_all(
+        self, output_list: Tensors, input_list: Tensors, async_op: bool = False
+    ) -> Work | None:
+        """Send ``input_list[i]`` to rank i and receive its tensor in ``output_list[i]``.
+
+        Sizes may differ.
+        """
+        operation = collectives.all_to_all(self._execution, output_list, input_list)
+        return self._launch(operation, async_op)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Exchange rows of one tensor with each rank.
+
+        Args:
+            output: Receives ``output_split_sizes[i]`` rows from rank i.
+            input: Rows of as many elements; ``input_split_sizes[i]`` of them are sent to rank i.
+            output_split_sizes: W equal parts if None.
+            input_split_sizes: W equal parts if None.
+        """
+        operation = collectives.all_to_all_single(
+            self._execution, output, input, output_split_sizes, input_split_sizes
+        )
+        return self._launch(operation, async_op)
+
+    # --- collectives that compute ---
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = SUM, async_op: bool = False) -> Work | None:
+        """Reduce ``tensor`` (any shape, equal on all ranks) over all ranks, in place.
+
+        All ranks get the same bits. Sums and products of integers wrap around; AVG divides the
+        wrapped sum. A sparse COO tensor is reduced by SUM or AVG, may hold different elements on
+        each rank, and becomes a coalesced one.
+        """
+        if isinstance(tensor, Tensor) and not tensor.requires_grad:
+            if async_op:
+                # Between nodes the group's thread sleeps while it waits; a prepared call does not.
+                work = self._fast_path.all_reduce_later(tensor, op) if self.is_single_node else None
+                if work is not None:
+                    return work
+            elif self.all_reduce_at_once(tensor, op):
+                return None
+        if isinstance(tensor, Tensor) and tensor.layout is torch.sparse_coo:
+            return self._all_reduce_sparse(tensor, op, async_op)
+        return self._launch(collectives.all_reduce(self._execution, tensor, op), async_op)
+
+    def all_reduce_coalesced(
+        self, tensors: Tensors, op: ReduceOp = SUM, async_op: bool = False
+    ) -> Work | None:
+        """Reduce each tensor of a list (one dtype, one device) in place, as one operation."""
+        operation = collectives.all_reduce_coalesced(self._execution, tensors, op)
+        return self._launch(operation, async_op)
+
+    def reduce(
+        self, tensor: Tensor, dst: int, op: ReduceOp = SUM, async_op: bool = False
+    ) -> Work | None:
+        """Reduce ``tensor`` over all ranks into rank ``dst``'s; the others' keep their values."""
+        operation = collectives.reduce(self._execution, tensor, dst, op)
+        return self._launch(operation, async_op)
+
+    def reduce_scatter(
+        self, output: Tensor, input_list: Tensors, op: ReduceOp = SUM, async_op: bool = False
+    ) -> Work | None:
+        """Reduce a list of W tensors over all ranks and keep the rank's own in ``output``.
+
+        Args:
+            output: As many elements as ``input_list[rank]``.
+            input_list: Tensors of any sizes; the i-th has the same size on all ranks.
+        """
+        operation = collectives.reduce_scatter(self._execution, output, input_list, op)
+        return self._launch(operation, async_op)
+
+    def reduce_scatter_tensor(
+        self, output: Tensor, input: Tensor, op: ReduceOp = SUM, async_op: bool = False
+    ) -> Work | None:
+        """Reduce ``input`` (W·N elements) over all ranks; keep the rank's own N in ``output``."""
+        operation = collectives.reduce_scatter_tensor(self._execution, (output,), (input,), op)
+        return self._launch(operation, async_op)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Tensors, inputs: Tensors, op: ReduceOp = SUM, async_op: bool = False
+    ) -> Work | None:
+        """Execute ``reduce_scatter_tensor`` for each pair of two lists, as one operation."""
+        operation = collectives.reduce_scatter_tensor(self._execution, outputs, inputs, op)
+        return self._launch(operation, async_op)
+
+    def _all_reduce_sparse(self, tensor: Tensor, op: ReduceOp, async_op: bool) -> Work | None:
+        with self._execution.checked("all_reduce") as where:
+            arguments.sparse(where, tensor, "tensor", op)
+            arguments.writable(where, tensor, "tensor")
+        # One operation, because other collectives of the group must not run between its stages.
+        return self.in_order(
+            partial(sparse.all_reduce, self, self._comm, where, tensor, op),
+            async_op,
+            tensor.device,
+            operation="all_reduce",
+            facts=sparse.facts(tensor, op),
+            results=(tensor,),
+        )
+
+    # --- messages ---
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        """Send a tensor (any shape and dtype) to rank ``dst``.
+
+        Blocks: until the tensor may be changed; for long messages, until the receive has started.
+
+        Raises:
+            CommTimeout: The group's timeout has passed.
+        """
+        if torch_profiler._is_profiler_enabled:
+            send = profiling.messaging(self._messages.send, self._state, "send", tensor, dst)
+            send(tensor, dst, tag)
+        else:
+            self._messages.send(tensor, dst, tag)
+
+    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
+        """Receive into ``tensor`` from rank ``src``, or from any if None; return the sender's rank.
+
+        Raises:
+            CommTimeout: No message within the group's timeout; the receive is withdrawn.
+            MpidistError: The message is longer or shorter than the tensor. A longer one does not
+                change the tensor.
+        """
+        if torch_profiler._is_profiler_enabled:
+            recv = profiling.messaging(self._messages.recv, self._state, "recv", tensor, src)
+            return recv(tensor, src, tag)
+        return self._messages.recv(tensor, src, tag)
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> RequestWork:
+        """Start a send; the tensor must not be changed before the handle's ``wait`` returns."""
+        start = self._messages.isend
+        if torch_profiler._is_profiler_enabled:
+            start = profiling.messaging(start, self._state, "isend", tensor, dst)
+        return start("isend", tensor, dst, tag)
+
+    def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> RequestWork:
+        """Start a receive; after ``wait`` the tensor holds the message.
+
+        The handle's ``source_rank()`` then returns the sender's rank.
+        """
+        start = self._messages.irecv
+        if torch_profiler._is_profiler_enabled:
+            start = profiling.messaging(start, self._state, "irecv", tensor, src)
+        return start("irecv", tensor, src, tag)
+
+    def batch_isend_irecv(self, operations: Sequence[P2POp]) -> list[RequestWork]:
+        """Start messages of any order; all receives are posted before the first send."""
+        for operation in operations:
+            if operation.op not in ("isend", "irecv"):
+                raise ValueError(
+                    f'{self.where("batch_isend_irecv")} needs op "isend" or "irecv"; got '
+                    f"{operation.op!r}"
+                )
+            if operation.op == "isend" and operation.peer is None:
+                raise ValueError(f"{self.where('batch_isend_irecv')} needs a peer for a send")
+        works: dict[int, RequestWork] = {}
+        for place, item in enumerate(operations):
+            if item.op == "irecv":
+                works[place] = self.irecv(item.tensor, item.peer, item.tag)
+        for place, item in enumerate(operations):
+            if item.op == "isend":
+                assert item.peer is not None
+                works[place] = self.isend(item.tensor, item.peer, item.tag)
+        return [works[place] for place in range(len(operations))]
+
+    # --- objects ---
+
+    def broadcast_object(
+        self, obj: object = None, src: int = 0, *, data_only: bool | None = None
+    ) -> Any:
+        """Return rank ``src``'s object on all ranks; the others' argument is ignored."""
+        return objects.broadcast_object(self._execution, obj, src, data_only)
+
+    def broadcast_object_list(
+        self, object_list: list[object], src: int = 0, *, data_only: bool | None = None
+    ) -> None:
+        """Overwrite every rank's list with rank ``src``'s."""
+        object_list[:] = self.broadcast_object(object_list, src, data_only=data_only)
+
+    def all_gather_object(self, obj: object, *, data_only: bool | None = None) -> list[Any]:
+        """Return the W ranks' objects, in rank order."""
+        return objects.all_gather_object(self._execution, obj, data_only)
+
+    def gather_object(
+        self, obj: object, dst: int = 0, *, data_only: bool | None = None
+    ) -> list[Any] | None:
+        """Return the W ranks' objects on rank ``dst``, None elsewhere."""
+        return objects.gather_object(self._execution, obj, dst, data_only)
+
+    def scatter_object(
+        self,
+        object_list: Sequence[object] | None = None,
+        src: int = 0,
+        *,
+        data_only: bool | None = None,
+    ) -> Any:
+        """Return the rank's object of rank ``src``'s list of W."""
+        return objects.scatter_object(self._execution, object_list, src, data_only)
+
+    def send_object(self, obj: object, dst: int, *, data_only: bool | None = None) -> None:
+        """Send an object to rank ``dst``; matches its ``recv_object``. Not collective.
+
+        Blocks: until the object may be changed; for large ones, until they are received.
+
+        Raises:
+            NotPlainData: The object must be data, and is not; nothing was sent.
+            CommTimeout: Not received within the group's timeout. The object is still under way.
+            RankFailureError: Rank ``dst`` died, or its program has ended.
+        """
+        send = self._object_messages.send
+        if torch_profiler._is_profiler_enabled:
+            send = profiling.calling(send, self._state, "send_object")
+        send(obj, dst, data_only)
+
+    def recv_object(
+        self, src: int | None = None, *, data_only: bool | None = None
+    ) -> tuple[Any, int]:
+        """Receive an object from rank ``src``, or from any; return it and the sender's rank.
+
+        Not collective.
+
+        Raises:
+            FrameError: The message is a pickle, and data is asked for; or it is not an object. The
+                message is received.
+        """
+        receive = self._object_messages.receive
+        if torch_profiler._is_profiler_enabled:
+            receive = profiling.calling(receive, self._state, "recv_object")
+        return receive(src, data_only)
+
+    # --- order, windows, barrier with a timeout ---
+
+    def in_order(
+        self,
+        function: Callable[[], object],
+        async_op: bool = True,
+        device: torch.device | None = None,
+        *,
+        operation: str = "in_order",
+        facts: Facts = (),
+        results: Tensors = (),
+    ) -> Any:
+        """Execute ``function()`` as one operation of the group.
+
+        Operations that ``function`` issues, on any group, have ended when their calls return. What
+        other threads of this rank issue meanwhile is queued behind it, so an operation of several
+        stages does not mix with others.
+
+        Collective: over the group, as far as ``function`` is.
+
+        Args:
+            async_op: Execute on the group's thread, behind the queue; else in the calling thread,
+                if nothing is queued.
+            device: CUDA device on which ``function`` queues work. That work follows the present
+                work of the current stream; work queued after ``wait`` follows it.
+            operation: The name in messages and reports.
+            facts: Values that must be equal on all ranks; compared in debug mode.
+            results: Value of the Work's future.
+
+        Returns:
+            A Work if ``async_op``, else what ``function`` has returned.
+        """
+        return self._execution.in_order(function, async_op, device, operation, facts, results)
+
+    def window(
+        self,
+        tensor: torch.Tensor | None = None,
+        *,
+        size: int | Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Window:
+        """Return a window: one-sided access of all ranks to a tensor of each.
+
+        Collective: over this group, with a tensor or a size; else not.
+
+        Args:
+            tensor: This rank's tensor; see ``Window.tensor_register``.
+            size: In place of a tensor, the elements or shape of one of ``allocate``, filled with
+                zeros; sizes may differ by rank, and other ranks may give a tensor.
+            dtype: Of that tensor; the same on all ranks.
+
+        Raises:
+            TypeError, ValueError, DisagreementError: As ``Window.tensor_register``.
+        """
+        self._state.require_usable("window")
+        made = Window(self, self._channel_of_windows)
+        if size is not None:
+            made.register_new(size, dtype, tensor)
+        elif tensor is not None:
+            made.tensor_register(tensor)
+        return made
+
+    def monitored_barrier(
+        self, timeout: float | timedelta | None = None, wait_all_ranks: bool = True
+    ) -> None:
+        """Wait until all ranks have called it, at most ``timeout`` (the group's by default).
+
+        Collective: over the group.
+
+        Args:
+            timeout: Seconds or a timedelta. With 0, rank 0 probes once for arrivals, as torch's
+                barrier on Gloo.
+            wait_all_ranks: Accepted for torch's signature. The error always names all missing
+                ranks.
+
+        Raises:
+            CommTimeout: On every rank that has arrived, naming the missing ranks; if rank 0 is
+                missing, naming rank 0.
+            RankFailureError: On every rank that has arrived, if a rank's program ended more
+                than 2 s ago.
+        """
+        wait = self._monitored_barrier.wait
+        if torch_profiler._is_profiler_enabled:
+            wait = profiling.calling(wait, self._state, "monitored_barrier")
+        wait(timeout)
+
+    # --- other groups ---
+
+    def new_group(
+        self,
+        ranks: Sequence[int],
+        name: str | None = None,
+        timeout: float | timedelta | None = None,
+        on_timeout: str | None = None,
+    ) -> ProcessGroup | None:
+        """Make a group of some of this group's ranks.
+
+        Collective: over ``ranks`` alone; others may call it too, and get None. Members must agree
+        on the order of such calls.
+
+        Args:
+            ranks: Distinct ranks of this group, in the new group's order.
+            name: The name in messages; derived from the ranks if None.
+            timeout: Seconds or a timedelta, 0 for no limit; this group's if None.
+            on_timeout: See ``init``; this group's if None.
+
+        Blocks: until all of ``ranks`` have called it, at most this group's timeout.
+
+        Raises:
+            ValueError: Ranks repeated or out of range.
+            CommTimeout: Not all members called it in time (members that wait); the watchdog has
+                printed what each rank does, and this group has failed.
+            RankFailureError: A member died, or its program ended more than 2 s ago
+                (members that wait).
+            DisagreementError: ``on_timeout`` differs between the members (all members).
+        """
+        return self._subgroups.new_group(ranks, name, timeout, on_timeout)
+
+    def split(
+        self,
+        color: int | None,
+        key: int = 0,
+        timeout: float | timedelta | None = None,
+        on_timeout: str | None = None,
+    ) -> ProcessGroup | None:
+        """Divide the group: the ranks of each ``color`` form a new group.
+
+        Collective: over this group. Waits behind queued operations.
+
+        Args:
+            color: At least 0, the same for the ranks of one new group; None to join none.
+            key: Orders the ranks of the new group; ranks of equal keys keep their order.
+            timeout: Seconds or a timedelta, 0 for no limit; this group's if None.
+            on_timeout: See ``init``; this group's if None.
+        """
+        return self._subgroups.split(color, key, timeout, on_timeout)
+
+    def split_by_node(self, timeout: float | timedelta | None = None) -> ProcessGroup:
+        """Divide the group into one for each node; its ranks share the node's memory.
+
+        Collective: over this group. Waits behind queued operations.
+
+        Source: MPI-4.1 §7.4.2, MPI_COMM_TYPE_SHARED.
+        """
+        return self._subgroups.split_by_node(timeout)
+
+    def shrink(
+        self,
+        exclude: Sequence[int],
+        abort: bool = False,
+        name: str | None = None,
+        timeout: float | timedelta | None = None,
+        on_timeout: str | None = None,
+    ) -> ProcessGroup:
+        """Make a group of this group's ranks without some, which may be dead.
+
+        Without a death it works on any MPI. After one it needs ULFM (``mpirun --with-ft ulfm``),
+        and also works on a group that has failed. This group stays open; close it, or drop it if it
+        has failed.
+
+        Collective: over the ranks that remain, in any state of the excluded ones, which must not
+        call it.
+
+        Args:
+            exclude: Distinct ranks of this group, at least one and not all; the others keep their
+                order. The same on all ranks that remain.
+            abort: First fail this group, so that its operations under way return with an error
+                (with ULFM; else they go on until MPI has ended them). Without it the group must
+                have no operation under way or queued.
+            name: The name in messages; derived from this group's if None.
+            timeout: Seconds or a timedelta, 0 for no limit; this group's if None.
+            on_timeout: See ``init``; this group's if None.
+
+        Blocks: until all ranks that remain have called it, at most the new group's timeout.
+
+        Raises:
+            ValueError: Ranks repeated or out of range, none, all, or this rank itself.
+            GroupError: The group is closed, or has an operation under way or queued.
+            CommTimeout: Not all ranks that remain called it in time, with the same ``exclude``.
+            RankFailureError: A rank that should remain is dead, or has ended.
+
+        Source: MPI_Comm_create_group, MPI_Comm_create_from_group (MPI-4.1 §7.4.2).
+        """
+        return self._subgroups.shrink(exclude, abort, name, timeout, on_timeout)
+
+    def regroup(
+        self,
+        world_ranks: Sequence[int],
+        key: str,
+        timeout: float | timedelta | None = None,
+    ) -> ProcessGroup:
+        """Make a group of ranks of the job that takes the place of this one.
+
+        The new group may lack ranks of this one, and have ranks that were left out before. Without
+        a death it works on any MPI. After one it needs ULFM (``mpirun --with-ft ulfm``), and also
+        works on a group that has failed. Name, debug mode and ``on_timeout`` are this group's,
+        which stays open; close it, or drop it if it has failed.
+
+        Collective: over ``world_ranks``, each on the group that it has; the others take no part.
+
+        Args:
+            world_ranks: Distinct ranks of the job, this one among them, in the new group's order.
+                The same on all of them.
+            key: A text that no earlier call had. The same on all of them.
+            timeout: Seconds or a timedelta, 0 for no limit; this group's if None.
+
+        Blocks: until all of ``world_ranks`` have called it, at most the timeout.
+
+        Raises:
+            ValueError: Ranks repeated or out of range, or without this one.
+            GroupError: The group is closed, or has an operation under way or queued.
+            CommTimeout: Not all of ``world_ranks`` called it in time with the same arguments.
+            RankFailureError: One of them is dead, or has ended.
+
+        Source: MPI_Comm_create_group, MPI_Comm_create_from_group (MPI-4.1 §7.4.2).
+        """
+        return self._subgroups.regroup(world_ranks, key, timeout)
+
+    def clone(self, name: str | None = None, on_timeout: str | None = None) -> ProcessGroup:
+        """Make a group of the same ranks with an order of its own.
+
+        Collective: over this group.
+
+        Args:
+            name: The name in messages; numbered if None.
+            on_timeout: See ``init``; this group's if None.
+        """
+        return self._subgroups.clone(name, on_timeout)
+
+    # --- tuning ---
 
     def tune(
         self,
@@ -81,8 +705,8 @@ class ProcessGroup(Reductions, Collectives, PointToPoint, Objects, MonitoredBarr
                 "have a choice in host memory; "
                 f"got ranks on nodes {list(self._comm.nodes)}"
             )
-        arguments = (device, sizes, rounds, source, told, segments)
-        table = self._launch(Operation("tune", _tune, args=arguments))
+        args = (device, sizes, rounds, source, told, segments)
+        table = self._launch(Operation("tune", _tune, args=args))
         self._fast_path.forget()
         self._tables.clear()
         return table
@@ -102,40 +726,46 @@ class ProcessGroup(Reductions, Collectives, PointToPoint, Objects, MonitoredBarr
             held = self._tables[device.type] = self._launch(ask)
         return held
 
-    def window(
-        self,
-        tensor: torch.Tensor | None = None,
-        *,
-        size: int | Sequence[int] | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> Window:
-        """Return a window: one-sided access of all ranks to a tensor of each.
+    # --- state ---
 
-        Collective: over this group, with a tensor or a size; else not.
+    @property
+    def is_single_node(self) -> bool:
+        """Return whether all ranks of the group share one node's memory."""
+        return self._comm.is_single_node
 
-        Args:
-            tensor: This rank's tensor; see ``Window.tensor_register``.
-            size: In place of a tensor, the elements or shape of one of ``allocate``, filled with
-                zeros; sizes may differ by rank, and other ranks may give a tensor.
-            dtype: Of that tensor; the same on all ranks.
+    @property
+    def is_closed(self) -> bool:
+        """Return whether ``close`` was called."""
+        return self._state.is_closed
 
-        Raises:
-            TypeError, ValueError, DisagreementError: As ``Window.tensor_register``.
+    @property
+    def timeout_s(self) -> float | None:
+        """Return the longest time of an operation until the watchdog reports it; None: no limit."""
+        return self._state.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, value: float | None) -> None:
+        self._state.timeout_s = value
+
+    def where(self, operation: str) -> str:
+        """Return the beginning of a message about ``operation``."""
+        return self._state.where(operation)
+
+    def peers_of(self, rank: int | None) -> tuple[int, ...]:
+        """Return the world ranks that a message to or from ``rank`` needs; all others if None."""
+        return self._state.peers_of(rank)
+
+    def fail(self, error: MpidistError) -> None:
+        """Raise ``error`` from every later call, and from the call under way when MPI returns."""
+        self._state.fail(error)
+
+    def revoke(self) -> bool:
+        """Revoke the group's communicator on all ranks (ULFM).
+
+        Returns:
+            False without ULFM, or if the group is closed: its communicator may be freed.
         """
-        self._require_usable("window")
-        made = Window(self, self._channel_of_windows)
-        if size is not None:
-            made.register_new(size, dtype, tensor)
-        elif tensor is not None:
-            made.tensor_register(tensor)
-        return made
-
-    def _channel_of_windows(self) -> WindowChannel:
-        channel = self._windows
-        if channel is None:
-            ask = Operation("tensor_register", channel_of, args=(self.where("allocate"),))
-            channel = self._windows = self._launch(ask)
-        return channel
+        return self._state.revoke()
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """End the queued operations, then the group's thread, and give up the communicator.
@@ -146,23 +776,25 @@ class ProcessGroup(Reductions, Collectives, PointToPoint, Objects, MonitoredBarr
 
         Collective: over the group; no rank waits for another.
         """
-        global _default
-        if self._closed:
+        if self._state.is_closed:
             return
         self._progress.close(timeout_s)
-        with self._revoking:
-            self._closed = True
-        self._close_fast_path()
+        self._state.close()
         node_memory.drop(self._comm)
-        self._receives.close()
-        if _default is self:
-            _default = None
-        if self._failure is None and not MPI.Is_finalized():
+        self._messages.receives.close()
+        if self._state.failure is None and not MPI.Is_finalized():
             tag = self._comm.own_tag(Tag.GROUP_END)
             ended = self._drop_messages(tag)
             if self._windows is not None:
                 self._close_windows(self._windows)
-            closed_communicators.add(self._mpi, tag, self._comm.children(), ended)
+            closed_communicators.add(self._state.mpi, tag, self._comm.children(), ended)
+
+    def _channel_of_windows(self) -> WindowChannel:
+        channel = self._windows
+        if channel is None:
+            ask = Operation("tensor_register", channel_of, args=(self.where("allocate"),))
+            channel = self._windows = self._launch(ask)
+        return channel
 
     def _close_windows(self, channel: WindowChannel) -> None:
         with mpi_errors.death_tolerated():
@@ -184,7 +816,7 @@ class ProcessGroup(Reductions, Collectives, PointToPoint, Objects, MonitoredBarr
         """
         ended = set()
         with mpi_errors.death_tolerated():
-            for source, tag, length in self._receives.drain():
+            for source, tag, length in self._messages.receives.drain():
                 if tag == end:
                     ended.add(source)
                 # Messages with the library's own tags belong to calls that were refused or left.
@@ -198,112 +830,8 @@ class ProcessGroup(Reductions, Collectives, PointToPoint, Objects, MonitoredBarr
         return ended
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "failed" if self._failure else "open"
+        state = "closed" if self._state.is_closed else "failed" if self._state.failure else "open"
         return f'ProcessGroup("{self.name}", rank {self.rank} of {self.size}, {state})'
-
-
-for _part in ProcessGroup.__mro__[:-1]:
-    untraced(_part)
-
-
-def init(
-    name: str = "world",
-    timeout: float | timedelta | None = DEFAULT_TIMEOUT_S,
-    debug: bool | None = None,
-    on_timeout: str | None = None,
-) -> ProcessGroup:
-    """Return the group of all ranks of the job; start MPI if it has not started.
-
-    Collective: the first call, over all ranks of the job. Later calls return the same group until
-    it is closed.
-
-    Args:
-        name: The name in messages.
-        timeout: Seconds or a timedelta after which the watchdog reports a collective, and for which
-            this call waits for the other ranks, but at least 60 s; None or 0 for no limit.
-        debug: Compare the operations of all ranks before each collective; ``MPIDIST_DEBUG=1`` if
-            None.
-        on_timeout: ``"abort"``: a collective past its timeout, or one that waits for a rank that
-            has ended, ends the job with a report. ``"raise"``: every rank of the group raises the
-            report, as a ``CommTimeout`` or a ``RankFailureError``; the group has failed, every
-            later call on it raises, and the program may save its state and end. All collectives are
-            then non-blocking calls of MPI that the thread tests until they have ended. MPI may
-            still read and write the tensors of a failed call, so the program must not. A call on
-            device memory by pointer blocks in MPI, cannot be left and still ends the job. None:
-            ``MPIDIST_ON_TIMEOUT``, else ``"abort"``. Children of the group inherit it.
-
-    Raises:
-        LaunchError: The job was started in a way in which MPI cannot connect its ranks.
-        CommTimeout: Not all ranks called it in time.
-        RankFailureError: A rank's program ended more than 2 s ago.
-        DisagreementError: ``on_timeout`` differs between ranks (all ranks).
-        ValueError: ``on_timeout`` is unknown.
-    """
-    global _default
-    if _default is None:
-        _default = from_world(name, timeout, debug=debug, on_timeout=on_timeout)
-    return _default
-
-
-def from_world(
-    name: str,
-    timeout: float | timedelta | None,
-    key: int | None = None,
-    debug: bool | None = None,
-    on_timeout: str | None = None,
-) -> ProcessGroup:
-    """Make a new group of all ranks of the job.
-
-    Collective: over all ranks of the job.
-
-    The arguments are those of ``init``; ``key`` orders the ranks, by their world rank if None.
-    """
-    limit = seconds(timeout)
-    on_timeout = on_timeout or os.environ.get(ENV_ON_TIMEOUT) or ABORT
-    creation_barrier.wait_for_world("init", creation_barrier.start_limit(limit))
-    world = runtime.world()
-    watchdog.start(world)  # before anything is made: it refuses wrong settings
-    mpi = world.comm.Split(0, world.rank if key is None else key)
-    places = tuple(creation_barrier.ranks_in(mpi, world.comm))
-    settings = GroupSettings(name, f"world{next(_worlds)}", places, limit, debug, on_timeout)
-    return subgroups.create(ProcessGroup, mpi, settings)
-
-
-def from_members(
-    members: Sequence[int], name: str, timeout: float | timedelta | None
-) -> ProcessGroup:
-    """Make a group of some ranks of the job.
-
-    Collective: over ``members``. The other ranks take no part, but must start MPI, as all ranks of
-    a job must.
-
-    Args:
-        members: World ranks, in the new group's order.
-        name, timeout: As of ``init``.
-
-    Raises:
-        CommTimeout: Not all members called it in time.
-        RankFailureError: A member's program ended more than 2 s ago.
-        DisagreementError: ``MPIDIST_ON_TIMEOUT`` differs between members (all members).
-    """
-    limit = seconds(timeout)
-    mpi, key = creation_barrier.create_world_group(
-        "init", members, creation_barrier.start_limit(limit)
-    )
-    on_timeout = os.environ.get(ENV_ON_TIMEOUT) or ABORT
-    settings = GroupSettings(name, key, tuple(members), limit, None, on_timeout)
-    return subgroups.create(ProcessGroup, mpi, settings)
-
-
-def default() -> ProcessGroup:
-    """Return the group that ``init`` made.
-
-    Raises:
-        GroupError: ``init`` was not called.
-    """
-    if _default is None:
-        raise GroupError("no process group: call mpidist.comm.init() first, on all ranks")
-    return _default
 
 
 def _tune(

@@ -11,14 +11,9 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from torch.autograd import profiler as torch_profiler
-
-from mpidist.comm.execution import profiling
-from mpidist.comm.execution.execution import Execution
-from mpidist.comm.execution.group_settings import GroupSettings
+from mpidist.comm.execution.group_state import GroupState
 from mpidist.comm.execution.work import seconds
 from mpidist.comm.mpi import backoff, exited_ranks, rank_ranges
-from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
 from mpidist.errors import CommTimeout
@@ -28,58 +23,40 @@ _SPIN_S = 500e-6
 _GRACE_S = 2.0
 
 
-class MonitoredBarrier(Execution):
-    """The monitored barrier of a process group."""
+class MonitoredBarrier:
+    """The monitored barrier of one group.
 
-    def __init__(self, comm: Communicator, settings: GroupSettings) -> None:
-        super().__init__(comm, settings)
-        self._barriers = 0
+    Attributes:
+        number: Number of the last barrier.
+    """
+
+    def __init__(self, state: GroupState) -> None:
+        self._state = state
+        self.number = 0
         # One barrier of this rank at a time, because arrivals carry only the barrier's number.
         self._one_barrier = threading.Lock()
 
-    def monitored_barrier(
-        self, timeout: float | timedelta | None = None, wait_all_ranks: bool = True
-    ) -> None:
-        """Wait until all ranks have called it, at most ``timeout`` (the group's by default).
-
-        Collective: over the group.
-
-        Args:
-            timeout: Seconds or a timedelta. With 0, rank 0 probes once for arrivals, as torch's
-                barrier on Gloo.
-            wait_all_ranks: Accepted for torch's signature. The error always names all missing
-                ranks.
-
-        Raises:
-            CommTimeout: On every rank that has arrived, naming the missing ranks; if rank 0 is
-                missing, naming rank 0.
-            RankFailureError: On every rank that has arrived, if a rank's program ended more
-                than 2 s ago.
-        """
-        execute = self._monitored_barrier
-        if torch_profiler._is_profiler_enabled:
-            execute = profiling.calling(execute, self, "monitored_barrier")
-        execute(timeout)
-
-    def _monitored_barrier(self, timeout: float | timedelta | None) -> None:
-        self._require_usable("monitored_barrier")
-        limit = self.timeout_s if timeout is None else seconds(timeout) or 0.0
+    def wait(self, timeout: float | timedelta | None) -> None:
+        """Wait until all ranks have called it; see ``ProcessGroup.monitored_barrier``."""
+        state = self._state
+        state.require_usable("monitored_barrier")
+        limit = state.timeout_s if timeout is None else seconds(timeout) or 0.0
         # Without the lock of the group's collectives. If this call held it, an asynchronous
         # collective of another rank would wait for this rank, and this call for that rank. The
         # messages have tags of their own.
-        with self._one_barrier, self._explained("monitored_barrier"):
-            self._barriers += 1
-            if self.rank == 0:
+        with self._one_barrier, state.explained("monitored_barrier"):
+            self.number += 1
+            if state.rank == 0:
                 missing, have_ended = self._collect(limit)
             else:
                 missing, have_ended = self._report_arrival(limit)
         if have_ended:
             raise exited_ranks.failure(
-                self.where("monitored_barrier"), [self.world_ranks[rank] for rank in missing]
+                state.where("monitored_barrier"), [state.world_ranks[rank] for rank in missing]
             )
         if missing:
             raise CommTimeout(
-                f"{self.where('monitored_barrier')} number {self._barriers}: "
+                f"{state.where('monitored_barrier')} number {self.number}: "
                 f"{rank_ranges.named(missing)} did not come within {limit:g} s"
             )
 
@@ -93,12 +70,12 @@ class MonitoredBarrier(Execution):
         status = MPI.Status()
 
         def absent() -> list[int]:
-            return [peer for peer in range(1, self.size) if peer not in arrived]
+            return [peer for peer in range(1, self._state.size) if peer not in arrived]
 
         def have_arrived() -> bool:
             while (
-                message := self._mpi.Improbe(
-                    MPI.ANY_SOURCE, self._comm.own_tag(Tag.BARRIER_ARRIVAL), status
+                message := self._state.mpi.Improbe(
+                    MPI.ANY_SOURCE, self._state.comm.own_tag(Tag.BARRIER_ARRIVAL), status
                 )
             ) is not None:
                 word, peer = bytearray(8), status.Get_source()
@@ -109,7 +86,7 @@ class MonitoredBarrier(Execution):
                     arrived[peer] = number
                 else:
                     arrived.pop(peer, None)
-            return len(arrived) == self.size - 1
+            return len(arrived) == self._state.size - 1
 
         self._wait(have_arrived, limit_s, absent)
         ended = self._ended(absent())
@@ -118,19 +95,23 @@ class MonitoredBarrier(Execution):
             verdict = b"".join(
                 word.to_bytes(8, "little") for word in (number, bool(ended), *missing)
             )
-            self._mpi.Send(
-                (verdict, len(verdict), MPI.BYTE), peer, self._comm.own_tag(Tag.BARRIER_VERDICT)
+            self._state.mpi.Send(
+                (verdict, len(verdict), MPI.BYTE),
+                peer,
+                self._state.comm.own_tag(Tag.BARRIER_VERDICT),
             )
         return missing, bool(ended)
 
     def _report_arrival(self, limit_s: float | None) -> tuple[list[int], bool]:
-        self._send_arrival(self._barriers)
+        self._send_arrival(self.number)
         words: list[int] = []
         status = MPI.Status()
 
         def has_verdict() -> bool:
             while (
-                message := self._mpi.Improbe(0, self._comm.own_tag(Tag.BARRIER_VERDICT), status)
+                message := self._state.mpi.Improbe(
+                    0, self._state.comm.own_tag(Tag.BARRIER_VERDICT), status
+                )
             ) is not None:
                 data = bytearray(status.Get_count(MPI.BYTE))
                 message.Recv((data, len(data), MPI.BYTE))
@@ -138,26 +119,26 @@ class MonitoredBarrier(Execution):
                     int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)
                 ]
                 # Another number is the verdict of a barrier that this rank has withdrawn from.
-                if words[0] == self._barriers:
+                if words[0] == self.number:
                     return True
             return False
 
         # The end of any rank counts, because rank 0 may have ended its wait before this rank
         # arrived.
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        others = [rank for rank in range(self._state.size) if rank != self._state.rank]
         if self._wait(has_verdict, None if limit_s is None else limit_s + _GRACE_S, lambda: others):
             return words[2:], bool(words[1])
-        self._send_arrival(-self._barriers)
+        self._send_arrival(-self.number)
         ended = self._ended(others)
         return ended or [0], bool(ended)
 
     def _ended(self, ranks: Sequence[int]) -> list[int]:
-        gone = exited_ranks.ended([self.world_ranks[rank] for rank in ranks])
-        return [rank for rank in ranks if self.world_ranks[rank] in gone]
+        gone = exited_ranks.ended([self._state.world_ranks[rank] for rank in ranks])
+        return [rank for rank in ranks if self._state.world_ranks[rank] in gone]
 
     def _send_arrival(self, number: int) -> None:
         word = number.to_bytes(8, "little", signed=True)
-        self._mpi.Send((word, 8, MPI.BYTE), 0, self._comm.own_tag(Tag.BARRIER_ARRIVAL))
+        self._state.mpi.Send((word, 8, MPI.BYTE), 0, self._state.comm.own_tag(Tag.BARRIER_ARRIVAL))
 
     def _wait(
         self, ready: Callable[[], bool], limit_s: float | None, needed: Callable[[], list[int]]
@@ -165,7 +146,7 @@ class MonitoredBarrier(Execution):
         """Wait until ``ready``; return False if the time is over or a needed rank has ended."""
 
         def check() -> None:
-            self._raise_failure()
+            self._state.raise_failure()
             if self._ended(needed()):
                 raise _RankEnded
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpidist.comm import group as comm_group
+from mpidist.comm import world_group
+from mpidist.comm.group import ProcessGroup
 from mpidist.comm.group_types import AnyGroup
 
 
-def native_group(process_group: AnyGroup) -> comm_group.ProcessGroup:
+def native_group(process_group: AnyGroup) -> ProcessGroup:
     """Return the native group that ``process_group`` is or wraps.
 
     Args:
@@ -20,10 +21,10 @@ def native_group(process_group: AnyGroup) -> comm_group.ProcessGroup:
     """
     if process_group is None:
         process_group = default_group()
-    if isinstance(process_group, comm_group.ProcessGroup):
+    if isinstance(process_group, ProcessGroup):
         return process_group
     native = getattr(process_group, "native", None)
-    if isinstance(native, comm_group.ProcessGroup):
+    if isinstance(native, ProcessGroup):
         return native
     raise TypeError(
         "this needs a group of mpidist: mpidist.comm.init(), or a torch group made with "
@@ -39,6 +40,6 @@ def default_group() -> Any:
     # A script that has called torch's init_process_group("mpidist") means that group.
     if dist.is_available() and dist.is_initialized():
         default = dist.group.WORLD
-        if isinstance(getattr(default, "native", None), comm_group.ProcessGroup):
+        if isinstance(getattr(default, "native", None), ProcessGroup):
             return default
-    return comm_group.init()
+    return world_group.init()

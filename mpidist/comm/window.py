@@ -138,6 +138,7 @@ class Window:
 
     def __init__(self, group: Any, channel: Callable[[], WindowChannel]) -> None:
         self._group = group
+        self._state = group._state
         self._channel_of_group = channel
         self._registered: _Registered | None = None
         # One entry for each put that a thread has begun and whose copy, or send, has not begun or
@@ -175,7 +176,7 @@ class Window:
         self, size: int | Sequence[int], dtype: torch.dtype, tensor: Tensor | None = None
     ) -> None:
         """Register a new tensor of ``allocate``, zeros; as ``tensor_register``."""
-        where = self._group.where("window")
+        where = self._state.where("window")
 
         def make() -> Tensor:
             if tensor is not None:
@@ -323,7 +324,7 @@ class Window:
         try:
             registered.channel.signal(registered.exposed, peer_rank)
         except Exception as error:
-            raise self._group._message_error(error, "signal") from error
+            raise self._state.message_error(error, "signal") from error
         return self._ended("signal", ()) if async_op else None
 
     def wait_signal(
@@ -357,7 +358,7 @@ class Window:
                     if take(exposed, peer_rank):
                         return None
             except Exception as error:
-                raise self._group._message_error(error, "wait_signal") from error
+                raise self._state.message_error(error, "wait_signal") from error
         request = SignalWait(channel, exposed, peer_rank)
         work = self._work("wait_signal", request, None, peer_rank, _SignalWork)
         if async_op:
@@ -450,7 +451,7 @@ class Window:
         self._registered = _Registered(channel, exposed, numels, mapped)
 
     def _facts(self, operation: str, tensor: Tensor) -> _Facts:
-        where = self._group.where(operation)
+        where = self._state.where(operation)
         arguments.tensor(where, tensor, "tensor")
         arguments.writable(where, tensor, "tensor")
         if not tensor.is_cpu:
@@ -465,7 +466,7 @@ class Window:
         return _Facts(tuple(tensor.shape), str(tensor.dtype), offset)
 
     def _agreed(self, operation: str, rows: Sequence[tuple[str | None, Any]]) -> list[_Facts]:
-        where = self._group.where(operation)
+        where = self._state.where(operation)
         told = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(rows) if text is not None]
         if told:
             raise DisagreementError(f"{where} was refused. {'; '.join(told)}")
@@ -487,64 +488,64 @@ class Window:
     def _start(self, registered: _Registered, dst: int, offset: int, source: Tensor) -> Put:
         try:
             return registered.channel.put(
-                registered.exposed, self._group.where("put"), dst, offset, source
+                registered.exposed, self._state.where("put"), dst, offset, source
             )
         except Exception as error:
-            raise self._group._message_error(error, "put") from error
+            raise self._state.message_error(error, "put") from error
 
     def _checked(
         self, registered: _Registered, tensor: Tensor, dst: int, offset: int
     ) -> tuple[Tensor, int]:
         """Return the contiguous form of a put's tensor, and its elements, after all checks."""
         if type(tensor) is not Tensor or not tensor.is_cpu:
-            arguments.tensor(self._group.where("put"), tensor, "tensor")
+            arguments.tensor(self._state.where("put"), tensor, "tensor")
             if not tensor.is_cpu:
                 raise ValueError(
-                    f"{self._group.where('put')} needs a tensor in host memory; got {tensor.device}"
+                    f"{self._state.where('put')} needs a tensor in host memory; got {tensor.device}"
                 )
         if type(dst) is not int or not 0 <= dst < self._size or exited_ranks.has_any():
             self._require_alive("put", dst)
         if tensor.dtype is not registered.dtype:
             raise TypeError(
-                f"{self._group.where('put')} needs a tensor of the window's dtype, "
+                f"{self._state.where('put')} needs a tensor of the window's dtype, "
                 f"{registered.dtype}; got {tensor.dtype}"
             )
         numel, room = tensor.numel(), registered.numels[dst]
         if type(offset) is not int or offset < 0 or offset + numel > room:
             raise ValueError(
-                f"{self._group.where('put')}: {numel} elements at {offset!r} do not fit the "
+                f"{self._state.where('put')}: {numel} elements at {offset!r} do not fit the "
                 f"{room} elements of rank {dst}"
             )
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             return tensor, numel
         # Also of a tensor that is not dense.
-        arguments.tensor(self._group.where("put"), tensor, "tensor")
+        arguments.tensor(self._state.where("put"), tensor, "tensor")
         return tensor.detach().resolve_conj().resolve_neg().contiguous(), numel
 
     def _require(self, operation: str) -> _Registered:
-        group, registered = self._group, self._registered
-        if group._closed or group._failure is not None:
-            group._require_usable(operation)
+        state, registered = self._state, self._registered
+        if state.is_closed or state.failure is not None:
+            state.require_usable(operation)
         if registered is None:
             raise GroupError(
-                f"{self._group.where(operation)} needs a registered tensor: call tensor_register "
+                f"{self._state.where(operation)} needs a registered tensor: call tensor_register "
                 "first, on all ranks"
             )
         return registered
 
     def _require_rank(self, operation: str, rank: int) -> None:
         if type(rank) is not int or not 0 <= rank < self._size:
-            arguments.rank(self._group.where(operation), rank, "the rank", self._size)
+            arguments.rank(self._state.where(operation), rank, "the rank", self._size)
 
     def _require_alive(self, operation: str, rank: int) -> None:
         self._require_rank(operation, rank)
         if exited_ranks.has_any():
             gone = exited_ranks.among((self._world_ranks[rank],))
             if gone:
-                raise exited_ranks.failure(self._group.where(operation), gone)
+                raise exited_ranks.failure(self._state.where(operation), gone)
 
     def _ended(self, operation: str, tensors: Sequence[Tensor]) -> Work:
-        work = Work(operation, tensors, self._group.where(operation))
+        work = Work(operation, tensors, self._state.where(operation))
         work.future.set_result(tensors)
         return work
 
@@ -556,4 +557,4 @@ class Window:
         peer: int,
         kind: type[RequestWork] = RequestWork,
     ) -> RequestWork:
-        return kind(self._group, operation, memory, request, peer, memory)
+        return kind(self._state, operation, memory, request, peer, memory)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpidist.comm import group as groups
+from mpidist.comm import world_group
 from mpidist.comm.group import ProcessGroup
 from mpidist.comm.mpi import launcher_env, runtime
 from mpidist.comm.serialization.tensor_format import HOST
@@ -68,7 +68,7 @@ def _group(world_size: int | None) -> ProcessGroup:
                 f"init_rpc was given world_size {world_size}, but the job has {launched_size} "
                 "ranks; for fewer, call mpidist.comm.init() on all ranks first, or give group="
             )
-    world = groups.init()
+    world = world_group.init()
     if world_size is None or world_size == world.size:
         return world
     if world.size == 1 < world_size:

@@ -183,7 +183,9 @@ def test_a_sender_that_stops_between_two_parts_is_a_timeout(group):
     parts = list(object_messages.parts(frame.encode(torch.zeros(100_000)), Tag.OBJECT_MESSAGE))
 
     def send(part, number):
-        group._mpi.Send((part, memoryview(part).nbytes, MPI.BYTE), 0, group._comm.own_tag(number))
+        group._state.mpi.Send(
+            (part, memoryview(part).nbytes, MPI.BYTE), 0, group._comm.own_tag(number)
+        )
 
     if group.rank == 1:
         send(*parts[0])

@@ -50,9 +50,9 @@ def test_a_timeout_raises_on_every_rank_and_the_group_has_failed(world):
             message = str(error)
         # The rank that did not call it gets the failure, too.
         deadline = time.monotonic() + 30
-        while group._failure is None and time.monotonic() < deadline:
+        while group._state.failure is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        text = str(group._failure)
+        text = str(group._state.failure)
         fine = world.rank == last or (
             "is past its timeout of 0.2 s" in message and f"rank {last}: " in message
         )
@@ -87,7 +87,7 @@ def test_a_rank_that_has_closed_the_group_goes_on(world):
         fresh = world.clone("after it")
         tensor = torch.ones(300_000)
         fresh.all_reduce(tensor)
-        agree(world, bool((tensor == world.size).all()) and fresh._failure is None, name)
+        agree(world, bool((tensor == world.size).all()) and fresh._state.failure is None, name)
         fresh.close()
 
 

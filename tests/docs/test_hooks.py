@@ -203,7 +203,7 @@ def test_directives_name_the_module_that_defines(hook):
     pages = hook("api_pages")
     text = pages.directives("mpidist.comm", ["init", "SUM"])
     assert (
-        "::: mpidist.comm.group.init\n" in text
+        "::: mpidist.comm.world_group.init\n" in text
         and "{#mpidist.comm.init}" in text
         and 'id="mpidist.comm.SUM"' in text
     )

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mpidist.comm.group import from_world
 from mpidist.comm.messages import request_work
+from mpidist.comm.world_group import from_world
 from tests.fuzz.call_steps import CallSteps
 from tests.fuzz.deadline import Deadline
 from tests.fuzz.issue import Handle

@@ -27,7 +27,7 @@ def test_every_wait_for_a_rank_that_has_ended_raises():
         """
         import json, sys, torch
         import mpidist.comm, mpidist.rpc as rpc
-        from mpidist.comm import group as groups
+        from mpidist.comm import world_group as groups
         from mpidist.errors import RankFailureError
         from mpidist.rpc import worker_gather
         world = mpidist.comm.init()

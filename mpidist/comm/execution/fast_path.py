@@ -17,8 +17,10 @@ from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm.algorithms import low_precision, mpi_types, reduce_op, reductions
 from mpidist.comm.algorithms.reduce_op import ReduceOp
-from mpidist.comm.execution.op_status import IDLE, Description, Form, Journal
-from mpidist.comm.execution.progress import Progress
+from mpidist.comm.execution.group_state import GroupState
+from mpidist.comm.execution.op_status import IDLE, Description, Form
+from mpidist.comm.execution.progress import Progress, is_at_once
+from mpidist.comm.execution.work import Work
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
@@ -48,27 +50,28 @@ class Call:
 
 
 class FastPath:
-    """The fast path of one group."""
+    """The fast path of one group's ``all_reduce``.
 
-    def __init__(
-        self,
-        comm: Communicator,
-        progress: Progress,
-        journal: Journal,
-        explain: Callable[[Exception, str], Exception],
-        is_open: bool,
-    ) -> None:
-        self._comm = comm
+    Args:
+        state: The group's state.
+        progress: Its queue.
+        helps: Threads that wait execute the queue.
+        is_open: No call needs a check of its values.
+    """
+
+    def __init__(self, state: GroupState, progress: Progress, helps: bool, is_open: bool) -> None:
+        self._state = state
+        self._comm = state.comm
         self._progress = progress
-        self._journal = journal
-        self._explain = explain
+        self._helps = helps
+        self._journal = state.journal
         self._is_open = is_open
         self._calls: dict[int, Call] = {}  # by address
         # Looked up once, because each attribute access in the call costs 30 ns.
-        self._mpi_allreduce = comm.mpi.Allreduce
+        self._mpi_allreduce = state.comm.mpi.Allreduce
         self._in_place = MPI.IN_PLACE
         self._enter, self._leave = progress.lock.acquire, progress.lock.release
-        self._note = journal.ended.append
+        self._note = state.journal.ended.append
 
     def close(self) -> None:
         """Return False from every later call."""
@@ -96,6 +99,20 @@ class FastPath:
         finally:
             self._leave()
         return True
+
+    def all_reduce_later(self, tensor: torch.Tensor, op: ReduceOp) -> Work | None:
+        """Queue the prepared call of a tensor; None if the fast path does not apply to it."""
+        if is_at_once() or self._progress.is_own_thread():
+            return None
+        call = self.find(tensor, op)
+        if call is None:
+            return None
+        self._state.require_usable("all_reduce")
+        work = Work("all_reduce", (tensor,), self._state.where("all_reduce"))
+        if self._helps:
+            work.future.helped_by(self._progress.help)
+        self._progress.submit(work.future, partial(self._run_later, call, tensor))
+        return work
 
     def find(self, tensor: torch.Tensor, op: ReduceOp) -> Call | None:
         """Return the prepared call of a tensor; None if the fast path does not apply to it."""
@@ -137,10 +154,16 @@ class FastPath:
             else:
                 call.run(tensor)
         except Exception as error:
-            raise self._explain(error, "all_reduce") from error
+            raise self._state.explain(error, "all_reduce") from error
         finally:
             journal.tensor = IDLE
             self._note(call.description)
+
+    def _run_later(self, call: Call, tensor: torch.Tensor) -> tuple[torch.Tensor]:
+        if self._state.failure is not None:
+            self._state.raise_failure()
+        self.run(call, tensor)
+        return (tensor,)
 
     def _prepare(self, address: int, tensor: torch.Tensor, op: ReduceOp) -> Call | None:
         """Return the prepared call of this memory; None if the fast path does not apply."""

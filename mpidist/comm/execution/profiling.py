@@ -24,11 +24,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
-from mpidist.comm.execution.op_status import Journal
+from mpidist.comm.execution.group_state import GroupState
 from mpidist.comm.execution.operation import Operation, Tensors
 from mpidist.comm.mpi.communicator import Communicator
 
@@ -68,18 +68,12 @@ _DTYPES = {
 }
 
 
-class Group(Protocol):
-    """The part of a process group that an event describes."""
-
-    name: str
-    rank: int
-    size: int
-    world_ranks: tuple[int, ...]
-    journal: Journal
-
-
 def event(
-    group: Group, operation: str, inputs: Tensors = (), outputs: Tensors = (), **fields: int | str
+    group: GroupState,
+    operation: str,
+    inputs: Tensors = (),
+    outputs: Tensors = (),
+    **fields: int | str,
 ) -> AbstractContextManager[object]:
     """Return a context that records one operation as an event.
 
@@ -101,7 +95,7 @@ def requested_name() -> str:
 
 
 def _event(
-    group: Group,
+    group: GroupState,
     operation: str,
     title: str,
     inputs: Tensors,
@@ -121,7 +115,7 @@ def _event(
 
 
 def executing(
-    execute: Callable[..., Any], group: Group, operation: Operation
+    execute: Callable[..., Any], group: GroupState, operation: Operation
 ) -> Callable[..., Any]:
     """Wrap an operation's ``execute``, so that the call is the operation's event."""
 
@@ -136,7 +130,7 @@ def executing(
     return run
 
 
-def queueing(submit: F, group: Group, operation: Operation) -> F:
+def queueing(submit: F, group: GroupState, operation: Operation) -> F:
     """Wrap the call that queues an operation, so that it is an event.
 
     Not in a profile of all threads, in which ``executing`` records the operation.
@@ -150,7 +144,7 @@ def queueing(submit: F, group: Group, operation: Operation) -> F:
     )
 
 
-def messaging(function: F, group: Group, operation: str, tensor: object, peer: object) -> F:
+def messaging(function: F, group: GroupState, operation: str, tensor: object, peer: object) -> F:
     """Wrap a call that sends or receives a tensor, so that the call is an event.
 
     Calls with invalid arguments, which raise, are not recorded.
@@ -170,7 +164,7 @@ def messaging(function: F, group: Group, operation: str, tensor: object, peer: o
     )
 
 
-def calling(function: F, group: Group, operation: str) -> F:
+def calling(function: F, group: GroupState, operation: str) -> F:
     """Wrap a call that is not queued, so that the call is an event of the calling thread."""
     return _within(event(group, operation), function)
 

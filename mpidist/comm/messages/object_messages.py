@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+from mpidist.comm.execution import arguments
+from mpidist.comm.execution.group_state import GroupState
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.buffer_pool import zeroed
 from mpidist.comm.messages.matched_receive import MatchedReceive
-from mpidist.comm.mpi import backoff, exited_ranks
+from mpidist.comm.messages.request_work import RequestWork
+from mpidist.comm.mpi import backoff, exited_ranks, trust
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import MatchedMessage
 from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.serialization import frame
 from mpidist.comm.serialization.frame import Message
-from mpidist.errors import CommTimeout
+from mpidist.comm.serialization.tensor_format import Buffer
+from mpidist.errors import CommTimeout, FrameError, MpidistError
 
 # Longest frame that one collective gathers, and longest content in one message with its header.
 SMALL_BYTES = 64 << 10
@@ -111,6 +116,71 @@ class ObjectReceiver:
             return first, body, source
         finally:
             have_arrived.set()
+
+
+class ObjectMessages:
+    """Messages of objects of one group."""
+
+    def __init__(self, state: GroupState) -> None:
+        self._state = state
+        self._receiver = ObjectReceiver()
+        # Held while the parts of one object are posted, which arrive in the order of posting.
+        self._posting = threading.Lock()
+
+    def send(self, obj: object, dst: int, data_only: bool | None) -> None:
+        """Send an object; see ``ProcessGroup.send_object``."""
+        state = self._state
+        state.require_usable("send_object")
+        arguments.rank(state.where("send_object"), dst, "dst", state.size)
+        with state.explained("send_object", is_collective=False):
+            self._post(frame.encode(obj, trust.is_data_only(data_only)), dst)
+
+    def receive(self, src: int | None, data_only: bool | None) -> tuple[Any, int]:
+        """Receive an object; see ``ProcessGroup.recv_object``."""
+        state = self._state
+        state.require_usable("recv_object")
+        is_data, where = trust.is_data_only(data_only), state.where("recv_object")
+        if src is not None:
+            arguments.rank(where, src, "src", state.size)
+        with state.explained("recv_object", is_collective=False):
+            header, body, source = self._receiver.receive(
+                state.comm,
+                MPI.ANY_SOURCE if src is None else src,
+                Tag.OBJECT_MESSAGE,
+                (where, state.timeout_s, state.peers_of(src)),
+                self._wait_for_part,
+            )
+        return accepted(where, header, body, is_data), source
+
+    def _post(self, message: Message, dst: int) -> None:
+        state, works = self._state, []
+        # All parts are posted before the first wait: a wait that raises leaves none of them unsent.
+        with self._posting:
+            for part, tag in parts(message, Tag.OBJECT_MESSAGE):
+                request = state.mpi.Isend(
+                    (part, memoryview(part).nbytes, MPI.BYTE), dst, state.comm.own_tag(tag)
+                )
+                works.append(RequestWork(state, "send_object", None, request, dst, part))
+        for work in works:
+            work.wait()
+
+    def _wait_for_part(self, request: MatchedReceive, part: memoryview, source: int) -> None:
+        RequestWork(self._state, "recv_object", None, request, source, part).wait()
+
+
+def accepted(where: str, header: Buffer, body: Sequence[Buffer], is_data: bool) -> Any:
+    """Return the object of a message that was received.
+
+    Raises:
+        MpidistError: The sender refused its object.
+        FrameError: It is no object, or a pickle where data is asked for.
+    """
+    try:
+        return frame.decode(header, body, is_data)
+    except frame.RefusedError as refusal:
+        raise MpidistError(f"{where}: a rank could not send its object: {refusal}") from None
+    except FrameError as error:
+        raise FrameError(f"{where}: {error}") from error
 
 
 def _received(

@@ -1,4 +1,4 @@
-"""Point-to-point messages of a process group: send, recv, isend, irecv.
+"""Point-to-point messages of one group: send, recv, isend, irecv.
 
 Messages are not queued behind the group's collectives. They match by sender and tag in the order of
 sending (MPI-4.1 §3.5); a receive may accept any sender. A thread that waits tests its request, so a
@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd import profiler as torch_profiler
 
-from mpidist.comm.execution import arguments, profiling
-from mpidist.comm.execution.execution import Execution
-from mpidist.comm.execution.group_settings import GroupSettings
+from mpidist.comm.execution import arguments, nan_check
+from mpidist.comm.execution.group_state import GroupState
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.device_request import start_request
 from mpidist.comm.memory.stream import Event
@@ -25,8 +23,7 @@ from mpidist.comm.messages import device_p2p
 from mpidist.comm.messages.direct_messages import DirectMessages, ends_soon
 from mpidist.comm.messages.message_pieces import HEAD_BYTES, PieceTransfers
 from mpidist.comm.messages.posted_receives import PostedReceive, ReceiveQueue
-from mpidist.comm.messages.request_work import MessageGroup, RequestWork, release_orphans
-from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.messages.request_work import RequestWork, release_orphans
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import Request
 from mpidist.errors import CommTimeout, MpidistError
@@ -51,101 +48,53 @@ class P2POp:
     tag: int = 0
 
 
-class PointToPoint(Execution):
-    """The message calls of a process group."""
+class Messages:
+    """Messages of one group.
 
-    def __init__(self, comm: Communicator, settings: GroupSettings) -> None:
-        super().__init__(comm, settings)
-        self._pieces = PieceTransfers(comm, self._mpi)
-        self._receives = ReceiveQueue(self._mpi, self._pieces)
-        self._direct = DirectMessages(self._mpi, comm, is_open=not self._checks_nan)
+    Args:
+        state: The group's state.
+        checks_nan: Tensors to send are searched for NaN.
 
-    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
-        """Send a tensor (any shape and dtype) to rank ``dst``.
+    Attributes:
+        pieces: Transfers under way of long messages of device memory.
+        receives: Receives that wait for their messages.
+    """
 
-        Blocks: until the tensor may be changed; for long messages, until the receive has started.
+    def __init__(self, state: GroupState, checks_nan: bool) -> None:
+        comm = state.comm
+        self._state = state
+        self._comm = comm
+        self._checks_nan = checks_nan
+        self.pieces = PieceTransfers(comm, state.mpi)
+        self.receives = ReceiveQueue(state.mpi, self.pieces)
+        self._direct = DirectMessages(state.mpi, comm, is_open=not checks_nan)
 
-        Raises:
-            CommTimeout: The group's timeout has passed.
-        """
-        if torch_profiler._is_profiler_enabled:
-            profiling.messaging(self._send, self, "send", tensor, dst)(tensor, dst, tag)
-        else:
-            self._send(tensor, dst, tag)
-
-    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
-        """Receive into ``tensor`` from rank ``src``, or from any if None; return the sender's rank.
-
-        Raises:
-            CommTimeout: No message within the group's timeout; the receive is withdrawn.
-            MpidistError: The message is longer or shorter than the tensor. A longer one does not
-                change the tensor.
-        """
-        if torch_profiler._is_profiler_enabled:
-            return profiling.messaging(self._recv, self, "recv", tensor, src)(tensor, src, tag)
-        return self._recv(tensor, src, tag)
-
-    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> RequestWork:
-        """Start a send; the tensor must not be changed before the handle's ``wait`` returns."""
-        start = self._isend
-        if torch_profiler._is_profiler_enabled:
-            start = profiling.messaging(start, self, "isend", tensor, dst)
-        return start("isend", tensor, dst, tag)
-
-    def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> RequestWork:
-        """Start a receive; after ``wait`` the tensor holds the message.
-
-        The handle's ``source_rank()`` then returns the sender's rank.
-        """
-        start = self._irecv
-        if torch_profiler._is_profiler_enabled:
-            start = profiling.messaging(start, self, "irecv", tensor, src)
-        return start("irecv", tensor, src, tag)
-
-    def batch_isend_irecv(self, operations: Sequence[P2POp]) -> list[RequestWork]:
-        """Start messages of any order; all receives are posted before the first send."""
-        for operation in operations:
-            if operation.op not in ("isend", "irecv"):
-                raise ValueError(
-                    f'{self.where("batch_isend_irecv")} needs op "isend" or "irecv"; got '
-                    f"{operation.op!r}"
-                )
-            if operation.op == "isend" and operation.peer is None:
-                raise ValueError(f"{self.where('batch_isend_irecv')} needs a peer for a send")
-        works: dict[int, RequestWork] = {}
-        for place, item in enumerate(operations):
-            if item.op == "irecv":
-                works[place] = self.irecv(item.tensor, item.peer, item.tag)
-        for place, item in enumerate(operations):
-            if item.op == "isend":
-                assert item.peer is not None
-                works[place] = self.isend(item.tensor, item.peer, item.tag)
-        return [works[place] for place in range(len(operations))]
-
-    def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
-        self._require_usable("send")
+    def send(self, tensor: Tensor, dst: int, tag: int) -> None:
+        """Send a tensor; see ``ProcessGroup.send``."""
+        self._state.require_usable("send")
         if not self._direct.take(tensor, dst, tag):
-            self._isend("send", tensor, dst, tag).wait()
+            self.isend("send", tensor, dst, tag).wait()
             return
         try:
             request = self._direct.start_send(tensor, dst, tag)
             if request.Test() or ends_soon(request):
                 return
         except MPI.Exception as error:
-            raise self._message_error(error, "send") from None
-        RequestWork(self, "send", tensor, request, dst).wait()
+            raise self._state.message_error(error, "send") from None
+        RequestWork(self._state, "send", tensor, request, dst).wait()
 
-    def _recv(self, tensor: Tensor, src: int | None, tag: int) -> int:
-        self._require_usable("recv")
+    def recv(self, tensor: Tensor, src: int | None, tag: int) -> int:
+        """Receive a tensor; see ``ProcessGroup.recv``."""
+        self._state.require_usable("recv")
         if (
-            self._receives.is_empty()
+            self.receives.is_empty()
             and self._direct.take(tensor, 0 if src is None else src, tag)
             and not tensor.requires_grad
         ):
             sender = self._receive_soon(tensor, src, tag)
             if sender is not None:
                 return sender
-        work = self._irecv("recv", tensor, src, tag, waits=True)
+        work = self.irecv("recv", tensor, src, tag, waits=True)
         try:
             work.wait()
         finally:
@@ -163,58 +112,70 @@ class PointToPoint(Execution):
             if received != tensor.nbytes or received == HEAD_BYTES:
                 # A message of another length, which is an error; or one that comes in pieces.
                 space = buffer.as_bytes(tensor)
-                receive = PostedReceive(self._receives, space, sender, tag, None, None)
+                receive = PostedReceive(self.receives, space, sender, tag, None, None)
                 receive.start(message, sender, received)
-                _Receive(self, "recv", tensor, (receive,), src).wait()
+                _Receive(self._state, "recv", tensor, (receive,), src).wait()
                 return sender
             request = self._direct.start_receive(tensor, received, message)
             if request.Test() or ends_soon(request):
                 return sender
         except MPI.Exception as error:
-            raise self._message_error(error, "recv") from None
-        RequestWork(self, "recv", tensor, request, sender).wait()
+            raise self._state.message_error(error, "recv") from None
+        RequestWork(self._state, "recv", tensor, request, sender).wait()
         return sender
 
-    def _isend(self, operation: str, tensor: Tensor, dst: int, tag: int) -> RequestWork:
-        self._require_usable(operation)
+    def isend(self, operation: str, tensor: Tensor, dst: int, tag: int) -> RequestWork:
+        """Start a send.
+
+        Args:
+            operation: The name in errors and reports.
+        """
+        self._state.require_usable(operation)
         if self._direct.take(tensor, dst, tag):
             release_orphans()
             request = self._direct.start_send(tensor, dst, tag)
-            return RequestWork(self, operation, tensor, request, dst)
-        where = self.where(operation)
+            return RequestWork(self._state, operation, tensor, request, dst)
+        where = self._state.where(operation)
         arguments.tensor(where, tensor, "tensor")
-        arguments.rank(where, dst, "dst", self.size)
+        arguments.rank(where, dst, "dst", self._state.size)
         arguments.tag(where, tag, self._comm.max_tag)
-        self._require_no_nan(operation, (tensor,))
+        if self._checks_nan:
+            nan_check.require_none(where, (tensor,))
         release_orphans()
         staged = device_p2p.to_send_in_pieces(tensor)
         if staged is not None:
-            parts = self._pieces.send(staged, list(buffer.pieces(tensor.nbytes)), dst, tag)
+            parts = self.pieces.send(staged, list(buffer.pieces(tensor.nbytes)), dst, tag)
             if parts is not None:
-                return RequestWork(self, operation, tensor, _as_one(parts), dst, staged)
+                return RequestWork(self._state, operation, tensor, _as_one(parts), dst, staged)
         memory, device = device_p2p.to_send(tensor)
         requests = [
             start_request(
-                device, self._mpi.Isend, buffer.byte_range(memory, start, length), dst, tag
+                device, self._state.mpi.Isend, buffer.byte_range(memory, start, length), dst, tag
             )
             for start, length in buffer.pieces(memory.nbytes)
         ]
-        return RequestWork(self, operation, tensor, _as_one(requests), dst, memory)
+        return RequestWork(self._state, operation, tensor, _as_one(requests), dst, memory)
 
-    def _irecv(
+    def irecv(
         self, operation: str, tensor: Tensor, src: int | None, tag: int, waits: bool = False
     ) -> RequestWork:
-        self._require_usable(operation)
+        """Start a receive.
+
+        Args:
+            operation: The name in errors and reports.
+            waits: The calling thread will wait at once.
+        """
+        self._state.require_usable(operation)
         if self._direct.take(tensor, 0 if src is None else src, tag) and not tensor.requires_grad:
             release_orphans()
             source = MPI.ANY_SOURCE if src is None else src
-            receive = self._receives.post(buffer.as_bytes(tensor), source, tag, waits)
-            return _Receive(self, operation, tensor, (receive,), src)
-        where = self.where(operation)
+            receive = self.receives.post(buffer.as_bytes(tensor), source, tag, waits)
+            return _Receive(self._state, operation, tensor, (receive,), src)
+        where = self._state.where(operation)
         arguments.tensor(where, tensor, "tensor")
         arguments.writable(where, tensor, "tensor")
         if src is not None:
-            arguments.rank(where, src, "src", self.size)
+            arguments.rank(where, src, "src", self._state.size)
         arguments.tag(where, tag, self._comm.max_tag)
         release_orphans()
         memory, device, arrive = device_p2p.to_receive(tensor)
@@ -227,7 +188,7 @@ class PointToPoint(Execution):
         source = MPI.ANY_SOURCE if src is None else src
         target = device_p2p.target_of(arrive, tensor)
         receives = [
-            self._receives.post(
+            self.receives.post(
                 buffer.byte_range(memory, start, length),
                 source,
                 tag,
@@ -237,7 +198,7 @@ class PointToPoint(Execution):
             )
             for start, length in spans
         ]
-        return _Receive(self, operation, tensor, receives, src, memory, arrive)
+        return _Receive(self._state, operation, tensor, receives, src, memory, arrive)
 
 
 class _Receive(RequestWork):
@@ -253,7 +214,7 @@ class _Receive(RequestWork):
 
     def __init__(
         self,
-        group: MessageGroup,
+        state: GroupState,
         operation: str,
         tensor: Tensor,
         receives: Sequence[PostedReceive],
@@ -261,7 +222,7 @@ class _Receive(RequestWork):
         memory: Tensor | None = None,
         arrive: Callable[[], Sequence[Event]] | None = None,
     ) -> None:
-        super().__init__(group, operation, tensor, _as_one(receives), src, memory)
+        super().__init__(state, operation, tensor, _as_one(receives), src, memory)
         self._receives = receives
         self._arrive = arrive
 

@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm.execution import profiling
-from mpidist.comm.execution.op_status import Journal
+from mpidist.comm.execution.group_state import GroupState
 from mpidist.comm.execution.work import seconds
 from mpidist.comm.memory.stream import Event
 from mpidist.comm.messages.matched_receive import MatchedReceive
@@ -51,27 +51,6 @@ def release_orphans() -> None:
         _releasing.release()
 
 
-class MessageGroup(Protocol):
-    """Group of a message.
-
-    Attributes:
-        journal: Records the waits for messages.
-        timeout_s: Longest wait; None for no limit.
-    """
-
-    journal: Journal
-    timeout_s: float | None
-
-    def where(self, operation: str) -> str:
-        """Return the beginning of an error's text."""
-
-    def peers_of(self, rank: int | None) -> tuple[int, ...]:
-        """Return the world ranks that a message to or from a rank needs."""
-
-    def _message_error(self, error: Exception, operation: str) -> Exception:
-        """Return the user's error for an error of a message."""
-
-
 @untraced
 class RequestWork:
     """Handle of a message; the thread that waits for it calls MPI.
@@ -79,7 +58,7 @@ class RequestWork:
     If the handle is dropped before the end, the message stays under way and its memory alive.
 
     Args:
-        group: The message's group.
+        state: The state of the message's group.
         operation: The name of the call.
         tensor: The tensor; None for a message that is none.
         request: The request of MPI, or one with its methods.
@@ -90,20 +69,21 @@ class RequestWork:
     # What is needed for an error or a long wait alone is asked of the group, because most messages
     # have ended before: each attribute of a handle costs a message 30 ns.
     __slots__ = (
-        "_done", "_error", "_events", "_future", "_group", "_kept", "_peer", "_request", "_source",
+        "_done", "_error", "_events", "_future", "_kept", "_peer", "_request", "_source",
+        "_state",
         "operation", "tensors",
     )  # fmt: skip
 
     def __init__(
         self,
-        group: MessageGroup,
+        state: GroupState,
         operation: str,
         tensor: torch.Tensor | None,
         request: Request | MatchedReceive,
         peer: int | None,
         kept: object = None,
     ) -> None:
-        self._group = group
+        self._state = state
         self.operation = operation
         self.tensors: Sequence[Any] = (tensor,)
         self._request: Any = request
@@ -123,7 +103,7 @@ class RequestWork:
     @property
     def where(self) -> str:
         """Return the beginning of an error's text."""
-        return self._group.where(self.operation)
+        return self._state.where(self.operation)
 
     def is_completed(self) -> bool:
         """Test once whether the message has ended."""
@@ -149,7 +129,7 @@ class RequestWork:
                 if torch_profiler._is_profiler_enabled
                 else self._poll
             )
-            poll(seconds(timeout) or self._group.timeout_s)
+            poll(seconds(timeout) or self._state.timeout_s)
         if self._error is not None:
             raise self._error
         for event in self._events:
@@ -189,7 +169,7 @@ class RequestWork:
                 return False
             self._store()
         except Exception as error:
-            self._error = self._group._message_error(error, self.operation)
+            self._error = self._state.message_error(error, self.operation)
         self._done = True
         if self._future is not None:
             self._complete_future()
@@ -206,15 +186,15 @@ class RequestWork:
                 self._future.set_result(self.tensors)
 
     def _poll(self, limit_s: float | None) -> None:
-        group = self._group
-        peers = group.peers_of(self._peer)
+        state = self._state
+        peers = state.peers_of(self._peer)
         check = partial(self._check, peers)
-        group.journal.enter_wait(id(self), self.operation, self.tensors[0], peers)
+        state.journal.enter_wait(id(self), self.operation, self.tensors[0], peers)
         try:
             if not backoff.until(self._advance, check, limit_s, _SPIN_S, _YIELD_S):
                 raise CommTimeout(f"{self.where} did not end within {limit_s:g} s")
         finally:
-            group.journal.leave_wait(id(self))
+            state.journal.leave_wait(id(self))
 
     def _advance(self) -> bool:
         if self._done or self._test():

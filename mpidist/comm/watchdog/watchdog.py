@@ -31,8 +31,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpidist.comm.execution.execution import Execution, open_groups
 from mpidist.comm.execution.group_settings import RAISE
+from mpidist.comm.execution.group_state import GroupState, open_groups
 from mpidist.comm.execution.op_status import Call, History
 from mpidist.comm.mpi import exited_ranks, runtime
 from mpidist.comm.watchdog import (
@@ -65,7 +65,7 @@ def start(world: runtime.World) -> None:
             _watchdog = Watchdog(world)
 
 
-def watch(group: Execution) -> None:
+def watch(group: GroupState) -> None:
     """Watch a group from now on, by a weak reference."""
     start(runtime.world())
     assert _watchdog is not None
@@ -100,7 +100,9 @@ class Watchdog:
         self._linger_s = linger.limit_s(os.environ)
         self.world = world
         self.peers = Peers(world)
-        self._reported: weakref.WeakKeyDictionary[Execution, Reported] = weakref.WeakKeyDictionary()
+        self._reported: weakref.WeakKeyDictionary[GroupState, Reported] = (
+            weakref.WeakKeyDictionary()
+        )
         # Late operations for which this process has written its flight record, and the file.
         self._recorded: dict[Subject, Path | None] = {}
         # A thread that asks for ``ranks_at_timeout``, and that this was printed.
@@ -179,7 +181,7 @@ class Watchdog:
             peers.send(others, PRINTED, subject)
         self._is_told.set()
 
-    def _check(self, group: Execution) -> None:
+    def _check(self, group: GroupState) -> None:
         limit = group.timeout_s
         creation, age = group.journal.creation()
         if limit is not None and age > limit:
@@ -210,7 +212,7 @@ class Watchdog:
 
     def _handle_late(
         self,
-        group: Execution,
+        group: GroupState,
         subject: Subject,
         title: str,
         limit_s: float,
@@ -236,7 +238,7 @@ class Watchdog:
     def _interrupts(self) -> int:
         return 0 if self._signal is None else self._signal.interrupts
 
-    def _fail(self, group: Execution, reported: Reported) -> None:
+    def _fail(self, group: GroupState, reported: Reported) -> None:
         text, missing = reported.text, reported.missing
         fail(group, text, missing)
         if group.on_timeout == RAISE:
@@ -244,7 +246,7 @@ class Watchdog:
         group.revoke()
         reported.failed_at = time.monotonic()
 
-    def _missing(self, group: Execution) -> list[int]:
+    def _missing(self, group: GroupState) -> list[int]:
         """Return the members that ended without the collective that the group executes, or died."""
         sequence, left = group.journal.sequence, self.peers.left
         own = group.journal.history().call(sequence) if left else None
@@ -260,7 +262,7 @@ class Watchdog:
 
     def _report(
         self,
-        group: Execution,
+        group: GroupState,
         subject: Subject,
         title: str,
         limit_s: float,
@@ -300,7 +302,7 @@ class Watchdog:
         self._reported[group] = reported
         return reported
 
-    def _commands(self, group: Execution, named: Sequence[int]) -> str:
+    def _commands(self, group: GroupState, named: Sequence[int]) -> str:
         """Return the lines with a command for each of these members whose process may live."""
         processes = {
             rank: self.world.processes[world_rank]
@@ -324,7 +326,7 @@ class Watchdog:
             _log.warning("no flight record of rank %d (%s): %s", self.world.rank, reason, error)
         return None
 
-    def _collect_answers(self, group: Execution, subject: Subject) -> None:
+    def _collect_answers(self, group: GroupState, subject: Subject) -> None:
         peers, others = self.peers, self.peers.members(group)
         printer = peers.printers.setdefault(subject, self.world.rank)
         peers.ask(others, subject, printer)

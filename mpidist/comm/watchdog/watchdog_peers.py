@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpidist.comm.execution.execution import Execution
+from mpidist.comm.execution.group_state import GroupState
 from mpidist.comm.execution.op_status import History
 from mpidist.comm.mpi import exited_ranks, mpi_errors, runtime
 from mpidist.comm.mpi.library import MPI
@@ -49,7 +49,7 @@ class Peers:
 
     def __init__(self, world: runtime.World) -> None:
         self.world = world
-        self.groups: weakref.WeakSet[Execution] = weakref.WeakSet()
+        self.groups: weakref.WeakSet[GroupState] = weakref.WeakSet()
         self.left: dict[int, dict[str, History]] = {}
         self.answers: dict[int, Answer] = {}
         self.printers: dict[Subject, int] = {}
@@ -73,7 +73,7 @@ class Peers:
                 request = self._mpi.Isend((data, len(data), MPI.BYTE), rank, _TAG)
                 self._sends.append((request, data))
 
-    def members(self, group: Execution) -> list[int]:
+    def members(self, group: GroupState) -> list[int]:
         """Return the world ranks of a group's other members that have not ended."""
         return [
             rank for rank in group.world_ranks if rank != self.world.rank and rank not in self.left
@@ -176,7 +176,7 @@ class Peers:
         return Answer(entries, tuple(places), history)
 
 
-def fail(group: Execution, text: str, missing: Sequence[int]) -> None:
+def fail(group: GroupState, text: str, missing: Sequence[int]) -> None:
     """Fail a group with a report."""
     text = text.rstrip()
     runtime.note_report(text)

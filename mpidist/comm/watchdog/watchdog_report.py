@@ -12,7 +12,7 @@ from mpidist.comm.watchdog.rank_states import RankState
 from mpidist.comm.watchdog.watchdog_messages import Answer
 
 if TYPE_CHECKING:
-    from mpidist.comm.execution.execution import Execution
+    from mpidist.comm.execution.group_state import GroupState
     from mpidist.comm.mpi.world import Process
 
 
@@ -29,7 +29,7 @@ class Report(NamedTuple):
 
 
 def report(
-    group: Execution,
+    group: GroupState,
     operation: str,
     problem: str,
     answers: Mapping[int, Answer],
@@ -120,7 +120,7 @@ def _living(
     )
 
 
-def _difference(group: Execution, histories: Mapping[int, History]) -> list[str]:
+def _difference(group: GroupState, histories: Mapping[int, History]) -> list[str]:
     """Return the line that names the ranks whose calls differ, if any do."""
     places = {rank: place for place, rank in enumerate(group.world_ranks)}
     found = call_difference.first(
@@ -135,7 +135,7 @@ def _difference(group: Execution, histories: Mapping[int, History]) -> list[str]
     return [f"  {rank_states.safe(call_difference.sentence(calls))}{where}"]
 
 
-def _last(group: Execution, history: History, is_missing: bool) -> str:
+def _last(group: GroupState, history: History, is_missing: bool) -> str:
     """Return what is known of the calls of a rank that has exited."""
     if is_missing and history.sequence < group.journal.sequence:
         return ", and never called this"

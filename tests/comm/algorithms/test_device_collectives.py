@@ -600,12 +600,12 @@ def test_pinned_memory_is_bounded(monkeypatch, group):
 def watched(monkeypatch, group, device, watches_results):
     """Record the group's MPI calls, and whether the device was current in the calling thread."""
     seen = []
-    watch = WatchedComm(group._mpi, device, seen, watches_results)
+    watch = WatchedComm(group._state.mpi, device, seen, watches_results)
     for owner, name in [
-        (group, "_mpi"),
+        (group._state, "mpi"),
         (group._comm, "mpi"),
         (group._comm, "plain"),
-        (group._receives, "_mpi"),
+        (group._messages.receives, "_mpi"),
     ]:
         monkeypatch.setattr(owner, name, watch)
     return seen
@@ -646,7 +646,7 @@ def test_messages_of_device_memory_are_tested_with_that_device_current(monkeypat
         receive = group.irecv(target, left)
         send = group.isend(place.produce(torch.full((300,), 3.0)), right)
         if by == "another thread":
-            queue, deadline = group._receives, time.monotonic() + 30
+            queue, deadline = group._messages.receives, time.monotonic() + 30
             while not queue.is_empty() and time.monotonic() < deadline:
                 time.sleep(1e-3)
             is_matched = queue.is_empty()

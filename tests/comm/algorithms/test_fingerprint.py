@@ -56,7 +56,7 @@ def test_many_ranks_are_a_range():
 
 @pytest.fixture
 def strict(world):
-    from mpidist.comm.group import from_world
+    from mpidist.comm.world_group import from_world
 
     group = from_world("strict", 600, debug=True)
     yield group

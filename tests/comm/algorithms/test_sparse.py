@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from mpidist.comm.algorithms import sparse
 from mpidist.comm.algorithms.reduce_op import PremulSum
-from mpidist.comm.group import from_world
+from mpidist.comm.world_group import from_world
 from mpidist.errors import DisagreementError
 from tests.support import agree, finished, raises_on_all
 

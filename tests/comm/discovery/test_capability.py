@@ -286,5 +286,5 @@ def test_operations_that_work_in_the_child_job_work_in_this_job(group):
         pytest.skip("no operation of this MPI works on device memory")
     for operation in trial_operations.OPERATIONS:  # the same order on all ranks
         if operation in operations:
-            verdict = trial_operations.attempt(group._mpi, operation, device)
+            verdict = trial_operations.attempt(group._state.mpi, operation, device)
             agree(group, verdict == trial_operations.WORKS, f"{operation}: {verdict}")

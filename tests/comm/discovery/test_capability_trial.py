@@ -195,7 +195,7 @@ def test_an_unknown_operation_is_refused_by_the_program(capsys):
 @pytest.mark.mpi
 def test_the_trials_are_right_on_any_number_of_ranks(group):
     verdicts = {
-        operation: trial_operations.attempt(group._mpi, operation, torch.device("cpu"))
+        operation: trial_operations.attempt(group._state.mpi, operation, torch.device("cpu"))
         for operation in trial_operations.OPERATIONS
     }
     assert verdicts == dict.fromkeys(trial_operations.OPERATIONS, trial_operations.WORKS)
@@ -216,14 +216,16 @@ class Silent:
 def test_a_result_that_no_rank_wrote_is_wrong_on_all_ranks(group, monkeypatch):
     gathered = trial_operations.byte_strings.gathered
     monkeypatch.setattr(
-        trial_operations.byte_strings, "gathered", lambda mpi, data: gathered(group._mpi, data)
+        trial_operations.byte_strings,
+        "gathered",
+        lambda mpi, data: gathered(group._comm.plain, data),
     )
     first = {
         **dict.fromkeys(("Allgather", "Iallgather", "Alltoallv", "Ialltoallv"), "float32"),
         "Allreduce": "uint8",
     }
     verdicts = {
-        attempt: trial_operations.attempt(Silent(group._mpi), attempt, torch.device("cpu"))
+        attempt: trial_operations.attempt(Silent(group._state.mpi), attempt, torch.device("cpu"))
         for attempt in first
     }
     assert verdicts == {

@@ -99,12 +99,12 @@ def device(monkeypatch):
 
 def watch(patches, group, device, seen, wrap=lambda mpi: mpi):
     """Record the calls of a group, of both its threads, of its messages, and of transports."""
-    watched = wrap(Calls(group._mpi, device.spans, seen))
+    watched = wrap(Calls(group._state.mpi, device.spans, seen))
     for owner, name in [
-        (group, "_mpi"),
+        (group._state, "mpi"),
         (group._comm, "mpi"),
         (group._comm, "plain"),
-        (group._receives, "_mpi"),
+        (group._messages.receives, "_mpi"),
     ]:
         patches.setattr(owner, name, watched)
 
@@ -223,7 +223,9 @@ def test_the_trial_makes_every_call_that_the_library_makes_on_device_memory(
     monkeypatch.setattr(trial_operations.Trial, "copied", lambda *args: device.hold(copied(*args)))
     for operation in trial_operations.OPERATIONS:
         seen = tried_with_host if operation in WITH_HOST else tried
-        trial_operations.attempt(wrap(Calls(group._mpi, device.spans, seen)), operation, DEVICE)
+        trial_operations.attempt(
+            wrap(Calls(group._state.mpi, device.spans, seen)), operation, DEVICE
+        )
     monkeypatch.undo()
     # Over all ranks, because a root makes other calls.
     between_devices, with_host, tried, tried_with_host = (

@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpidist.comm.execution import execution
 from mpidist.comm.execution.execution import Execution
 from mpidist.comm.execution.group_settings import GroupSettings
+from mpidist.comm.execution.group_state import GroupState
 from mpidist.comm.execution.op_status import IDLE
 from mpidist.comm.execution.operation import Operation
-from mpidist.comm.execution.progress import is_at_once
+from mpidist.comm.execution.progress import Progress, is_at_once
 from mpidist.errors import CommTimeout, GroupError
 
 
-def group_of(size=4, is_single_node=True):
+def execution_of(size=4, is_single_node=True):
     far = SimpleNamespace(name="far")
     comm = SimpleNamespace(
         rank=1,
@@ -30,22 +30,24 @@ def group_of(size=4, is_single_node=True):
         sleeping=lambda: far,
         name="near",
     )
-    return Execution(comm, GroupSettings("test", "key", (10, 11, 12, 13)[:size], 600))
+    progress = Progress("test")
+    settings = GroupSettings("test", "key", (10, 11, 12, 13)[:size], 600)
+    return Execution(GroupState(comm, settings, progress.queued), progress)
 
 
 @pytest.fixture
-def group():
-    made = group_of()
+def execution():
+    made = execution_of()
     yield made
-    made._progress.close(10)
-    made._closed = True  # or its finalizer would warn
+    made.progress.close(10)
+    made.state.is_closed = True  # or its finalizer would warn
 
 
-def test_a_synchronous_operation_runs_in_the_caller_with_its_arguments(group):
+def test_a_synchronous_operation_runs_in_the_caller_with_its_arguments(execution):
     seen, x, y = [], torch.ones(2), torch.zeros(3)
 
     def operation(comm, inputs, outputs, *args):
-        entered = group.journal.snapshot()[0]
+        entered = execution.state.journal.snapshot()[0]
         seen.append(
             (
                 comm.name,
@@ -58,128 +60,121 @@ def test_a_synchronous_operation_runs_in_the_caller_with_its_arguments(group):
             )
         )
 
-    assert group._launch(Operation("name", operation, (x,), (y,), (3, "four"))) is None
+    assert execution.launch(Operation("name", operation, (x,), (y,), (3, "four"))) is None
     assert seen == [("near", (x,), (y,), (3, "four"), threading.current_thread(), "name", (3,))]
-    assert group.journal.sequence == 1 and group.journal.tensor is IDLE
+    assert execution.state.journal.sequence == 1 and execution.state.journal.tensor is IDLE
 
 
-def test_an_asynchronous_one_runs_in_the_groups_thread(group):
+def test_an_asynchronous_one_runs_in_the_groups_thread(execution):
     seen, y = [], torch.zeros(3)
-    work = group._launch(
+    work = execution.launch(
         Operation("name", lambda *_: seen.append(threading.current_thread().name), (), (y,)),
         async_op=True,
     )
     assert work.wait(10) and seen == ["mpidist-test"]
-    assert work.operation == "name" and work.result() == (y,) and group.journal.queued() == 0
+    assert (
+        work.operation == "name" and work.result() == (y,) and execution.state.journal.queued() == 0
+    )
 
 
 def test_between_nodes_the_groups_thread_sleeps_while_it_waits():
-    group = group_of(is_single_node=False)
+    execution = execution_of(is_single_node=False)
     seen = []
 
     def operation(comm, *_):
         seen.append(comm.name)
 
-    group._launch(Operation("name", operation))
-    group._launch(Operation("name", operation), async_op=True).wait(10)
-    group._progress.close(10)
-    group._closed = True
+    execution.launch(Operation("name", operation))
+    execution.launch(Operation("name", operation), async_op=True).wait(10)
+    execution.progress.close(10)
+    execution.state.is_closed = True
     assert seen == ["near", "far"]
 
 
-def test_a_synchronous_call_waits_behind_the_queue(group):
+def test_a_synchronous_call_waits_behind_the_queue(execution):
     gate, ran = threading.Event(), []
-    group._launch(
+    execution.launch(
         Operation("first", lambda *_: (gate.wait(10), ran.append("first"))), async_op=True
     )
     other = threading.Timer(0.05, gate.set)
     other.start()
-    group._launch(Operation("second", lambda *_: ran.append("second")))
+    execution.launch(Operation("second", lambda *_: ran.append("second")))
     other.join()
     assert ran == ["first", "second"]
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_an_error_leaves_the_group_in_order(group, async_op):
+def test_an_error_leaves_the_group_in_order(execution, async_op):
     def fail(*_):
         raise KeyError("the culprit")
 
     def call():
-        work = group._launch(Operation("name", fail), async_op=async_op)
+        work = execution.launch(Operation("name", fail), async_op=async_op)
         work.wait(10)
 
     with pytest.raises(KeyError, match="the culprit"):
         call()
-    assert group.journal.tensor is IDLE
+    assert execution.state.journal.tensor is IDLE
     ran = []
-    group._launch(Operation("next", lambda *_: ran.append(1)))
+    execution.launch(Operation("next", lambda *_: ran.append(1)))
     assert ran == [1]
 
 
-def test_a_failed_group_refuses_later_and_queued_calls(group):
+def test_a_failed_group_refuses_later_and_queued_calls(execution):
     entered, gate, ran = threading.Event(), threading.Event(), []
-    first = group._launch(
+    first = execution.launch(
         Operation("first", lambda *_: (entered.set(), gate.wait(10))), async_op=True
     )
     assert entered.wait(10)
-    queued = group._launch(Operation("queued", lambda *_: ran.append(1)), async_op=True)
-    group.fail(CommTimeout("the first reason"))
-    group.fail(CommTimeout("the second"))
+    queued = execution.launch(Operation("queued", lambda *_: ran.append(1)), async_op=True)
+    execution.state.fail(CommTimeout("the first reason"))
+    execution.state.fail(CommTimeout("the second"))
     gate.set()
     assert first.wait(10)
-    for call in (queued.wait, lambda: group._launch(Operation("later", lambda *_: ran.append(2)))):
+    for call in (
+        queued.wait,
+        lambda: execution.launch(Operation("later", lambda *_: ran.append(2))),
+    ):
         with pytest.raises(CommTimeout, match="the first reason"):
             call()
     assert ran == []
 
 
-def test_a_closed_group_names_the_call_that_it_refuses(group):
-    group._closed = True
+def test_a_closed_group_names_the_call_that_it_refuses(execution):
+    execution.state.is_closed = True
     with pytest.raises(
         GroupError, match=r'rank 1 of 4 \(group "test"\): scatter was called on a closed group'
     ):
-        group._launch(Operation("scatter", lambda *_: None))
-    assert group.is_closed
+        execution.launch(Operation("scatter", lambda *_: None))
+    assert execution.state.is_closed
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_stages_in_order_are_one_operation(group, async_op):
+def test_stages_in_order_are_one_operation(execution, async_op):
     ran = []
 
     def stages():
         assert is_at_once()
-        inner = group._launch(Operation("inner", lambda *_: ran.append("inner")), async_op=True)
+        inner = execution.launch(Operation("inner", lambda *_: ran.append("inner")), async_op=True)
         assert inner.is_completed()
         ran.append("behind it")
 
-    work = group.in_order(stages, async_op=async_op)
+    work = execution.in_order(stages, async_op, None, "in_order")
     if async_op:
         work.wait(10)
     assert (work is None) == (not async_op)
     assert ran == ["inner", "behind it"] and not is_at_once()
 
 
-def test_world_ranks_that_a_message_needs(group):
-    assert group.peers_of(2) == (12,)
-    assert group.peers_of(None) == (10, 12, 13)
-
-
 def test_a_group_that_is_dropped_warns_and_ends_its_thread():
-    group = group_of()
-    group._launch(Operation("name", lambda *_: None), async_op=True).wait(10)
-    thread = group._progress._thread
+    execution = execution_of()
+    execution.launch(Operation("name", lambda *_: None), async_op=True).wait(10)
+    thread = execution.progress._thread
     with pytest.warns(ResourceWarning, match='group "test" was dropped without close'):
-        del group
+        del execution
     thread.join(10)
     assert not thread.is_alive()
-    alone = group_of(size=1)
+    alone = execution_of(size=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         del alone
-
-
-def test_the_groups_of_a_forked_child_have_failed(group, monkeypatch):
-    monkeypatch.setattr(execution, "_groups", {group})
-    execution._forbid_in_child()
-    with pytest.raises(Exception, match=r"process forked from the rank.*'spawn' or 'forkserver'"):
-        group._launch(Operation("name", lambda *_: None))

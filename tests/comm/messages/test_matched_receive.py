@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpidist.comm import object_collectives
+from mpidist.comm import objects
 from mpidist.comm.memory.buffer_pool import zeroed
 from mpidist.comm.messages import request_work
 from mpidist.comm.messages.object_messages import ObjectReceiver
@@ -53,11 +53,11 @@ class Silent:
 
 
 def broadcast(mpi):
-    object_collectives.broadcast(SimpleNamespace(mpi=mpi, rank=0, size=2), (), (), None, 1)
+    objects._broadcast(SimpleNamespace(mpi=mpi, rank=0, size=2), (), (), None, 1)
 
 
 def all_gather(mpi):
-    object_collectives.all_gather(SimpleNamespace(mpi=mpi, rank=1, size=2), (), (), bytearray(3))
+    objects._all_gather(SimpleNamespace(mpi=mpi, rank=1, size=2), (), (), bytearray(3))
 
 
 def announcing(*lengths):
@@ -104,7 +104,7 @@ def test_memory_for_what_is_announced_is_zeroed_and_writable():
 
 
 def send(group, part, dst, tag):
-    group._mpi.Send((part, memoryview(part).nbytes, MPI.BYTE), dst, group._comm.own_tag(tag))
+    group._state.mpi.Send((part, memoryview(part).nbytes, MPI.BYTE), dst, group._comm.own_tag(tag))
 
 
 @pytest.mark.mpi(min_size=2)

@@ -251,7 +251,10 @@ def test_more_messages_at_once_than_tags_in_any_order(place, group, heads):
     group.recv(target, left)
     send.wait()
     agree(group, len(heads) == PIECE_TAGS + 1 and torch.equal(place.consume(target), values(left)))
-    agree(group, len(group._pieces._slots) == PIECE_TAGS and group._pieces.is_empty())
+    agree(
+        group,
+        len(group._messages.pieces._slots) == PIECE_TAGS and group._messages.pieces.is_empty(),
+    )
 
 
 def test_a_message_goes_on_while_nobody_tests_it(place, group):

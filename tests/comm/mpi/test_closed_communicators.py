@@ -173,12 +173,12 @@ def test_a_closed_group_is_not_revoked(world):
     """The watchdog's thread may come to its revocation after the close."""
     group = world.clone("revoked late")
     called = []
-    group._mpi = _Comm(called, "own")
-    group._mpi.Revoke = lambda: called.append("revoked")
+    group._state.mpi = _Comm(called, "own")
+    group._state.mpi.Revoke = lambda: called.append("revoked")
     plain = group._comm.plain
     assert group.revoke() and called == ["revoked"]
-    group._mpi = plain
+    group._state.mpi = plain
     group.close()
-    group._mpi = _Comm(called, "own")
-    group._mpi.Revoke = lambda: called.append("revoked")
+    group._state.mpi = _Comm(called, "own")
+    group._state.mpi.Revoke = lambda: called.append("revoked")
     assert not group.revoke() and called == ["revoked"]

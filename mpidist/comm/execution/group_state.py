@@ -1,0 +1,198 @@
+"""State of a process group: its members, its journal, and whether it is open, closed or failed."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from mpidist.comm.execution.group_settings import RAISE, GroupSettings
+from mpidist.comm.execution.op_status import Journal
+from mpidist.comm.mpi import exited_ranks, mpi_errors, nonblocking, runtime
+from mpidist.comm.mpi.communicator import Communicator
+from mpidist.comm.mpi.matched_probe import LengthError
+from mpidist.errors import DisagreementError, GroupError, MpidistError, RankFailureError
+
+_states: weakref.WeakSet[GroupState] = weakref.WeakSet()
+
+
+def open_groups() -> list[GroupState]:
+    """Return the states of this process's groups that are not closed."""
+    return [state for state in list(_states) if not state.is_closed]
+
+
+def _forbid_in_child() -> None:
+    # A forked child shares the parent's connections; its MPI calls would answer for the parent.
+    for state in list(_states):
+        state.fail(
+            MpidistError(
+                f"{state.where('a collective')} was called in a process forked from the rank, "
+                "which cannot communicate; "
+                "use multiprocessing_context='spawn' or 'forkserver', and keep collectives in the "
+                "parent"
+            )
+        )
+
+
+os.register_at_fork(after_in_child=_forbid_in_child)
+
+
+def _do_nothing() -> None:
+    """Do nothing."""
+
+
+class GroupState:
+    """State of one group, which its executor, its messages and the watchdog share.
+
+    Args:
+        queued: Returns the number of queued operations.
+
+    Attributes:
+        name: The group's name, for messages.
+        key: Identifies the group; the same text on all its ranks.
+        rank: This rank in the group.
+        size: W, the number of ranks.
+        world_ranks: The members' ranks in the world, in group order.
+        timeout_s: Longest time of an operation until the watchdog reports it; None for no limit.
+        on_timeout: ``ABORT`` or ``RAISE``, the same on all ranks.
+        comm: The communicator.
+        mpi: Its form that messages call.
+        journal: The operation that the group executes, and the waits for messages.
+        failure: Raised by every later call; None as long as the group has not failed.
+        is_closed: The group was closed.
+        close_fast_path: Called when the group fails or is closed, for calls that check neither.
+    """
+
+    def __init__(
+        self, comm: Communicator, settings: GroupSettings, queued: Callable[[], int] = int
+    ) -> None:
+        self.name = settings.name
+        self.key = settings.key
+        self.rank = comm.rank
+        self.size = comm.size
+        self.world_ranks = settings.world_ranks
+        self.timeout_s = settings.timeout_s
+        self.on_timeout = settings.on_timeout
+        self.comm = comm
+        self.mpi = comm.plain
+        self.journal = Journal(self.name, self.key, queued)
+        self.failure: MpidistError | None = None
+        self.is_closed = False
+        self.close_fast_path: Callable[[], None] = _do_nothing
+        # Held while the communicator is revoked, which the watchdog's thread does: ``close`` gives
+        # it up before or after that.
+        self._revoking = threading.Lock()
+        # Cached by operation, because formatting takes longer than a call of MPI.
+        self._wheres: dict[str, str] = {}
+        _states.add(self)
+
+    def where(self, operation: str) -> str:
+        """Return the beginning of a message about ``operation``."""
+        text = self._wheres.get(operation)
+        if text is None:
+            text = self._wheres[operation] = (
+                f'rank {self.rank} of {self.size} (group "{self.name}"): {operation}'
+            )
+        return text
+
+    def peers_of(self, rank: int | None) -> tuple[int, ...]:
+        """Return the world ranks that a message to or from ``rank`` needs; all others if None."""
+        if rank is None:
+            return self.world_ranks[: self.rank] + self.world_ranks[self.rank + 1 :]
+        return (self.world_ranks[rank],)
+
+    def close(self) -> None:
+        """Refuse every later call."""
+        with self._revoking:
+            self.is_closed = True
+        self.close_fast_path()
+
+    def fail(self, error: MpidistError) -> None:
+        """Raise ``error`` from every later call, and from the call under way when MPI returns."""
+        self.failure = self.failure or error
+        self.close_fast_path()
+
+    def revoke(self) -> bool:
+        """Revoke the group's communicator on all ranks (ULFM).
+
+        Returns:
+            False without ULFM, or if the group is closed: its communicator may be freed.
+        """
+        with self._revoking:
+            if self.is_closed:
+                return False
+            try:
+                for mpi in (self.mpi, *self.comm.children()):
+                    mpi.Revoke()
+            except Exception:  # MPI without ULFM: NotImplementedError, or MPI's own error
+                return False
+            return True
+
+    def require_usable(self, operation: str) -> None:
+        """Require a group that is neither closed nor failed.
+
+        Raises:
+            GroupError: It is closed.
+            MpidistError: It has failed: its failure.
+        """
+        if self.is_closed:
+            raise GroupError(f"{self.where(operation)} was called on a closed group")
+        if self.failure is not None:
+            self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise the group's failure, if it has failed."""
+        if self.failure is not None:
+            # A copy, because one exception raised repeatedly collects the frames of all callers.
+            raise copy.copy(self.failure)
+
+    @contextmanager
+    def explained(self, operation: str, is_collective: bool = True) -> Iterator[None]:
+        """Raise errors of the block as ``explain`` returns them."""
+        try:
+            yield
+        except Exception as error:
+            explained = self.explain(error, operation, is_collective)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def message_error(self, error: Exception, operation: str) -> Exception:
+        """Return the user's error for an error of a message, which fails no group."""
+        return self.explain(error, operation, is_collective=False)
+
+    def explain(self, error: Exception, operation: str, is_collective: bool = True) -> Exception:
+        """Return the user's error for an error of an operation.
+
+        If a rank died, a collective fails the group on all ranks; a message concerns two of them,
+        and the others go on.
+        """
+        if isinstance(error, LengthError):
+            return DisagreementError(
+                f"{self.where(operation)}: {error}; with MPIDIST_DEBUG=1 all ranks compare before "
+                "they communicate"
+            )
+        if not mpi_errors.is_mpi_error(error):
+            if (
+                self.on_timeout == RAISE
+                and self.failure is not None
+                and isinstance(error, MpidistError)
+            ):
+                nonblocking.keep_buffers(error)
+                runtime.note_failure()
+            return error
+        if self.failure is not None:
+            # Recorded by the watchdog or another thread, and more precise than MPI's error.
+            return self.failure
+        explained = mpi_errors.explain(error, self.where(operation), self.mpi, self.world_ranks)
+        if isinstance(explained, RankFailureError) and is_collective:
+            dead = explained.ranks
+            if dead and (exited_ranks.have_died(dead) or not exited_ranks.among(dead)):
+                runtime.note_failure(dead)
+            self.fail(explained)
+            # Other ranks may wait for this one, which has left the operation.
+            self.revoke()
+        return explained
