@@ -106,7 +106,7 @@ def able_operations(comm: Communicator, device: torch.device) -> frozenset[str]:
 
 
 def is_reduced_by_mpi(dtype: torch.dtype, plan: Reduction) -> bool:
-    """Say whether MPI's own reduction of device memory gives this library's results."""
+    """Return whether MPI's own reduction of device memory gives this library's results."""
     # MPI libraries differ in booleans and in NaN; integers are averaged on the host.
     if (
         plan.wide is not None

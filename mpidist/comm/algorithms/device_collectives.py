@@ -89,7 +89,7 @@ def placed(
 
 
 def _is_identity(execute: Execute, outputs: Tensors, args: tuple[Any, ...]) -> bool:
-    """Say whether an operation of a single rank leaves its tensors unchanged."""
+    """Return whether an operation of a single rank leaves its tensors unchanged."""
     if execute in (reductions.all_reduce, reductions.all_reduce_flat, reductions.reduce):
         return all(reduce_op.reduction(tensor.dtype, args[0]).factor is None for tensor in outputs)
     return execute is movement.broadcast

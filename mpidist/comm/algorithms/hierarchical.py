@@ -44,7 +44,7 @@ class PieceBuffers:
 
 
 def is_chosen(comm: Communicator, nbytes: int) -> bool:
-    """Say whether the tuning table selects this algorithm for a size; the same on all ranks."""
+    """Return whether the tuning table selects this algorithm for a size; the same on all ranks."""
     if not comm.shares_nodes or nbytes < FROM_BYTES:
         return False
     table = comm.tuning_tables.get(tuning.HOST, tuning.UNMEASURED_HOST)

@@ -15,7 +15,7 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def applies(dtype: torch.dtype, plan: Reduction) -> bool:
-    """Say whether a reduction is computed on integers."""
+    """Return whether a reduction is computed on integers."""
     return plan.combine in (MIN, MAX) and dtype.is_floating_point
 
 

@@ -55,7 +55,7 @@ def datatype_and_op(dtype: torch.dtype, plan: Reduction) -> tuple[MPI.Datatype, 
 
 
 def is_callback(dtype: torch.dtype, plan: Reduction) -> bool:
-    """Say whether MPI's operation is a Python function, which can access host memory only."""
+    """Return whether MPI's operation is a Python function, which can access host memory only."""
     return plan.combine == reduce_op.SUM and dtype in _NARROW_INTEGERS
 
 

@@ -38,7 +38,7 @@ def shard_bounds(numel: int, size: int) -> list[int]:
 
 
 def are_faster(comm: Communicator, nbytes: int, dtype: torch.dtype, plan: Reduction) -> bool:
-    """Say whether reduction by shards is faster than MPI for a tensor at full width."""
+    """Return whether reduction by shards is faster than MPI for a tensor at full width."""
     return (
         nbytes >= FROM_BYTES
         and comm.is_single_node

@@ -117,7 +117,7 @@ def _factor_for(dtype: torch.dtype, factor: Any) -> Any:
 
 
 def rounds_once(dtype: torch.dtype, plan: Reduction) -> bool:
-    """Say whether torch combines two contributions of a half type in fp32, rounded once.
+    """Return whether torch combines two contributions of a half type in fp32, rounded once.
 
     False for a mean: 60000 + 60000 overflows fp16, half of the sum does not. False with a factor,
     because the product would be rounded.

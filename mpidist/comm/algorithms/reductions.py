@@ -93,7 +93,7 @@ def _all_reduce_scaled(
 
 
 def is_one_call(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> bool:
-    """Say whether an all-reduce is exactly one MPI call on the tensor's own memory."""
+    """Return whether an all-reduce is exactly one MPI call on the tensor's own memory."""
     return (
         plan.wide is None
         and plan.factor is None

@@ -37,7 +37,7 @@ CHUNK_BYTES = 16 << 20
 
 
 def applies(dtype: torch.dtype, plan: Reduction) -> bool:
-    """Say whether torch can compute the reduction on a device."""
+    """Return whether torch can compute the reduction on a device."""
     if plan.combine not in COMBINE or dtype in (
         torch.bool,
         torch.uint16,

@@ -140,7 +140,7 @@ def agreed_operations(comm: Communicator, device: torch.device) -> frozenset[str
 
 
 def takes_blocking_calls(comm: Communicator) -> bool:
-    """Say whether blocking calls on ``comm.mpi`` reach MPI, not replaced by a wrapper."""
+    """Return whether blocking calls on ``comm.mpi`` reach MPI, not replaced by a wrapper."""
     return not isinstance(comm.mpi, MpiCalls)
 
 

@@ -26,19 +26,19 @@ _node_sees_all: bool | None = None
 
 
 def are_known_unseen() -> bool:
-    """Say whether a comparison has found a device of this node that some rank does not see."""
+    """Return whether a comparison has found a device of this node that some rank does not see."""
     return _node_sees_all is False
 
 
 def may_be_unseen(device: torch.device) -> bool:
-    """Say whether some rank of this node may not see all its devices, as far as known here."""
+    """Return whether some rank of this node may not see all its devices, as far as known here."""
     if _node_sees_all is not None:
         return not _node_sees_all
     return device.type == "cuda" and 0 < torch.cuda.device_count() < runtime.world().local_size
 
 
 def all_seen(comm: Communicator, device: torch.device) -> bool:
-    """Say whether, on every node, each rank of the group sees the devices of all.
+    """Return whether, on every node, each rank of the group sees the devices of all.
 
     Collective: over ``comm``.
     """

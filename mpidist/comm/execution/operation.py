@@ -53,7 +53,7 @@ class Operation:
     title: str = ""
 
     def is_direct(self) -> bool:
-        """Say whether MPI can work on the memory of all tensors."""
+        """Return whether MPI can work on the memory of all tensors."""
         for tensor in self.inputs:
             if not buffer.is_direct(tensor):
                 return False

@@ -55,7 +55,7 @@ def at_once() -> Iterator[None]:
 
 
 def is_at_once() -> bool:
-    """Say whether this thread is within ``at_once``."""
+    """Return whether this thread is within ``at_once``."""
     return getattr(_here, "is_at_once", False)
 
 
@@ -93,7 +93,7 @@ class Progress:
         return self.pending - self._is_executing
 
     def is_own_thread(self) -> bool:
-        """Say whether this is the group's thread."""
+        """Return whether this is the group's thread."""
         return self._thread_id == threading.get_ident()
 
     def try_enter(self) -> bool:

@@ -61,7 +61,7 @@ class Work:
         self.future: Future[Sequence[torch.Tensor]] = Future(events, fence)
 
     def is_completed(self) -> bool:
-        """Say whether the operation has ended, with or without an error."""
+        """Return whether the operation has ended, with or without an error."""
         return self.future.done()
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:

@@ -65,12 +65,12 @@ def elements(tensor: torch.Tensor, start: int, count: int, datatype: MPI.Datatyp
 
 
 def is_direct(tensor: torch.Tensor) -> bool:
-    """Say whether MPI can work on the tensor's own memory: contiguous, on the CPU."""
+    """Return whether MPI can work on the tensor's own memory: contiguous, on the CPU."""
     return tensor.is_cpu and is_plain(tensor)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is contiguous, with no pending conjugation or negation."""
+    """Return whether a tensor is contiguous, with no pending conjugation or negation."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

@@ -32,7 +32,7 @@ class StreamFence:
         self._issuer = threading.get_ident()
 
     def is_issuing_thread(self) -> bool:
-        """Say whether the calling thread issued the operation."""
+        """Return whether the calling thread issued the operation."""
         return threading.get_ident() == self._issuer
 
     def wait_ready(self) -> None:

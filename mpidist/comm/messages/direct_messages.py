@@ -46,7 +46,7 @@ class DirectMessages:
         self._byte, self._memory = MPI.BYTE, MPI.buffer.fromaddress
 
     def take(self, tensor: torch.Tensor, peer: int, tag: int) -> bool:
-        """Say whether a message needs no check, no copy and one call of MPI."""
+        """Return whether a message needs no check, no copy and one call of MPI."""
         return (
             type(tensor) is torch.Tensor
             and type(peer) is int

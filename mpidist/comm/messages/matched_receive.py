@@ -38,7 +38,7 @@ class MatchedReceive:
         message.Recv(self._matched())
 
     def Test(self) -> bool:
-        """Say whether the message, of whatever length, is received."""
+        """Return whether the message, of whatever length, is received."""
         if self._request is None:
             message = self._mpi.Improbe(*self._source_and_tag, self._status)
             if message is None:

@@ -224,7 +224,7 @@ class ReceiveQueue:
         return found
 
     def is_empty(self) -> bool:
-        """Say whether no receive is posted."""
+        """Return whether no receive is posted."""
         return not self._posted
 
     def _match_alone(self, receive: PostedReceive) -> bool:

@@ -34,7 +34,7 @@ class Queue(Protocol):
         """Start the receives whose messages have arrived; return whether any was started."""
 
     def is_empty(self) -> bool:
-        """Say whether no receive is posted."""
+        """Return whether no receive is posted."""
 
 
 def watch(queue: Queue) -> None:

@@ -28,7 +28,7 @@ _visible_at_start: str | None = None  # CUDA_VISIBLE_DEVICES when the context wa
 
 
 def is_first() -> bool | None:
-    """Say whether this process had a CUDA context when MPI started.
+    """Return whether this process had a CUDA context when MPI started.
 
     Returns:
         None if there is no CUDA device, with ``MPIDIST_CUDA_AWARE=0``, or if other code started MPI

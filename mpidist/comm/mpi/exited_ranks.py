@@ -56,7 +56,7 @@ def ended(world_ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def all_ended(world_ranks: Sequence[int]) -> bool:
-    """Say whether all these programs ended more than ``GRACE_S`` ago; False for no ranks."""
+    """Return whether all these programs ended more than ``GRACE_S`` ago; False for no ranks."""
     return bool(_exit_times) and bool(world_ranks) and len(ended(world_ranks)) == len(world_ranks)
 
 

@@ -38,7 +38,7 @@ _pid_of_start: int | None = None
 
 
 def is_started() -> bool:
-    """Say whether this process has started MPI through mpidist."""
+    """Return whether this process has started MPI through mpidist."""
     return _pid_of_start == os.getpid()
 
 
@@ -118,7 +118,7 @@ def parameter_files(environ: Mapping[str, str]) -> list[Path]:
 
 
 def names_transports(files: Iterable[Path]) -> bool:
-    """Say whether one of the files sets ``btl``."""
+    """Return whether one of the files sets ``btl``."""
     for file in files:
         with contextlib.suppress(OSError, UnicodeDecodeError):
             if _SETS_TRANSPORTS.search(file.read_text(encoding="utf-8")):

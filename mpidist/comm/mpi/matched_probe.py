@@ -60,7 +60,7 @@ class Receives:
             self._error = LengthError.of(source, sent, space[1])
 
     def is_wrong(self) -> bool:
-        """Say whether a message had another length."""
+        """Return whether a message had another length."""
         return self._error is not None
 
     def end(self) -> None:

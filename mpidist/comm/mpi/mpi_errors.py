@@ -16,7 +16,7 @@ _SLEEP_S = 1e-2
 
 
 def is_mpi_error(error: BaseException) -> TypeGuard[MPI.Exception]:
-    """Say whether MPI raised it."""
+    """Return whether MPI raised it."""
     return isinstance(error, MPI.Exception)
 
 
@@ -141,7 +141,7 @@ def matched_probe(mpi: Mpi, tag: int, status: MPI.Status) -> MPI.Message | Match
 
 
 def is_pending(error: MPI.Exception) -> bool:
-    """Say whether the failed receive is still posted: from any source, after a death (ULFM)."""
+    """Return whether the failed receive is still posted: from any source, after a death (ULFM)."""
     return is_failure(error) and error.Get_error_class() == getattr(
         MPI, "ERR_PROC_FAILED_PENDING", None
     )
@@ -166,7 +166,7 @@ def is_over(request: Request) -> bool:
 
 
 def may_hide_death(error: MPI.Exception) -> bool:
-    """Say whether an error of another class may come of a death in the middle of a collective.
+    """Return whether an error of another class may come of a death in the middle of a collective.
 
     Open MPI's collectives of several messages return the class of the request that failed, or none.
     """
@@ -179,7 +179,7 @@ def may_hide_death(error: MPI.Exception) -> bool:
 
 
 def is_failure(error: MPI.Exception) -> bool:
-    """Say whether an MPI error means that a process died or the communicator was revoked."""
+    """Return whether an MPI error means that a process died or the communicator was revoked."""
     # mpi4py has the names for every MPI; their values are distinct only in libraries with ULFM.
     kind = error.Get_error_class()
     failures = {

@@ -74,7 +74,7 @@ class MpiCalls:
 
     @property
     def is_abandonable(self) -> bool:
-        """Say whether a wait may end by an error while MPI still works on its request."""
+        """Return whether a wait may end by an error while MPI still works on its request."""
         return self._check is not None
 
     def Sendrecv(

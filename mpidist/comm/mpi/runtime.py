@@ -95,7 +95,7 @@ def world(timeout_s: float | None = None) -> World:
 
 
 def is_initialized() -> bool:
-    """Say whether this process has joined the world."""
+    """Return whether this process has joined the world."""
     return _world is not None and is_started()
 
 

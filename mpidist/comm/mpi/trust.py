@@ -23,7 +23,7 @@ def code() -> int:
 
 
 def is_data_only(asked: bool | None = None) -> bool:
-    """Say whether objects from other ranks are read as data only.
+    """Return whether objects from other ranks are read as data only.
 
     Args:
         asked: The caller's choice; None for the variable.

@@ -69,7 +69,7 @@ class World:
 
     @property
     def is_single_node(self) -> bool:
-        """Say whether all ranks share one node's memory."""
+        """Return whether all ranks share one node's memory."""
         return self.local_size == self.size
 
     def nodes_of(self, world_ranks: Sequence[int]) -> tuple[int, ...]:

@@ -119,7 +119,7 @@ def _length_of_map_header(head: int) -> int | None:
 
 
 def _is_compound(head: int) -> bool:
-    """Say whether a value is an array, a map or an extension type."""
+    """Return whether a value is an array, a map or an extension type."""
     return (
         _is_array(head)
         or _length_of_map_header(head) is not None

@@ -10,7 +10,7 @@ Tensor = torch.Tensor
 
 
 def overlap(tensors: Iterable[Tensor]) -> bool:
-    """Say whether two contiguous host tensors share memory."""
+    """Return whether two contiguous host tensors share memory."""
     reach = -1
     for low, nbytes in sorted([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]):
         if nbytes:
@@ -35,7 +35,7 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 def is_folded(tensor: Tensor) -> bool:
-    """Say whether a tensor has more elements than memory, as an expanded one."""
+    """Return whether a tensor has more elements than memory, as an expanded one."""
     low, high = span(tensor)
     return tensor.nbytes > high - low
 

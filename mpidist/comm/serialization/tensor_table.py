@@ -55,7 +55,7 @@ _WASTE_BYTES = 64 << 10
 
 
 def is_describable(obj: Any) -> bool:
-    """Say whether an object can be a row: a plain tensor, parameter, array or bytearray."""
+    """Return whether an object can be a row: a plain tensor, parameter, array or bytearray."""
     kind = type(obj)
     if kind is np.ndarray:
         return obj.dtype in ARRAY_NUMBERS and obj.flags.c_contiguous and obj.dtype.isnative

@@ -77,7 +77,7 @@ class KeyValueTable:
         return len(self._values)
 
     def has(self, keys: Sequence[str]) -> bool:
-        """Say whether all keys are set."""
+        """Return whether all keys are set."""
         return all(key in self._values for key in keys)
 
     def answer(self, verb: str, args: Sequence[object]) -> object:

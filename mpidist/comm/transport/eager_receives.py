@@ -164,7 +164,7 @@ class ProbedReceive:
         self._is_idle = not self._kept  # the next message is in MPI's queue
 
     def Test(self, status: MPI.Status) -> bool:
-        """Say whether the next message is in ``space``; ``status`` gets its source and length.
+        """Return whether the next message is in ``space``; ``status`` gets its source and length.
 
         Raises:
             FrameError: The message is longer than ``space``. It is dropped, and nothing was

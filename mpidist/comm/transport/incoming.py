@@ -85,7 +85,7 @@ class Incoming:
 
     @property
     def is_complete(self) -> bool:
-        """Say whether all parts have arrived."""
+        """Return whether all parts have arrived."""
         return not self.receives
 
     def to_devices(self) -> None:

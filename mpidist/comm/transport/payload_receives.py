@@ -115,7 +115,7 @@ class PayloadReceives:
                 opened.append((request, length))
 
     def have_arrived(self, incoming: Incoming) -> bool:
-        """Say whether all payloads of a message have arrived; a wrong size sets its ``damage``.
+        """Return whether all payloads of a message have arrived; a wrong size sets its ``damage``.
 
         Raises:
             Exception: MPI reports a failed rank.

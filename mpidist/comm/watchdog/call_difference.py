@@ -37,7 +37,7 @@ def first(histories: Mapping[int, History]) -> tuple[int, dict[int, Call]] | Non
 
 
 def are_different(history: History, number: int, call: Call | None) -> bool:
-    """Say whether a rank has called another collective than ``call`` at a number."""
+    """Return whether a rank has called another collective than ``call`` at a number."""
     other = history.call(number)
     return other is not None and call is not None and other.operation != call.operation
 

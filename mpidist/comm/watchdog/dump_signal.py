@@ -50,7 +50,7 @@ class DumpSignal:
         self._reading, self.is_installed = reading, True
 
     def has_arrived(self) -> bool:
-        """Say whether the signal has arrived since the last call; reads the pipe empty."""
+        """Return whether the signal has arrived since the last call; reads the pipe empty."""
         if not self.is_installed:
             return False
         numbers = b""

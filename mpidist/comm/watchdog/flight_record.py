@@ -120,7 +120,7 @@ def path(rank: int, environ: Mapping[str, str]) -> Path:
 
 
 def is_written_on_timeout(environ: Mapping[str, str]) -> bool:
-    """Say whether a timeout writes the file; torch's variable, true by default."""
+    """Return whether a timeout writes the file; torch's variable, true by default."""
     text = next((environ[name] for name in _ENV_ON_TIMEOUT if environ.get(name)), "1")
     return text.strip().lower() not in ("0", "false", "n", "no", "off")
 

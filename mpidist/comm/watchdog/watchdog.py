@@ -335,7 +335,7 @@ class Watchdog:
 
 
 def _lacks(history: History | None, sequence: int, call: Call | None) -> bool:
-    """Say whether a rank that has ended will never take part in the collective of a number."""
+    """Return whether a rank that has ended will never take part in the collective of a number."""
     if history is None:  # a group that it had closed
         return False
     return history.sequence < sequence or call_difference.are_different(history, sequence, call)
