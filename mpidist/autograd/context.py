@@ -26,7 +26,8 @@ from mpidist.autograd.dependencies import Plan
 from mpidist.autograd.gradients import Gradients
 from mpidist.autograd.recording import Gradient, Receive, Send
 from mpidist.ddp import autograd_context
-from mpidist.ddp.autograd_context import Captured, Reduction
+from mpidist.ddp.autograd_context import Reduction
+from mpidist.ddp.reducer import Reducer
 from mpidist.errors import MpidistError
 
 WORKER_SHIFT = 48
@@ -63,7 +64,7 @@ class Context:
         self.sends: dict[int, Send] = {}
         self.receives: dict[Node, Receive] = {}
         self.gradients = Gradients()
-        self.reductions: dict[Captured, Reduction] = {}
+        self.reductions: dict[Reducer, Reduction] = {}
         self.parts: dict[int, Any] = {}
         self.plans: dict[int, Plan] = {}
         self.early: dict[int, list[tuple[int, Sequence[Gradient]]]] = {}

@@ -12,50 +12,21 @@ only this rank's. ``.grad`` is set aside meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from mpidist.ddp.buckets.layout import Layout
+from mpidist.ddp.reducer import Reducer, when_armed
 from mpidist.ddp.shadowing import OwnGradients
 
 Tensor = torch.Tensor
 
 
-class Captured(Hashable, Protocol):
-    """A reducer, as seen by a pass that captures gradients; see ``Reducer``."""
-
-    captures: bool
-    parameters: list[Tensor]
-    places: dict[Tensor, int]
-    layout: Layout
-
-    def set_aside(self) -> OwnGradients:
-        """See ``Reducer``."""
-
-    def mark_ready(self, place: int, parameter: Tensor) -> None:
-        """See ``Reducer``."""
-
-    def finish_captured(self) -> bool:
-        """See ``Reducer``."""
-
-
-_join: Callable[[Reduction], None] | None = None
-
-
 def register(join: Callable[[Reduction], None] | None) -> None:
     """Call ``join(reduction)`` after each armed forward pass from now on; None to stop."""
-    global _join
-    _join = join
-
-
-def join(reducer: Captured) -> None:
-    """Average a module's gradients in the passes of this thread's context, if there is one."""
-    if _join is not None:
-        _join(Reduction(reducer))
+    when_armed(None if join is None else lambda reducer: join(Reduction(reducer)))
 
 
 class Reduction:
@@ -65,7 +36,7 @@ class Reduction:
         reducer: The module's reducer, armed.
     """
 
-    def __init__(self, reducer: Captured) -> None:
+    def __init__(self, reducer: Reducer) -> None:
         self.reducer = reducer
         self._own_gradients: OwnGradients | None = None
         self._handles: list[RemovableHandle] = []

@@ -1,8 +1,8 @@
 """Uneven inputs: a rank without inputs shadows the other ranks' collectives until all have ended.
 
 Before each forward pass all ranks, including those without inputs, gather each rank's next action
-(``exchange``). From the table a rank without inputs derives the collectives to shadow, and every
-rank the number of ranks that share the average.
+(``next_iteration``). From the table a rank without inputs derives the collectives to shadow, and
+every rank the number of ranks that share the average.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class JoinedOptimizer(Protocol):
 
 
 @untraced
-def exchange(
+def next_iteration(
     group: Group,
     has_inputs: bool,
     averages: bool = False,
     syncs_buffers: bool = False,
     optimizer: int = 0,
 ) -> Iteration:
-    """Exchange what each rank is about to do; return what the ranks with inputs do.
+    """Gather what each rank is about to do; return what the ranks with inputs do.
 
     Collective: over the group.
 
@@ -219,7 +219,7 @@ class UnevenInputs:
                 optimizer.before_step = None
         is_last = True
         try:
-            while (iteration := exchange(group, False)).members:
+            while (iteration := next_iteration(group, False)).members:
                 is_last = False
                 if throws:
                     raise RuntimeError(
@@ -247,7 +247,7 @@ class TorchJoinHook(JoinHook):
 
     def main_hook(self) -> None:
         """Shadow one iteration."""
-        self._uneven.shadow(exchange(self._group, False))
+        self._uneven.shadow(next_iteration(self._group, False))
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Restore this rank's gradients; broadcast the weights of a rank with inputs to the end."""
@@ -258,7 +258,7 @@ class TorchJoinHook(JoinHook):
 def _announce(
     group: Group, throws: bool, averages: bool, syncs_buffers: bool, optimizer: int = 0
 ) -> Iteration:
-    iteration = exchange(group, True, averages, syncs_buffers, optimizer)
+    iteration = next_iteration(group, True, averages, syncs_buffers, optimizer)
     if throws and iteration.members < group.size:
         raise RuntimeError(SOMEONE_EXHAUSTED)
     return iteration

@@ -19,7 +19,7 @@ import torch
 
 from mpidist.comm.consistency import comparing
 from mpidist.comm.group_types import Group
-from mpidist.ddp import autograd_context, in_backward
+from mpidist.ddp import in_backward
 from mpidist.ddp.backward_pass import BackwardPass, PassSettings, adds_to_gradients
 from mpidist.ddp.buckets.accumulated_averages import AccumulatedAverages
 from mpidist.ddp.buckets.layout import Layout
@@ -33,6 +33,17 @@ from mpidist.ddp.verification import require_all_gradients, used_somewhere
 from mpidist.dynamo import untraced
 
 Tensor = torch.Tensor
+
+_on_armed: Callable[[Reducer], None] | None = None
+
+
+def when_armed(function: Callable[[Reducer], None] | None) -> None:
+    """Call ``function(reducer)`` whenever a reducer has been armed; None to stop.
+
+    The interface to distributed autograd (``autograd_context``).
+    """
+    global _on_armed
+    _on_armed = function
 
 
 class Waitable(Protocol):
@@ -142,7 +153,8 @@ class Reducer:
         self._tracks_outputs = bool(tracked)
         for output in tracked:
             output.register_hook(self._on_output_gradient)
-        autograd_context.join(self)
+        if _on_armed is not None:
+            _on_armed(self)
 
     def disarm(self) -> None:
         """Do not average the next backward pass; called after a forward pass under ``no_sync``.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -20,9 +21,24 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 Tensor = torch.Tensor
-# By place: the address of each average, and for an average with local gradients added a copy from
-# before, with the gradient's address and version.
-Marks = tuple[dict[int, int], dict[int, tuple[Tensor, int, int]]]
+
+
+@dataclass
+class Marks:
+    """Gradients that are averages, or to which averages were added, by place.
+
+    Attributes:
+        addresses: The address of each average.
+        copies: For an average to which local gradients were added, a copy from before, and the
+            gradient's address and version since.
+    """
+
+    addresses: dict[int, int] = field(default_factory=dict)
+    copies: dict[int, tuple[Tensor, int, int]] = field(default_factory=dict)
+
+    def places(self) -> set[int]:
+        """Return the places with a mark."""
+        return self.addresses.keys() | self.copies.keys()
 
 
 class AccumulatedAverages:
@@ -45,7 +61,7 @@ class AccumulatedAverages:
     ) -> None:
         self._size = size
         self._is_averaging = is_averaging
-        self.marks: Marks = ({}, {})
+        self.marks = Marks()
         self._nodes: list[tuple[Node, RemovableHandle]] = []
         self._parameters = parameters
         if before is not None:
@@ -53,10 +69,10 @@ class AccumulatedAverages:
             # Averages that were cleared since are forgotten, because other gradients may soon have
             # their addresses.
             self.marks = before.marks
-            for place in set().union(*self.marks):
+            for place in self.marks.places():
                 self._forget_if_gone(place)
         addition = _weak_hook(self)
-        for place in set(places).union(*self.marks):
+        for place in self.marks.places().union(places):
             if not parameters[place].requires_grad:
                 continue
             # A hook of the node runs before autograd's addition, and not for torch.autograd.grad(),
@@ -76,24 +92,24 @@ class AccumulatedAverages:
     def record(self, place: int, average: Tensor) -> None:
         """Record that a parameter's gradient is an average that this rank alone holds."""
         self.forget(place)
-        self.marks[0][place] = average.data_ptr()
+        self.marks.addresses[place] = average.data_ptr()
 
     def forget(self, place: int) -> None:
         """Record that a parameter's gradient is no such average any more."""
-        for marks in self.marks:
-            marks.pop(place, None)
+        self.marks.addresses.pop(place, None)
+        self.marks.copies.pop(place, None)
 
     def set_aside(self) -> Marks:
         """Remove and return all marks, for ``restore`` when the gradients are restored."""
-        for place in set().union(*self.marks):
+        for place in self.marks.places():
             self._forget_if_gone(place)
-        held, self.marks = self.marks, ({}, {})
+        held, self.marks = self.marks, Marks()
         return held
 
     def restore(self, marks: Marks) -> None:
         """Restore marks that were set aside, once the gradients have their values again."""
         self.marks = marks
-        for place in list(marks[1]):
+        for place in list(marks.copies):
             gradient = self._parameters[place].grad
             # The values may have been copied back, which changes the version.
             if gradient is not None:
@@ -101,8 +117,8 @@ class AccumulatedAverages:
 
     def weigh(self, place: int, gradient: Tensor, target: Tensor) -> None:
         """Weight an average in ``target``, which is ``gradient`` or a copy, as a contribution."""
-        averages, copies = self.marks
-        if averages.get(place) == gradient.data_ptr():
+        addresses, copies = self.marks.addresses, self.marks.copies
+        if addresses.get(place) == gradient.data_ptr():
             target.mul_(self._size)
         elif place in copies and copies[place][1:] == (gradient.data_ptr(), gradient._version):
             target.add_(copies[place][0], alpha=self._size - 1)
@@ -110,31 +126,31 @@ class AccumulatedAverages:
 
     def record_addition(self, place: int, gradient: Tensor) -> None:
         """Record the version of a gradient after a pass that is not averaged."""
-        copies = self.marks[1]
+        copies = self.marks.copies
         if place in copies:
             copies[place] = (copies[place][0], gradient.data_ptr(), gradient._version)
 
     def before_addition(self, place: int) -> None:
         """Weight an average, or copy it, before autograd adds to it."""
-        averages, copies = self.marks
-        if (place not in averages and place not in copies) or self._forget_if_gone(place):
+        addresses, copies = self.marks.addresses, self.marks.copies
+        if (place not in addresses and place not in copies) or self._forget_if_gone(place):
             return
         gradient = self._parameters[place].grad
         assert gradient is not None
         if self._is_averaging():
             self.weigh(place, gradient, gradient.detach())
-        elif place in averages:
+        elif place in addresses:
             self.forget(place)
             copies[place] = (gradient.detach().clone(), -1, -1)
 
     def _forget_if_gone(self, place: int) -> bool:
         """Forget an average that was cleared or replaced; return whether it was."""
-        averages, copies = self.marks
+        addresses, copies = self.marks.addresses, self.marks.copies
         gradient = self._parameters[place].grad
         is_there = gradient is not None and gradient.layout is torch.strided
         if gradient is not None and is_there:
             now = gradient.data_ptr(), gradient._version
-            is_there = averages.get(place) == now[0] or (
+            is_there = addresses.get(place) == now[0] or (
                 place in copies and copies[place][1:] == now
             )
         if not is_there:

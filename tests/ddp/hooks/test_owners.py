@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from mpidist.ddp import autograd_context, hooks
+from mpidist.ddp import hooks, reducer
+from mpidist.ddp.autograd_context import Reduction
 from mpidist.ddp.hooks.default import allreduce_hook, bf16_compress_wrapper
 from mpidist.ddp.hooks.owners import to_owners
 from mpidist.ddp.hooks.powersgd import powerSGD_hook
@@ -332,7 +333,11 @@ def test_captured_passes(group, monkeypatch, view):
     """Each rank's context gets the averages that the rank owns; ``.grad`` stays as it was."""
     one, plain, bounds = pair(group, {"gradient_as_bucket_view": view})
     joined = []
-    monkeypatch.setattr(autograd_context, "_join", joined.append)
+
+    def join(armed):
+        joined.append(Reduction(armed))
+
+    monkeypatch.setattr(reducer, "_on_armed", join)
     for step in range(3):
         found = []
         for ddp in (one, plain):
@@ -357,17 +362,17 @@ def test_captured_passes(group, monkeypatch, view):
                 close(flat(share)[a:b], flat(average)[a:b]) for a, b in own
             )
             agree(group, right, f"step {step}, shape {tuple(p.shape)}")
-        monkeypatch.setattr(autograd_context, "_join", None)
+        monkeypatch.setattr(reducer, "_on_armed", None)
         for ddp in (one, plain):
             with ddp.no_sync() if step else contextlib.nullcontext():
                 backward(ddp, group.rank, step)
-        monkeypatch.setattr(autograd_context, "_join", joined.append)
+        monkeypatch.setattr(reducer, "_on_armed", join)
         agree(
             group,
             step or not (text := wrong(group, one, plain, bounds, close)),
             f"step {step}: {text}",
         )
-    monkeypatch.setattr(autograd_context, "_join", None)
+    monkeypatch.setattr(reducer, "_on_armed", None)
     for ddp in (one, plain):
         backward(ddp, group.rank, 5)
     agree(group, not (text := wrong(group, one, plain, bounds, close)), text)
