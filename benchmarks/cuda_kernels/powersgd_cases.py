@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from cuda_kernels.launches import most_launches
 from harness.timing import Contender
 from mpidist.ddp.buckets.bucket import Bucket
-from mpidist.ddp.hooks.grad_bucket import GradBucket
+from mpidist.ddp.buckets.plan import assign
 from mpidist.ddp.hooks import lowrank
 from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.lowrank import Factors

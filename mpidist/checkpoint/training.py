@@ -19,7 +19,6 @@ from mpidist.checkpoint.manifest import MODEL, OPTIMIZER, TRAINING, Contents
 from mpidist.checkpoint.plain_data import require_plain
 from mpidist.ddp.buckets.layout import SavedPlan
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
-from mpidist.ddp.buckets.layout import SavedPlan
 from mpidist.zero.optimizer import OSS
 from mpidist.zero.state import state_dict
 from mpidist.zero.state.rank_local import RankLocalState

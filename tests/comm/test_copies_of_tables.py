@@ -9,10 +9,10 @@ import pytest
 
 from mpidist.autograd import parts
 from mpidist.autograd.context import Context
-from mpidist.comm.message_pieces import PieceTransfers
+from mpidist.comm.execution.op_status import Journal
+from mpidist.comm.messages.message_pieces import PieceTransfers
+from mpidist.comm.messages.receive_poller import _Poller
 from mpidist.comm.mpi.tags import PIECE_TAGS
-from mpidist.comm.op_status import Journal
-from mpidist.comm.receive_poller import _Poller
 
 # More than CPython's free lists hold: the copy's memory is allocated.
 COUNT = 40
