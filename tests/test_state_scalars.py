@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,3 +166,14 @@ def write(targets, sources):
     with torch.no_grad():
         for one, other in zip(targets, sources, strict=True):
             one.copy_(other)
+
+
+def test_what_torch_has_loaded_as_it_was_is_left_alone():
+    parameter = torch.ones(2)
+    number, kept = torch.tensor(0.25), torch.tensor(0.5)
+    loaded = {"mu_product": kept, "eta": 0.5}
+    optimizer = SimpleNamespace(param_groups=[{"params": [parameter]}], state={parameter: loaded})
+    saved = {"mu_product": number, "eta": torch.tensor(1.0)}
+    given = {"param_groups": [{"params": [0]}], "state": {0: saved}}
+    state_scalars.restore(optimizer, given)
+    assert loaded["mu_product"] is kept and loaded["eta"] == 0.5

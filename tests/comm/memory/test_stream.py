@@ -1,0 +1,17 @@
+"""Streams: which tensors are kept for the current one. On a device: with ``make gpu``."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mpidist.comm.memory import stream
+
+
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_memory_of_a_device_alone_is_kept_for_the_current_stream(monkeypatch, is_cuda):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    kept = []
+    tensor = SimpleNamespace(is_cuda=is_cuda, device="cuda:1", record_stream=kept.append)
+    assert stream.used_here(tensor) is tensor
+    assert kept == ["stream of cuda:1"] * is_cuda
