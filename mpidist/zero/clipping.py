@@ -88,8 +88,8 @@ def clip(
     scale = (max_norm / (total + _TINY)).clamp(max=1.0)
     # The host does not read the norm, so a CUDA stream is not synchronized. As in torch, a NaN norm
     # makes all gradients NaN.
-    for places in _by_kind([gradient for _, gradient in own]):
-        gradients = [own[place][1] for place in places]
+    for indices in _by_kind([gradient for _, gradient in own]):
+        gradients = [own[index][1] for index in indices]
         factor = scale.to(gradients[0].device, _real(gradients[0].dtype))
         if gradients[0].layout is torch.strided:
             torch._foreach_mul_(gradients, factor)
@@ -104,21 +104,21 @@ def clip(
 def _norms(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> list[Tensor]:
     """Return the norm of each tensor, in fp64 on ``device``; some launches for each kind."""
     norms: list[Tensor | None] = [None] * len(tensors)
-    for places in _by_kind(tensors):
-        alike = [tensors[place] for place in places]
+    for indices in _by_kind(tensors):
+        alike = [tensors[index] for index in indices]
         found = torch._foreach_norm(alike, norm_type, dtype=_wide(alike[0].dtype))
         together = torch.stack(found).to(device, torch.float64)
-        for place, norm in zip(places, together.unbind(), strict=True):
-            norms[place] = norm
+        for index, norm in zip(indices, together.unbind(), strict=True):
+            norms[index] = norm
     return [norm for norm in norms if norm is not None]
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
-    """Return the places of tensors of one device, dtype and layout, for each of these kinds."""
-    places: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
-    for place, tensor in enumerate(tensors):
-        places[tensor.device, tensor.dtype, tensor.layout].append(place)
-    return places.values()
+    """Return the indices of tensors of one device, dtype and layout, for each of these kinds."""
+    indices: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        indices[tensor.device, tensor.dtype, tensor.layout].append(index)
+    return indices.values()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype | None:

@@ -11,7 +11,7 @@ import torch
 
 from mpidist.comm import shard_memory
 from mpidist.comm.group_types import Group
-from mpidist.comm.shard_memory import ShardMemory
+from mpidist.comm.shard_memory import Ranges, ShardMemory
 from mpidist.kernels.view import is_dense, laid_out
 from mpidist.zero.shards.buffer_plan import BufferPlan
 
@@ -48,17 +48,17 @@ class FlatBuffers:
         self._parameters = {
             slot.number: parameters[slot.number] for plan in plans for slot in plan.slots
         }
-        self._memories: list[tuple[ShardMemory, list[int]]] = []
+        self._memories: list[tuple[ShardMemory, Ranges]] = []  # with the ranks' bytes
         self._starts = [0] * len(plans)  # first byte of each plan in its memory
         flats: dict[int, Tensor] = {}
         for device in dict.fromkeys(plan.device for plan in plans):
-            places = [place for place, plan in enumerate(plans) if plan.device == device]
-            memory = self._allocated(device, places, one_copy)
-            self._memories.append((memory, places))
-            for place in places:
-                start, plan = self._starts[place], plans[place]
-                flats[place] = memory.own[start : start + plan.nbytes].view(plan.dtype)
-        self.flats = [flats[place] for place in range(len(plans))]
+            indices = [index for index, plan in enumerate(plans) if plan.device == device]
+            memory = self._allocated(device, indices, one_copy)
+            self._memories.append((memory, self._byte_ranges(indices)))
+            for index in indices:
+                start, plan = self._starts[index], plans[index]
+                flats[index] = memory.own[start : start + plan.nbytes].view(plan.dtype)
+        self.flats = [flats[index] for index in range(len(plans))]
         self.is_one_copy = any(memory.is_one_copy for memory, _ in self._memories)
         self._views = {
             slot.number: laid_out(
@@ -69,16 +69,15 @@ class FlatBuffers:
             for slot in plan.slots
         }
         self._addresses: dict[int, int] = {}  # of the parameters in their places
-        self._ranges = [self._byte_ranges(places) for _, places in self._memories]
 
     def _allocated(
-        self, device: torch.device, places: Sequence[int], one_copy: bool
+        self, device: torch.device, indices: Sequence[int], one_copy: bool
     ) -> ShardMemory:
         nbytes = 0
         # Plans need no padding: 64 elements are a multiple of every dtype's size.
-        for place in places:
-            self._starts[place] = nbytes
-            nbytes += self.plans[place].nbytes
+        for index in indices:
+            self._starts[index] = nbytes
+            nbytes += self.plans[index].nbytes
         if device.type == "cpu":
             return shard_memory.allocate(self._group, nbytes, one_copy)
         return shard_memory.on_device(self._group, nbytes, device)
@@ -154,15 +153,15 @@ class FlatBuffers:
 
         Blocks: until this rank's copy is complete.
         """
-        for (memory, _), ranges in zip(self._memories, self._ranges, strict=True):
+        for memory, ranges in self._memories:
             memory.gather(ranges)
 
-    def _byte_ranges(self, places: Sequence[int]) -> list[list[tuple[int, int]]]:
+    def _byte_ranges(self, indices: Sequence[int]) -> list[list[tuple[int, int]]]:
         """Return for each rank the byte ranges of its shard of each plan, in the plans' memory."""
         ranges: list[list[tuple[int, int]]] = [[] for _ in range(self._group.size)]
-        for place in places:
-            start, size = self._starts[place], self.plans[place].dtype.itemsize
-            for rank, (first, end) in enumerate(self.plans[place].parts()):
+        for index in indices:
+            start, size = self._starts[index], self.plans[index].dtype.itemsize
+            for rank, (first, end) in enumerate(self.plans[index].parts()):
                 ranges[rank].append((start + first * size, start + end * size))
         return ranges
 

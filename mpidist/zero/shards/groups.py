@@ -69,10 +69,10 @@ def take_loaded(base_groups: Groups, saved: Groups, groups: Groups) -> None:
 
 def by_group(groups: Groups, pieces: Iterable[Piece]) -> list[list[Tensor]]:
     """Return for each group the tensors of its pieces, in the order of the parameters."""
-    place_of = [place for place, group in enumerate(groups) for _ in group["params"]]
+    index_of = [index for index, group in enumerate(groups) for _ in group["params"]]
     found: list[list[Tensor]] = [[] for _ in groups]
     for piece in sorted(pieces, key=lambda piece: piece.number):
-        found[place_of[piece.number]].append(piece.tensor)
+        found[index_of[piece.number]].append(piece.tensor)
     return found
 
 
@@ -82,11 +82,11 @@ def rows(groups: Groups) -> list[Row]:
     A parameter's row is its shape, dtype, device type, ``requires_grad`` and strides.
     """
     found: list[Row] = []
-    for place, group in enumerate(groups):
-        found.append((f"group {place}", text(group)))
+    for index, group in enumerate(groups):
+        found.append((f"group {index}", text(group)))
         for number, p in enumerate(group["params"]):
             held = (tuple(p.shape), str(p.dtype), p.device.type, p.requires_grad, p.stride())
-            found.append((f"group {place} parameter {number}", held))
+            found.append((f"group {index} parameter {number}", held))
     return found
 
 

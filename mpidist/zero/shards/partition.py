@@ -69,10 +69,10 @@ def balanced(costs: Sequence[float], loads: Sequence[float]) -> tuple[list[int],
     """
     owners, heap = [0] * len(costs), [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
-    for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
         load, rank = heap[0]
-        owners[place] = rank
-        heapq.heapreplace(heap, (load + costs[place], rank))
+        owners[index] = rank
+        heapq.heapreplace(heap, (load + costs[index], rank))
     return owners, [load for load, _ in sorted(heap, key=lambda entry: entry[1])]
 
 

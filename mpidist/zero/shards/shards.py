@@ -298,13 +298,13 @@ class Shards:
         self.plans += buffers.plans
         self.flats += buffers.flats
         self.is_one_copy = self.is_one_copy and buffers.is_one_copy
-        for place, plan in enumerate(buffers.plans, first):
+        for index, plan in enumerate(buffers.plans, first):
             self._buffers_of.update(dict.fromkeys(plan.by_number, buffers))
             low, high = plan.bounds[rank : rank + 2]
             if self._has_masters:
-                self.masters.flats.append(torch.zeros_like(self.flats[place][low:high]))
+                self.masters.flats.append(torch.zeros_like(self.flats[index][low:high]))
             for span in plan.spans(rank):
-                home = (place, span.offset - low)
+                home = (index, span.offset - low)
                 piece = own.get(span.number)
                 if piece is None:
                     parameter = self.parameters[span.number]
@@ -333,8 +333,8 @@ class Shards:
 
     def _elements(self, home: tuple[int, int], span: Span) -> Tensor:
         """Return a span's elements of the flat buffer, or of this rank's master copy."""
-        place, start = home
-        memory = self.masters.flats[place] if self._has_masters else self.flats[place]
+        index, start = home
+        memory = self.masters.flats[index] if self._has_masters else self.flats[index]
         if not self._has_masters:
             start = span.offset
         part = memory[start : start + span.stop - span.start]

@@ -27,7 +27,7 @@ def memory_order(form: torch.Tensor) -> list[int]:
     strides = form.stride()
     if not is_dense(form):
         return list(range(form.dim()))
-    return sorted(range(form.dim()), key=lambda place: (-strides[place], place))
+    return sorted(range(form.dim()), key=lambda dim: (-strides[dim], dim))
 
 
 def chunks_of(form: torch.Tensor, start: int, stop: int) -> list[Chunk]:
@@ -43,7 +43,7 @@ def chunks_of(form: torch.Tensor, start: int, stop: int) -> list[Chunk]:
     """
     order = memory_order(form)
     found = []
-    for offsets, sizes, first in _runs([form.shape[place] for place in order], start, stop):
+    for offsets, sizes, first in _runs([form.shape[dim] for dim in order], start, stop):
         found.append(Chunk(_placed(offsets, order), _placed(sizes, order), first))
     return found
 
@@ -57,7 +57,7 @@ def view_of(chunk: Chunk, form: torch.Tensor, elements: torch.Tensor, start: int
     order = memory_order(form)
     run = elements[chunk.first - start : chunk.first - start + math.prod(chunk.sizes)]
     back = sorted(range(len(order)), key=order.__getitem__)
-    return run.view([chunk.sizes[place] for place in order]).permute(back)
+    return run.view([chunk.sizes[dim] for dim in order]).permute(back)
 
 
 def _runs(
@@ -96,6 +96,6 @@ def _inside(
 
 def _placed(values: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     placed = [0] * len(order)
-    for place, value in zip(order, values, strict=True):
-        placed[place] = value
+    for dim, value in zip(order, values, strict=True):
+        placed[dim] = value
     return tuple(placed)

@@ -162,14 +162,14 @@ def gathered(
                 group.send(chunk, recipient)
         return None
     for rank, contents in enumerate(everyone):
-        places = [
+        targets = [
             whole[kind][slice(*state.plans[kind[0]].bounds[rank : rank + 2])]
             for kind in contents.kinds
         ] + loose[rank]
         if rank == group.rank:
-            staging.copy_to_host(places, own)
-        for place in places:
-            for chunk in _chunks(place, chunk_bytes):
+            staging.copy_to_host(targets, own)
+        for target in targets:
+            for chunk in _chunks(target, chunk_bytes):
                 if recipient == -1:
                     group.broadcast(chunk, rank)
                 elif rank != group.rank:
@@ -205,11 +205,11 @@ def _allocated(
     for rank, contents in enumerate(everyone):
         for kind in contents.kinds:
             wanted[kind] = (state.plans[kind[0]].numel, kind[2])
-        for place, (shape, dtype) in enumerate(contents.loose):
-            wanted[rank, place] = (shape.numel(), dtype)
+        for index, (shape, dtype) in enumerate(contents.loose):
+            wanted[rank, index] = (shape.numel(), dtype)
     made = memory.tensors(wanted)
     loose = [
-        [made.pop((rank, place)) for place in range(len(contents.loose))]
+        [made.pop((rank, index)) for index in range(len(contents.loose))]
         for rank, contents in enumerate(everyone)
     ]
     return made, loose
@@ -228,9 +228,9 @@ def _assembled(
         tensors = zip(vectors, contents.loose, strict=True)
         for number, index in zip(contents.numbers, contents.pattern_of, strict=True):
             values: ParamState = {}
-            for name, where, place in contents.patterns[index]:
+            for name, where, kind_index in contents.patterns[index]:
                 if where == FLAT:
-                    kind = contents.kinds[place]
+                    kind = contents.kinds[kind_index]
                     slot = slots[kind[0]][number]
                     part = whole[kind][slot.offset : slot.offset + slot.numel]
                     values[name] = laid_out(part, state.forms[number])

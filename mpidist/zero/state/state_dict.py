@@ -229,12 +229,12 @@ def by_number(given: StateDict, groups: Groups, part: str = "state") -> StateByN
     Args:
         part: ``"state"`` or ``"masters"``.
     """
-    places = {
+    numbers_by_id = {
         id(parameter): number
         for number, parameter in enumerate(p for group in groups for p in group["params"])
     }
     numbers = {
-        key: places[id(parameter)]
+        key: numbers_by_id[id(parameter)]
         for key, parameter in _by_id(given["param_groups"], groups).items()
     }
     return {numbers[key]: held for key, held in given.get(part, {}).items()}

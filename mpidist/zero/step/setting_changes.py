@@ -45,12 +45,12 @@ class SettingChanges:
         try:
             yield
         finally:
-            for place, group in enumerate(optim.param_groups):
-                changed = _changed(groups.settings(group), given[place])
-                of_group = self._of_groups.setdefault(place, {})
+            for index, group in enumerate(optim.param_groups):
+                changed = _changed(groups.settings(group), given[index])
+                of_group = self._of_groups.setdefault(index, {})
                 # A call that has none of the group's parameters may count, but not measure.
                 of_group.update(changed if group["params"] else {**changed, **of_group})
-                for key in changed.keys() - held[place].keys():
+                for key in changed.keys() - held[index].keys():
                     del group[key]
             groups.sync(held, optim.param_groups)
             attributes = _changed(_numbers(optim), numbers)
@@ -61,8 +61,8 @@ class SettingChanges:
 
     def set(self, optim: torch.optim.Optimizer) -> None:
         """Set what was kept back; tensors in place."""
-        for place, changed in self._of_groups.items():
-            group = optim.param_groups[place]
+        for index, changed in self._of_groups.items():
+            group = optim.param_groups[index]
             for key, value in changed.items():
                 if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
                     group[key].copy_(value)
