@@ -1,6 +1,6 @@
-"""Pending calls: what their threads wait for, and the future that ``rpc_async`` returns.
+"""Calls that threads wait for, and the futures of ``rpc_async`` and ``remote``.
 
-The owner's answer to a call of ``remote`` completes a future as well, and carries no value.
+The owner's answer to a call of ``remote`` carries no value.
 """
 
 from __future__ import annotations
