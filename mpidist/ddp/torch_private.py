@@ -30,6 +30,7 @@ from mpidist.ddp.hooks.optimizer_overlap import OptimizerHookState, hook_then_op
 from mpidist.ddp.hooks.stages import Hook
 from mpidist.ddp.join import UnevenInputs
 from mpidist.ddp.reducer import Reducer
+from mpidist.ddp.torch_arguments import Device
 from mpidist.ddp.verification import broadcast_state
 
 Tensor = torch.Tensor
@@ -62,6 +63,8 @@ class TorchNames:
         process_group: The group as the user gave it.
         parameters_to_ignore: Names of parameters and buffers that stay each rank's own.
         device: Device of the parameters.
+        device_ids: This rank's one GPU, to which inputs are moved, in a list; or None.
+        output_device: The same GPU, or None.
     """
 
     module: torch.nn.Module
@@ -70,6 +73,8 @@ class TorchNames:
     process_group: AnyGroup
     parameters_to_ignore: set[str]
     device: torch.device
+    device_ids: list[Device] | None
+    output_device: Device | None
     _group: Group
     _has_cap_list: bool
     _buffer_syncing: BufferSyncing
@@ -338,54 +343,47 @@ class TorchNames:
             raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
 
     def _get_ddp_logging_data(self) -> dict[str, object]:
-        """Return settings and sizes by torch's names, without times."""
-        return logging_data(self)
+        """Return settings and sizes by torch's names, without times.
 
-
-def logging_data(ddp: Any) -> dict[str, object]:
-    """Return settings and sizes of a module as torch's DDP logs them.
-
-    Args:
-        ddp: A ``DistributedDataParallel``.
-
-    Source:
-        ``torch/csrc/distributed/c10d/logger.cpp``, for names and texts; without its times.
-    """
-    parameters, reducer = ddp.reducer.parameters, ddp.reducer
-    buckets, hook = reducer.layout.plan, reducer.hook
-    sizes = ", ".join(str(sum(parameters[place].nbytes for place in places)) for places in buckets)
-    data = {
-        "world_size": ddp._group.size,
-        "rank": ddp._group.rank,
-        "module_name": type(ddp.module).__name__,
-        "device_ids": ", ".join(map(str, ddp.device_ids or ())),
-        "output_device": -1 if getattr(ddp, "output_device", None) is None else ddp.output_device,
-        "broadcast_buffers": int(ddp.forward_sync_buffers),
-        "bucket_cap_bytes": ddp.bucket_bytes_cap,
-        "find_unused_parameters": int(ddp.find_unused_parameters),
-        "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
-        "static_graph": int(ddp.static_graph),
-        "backend_name": "mpidist",
-        "dtypes": ", ".join(sorted({_dtype_name(parameter.dtype) for parameter in parameters})),
-        "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
-        "num_parameter_tensors": len(parameters),
-        "bucket_sizes": sizes,
-        "num_buckets_reduced": len(buckets),
-        "has_rebuilt_buckets": int(ddp._has_rebuilt_buckets),
-        "has_sync_bn": int(
-            any("SyncBatchNorm" in type(part).__name__ for part in ddp.module.modules())
-        ),
-    }
-    if ddp._has_rebuilt_buckets:
-        data["rebuilt_bucket_sizes"] = sizes
-        data["rebuilt_per_bucket_param_indices"] = ", ".join(
-            " ".join(map(str, places)) for places in buckets
+        Source: ``torch/csrc/distributed/c10d/logger.cpp``, for names and texts.
+        """
+        parameters, reducer = self.reducer.parameters, self.reducer
+        buckets, hook = reducer.layout.plan, reducer.hook
+        sizes = ", ".join(
+            str(sum(parameters[place].nbytes for place in places)) for places in buckets
         )
-    if ddp._authoritative_rank is not None:
-        data["join_uneven_inputs"] = 1
-    if hook is not None:
-        data["comm_hook"] = getattr(hook[0], "__qualname__", type(hook[0]).__qualname__)
-    return data
+        data: dict[str, object] = {
+            "world_size": self._group.size,
+            "rank": self._group.rank,
+            "module_name": type(self.module).__name__,
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+            "output_device": -1 if self.output_device is None else self.output_device,
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "backend_name": "mpidist",
+            "dtypes": ", ".join(sorted({_dtype_name(parameter.dtype) for parameter in parameters})),
+            "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
+            "num_parameter_tensors": len(parameters),
+            "bucket_sizes": sizes,
+            "num_buckets_reduced": len(buckets),
+            "has_rebuilt_buckets": int(self._has_rebuilt_buckets),
+            "has_sync_bn": int(
+                any("SyncBatchNorm" in type(part).__name__ for part in self.module.modules())
+            ),
+        }
+        if self._has_rebuilt_buckets:
+            data["rebuilt_bucket_sizes"] = sizes
+            data["rebuilt_per_bucket_param_indices"] = ", ".join(
+                " ".join(map(str, places)) for places in buckets
+            )
+        if self._authoritative_rank is not None:
+            data["join_uneven_inputs"] = 1
+        if hook is not None:
+            data["comm_hook"] = getattr(hook[0], "__qualname__", type(hook[0]).__qualname__)
+        return data
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
