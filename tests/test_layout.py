@@ -96,7 +96,6 @@ COVERED_BY = {
     "kernels/powersgd_launches": "kernels/test_powersgd.py",
     "nn/batch_function": "nn/test_sync_batch_norm.py",
     "nn/batch_kernels": "nn/test_sync_batch_norm.py",
-    "nn/handle": "nn/test_remote_module.py",
     "nn/remote": "nn/test_remote_module.py",
     "optim/local": "optim/test_distributed_optimizer.py",
     "optim/remote_optimizers": "optim/test_distributed_optimizer.py",
