@@ -122,3 +122,18 @@ def test_the_first_place_that_differs_is_returned_with_all_values():
     assert first_difference([[1, 2, 3], [1, 5, 6]]) == (1, [2, 5])
     assert first_difference([[1], [1, 4]]) == (1, [None, 4])
     assert by_rank(["a", None, 0]) == "rank 0: a; rank 2: 0"
+
+
+@pytest.mark.mpi
+def test_an_exchange_of_our_own_is_none_of_the_users_calls(group):
+    before = group.journal.own
+    assert maximum(group, group.rank) == group.size - 1
+    assert group.journal.own == before + (group.size > 1)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_without_an_error_nothing_more_is_exchanged(group):
+    before = group.journal.sequence
+    with raising_on_all(group, "here"):
+        pass
+    assert group.journal.sequence == before + 1

@@ -99,3 +99,8 @@ def test_the_stores_wait_ends_when_all_others_have(group, monkeypatch):
         store.wait(["never"], timedelta(seconds=600))
     monkeypatch.undo()
     agree(group, raised.value.ranks == tuple(others))
+
+
+def test_a_start_has_a_minute_at_least():
+    assert creation_barrier.start_limit(None) is None
+    assert creation_barrier.start_limit(0.5) == 60 and creation_barrier.start_limit(1800) == 1800

@@ -1,17 +1,75 @@
 """Errors of MPI calls: which are a rank's death. Whole jobs are in comm/watchdog."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from mpidist.comm.mpi import mpi_errors
 from mpidist.comm.mpi.library import MPI
+from mpidist.errors import MpidistError
+
+DEATH, OTHER = 901, 902
 
 
-def test_a_death_alone_is_tolerated(monkeypatch):
-    monkeypatch.setattr(mpi_errors, "is_failure", lambda error: error.Get_error_code() == 1)
-    monkeypatch.setattr(mpi_errors, "is_mpi_error", lambda error: isinstance(error, MPI.Exception))
+class Error(Exception):
+    """What the functions read of mpi4py's exception."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def Get_error_class(self):
+        return self.kind
+
+
+@pytest.fixture(autouse=True)
+def _ulfm(monkeypatch):
+    """Make these the classes and the exceptions of a library with ULFM."""
+    monkeypatch.setattr(MPI, "ERR_PROC_FAILED", DEATH, raising=False)
+    monkeypatch.setattr(mpi_errors, "is_mpi_error", lambda error: isinstance(error, Error))
+
+
+def raising(error):
+    def call(*arguments):
+        raise error
+
+    return call
+
+
+def test_the_classes_of_a_failure():
+    assert mpi_errors.is_failure(Error(DEATH)) and not mpi_errors.is_failure(Error(OTHER))
+    # Without ULFM mpi4py gives all of them this value.
+    assert not mpi_errors.is_failure(Error(MPI.ERR_UNKNOWN))
+
+
+@pytest.mark.parametrize("error", [Error(OTHER), KeyError("another error")])
+def test_a_death_alone_is_tolerated(error):
     with mpi_errors.death_tolerated():
-        raise MPI.Exception(1)
-    with pytest.raises(MPI.Exception), mpi_errors.death_tolerated():
-        raise MPI.Exception(2)
-    with pytest.raises(KeyError), mpi_errors.death_tolerated():
-        raise KeyError("another error")
+        raise Error(DEATH)
+    with pytest.raises(type(error)), mpi_errors.death_tolerated():
+        raise error
+
+
+@pytest.mark.parametrize("error", [Error(OTHER), KeyError("another error")])
+def test_a_request_of_a_dead_peer_is_over(error):
+    assert mpi_errors.is_over(SimpleNamespace(Test=lambda: 1)) is True
+    assert mpi_errors.is_over(SimpleNamespace(Test=lambda: 0)) is False
+    assert mpi_errors.is_over(SimpleNamespace(Test=raising(Error(DEATH))))
+    assert mpi_errors.is_over(SimpleNamespace(Test=raising(MpidistError("its own"))))
+    with pytest.raises(type(error)):
+        mpi_errors.is_over(SimpleNamespace(Test=raising(error)))
+
+
+@pytest.mark.parametrize("error", [Error(OTHER), KeyError("another error")])
+def test_a_probe_acknowledges_a_death_and_nothing_else(error):
+    acknowledged = []
+
+    def communicator(probe):
+        return SimpleNamespace(Improbe=probe, Ack_failed=lambda: acknowledged.append(1))
+
+    found = mpi_errors.matched_probe(communicator(lambda *what: ("a message", what[1])), 7, None)
+    assert found == ("a message", 7) and not acknowledged
+    assert mpi_errors.matched_probe(communicator(raising(Error(DEATH))), 7, None) is None
+    assert acknowledged == [1]
+    with pytest.raises(type(error)):
+        mpi_errors.matched_probe(communicator(raising(error)), 7, None)
+    assert acknowledged == [1]

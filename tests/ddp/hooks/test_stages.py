@@ -2,6 +2,7 @@
 
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     post_localSGD_hook,
 )
 
-from mpidist.ddp.hooks import default
+from mpidist.ddp.hooks import default, stages
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.future import Future, completed
 from tests.ddp.nets import same_everywhere
@@ -211,3 +212,9 @@ def test_a_wrong_hook_raises_on_all_and_the_next_step_is_right(group, name):
     ddp.register_comm_hook(group, default.allreduce_hook)
     train(group, ddp, 2)
     agree(group, same_everywhere(group, ddp.module))
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(2)]], ids=["tensor", "list"])
+def test_the_tensor_of_a_future_may_be_in_a_list_as_in_torch(value):
+    held = stages.tensor_of(SimpleNamespace(value=lambda: value))
+    assert torch.equal(held, torch.ones(2)) and held.dim() == 1
