@@ -4,12 +4,13 @@
     python -m tests.structure --reach-ins  # each access to a private name of another object
 
 A part's *rooms* are its files and its folders; its *floors* are the longest chain of imports among
-them. A class's *methods* are those that its instances have from classes of mpidist: its own and
-all inherited ones, each name once. Its *parts* are the objects of classes of mpidist that it makes
-and keeps in an attribute, and theirs; a class that moved its methods into a part shows them there.
-A *reach-in* is ``x._name`` where ``x`` is not ``self`` or ``cls`` or a class of the same module (a
-table of its methods), ``_name`` is an attribute or method of a class of mpidist and of none of
-torch's tensors and modules, and the access is not inside a class that has it itself.
+them, without those for annotations alone. A class's *methods* are those that its instances have
+from classes of mpidist: its own and all inherited ones, each name once. Its *parts* are the objects
+of classes of mpidist that it makes and keeps in an attribute, and theirs; a class that moved its
+methods into a part shows them there. A *reach-in* is ``x._name`` where ``x`` is not ``self`` or
+``cls`` or a class of the same module (a table of its methods), ``_name`` is an attribute or method
+of a class of mpidist and of none of torch's tensors and modules, and the access is not inside a
+class that has it itself.
 """
 
 from __future__ import annotations
@@ -78,11 +79,25 @@ def rooms(modules: Mapping[str, Module], part: str) -> dict[str, set[str]]:
     for name, module in inside.items():
         room = name.split(".")[2]
         imported = found.setdefault(room, set())
+        annotations = _lines_for_annotations(module)
         for item in imports_of(module):
+            if item.line in annotations:
+                continue
             target = target_of(item, dict(modules)) if is_own(item.module) else ""
             if target in inside and target.split(".")[2] != room:
                 imported.add(target.split(".")[2])
     return found
+
+
+def _lines_for_annotations(module: Module) -> set[int]:
+    """Return the lines within ``if TYPE_CHECKING``, which no program executes."""
+    return {
+        line
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inside in node.body
+        for line in range(inside.lineno, (inside.end_lineno or inside.lineno) + 1)
+    }
 
 
 def floors(graph: Mapping[str, set[str]]) -> int:

@@ -15,6 +15,9 @@ TREE = {
     "mpidist/__init__.py": "",
     "mpidist/rpc/__init__.py": "",
     "mpidist/rpc/wire.py": """
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from mpidist.rpc.api import stop
 class Wire:
     def send(self): ...
     def _flush(self): ...
