@@ -941,7 +941,7 @@ def test_goals_are_reached_missed_or_not_measured():
 
 
 def test_a_record_is_plotted_later_where_matplotlib_is_missing(tmp_path, monkeypatch, capsys):
-    from harness import plots
+    import plots
 
     path = tmp_path / "owners-openmpi-2.json"
     shutil.copy(BENCHMARKS / "results" / path.name, path)
