@@ -145,17 +145,24 @@ def values_that_differ(group: Group, value: object) -> str | None:
     return None if first_difference([[each] for each in values]) is None else by_rank(values)
 
 
-def maximum(group: Group, code: int) -> int:
+def maximum(group: Group, code: int, memory: torch.Tensor | None = None) -> int:
     """Return the maximum of all ranks' codes. All ranks have entered before any rank returns.
 
     Collective: over the group.
+
+    Args:
+        memory: One int32 in host memory, to be overwritten. The group prepares an all-reduce once
+            for each tensor, so a caller that compares in each step keeps its own.
     """
     if group.size == 1:
         return code
-    reduced = torch.tensor([code], dtype=torch.int32, device="cpu")
+    if memory is None:
+        memory = torch.tensor([code], dtype=torch.int32, device="cpu")
+    else:
+        memory.fill_(code)
     group.journal.note_own()
-    group.all_reduce(reduced, MAX)
-    return int(reduced)
+    group.all_reduce(memory, MAX)
+    return int(memory)
 
 
 class Difference(NamedTuple):

@@ -168,10 +168,11 @@ class OSS(torch.optim.Optimizer, Joinable):
             self.optim = self._local.optim
             groups.sync(self.optim.param_groups, self.param_groups)
             self._local.flatten()
+            self._code = torch.zeros(1, dtype=torch.int32, device="cpu")
         self.defaults = dict(self.optim.defaults)  # schedulers read momentum or betas there
         self.state = self.optim.state
         self._changes = ParameterChanges(
-            self.group, self.param_groups, shards, self._local, one_copy, used
+            self.group, self.param_groups, shards, self._local, one_copy, used, self._code
         )
         self._policy = StepPolicy(self.param_groups, shards, self.optim)
         self._gather = ParameterGather(self.group, shards, used)
@@ -223,7 +224,7 @@ class OSS(torch.optim.Optimizer, Joinable):
             finally:
                 gradients.detach()
         # Also a barrier: all ranks have stepped, so one copy of the parameters is complete.
-        failed = maximum(self.group, int(error is not None))
+        failed = maximum(self.group, int(error is not None), self._code)
         if not local.flat.is_flat(self.optim.state):
             local.flatten()
         with record_function("mpidist::oss::gather"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import Tensor
 from torch.profiler import record_function
 
 from mpidist.comm.consistency import comparing, maximum, require_same
@@ -28,6 +29,7 @@ class ParameterChanges:
         local: Its base optimizer.
         one_copy: Parameters must be in host memory.
         wire: Format that must carry the parameters.
+        code: Memory of ``maximum``.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class ParameterChanges:
         local: LocalOptimizer,
         one_copy: bool,
         wire: Wire | None,
+        code: Tensor,
     ) -> None:
         self._group = group
         self._groups = parameter_groups
@@ -45,6 +48,7 @@ class ParameterChanges:
         self._local = local
         self._one_copy = one_copy
         self._wire = wire
+        self._code = code
 
     def follow(self, refusal: Exception | None = None) -> None:
         """Follow changes of the parameters' memory and the groups' settings since the last step.
@@ -57,7 +61,7 @@ class ParameterChanges:
         shards = self._shards
         # Also a barrier: no rank still reads the one copy when the first rank writes.
         own = _MOVED if shards.has_moved() else _NEW if shards.has_new() else 0
-        changed = maximum(self._group, own if refusal is None else _REFUSED)
+        changed = maximum(self._group, own if refusal is None else _REFUSED, self._code)
         if changed == _REFUSED:
             require_same(self._group, "OSS.step", (), refusal)
         if changed == _MOVED:
