@@ -51,7 +51,6 @@ COVERED_BY = {
     "comm/group_types": "comm/test_group.py",
     "comm/messages/object_messages": "comm/test_objects.py",
     "comm/execution/operation": "comm/execution/test_execution.py",
-    "comm/world_group": "integration/test_launch.py",
     "comm/subgroups": "comm/test_group.py",
     "comm/transport/eager_message": "comm/transport/test_transport.py",
     "comm/transport/incoming": "comm/transport/test_transport.py",

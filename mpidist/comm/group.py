@@ -767,6 +767,14 @@ class ProcessGroup:
         """
         return self._state.revoke()
 
+    def end_with_world(self) -> None:
+        """Let this process leave its world while the group is open: its owner closes it then.
+
+        For groups that a library keeps for later use. Any other open group keeps the process in
+        its world (``init``).
+        """
+        self._state.ends_with_world = True
+
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """End the queued operations, then the group's thread, and give up the communicator.
 

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from mpidist.comm import subgroups
+from mpidist.comm.execution import group_state
 from mpidist.comm.execution.group_settings import ABORT, GroupSettings
 from mpidist.comm.execution.work import seconds
 from mpidist.comm.group import ProcessGroup
 from mpidist.comm.mpi import creation_barrier, runtime
+from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.world import require_intracommunicator
 from mpidist.comm.subgroups import ENV_ON_TIMEOUT
 from mpidist.comm.watchdog import watchdog
 from mpidist.errors import GroupError
@@ -27,11 +30,12 @@ def init(
     timeout: float | timedelta | None = DEFAULT_TIMEOUT_S,
     debug: bool | None = None,
     on_timeout: str | None = None,
+    comm: MPI.Comm | None = None,
 ) -> ProcessGroup:
     """Return the group of all ranks of the job; start MPI if it has not started.
 
-    Collective: the first call, over all ranks of the job. Later calls return the same group until
-    it is closed.
+    Collective: the first call, over all ranks of the job or of ``comm``. Later calls return the
+    same group until it is closed.
 
     Args:
         name: The name in messages.
@@ -47,18 +51,51 @@ def init(
             still read and write the tensors of a failed call, so the program must not. A call on
             device memory by pointer blocks in MPI, cannot be left and still ends the job. None:
             ``MPIDIST_ON_TIMEOUT``, else ``"abort"``. Children of the group inherit it.
+        comm: An intracommunicator of mpi4py, whose ranks are the job as far as mpidist is
+            concerned: groups, ``mpi://`` and RPC live among them, by their ranks in ``comm``, and
+            the other ranks of MPI_COMM_WORLD run other programs. A duplicate is used; ``comm`` may
+            be freed. With another communicator than before, this process leaves the ranks that it
+            was among: its groups there must be closed, and RPC shut down. Every later call without
+            ``comm`` means the same ranks. None: all ranks of MPI_COMM_WORLD, at first.
 
     Raises:
         LaunchError: The job was started in a way in which MPI cannot connect its ranks.
+        TypeError: ``comm`` is no communicator of mpi4py (this rank).
+        GroupError: Groups among other ranks than those of ``comm`` are open (all ranks of it).
         CommTimeout: Not all ranks called it in time.
         RankFailureError: A rank's program ended more than 2 s ago.
         DisagreementError: ``on_timeout`` differs between ranks (all ranks).
-        ValueError: ``on_timeout`` is unknown.
+        ValueError: ``on_timeout`` is unknown, or ``comm`` is null, freed or an intercommunicator.
     """
     global _default
+    if comm is not None and not _is_default_of(comm):
+        runtime.enter_world(comm, creation_barrier.start_limit(seconds(timeout)))
     if _default is None or _default.is_closed:
         _default = from_world(name, timeout, debug=debug, on_timeout=on_timeout)
     return _default
+
+
+def _is_default_of(comm: MPI.Comm) -> bool:
+    """Return whether the group that ``init`` made is open, and has a communicator's ranks."""
+    require_intracommunicator(comm)
+    if _default is None or _default.is_closed:
+        return False
+    joined = runtime.world()
+    places = creation_barrier.ranks_in(comm, joined.comm)
+    return places == list(range(joined.size))
+
+
+def _uses() -> list[str]:
+    names = [f'group "{one.name}"' for one in group_state.open_groups() if not one.ends_with_world]
+    return sorted(names)
+
+
+def _drop() -> None:
+    global _default, _worlds
+    _default, _worlds = None, itertools.count(1)
+
+
+runtime.belongs_to_world(_drop, _uses)
 
 
 def from_world(

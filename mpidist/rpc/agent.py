@@ -69,6 +69,7 @@ class Agent:
         make_reference: Callable[[Agent, int, int, int], Reference],
     ) -> None:
         self.generation = transport.generation
+        self.group = transport.group  # None for a worker alone
         self.options = options
         self.allowed = allowed
         self.workers = workers

@@ -15,6 +15,7 @@ from mpidist.comm.mpi import launcher_env, runtime
 from mpidist.comm.serialization.tensor_format import HOST
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import MpidistError
+from mpidist.rpc import current
 from mpidist.rpc.options import RpcBackendOptions
 from mpidist.rpc.worker import WorkerInfo, Workers, duplicate_names
 
@@ -22,6 +23,7 @@ from mpidist.rpc.worker import WorkerInfo, Workers, duplicate_names
 _transports: dict[tuple[int, ...], Transport] = {}
 _groups: dict[int, ProcessGroup] = {}
 _lock = threading.Lock()
+_CLOSE_S = 5.0  # longest wait for a transport's receives when its world ends
 _MAX_DEVICES = 255  # the limit of a payload's header
 
 
@@ -53,9 +55,10 @@ def transport_of(rank: int, world_size: int | None, group: ProcessGroup | None) 
     with _lock:
         transport = _transports.get(key)
         if transport is None:
-            transport = _transports[key] = Transport(
-                group.clone("rpc") if group is not None else None
-            )
+            own = None if group is None else group.clone("rpc")
+            if own is not None:
+                own.end_with_world()
+            transport = _transports[key] = Transport(own)
         transport.generation += 1
         return transport
 
@@ -85,8 +88,30 @@ def _group(world_size: int | None) -> ProcessGroup:
             raise MpidistError(
                 f"rank {world.rank} is not among the first {world_size} ranks of the job"
             )
+        group.end_with_world()
         _groups[world_size] = group
     return group
+
+
+def _uses() -> list[str]:
+    agent = current.agent
+    return [] if agent is None or agent.group is None else [f"RPC of {agent.workers.me.name}"]
+
+
+def _drop() -> None:
+    with _lock:
+        for ranks, transport in list(_transports.items()):
+            # A worker alone is in no world.
+            if transport.group is not None:
+                transport.close(_CLOSE_S)
+                transport.group.close()
+                del _transports[ranks]
+        for group in _groups.values():
+            group.close()
+        _groups.clear()
+
+
+runtime.belongs_to_world(_drop, _uses)
 
 
 class _Description(NamedTuple):

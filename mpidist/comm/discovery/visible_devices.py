@@ -25,6 +25,14 @@ UNSEEN = (
 _node_sees_all: bool | None = None
 
 
+def _forget() -> None:
+    global _node_sees_all
+    _node_sees_all = None
+
+
+runtime.belongs_to_world(_forget)
+
+
 def are_known_unseen() -> bool:
     """Return whether a comparison has found a device of this node that some rank does not see."""
     return _node_sees_all is False

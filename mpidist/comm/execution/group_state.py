@@ -63,6 +63,7 @@ class GroupState:
         journal: The operation that the group executes, and the waits for messages.
         failure: Raised by every later call; None as long as the group has not failed.
         is_closed: The group was closed.
+        ends_with_world: Its owner closes it when the process leaves its world.
         close_fast_path: Called when the group fails or is closed, for calls that check neither.
     """
 
@@ -81,6 +82,7 @@ class GroupState:
         self.journal = Journal(self.name, self.key, queued)
         self.failure: MpidistError | None = None
         self.is_closed = False
+        self.ends_with_world = False
         self.close_fast_path: Callable[[], None] = _do_nothing
         # Held while the communicator is revoked, which the watchdog's thread does: ``close`` gives
         # it up before or after that.

@@ -36,6 +36,15 @@ _world_barrier: CreationBarrier | None = None
 _calls: defaultdict[str, itertools.count[int]] = defaultdict(lambda: itertools.count(1))
 
 
+def _forget() -> None:
+    global _world_barrier
+    _world_barrier = None
+    _calls.clear()
+
+
+runtime.belongs_to_world(_forget)
+
+
 class CreationBarrier:
     """Barriers over members of one communicator; any number of threads may wait in one at a time.
 
@@ -250,7 +259,7 @@ def wait_for_world(
     global _world_barrier
     world = runtime.world(timeout_s)
     with _lock:
-        if _world_barrier is None or _world_barrier._mpi is not world.comm:
+        if _world_barrier is None:
             _world_barrier = CreationBarrier(world.comm, _WORLD_TAG, range(world.size))
         ranks = list(range(world.size) if members is None else members)
         named = operation if members is None else f"{operation} of ranks {ranks}"

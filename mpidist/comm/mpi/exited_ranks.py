@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from mpidist.comm.mpi import runtime
 from mpidist.errors import RankFailureError
 
 # Messages that a rank sent before its end may still arrive for this long.
@@ -16,6 +17,14 @@ GRACE_S = 2.0
 
 _exit_times: dict[int, float] = {}  # by world rank
 _dead: set[int] = set()
+
+
+def _forget() -> None:
+    _exit_times.clear()
+    _dead.clear()
+
+
+runtime.belongs_to_world(_forget)
 
 
 def record(world_rank: int) -> None:

@@ -208,6 +208,11 @@ def abandonable(comm: Mpi, check: Callable[[], None], sleeps: bool) -> MpiCalls:
     return MpiCalls(comm, wait_abandonable(check, sleeps), check)
 
 
+def keep(requests: Iterable[object]) -> None:
+    """Keep alive requests that nobody waits for, and their buffers."""
+    _abandoned.extend(requests)
+
+
 def keep_buffers(error: BaseException) -> None:
     """Keep alive the local variables of a traceback: an abandoned request and its buffers."""
     _abandoned.append([dict(frame.f_locals) for frame, _ in traceback.walk_tb(error.__traceback__)])

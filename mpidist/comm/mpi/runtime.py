@@ -1,6 +1,8 @@
-"""The process as a rank: joins the world at first use, aborts the job, and ends MPI at exit.
+"""The process as a rank: joins a world, leaves it, aborts the job, and ends MPI at exit.
 
-This is the only module that names MPI's ``COMM_WORLD``.
+The world is that of all ranks at first use, unless the program has given a communicator. State of
+other modules that belongs to the world registers here (``belongs_to_world``), and is dropped when
+the process leaves it. This is the only module that names MPI's ``COMM_WORLD``.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from mpidist.comm.mpi import cuda_context, launcher_env
+from mpidist.comm.mpi import closed_communicators, cuda_context, launcher_env
 from mpidist.comm.mpi.library import MPI, is_started
-from mpidist.comm.mpi.world import World, check_start, join
+from mpidist.comm.mpi.world import World, check_start, join, require_intracommunicator
 from mpidist.errors import CommTimeout, MpidistError
 
 if TYPE_CHECKING:
@@ -31,11 +33,16 @@ if TYPE_CHECKING:
 _ABORT_CODE = 1
 _DRAIN_S = 5.0  # longest wait at exit for operations that were started and never waited for
 _FINALIZE_S = 5.0  # longest MPI_Finalize after that
+# On the world's communicators, for the barriers before they are freed.
+_WORLD_END_TAG = 2
 # "1": an uncaught exception also prints the stacks of all threads.
 _ENV_ALL_THREADS = "MPIDIST_ALL_THREADS"
 
 _lock = threading.RLock()
 _world: World | None = None
+_pid_of_rank: int | None = None  # the process that has joined a world
+# State of modules, in the order of their imports: a module stands behind those that it uses.
+_parts: list[_Part] = []
 # Owners of threads, and their stages: close(timeout_s) is called before MPI ends.
 _at_exit: weakref.WeakKeyDictionary[Closable, int] = weakref.WeakKeyDictionary()
 # Reports that a rank has printed, and the short form that this rank prints instead.
@@ -51,6 +58,18 @@ class Closable(Protocol):
         """End the thread, within ``timeout_s`` if possible."""
 
 
+class _Part(NamedTuple):
+    """State of a module that belongs to the world.
+
+    Attributes:
+        drop: Ends its threads, gives up its communicators, and forgets the rest. Not collective.
+        uses: Returns what the program still uses of it, in words.
+    """
+
+    drop: Callable[[], None]
+    uses: Callable[[], Sequence[str]]
+
+
 @dataclass
 class Unfinished:
     """Requests of this process for which MPI_Finalize could wait for ever.
@@ -63,9 +82,9 @@ class Unfinished:
 
 
 def world(timeout_s: float | None = None) -> World:
-    """Return the world, starting MPI on the first call.
+    """Return the world; without one, join that of all ranks of the job, and start MPI.
 
-    Collective: the first call, by all ranks of the job.
+    Collective: a call without a world, by all ranks of the job.
 
     Args:
         timeout_s: How long the first call waits for the other ranks; None for no limit. A rank that
@@ -77,21 +96,66 @@ def world(timeout_s: float | None = None) -> World:
         CommTimeout: Not all ranks called it in time.
         MpidistError: Called in a process forked from a rank.
     """
-    global _world
     current = _world
     if current is not None and current.pid == os.getpid():
         return current
     with _lock:
+        return _world if _world is not None and _is_rank() else _join(MPI.COMM_WORLD, timeout_s)
+
+
+def enter_world(comm: MPI.Comm, timeout_s: float | None = None) -> World:
+    """Make a communicator's ranks the world of this process, and leave the world before.
+
+    Collective: over the communicator, of which a duplicate is used.
+
+    Args:
+        comm: An intracommunicator of mpi4py; the ranks of the job outside of it take no part.
+        timeout_s: How long the call waits for the communicator's other ranks; None for no limit.
+
+    Raises:
+        TypeError, ValueError: No communicator, a null one or an intercommunicator (this rank).
+        GroupError: A rank still uses the world before: a group or RPC (all ranks of ``comm``).
+        LaunchError, CommTimeout, MpidistError: As of ``world``.
+    """
+    require_intracommunicator(comm)
+    with _lock:
+        return _join(comm, timeout_s)
+
+
+def leave_world() -> None:
+    """Drop all state that belongs to this process's world; the next world begins with none.
+
+    Ends the threads of the watchdog and of the store, gives up the world's communicators, and
+    begins the counts of groups, clones and waits again. Groups must be closed and RPC shut down.
+    Not collective: ranks that stay are told that this one has left. The next ``world`` is of all
+    ranks of the job.
+    """
+    global _world, _before_end
+    with _lock:
         if _world is None:
-            launch = check_start(MPI.COMM_WORLD)
-            _install_hooks(MPI.COMM_WORLD.Get_size())
-            _world = join(MPI.COMM_WORLD, launch, timeout_s)
-        elif _world.pid != os.getpid():
-            raise MpidistError(
-                "this process was forked from an MPI rank and cannot communicate; keep collectives "
-                "and calls in the parent"
-            )
-        return _world
+            return
+        for part in reversed(_parts):
+            part.drop()
+        for comm in (_world.watchdogs, _world.comm):
+            closed_communicators.add(comm, _WORLD_END_TAG)
+        if _unfinished is not None:
+            # Their numbers are those of the world that ends, whose survivors go on.
+            _unfinished.dead.clear()
+        _world = _before_end = None
+
+
+def belongs_to_world(
+    drop: Callable[[], None], uses: Callable[[], Sequence[str]] = lambda: ()
+) -> None:
+    """Register state of a module that belongs to the world; called when the module is imported.
+
+    Args:
+        drop: Ends the state's threads, gives up its communicators, and forgets the rest; called by
+            ``leave_world``, for modules before those that they import. Not collective.
+        uses: Returns what the program still uses of the world, in words; anything keeps
+            ``enter_world`` from leaving it.
+    """
+    _parts.append(_Part(drop, uses))
 
 
 def is_initialized() -> bool:
@@ -180,7 +244,7 @@ def end_job_for_uncaught(kind: type[BaseException], error: BaseException) -> Non
     """
     module = sys.modules.get("mpi4py.MPI")
     if (
-        _world is None
+        _pid_of_rank is None
         and module is not None
         and module.Is_initialized()
         and not module.Is_finalized()
@@ -204,6 +268,39 @@ def guard_thread(target: Callable[..., None]) -> Callable[..., None]:
             _end_job_for(type(error), error, f"in thread {threading.current_thread().name!r}")
 
     return body
+
+
+def _is_rank() -> bool:
+    """Return whether this process has joined a world before.
+
+    Raises:
+        MpidistError: It was forked from a process that had.
+    """
+    if _pid_of_rank is not None and _pid_of_rank != os.getpid():
+        raise MpidistError(
+            "this process was forked from an MPI rank and cannot communicate; keep collectives "
+            "and calls in the parent"
+        )
+    return _pid_of_rank is not None
+
+
+def _join(comm: MPI.Comm, timeout_s: float | None) -> World:
+    """Leave this process's world, if it has one, for that of a communicator."""
+    global _world, _pid_of_rank
+    whole = MPI.COMM_WORLD
+    is_first = not _is_rank()
+    launch = check_start(whole)
+    if is_first:
+        _install_hooks(whole.Get_size())
+        _pid_of_rank = os.getpid()
+    uses = [] if _world is None else [use for part in _parts for use in part.uses()]
+    # MPI keeps the attribute at MPI_COMM_WORLD alone.
+    highest_tag = whole.Get_attr(MPI.TAG_UB)
+    assert isinstance(highest_tag, int)
+    joined = join(comm, highest_tag, launch, timeout_s, uses)
+    leave_world()
+    _world = joined
+    return joined
 
 
 def _own_rank() -> int:
@@ -262,11 +359,10 @@ def _delete_attribute(key: int) -> None:
 
 def _finalize_in_time(unfinished: Unfinished) -> None:
     """End MPI where MPI_Finalize may hang: on requests without a peer, or dead connections."""
-    assert _world is not None
     if unfinished.dead:
         names = ", ".join(map(str, sorted(unfinished.dead)))
         write_stderr(
-            f"[rank {_world.rank}] mpidist ends this process with status {_ABORT_CODE}: rank "
+            f"[rank {_own_rank()}] mpidist ends this process with status {_ABORT_CODE}: rank "
             f"{names} of its job died\n"
         )
         logging.shutdown()
@@ -282,7 +378,7 @@ def _finalize_in_time(unfinished: Unfinished) -> None:
 
 
 def _close_all() -> None:
-    if _world is None or _world.pid != os.getpid() or MPI.Is_finalized():
+    if _pid_of_rank != os.getpid() or MPI.Is_finalized():
         return
     deadline = time.monotonic() + _DRAIN_S
     for owner, _ in sorted(_at_exit.items(), key=lambda item: item[1]):

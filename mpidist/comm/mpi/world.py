@@ -1,7 +1,7 @@
-"""The world: communicator of all ranks of the job, their nodes, and checks after MPI's start.
+"""The world: communicator of its ranks, their nodes, and checks after MPI's start.
 
-The world carries a generation number, because it can be rebuilt without the dead ranks after a
-failure; no module keeps its communicator, rank or size at import.
+Its ranks are all of the job, or those of a communicator that the program gives. A process may leave
+one world for another, so no module keeps its communicator, rank or size at import.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mpidist.comm.mpi import backoff, launcher_env, torchrun_env, trust
+from mpidist.comm.mpi import backoff, launcher_env, rank_ranges, torchrun_env, trust
 from mpidist.comm.mpi.launcher_env import Launch
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import Mpi
 from mpidist.comm.mpi.serialized import serialized
-from mpidist.errors import CommTimeout, LaunchError
+from mpidist.errors import CommTimeout, GroupError, LaunchError, MpidistError
 
-# What each rank tells: first rank of its node, MPIDIST_TRUST, process id, host.
-_ROW = struct.Struct("<qqq64s")
+# What each rank tells: first rank of its node, MPIDIST_TRUST, whether it uses another world,
+# process id, host.
+_ROW = struct.Struct("<qqqq64s")
 _INT = struct.Struct("<q")
 _SLEEP_S = 1e-3  # between two tests whether all ranks have started
 
@@ -35,12 +36,12 @@ class Process(NamedTuple):
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of this job, and the communicator from which every other one is made.
+    """The ranks of this job that communicate, and the communicator from which others are made.
 
     Attributes:
-        comm: A duplicate of MPI_COMM_WORLD; under MPI_THREAD_SERIALIZED its ``serialized`` form.
+        comm: A duplicate of MPI_COMM_WORLD, or of the communicator that the program gave; under
+            MPI_THREAD_SERIALIZED its ``serialized`` form.
         watchdogs: Another duplicate, for the messages of the watchdogs alone.
-        generation: Number of rebuilds after a failure.
         rank: This rank.
         size: Number of ranks.
         local_rank: Index of this rank among the ranks that share its node's memory.
@@ -55,7 +56,6 @@ class World:
 
     comm: Mpi
     watchdogs: Mpi
-    generation: int
     rank: int
     size: int
     local_rank: int
@@ -103,32 +103,61 @@ def check_start(comm_world: MPI.Comm) -> Launch:
     return launch
 
 
-def join(comm_world: MPI.Comm, launch: Launch, timeout_s: float | None) -> World:
-    """Return the world.
+def require_intracommunicator(comm: MPI.Comm) -> None:
+    """Require a communicator that a world can be made of.
 
-    Collective: over all ranks of the job.
+    Raises:
+        TypeError: It is no communicator of mpi4py.
+        ValueError: It is null or an intercommunicator.
+    """
+    if not isinstance(comm, MPI.Comm):
+        raise TypeError(f"init needs a communicator of mpi4py as comm; got {type(comm).__name__}")
+    if comm == MPI.COMM_NULL:
+        raise ValueError(
+            "init got comm=MPI.COMM_NULL: the communicator was freed, or this rank is none of its "
+            "members and must not call init"
+        )
+    if comm.Is_inter():
+        raise ValueError(
+            "init got an intercommunicator as comm; give the local group's communicator, or merge "
+            "both groups (Intercomm.Merge)"
+        )
+
+
+def join(
+    parent: MPI.Comm,
+    highest_tag: int,
+    launch: Launch,
+    timeout_s: float | None,
+    uses: Sequence[str] = (),
+) -> World:
+    """Return the world of a communicator's ranks.
+
+    Collective: over the communicator.
 
     Args:
-        comm_world: MPI_COMM_WORLD.
+        parent: MPI_COMM_WORLD, or a communicator of some of its ranks.
+        highest_tag: MPI_TAG_UB.
         launch: The result of ``check_start``.
         timeout_s: Longest wait for the other ranks; None for no limit.
+        uses: What this process still uses of another world.
 
     Raises:
         CommTimeout: Not all ranks called it in time.
         LaunchError: ``MPIDIST_TRUST`` cannot be read or differs between ranks (all ranks).
+        GroupError: A rank still uses another world (all ranks).
     """
-    highest_tag = comm_world.Get_attr(MPI.TAG_UB)
-    assert isinstance(highest_tag, int)
-    comm = _duplicate(comm_world, timeout_s)
+    comm = _duplicate(parent, timeout_s)
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     # Nodes come from MPI and not from the environment: ranks that mpirun starts inside an
     # allocation inherit Slurm's variables.
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
     local_rank, local_size = node.Get_rank(), node.Get_size()
-    nodes, processes, problem = _gather_settings(comm, node)
+    nodes, processes, error = _gather_settings(comm, node, uses)
     node.Free()
-    if problem:
-        raise LaunchError(problem)
+    if error is not None:
+        comm.Free()
+        raise error
     level = MPI.Query_thread()
     safe = serialized(comm) if level == MPI.THREAD_SERIALIZED else comm
     return World(
@@ -136,7 +165,7 @@ def join(comm_world: MPI.Comm, launch: Launch, timeout_s: float | None) -> World
         # Made here, where all ranks are: a group of some ranks of the job starts their watchdogs
         # without the others.
         watchdogs=safe.Dup(),
-        generation=0, rank=comm.Get_rank(), size=comm.Get_size(),
+        rank=comm.Get_rank(), size=comm.Get_size(),
         local_rank=local_rank, local_size=local_size, launcher=launch.launcher,
         thread_level=level, highest_tag=highest_tag, nodes=nodes,
         processes=processes,
@@ -150,32 +179,42 @@ def number_alike(keys: Iterable[int]) -> tuple[int, ...]:
 
 
 def _gather_settings(
-    comm: Mpi, node: MPI.Comm
-) -> tuple[tuple[int, ...], tuple[Process, ...], str | None]:
-    """Return each rank's node number and process, and the error if ``MPIDIST_TRUST`` differs.
+    comm: MPI.Comm, node: MPI.Comm, uses: Sequence[str]
+) -> tuple[tuple[int, ...], tuple[Process, ...], MpidistError | None]:
+    """Return each rank's node number and process, and the error that all ranks must raise.
 
     Collective: over both communicators.
     """
     first = bytearray(_INT.pack(comm.Get_rank()))
     node.Bcast((first, len(first), MPI.BYTE), 0)
     host = socket.gethostname().encode()
-    mine = _ROW.pack(*_INT.unpack(first), trust.code(), os.getpid(), host)
+    mine = _ROW.pack(*_INT.unpack(first), trust.code(), bool(uses), os.getpid(), host)
     gathered = bytearray(len(mine) * comm.Get_size())
     comm.Allgather((mine, len(mine), MPI.BYTE), (gathered, len(mine), MPI.BYTE))
-    nodes, codes, pids, hosts = zip(*_ROW.iter_unpack(gathered), strict=True)
+    nodes, codes, users, pids, hosts = zip(*_ROW.iter_unpack(gathered), strict=True)
     names = [host.rstrip(b"\0").decode(errors="replace") for host in hosts]
-    return number_alike(nodes), tuple(map(Process, pids, names)), trust.problem(codes)
+    problem = trust.problem(codes)
+    error: MpidistError | None = LaunchError(problem) if problem else None
+    if any(users):
+        where = f"rank {comm.Get_rank()} of {comm.Get_size()}: init(comm=...)"
+        ranks = rank_ranges.named([rank for rank, is_user in enumerate(users) if is_user])
+        what = f" ({'; '.join(uses)})" if uses else ""
+        error = GroupError(
+            f"{where} is called while groups of another world are open on {ranks} of the new "
+            f"one{what}; close them first"
+        )
+    return number_alike(nodes), tuple(map(Process, pids, names)), error
 
 
-def _duplicate(comm_world: MPI.Comm, timeout_s: float | None) -> MPI.Comm:
-    """Return a duplicate of MPI_COMM_WORLD.
+def _duplicate(parent: MPI.Comm, timeout_s: float | None) -> MPI.Comm:
+    """Return a duplicate of a communicator.
 
-    Collective: over all ranks. Blocks: until all ranks have called it.
+    Collective: over it. Blocks: until all its ranks have called it.
     """
-    comm, request = comm_world.Idup()
+    comm, request = parent.Idup()
     if not backoff.until(request.Test, timeout_s=timeout_s, sleep_s=_SLEEP_S):
         raise CommTimeout(
-            f"rank {comm_world.Get_rank()} of {comm_world.Get_size()}: init waits for all ranks of "
+            f"rank {parent.Get_rank()} of {parent.Get_size()}: init waits for all ranks of "
             f"the job; not all came within {timeout_s:g} s"
         )
     return comm

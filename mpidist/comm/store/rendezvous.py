@@ -19,6 +19,7 @@ from urllib.parse import parse_qs, urlparse
 import torch.distributed as dist
 
 from mpidist.comm.mpi import (
+    closed_communicators,
     creation_barrier,
     exited_ranks,
     launcher_env,
@@ -30,9 +31,9 @@ from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import Mpi
 from mpidist.comm.store import key_value_table
 from mpidist.comm.store.key_value_table import BYE, REPLY_TAGS, WAIT
-from mpidist.comm.store.store_server import REQUEST_TAG, StoreServer
+from mpidist.comm.store.store_server import END_TAG, REQUEST_TAG, StoreServer
 from mpidist.comm.watchdog import watchdog
-from mpidist.errors import CommTimeout
+from mpidist.errors import CommTimeout, GroupError
 
 _DEFAULT_TIMEOUT_S = 300.0
 _REQUEST_S = 1.0  # longest time of one request of a wait
@@ -40,6 +41,7 @@ _REQUEST_S = 1.0  # longest time of one request of a wait
 _lock = threading.Lock()
 # By world ranks. Referenced for the life of the process, because C++ holds no reference.
 _stores: dict[tuple[int, ...], MPIStore] = {}
+_former: list[MPIStore] = []  # of worlds that this process has left
 
 
 def rendezvous(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:
@@ -109,15 +111,30 @@ def shared_store(timeout_s: float | None = None, members: Sequence[int] | None =
     ranks = tuple(range(world.size) if members is None else members)
     with _lock:
         store = _stores.get(ranks)
-        if store is None or store.generation != world.generation:
+        if store is None:
             if members is None:
                 creation_barrier.wait_for_world(operation, timeout_s)
                 mpi = world.comm.Dup()
             else:
                 mpi, _ = creation_barrier.create_world_group(operation, ranks, timeout_s)
             watchdog.start(world)
-            store = _stores[ranks] = MPIStore(mpi, ranks, world.generation)
+            store = _stores[ranks] = MPIStore(mpi, ranks)
         return store
+
+
+def _uses() -> list[str]:
+    is_used = any(store.is_used for store in _stores.values())
+    return ["torch's default group"] if is_used and dist.is_initialized() else []
+
+
+def _drop() -> None:
+    for store in _stores.values():
+        store.leave()
+        _former.append(store)
+    _stores.clear()
+
+
+runtime.belongs_to_world(_drop, _uses)
 
 
 class MPIStore(dist.Store):
@@ -126,12 +143,15 @@ class MPIStore(dist.Store):
     Args:
         mpi: Communicator of the ranks that share the store, for this store alone.
         world_ranks: Their world ranks.
-        generation: Of the world.
+
+    Attributes:
+        is_used: A rendezvous has been given the store.
     """
 
-    def __init__(self, mpi: Mpi, world_ranks: Sequence[int], generation: int) -> None:
+    def __init__(self, mpi: Mpi, world_ranks: Sequence[int]) -> None:
         super().__init__()
-        self.generation = generation
+        self.is_used = False
+        self._is_closed = False
         self._mpi = mpi
         rank = mpi.Get_rank()
         self._others = [other for place, other in enumerate(world_ranks) if place != rank]
@@ -144,13 +164,26 @@ class MPIStore(dist.Store):
 
     def next_use(self) -> dist.PrefixStore:
         """Return the store with keys of its own, for one rendezvous of these ranks."""
+        self.is_used = True
         return dist.PrefixStore(f"use{next(self._uses)}", self)
 
     def close(self, timeout_s: float) -> None:
         """Send the server the end of this rank's requests."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         word = key_value_table.request(0, BYE, ())
         with mpi_errors.death_tolerated():
             self._mpi.Send((word, len(word), MPI.BYTE), 0, REQUEST_TAG)
+
+    def leave(self) -> None:
+        """End this rank's use of the store, and give up its communicator; blocks: no."""
+        if self._server is not None:
+            self._is_closed = True
+            self._server.leave()
+        else:
+            self.close(0.0)
+            closed_communicators.add(self._mpi, END_TAG)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of ``get`` and ``wait``."""
@@ -231,6 +264,8 @@ class MPIStore(dist.Store):
     getNumKeys = num_keys
 
     def _call(self, verb: str, *args: object) -> Any:
+        if self._is_closed:
+            raise GroupError("a store of mpi:// was called after this process left its world")
         if self._server is not None:
             return self._server.call(verb, args)
         tag = REPLY_TAGS[next(self._numbers) % len(REPLY_TAGS)]

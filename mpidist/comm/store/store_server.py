@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mpidist.comm.mpi import mpi_errors, runtime
+from mpidist.comm.mpi import closed_communicators, mpi_errors, runtime
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import MatchedMessage, Mpi
 from mpidist.comm.store import key_value_table
@@ -17,6 +17,7 @@ from mpidist.comm.store.key_value_table import BYE, WAIT, KeyValueTable
 from mpidist.errors import FrameError
 
 REQUEST_TAG = 1
+END_TAG = 2  # of the barrier before the communicator is freed
 _BUSY_S = 2e-3  # of probes without a sleep after a request
 _LONGEST_SLEEP_S = 10e-3  # an idle server probes 100 times a second
 
@@ -36,6 +37,8 @@ class StoreServer:
         self._sends: list[tuple[MPI.Request, bytes]] = []
         self._clients = set(range(1, world_size))
         self._is_closing = False
+        # The process has left the world, and the thread has ended; guarded by ``_changed``.
+        self._is_left, self._has_ended = False, world_size == 1
         if world_size > 1:
             self._thread = threading.Thread(
                 target=runtime.guard_thread(self._run), name="mpidist-store", daemon=True
@@ -65,7 +68,24 @@ class StoreServer:
         self._is_closing = True
         self._thread.join()
 
+    def leave(self) -> None:
+        """Give up the communicator when every other rank has sent ``BYE``; blocks: no.
+
+        Other ranks may need the store for longer than this process stays in the world.
+        """
+        with self._changed:
+            self._is_left = True
+            if self._has_ended:
+                closed_communicators.add(self._mpi, END_TAG)
+
     def _run(self) -> None:
+        self._serve_all()
+        with self._changed:
+            self._has_ended = True
+            if self._is_left:
+                closed_communicators.add(self._mpi, END_TAG)
+
+    def _serve_all(self) -> None:
         status, last = MPI.Status(), time.monotonic()
         sleep_s = _LONGEST_SLEEP_S
         while self._clients:
@@ -78,7 +98,7 @@ class StoreServer:
             else:
                 time.sleep(sleep_s)
                 sleep_s = min(sleep_s * 2, _LONGEST_SLEEP_S)
-                if self._is_closing:
+                if self._is_closing or self._is_left:
                     self._clients.difference_update(
                         mpi_errors.known_dead(self._mpi, range(self._mpi.Get_size())) or ()
                     )

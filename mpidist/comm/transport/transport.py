@@ -66,6 +66,7 @@ class Transport:
         self._consumed: Restartable | None = None  # the receive that was read last
         self._probed: eager_receives.ProbedReceive | None = None  # replaces the posted receives
         self._dead: set[int] = set()
+        self._is_closed = False
         if group is not None:
             self._mpi = group._comm.plain
             self._isend, self._byte = self._mpi.Isend, MPI.BYTE
@@ -232,7 +233,10 @@ class Transport:
         return Incoming(source, kind, flags, sequence, context, data, FIXED_BYTES, nbytes)
 
     def close(self, timeout_s: float) -> None:
-        """Withdraw the receives, so that MPI can finalize."""
+        """Withdraw the receives, so that MPI can finalize; a second call has no effect."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         receives, self._posted = self._posted, []
         if self._probed is not None:
             self._probed.close(timeout_s)

@@ -22,6 +22,7 @@ be looked at. They are left out if the call returns meanwhile.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -50,6 +51,7 @@ _POLL_S = 0.1  # interval of the checks, and longest time until a question is an
 _COLLECT_S = 1.0  # of the wait for answers
 _PRINTED_S = 0.5  # of the further wait for the message that another rank has printed the report
 _ABORT_S = 2.0  # from the report to the end of the job
+_LEAVE_S = 5.0  # longest wait for the thread when the process leaves its world
 _TELL_S = 5.0  # until the thread looks, which may report something else
 
 _log = logging.getLogger(__name__)
@@ -61,8 +63,28 @@ def start(world: runtime.World) -> None:
     """Start the watchdog's thread, if it does not run."""
     global _watchdog
     with _lock:
-        if _watchdog is None or _watchdog.world is not world:
+        if _watchdog is None:
             _watchdog = Watchdog(world)
+
+
+@functools.cache
+def _dump_signal() -> DumpSignal:
+    """Return the process's one handler of the signal, which successive watchdogs share."""
+    return DumpSignal()
+
+
+def _drop() -> None:
+    global _watchdog
+    with _lock:
+        if _watchdog is not None:
+            _watchdog.leave(_LEAVE_S)
+            _watchdog.peers.end_sends()
+            if _watchdog.peers.dead():
+                runtime.note_failure()
+            _watchdog = None
+
+
+runtime.belongs_to_world(_drop)
 
 
 def watch(group: GroupState) -> None:
@@ -111,7 +133,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._signal: DumpSignal | None = None
         if world.size > 1:
-            self._signal = DumpSignal()
+            self._signal = _dump_signal()
             self._thread = threading.Thread(
                 target=runtime.guard_thread(self._run), name="mpidist-watchdog", daemon=True
             )
@@ -120,7 +142,17 @@ class Watchdog:
             runtime.before_timeout_ends_job(self._tell_and_linger)
 
     def close(self, timeout_s: float) -> None:
-        """Stop the thread, and send the other watchdogs that this process has ended."""
+        """End the watch with the process, which waits for the others if a call of MPI failed."""
+        if self._thread is None or self._stop.is_set():
+            return
+        self.leave(timeout_s)
+        if dead := self.peers.dead():
+            runtime.note_failure(dead)
+        if runtime.unfinished() is not None:
+            self.peers.await_ends()
+
+    def leave(self, timeout_s: float) -> None:
+        """Stop the thread, and send the other watchdogs that this process has left the world."""
         self._stop.set()
         if self._thread is None:
             return
@@ -131,10 +163,6 @@ class Watchdog:
             if not group.is_closed
         }
         self.peers.send(self.peers.others(), LEFT, last)
-        if dead := self.peers.dead():
-            runtime.note_failure(dead)
-        if runtime.unfinished() is not None:
-            self.peers.await_ends()
 
     def _run(self) -> None:
         while not self._stop.wait(_POLL_S):

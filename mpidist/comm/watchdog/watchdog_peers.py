@@ -14,7 +14,7 @@ from typing import Any
 
 from mpidist.comm.execution.group_state import GroupState
 from mpidist.comm.execution.op_status import History
-from mpidist.comm.mpi import exited_ranks, mpi_errors, runtime
+from mpidist.comm.mpi import exited_ranks, mpi_errors, nonblocking, runtime
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.watchdog import thread_places, watchdog_messages
 from mpidist.comm.watchdog.watchdog_messages import (
@@ -30,6 +30,7 @@ from mpidist.errors import CommTimeout, FrameError, RankFailureError
 
 _SILENT_S = 10.0  # a rank without an answer for this time is stopped or dead
 _LONGEST_END_S = 300.0  # of the wait at the end of a rank that has left a call of MPI
+_LEAVING_S = 1.0  # longest wait for the last messages, of a few bytes, when a world is left
 _TAG = 1
 
 _log = logging.getLogger(__name__)
@@ -113,6 +114,12 @@ class Peers:
         while not is_enough() and time.monotonic() < deadline:
             self.serve()
             time.sleep(1e-3)
+
+    def end_sends(self) -> None:
+        """Wait until the messages have left this process; keep those that do not leave in time."""
+        self.serve_until(lambda: not self._sends, _LEAVING_S)
+        if self._sends:
+            nonblocking.keep(self._sends)
 
     def await_ends(self) -> None:
         """Wait until all living ranks have ended.

@@ -14,6 +14,7 @@ import torch
 from mpidist import whole_file
 from mpidist.comm.execution.work import Work
 from mpidist.comm.group_types import Group
+from mpidist.comm.mpi import runtime
 from mpidist.errors import MpidistError
 from mpidist.zero.state import state_dict
 from mpidist.zero.state.consolidation import gathered
@@ -26,6 +27,15 @@ if TYPE_CHECKING:
 _NICE = 19  # the lowest priority
 # Groups that were not closed. They end with the job: closing is collective, so no finalizer can.
 _open: list[Group] = []
+
+
+def _drop() -> None:
+    for group in _open:
+        group.close()
+    _open.clear()
+
+
+runtime.belongs_to_world(_drop)
 
 
 class Consolidating:
@@ -90,6 +100,7 @@ class Background:
         """
         if self._group is None:
             self._group = self._parent.clone(f"{self._parent.name}/consolidation")
+            self._group.end_with_world()
             _open.append(self._group)
         self._finish()
         group, results = self._group, self._results
@@ -114,7 +125,8 @@ class Background:
         """Wait for the last consolidation, and close the group. Collective: over the group."""
         self._finish()
         if self._group is not None:
-            _open.remove(self._group)
+            if self._group in _open:
+                _open.remove(self._group)
             self._group.close()
             self._group = None
 
