@@ -60,6 +60,13 @@ def test_trainers_learn_with_tables_on_servers(ranks, trainers, servers):
     assert 7 < float(match[3]) < 8 and float(match[4]) < 4.2 < float(match[5])
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_trainers_learn_what_another_rank_simulates(ranks):
+    text = run(ranks, "simulation_training.py")
+    match = re.search(r"(\d) trainer\(s\), 200 steps: loss (\S+)", text)
+    assert match and int(match[1]) == max(ranks - 1, 1) and float(match[2]) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("program", "options", "problem"),
     [
@@ -95,6 +102,7 @@ def test_a_wrong_command_line_is_explained_once(program, options, problem):
     [
         ("parameter_server.py", 100),
         ("actor_learner.py", 100),
+        ("simulation_training.py", 100),
         ("pipeline_transformer.py", 150),
         ("embedding_server.py", 150),
     ],
