@@ -1,8 +1,8 @@
 """Checkpoints of training runs: saving, loading → reading → training, files → manifest.
 
-``digested_file`` writes files with their digests, ``sampler`` keeps the position in an epoch,
-``rng`` the generators' states, ``preemption`` handles the scheduler's signals. An import of the
-package starts nothing.
+``commits`` → ``slots``, ``buddies``: state in the nodes' memory. ``digested_file`` writes files
+with their digests, ``sampler`` keeps the position in an epoch, ``rng`` the generators' states,
+``preemption`` handles the scheduler's signals. An import of the package starts nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ _HOMES = {
     "REQUEUE_EXIT_CODE": "preemption",
     "ResumableSampler": "sampler",
     "Resumed": "loading",
+    "commit": "commits",
     "ignore_signals": "preemption",
     "latest": "files",
     "load": "loading",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpidist import progress_bar, state_scalars
-from mpidist.checkpoint import files, manifest, model_state, rng
+from mpidist.checkpoint import commits, files, manifest, model_state, rng
 from mpidist.checkpoint.manifest import MODEL, OPTIMIZER, TRAINING
 from mpidist.checkpoint.reading import Reader, reporting_damage
 from mpidist.checkpoint.saving import group_of
@@ -68,6 +68,10 @@ def load(
 ) -> Resumed | None:
     """Load the newest complete checkpoint of a folder; return its description, None without one.
 
+    A commit of the same folder (``commit``) that is no older, and that the memories of the nodes
+    hold whole, is loaded in its place, by as many ranks as wrote it; later commits, which some
+    ranks lack, are removed.
+
     With the number of ranks that wrote the checkpoint, training continues with the same bits. With
     another number the shards of an ``OSS`` are redistributed, the sampler continues in the same
     order, PowerSGD keeps its mean error, another hook gets rank 0's state, and generators are
@@ -100,6 +104,14 @@ def load(
     native = group_of(group, model)
     training = Training(model, optimizer, hook_state, sampler, scheduler, scaler)
     chosen = _chosen(native, training, folder)
+    # A folder that is itself a checkpoint was chosen by the caller.
+    is_given = chosen is not None and chosen[0].resolve() == Path(folder).resolve()
+    held = None if is_given else commits.held(native, folder)
+    if held is not None and (chosen is None or manifest.from_json(chosen[1]).step <= held.step):
+        held.take()
+        reader = Reader(held.path, held.manifest, map_location)
+        with progress_bar.spinner(f"loads the commit of step {held.step}", native.rank):
+            return _Loading(native, training, reader, held.bring).run()
     if chosen is None:
         return None
     path, text = chosen
@@ -141,10 +153,21 @@ class _State:
 
 
 class _Loading:
-    """One load on one rank."""
+    """One load on one rank.
 
-    def __init__(self, group: Group, training: Training, reader: Reader) -> None:
+    Args:
+        bring: Brings files of a commit to this rank's node, collectively; None for a checkpoint.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        training: Training,
+        reader: Reader,
+        bring: Callable[[Sequence[str]], None] | None = None,
+    ) -> None:
         self._group = group
+        self._bring = bring
         self._training = training
         self._reader = reader
         self._world_size = reader.manifest.world_size
@@ -157,7 +180,12 @@ class _Loading:
         with self._same_error_on_all():
             self._training.require_held(self._contents)
             names = self._own_names()
-            self._reader.require_sound(names)
+            if self._bring is None:
+                self._reader.require_sound(names)
+        if self._bring is not None:
+            self._bring(names)
+            with self._same_error_on_all():
+                self._reader.require_sound(names)
         with self._same_error_on_all(), reporting_damage():
             state = self._read(names)
         is_merged = self._needs_merged(state.own)
@@ -219,6 +247,8 @@ class _Loading:
                 names |= {manifest.powersgd_file(rank, size) for rank in range(size)}
             else:
                 names.add(manifest.rank_file(0, size))
+        if self._bring is not None:
+            self._bring(sorted(names))
         with self._same_error_on_all():
             self._reader.require_sound(files.share_of(names, self._group.rank, self._group.size))
 
@@ -274,7 +304,13 @@ class _Loading:
             if training.powersgd is not None:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # about the state's group, which is kept
-                    loaded = powersgd.load(reader.path, wrapper, reader.map_location)
+                    own = manifest.powersgd_file(self._group.rank, self._world_size)
+                    loaded = powersgd.load(
+                        reader.path,
+                        wrapper,
+                        reader.map_location,
+                        None if self._bring is None else reader.path / own,
+                    )
                 # Copied, because the state object may be registered with the module already.
                 training.powersgd.load_state_dict(loaded.state_dict())
             elif wrapper is not None and self._is_same_size and buckets is not None:

@@ -62,6 +62,11 @@ def powersgd_file(rank: int, world_size: int) -> str:
     return f"powersgd-{rank}-of-{world_size}.pt"
 
 
+def is_of_rank(name: str) -> bool:
+    """Return whether a file holds what one rank alone has."""
+    return name not in (MODEL, OPTIMIZER, TRAINING)
+
+
 def to_json(manifest: Manifest) -> str:
     """Return the text of ``manifest.json``."""
     return json.dumps({"format": FORMAT, **asdict(manifest)}, indent=1, sort_keys=True) + "\n"

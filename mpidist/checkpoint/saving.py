@@ -101,7 +101,7 @@ def _agreed(
     contents = Contents()
     with comparing(group, _WHERE) as rows:
         folder = Path(folder)
-        step, keep = _count("step", step, 0), _count("keep", keep, 1)
+        step, keep = count(_WHERE, "step", step, 0), count(_WHERE, "keep", keep, 1)
         training.require_usable(group.rank, group.size)
         contents = training.contents(bool(with_rng))
         rows += [
@@ -110,7 +110,7 @@ def _agreed(
             ("keep", keep),
             ("state of", str(contents)),
         ]
-        own = training.files(contents, extra, group.rank, group.size)
+        own = training.files(contents, extra, group.rank, group.size, has_shared=group.rank == 0)
     return _Saving(group, Path(folder), step, keep, contents, training, own)
 
 
@@ -161,8 +161,7 @@ class _Saving:
         with self._same_error_on_all():
             if self.group.rank == 0:
                 every = {name: Entry(*row) for rows in gathered or () for name, row in rows.items()}
-                versions = _versions()
-                manifest = Manifest(self.step, self.group.size, every, self.contents, versions)
+                manifest = Manifest(self.step, self.group.size, every, self.contents, versions())
                 files.commit(part, manifest)
                 _prune(self.folder, self.step, self.keep)
 
@@ -182,7 +181,8 @@ def _prune(folder: Path, step: int, keep: int) -> None:
         warnings.warn(f"an old checkpoint could not be removed: {error}", stacklevel=5)
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions of mpidist and torch, for a manifest."""
     try:
         own = metadata.version("mpidist")
     except metadata.PackageNotFoundError:
@@ -190,9 +190,14 @@ def _versions() -> dict[str, str]:
     return {"mpidist": own, "torch": torch.__version__}
 
 
-def _count(name: str, value: object, least: int) -> int:
+def count(where: str, name: str, value: object, least: int) -> int:
+    """Return an argument as an int.
+
+    Raises:
+        TypeError, ValueError: It is no int, or below ``least``.
+    """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{_WHERE}: {name} must be an int; got {value!r}")
+        raise TypeError(f"{where}: {name} must be an int; got {value!r}")
     if operator.index(value) < least:
-        raise ValueError(f"{_WHERE}: {name} must be at least {least}; got {value}")
+        raise ValueError(f"{where}: {name} must be at least {least}; got {value}")
     return operator.index(value)

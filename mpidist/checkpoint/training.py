@@ -141,16 +141,24 @@ class Training:
         )
 
     def files(
-        self, contents: Contents, extra: object, rank: int, world_size: int
+        self,
+        contents: Contents,
+        extra: object,
+        rank: int,
+        world_size: int,
+        has_shared: bool,
     ) -> dict[str, object]:
         """Return the content of one rank's files, by file name.
+
+        Args:
+            has_shared: With what is the same on all ranks.
 
         Raises:
             TypeError: A state is not plain data.
         """
-        require_plain("extra", extra)  # checked on all ranks, written by rank 0
+        require_plain("extra", extra)  # checked on all ranks, rank 0's is written
         content: dict[str, object] = {}
-        if rank == 0:
+        if has_shared:
             content[MODEL] = model_state.packed(model_state.bare(self.model).state_dict())
             content[TRAINING] = self._shared(extra)
             if self.optimizer is not None and self.sharded is None:

@@ -256,6 +256,23 @@ def tune(context: typer.Context, ranks: Ranks = None, dry_run: DryRun = False) -
     start.start(Request(program, ranks=ranks), dry_run)
 
 
+@app.command(cls=Command, epilog=epilog(*EXAMPLES["clean"]))
+@_reporting_errors
+def clean() -> None:
+    """Remove the commits that killed jobs have left in this node's memory.
+
+    A job that still runs keeps its own. The commits are those of mpidist.checkpoint.commit, and of
+    this user.
+    """
+    from mpidist.checkpoint import slots
+
+    removed, used = slots.clean()
+    for folder in removed:
+        print(f"removed {folder}")
+    for folder in used:
+        print(f"left {folder}, which a process uses")
+
+
 @app.command(cls=SubmitCommand, epilog=epilog(*EXAMPLES["submit"]), context_settings=_BEHIND)
 @_reporting_errors
 def submit(

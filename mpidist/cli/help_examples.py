@@ -15,6 +15,7 @@ EXAMPLES = {
         "mpidist bench scaling -- sweep",
     ],
     "tune": ["srun mpidist tune", "mpidist tune -n 4 --device host"],
+    "clean": ["mpidist clean", "srun --ntasks-per-node=1 mpidist clean"],
     "submit": [
         "mpidist submit ddp --nodes 2 --time 1:00:00 -- train.py",
         "mpidist submit test --gpus-per-node 0 --dry-run",

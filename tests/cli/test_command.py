@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import mpidist
 from mpidist import shipped
+from mpidist.checkpoint import slots
 from mpidist.cli import app as cli
 from mpidist.cli import command, doctor, run, submit, tables
 from mpidist.cli.finding import NOTE, PROBLEM, WARNING, Finding
@@ -238,6 +239,21 @@ def test_without_typer_the_command_says_what_to_install(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         command.main()
     assert ended.value.code == 2 and "pip install 'mpidist[cli]'" in capsys.readouterr().err
+
+
+def test_clean_names_what_it_removes_and_what_it_leaves(call, tmp_path, monkeypatch):
+    dead, used = (tmp_path / f"mpidist-{os.geteuid()}-{name}" for name in ("a", "b"))
+    dead.mkdir()
+    monkeypatch.setattr(slots, "MEMORY", tmp_path)
+    job = slots.JobFolder(used)
+    job.open()
+    done = call("clean")
+    assert (done.exit_code, done.output) == (
+        0,
+        f"removed {dead}\nleft {used}, which a process uses\n",
+    )
+    job.close(0)
+    assert call("clean").output == "" and not list(tmp_path.iterdir())
 
 
 def test_errors_of_ours_have_no_traceback(call, monkeypatch):

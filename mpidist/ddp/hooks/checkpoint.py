@@ -42,14 +42,9 @@ def save(folder: str | Path, module: Any, state: PowerSGDState) -> Path:
     folder = Path(folder)
     path = folder / f"powersgd-{group.rank}-of-{group.size}.pt"
     partial = path.with_suffix(".part")
-    with comparing(group, "saving of the PowerSGD state"), warnings.catch_warnings():
-        # The state warns that its process group is not saved.
-        warnings.simplefilter("ignore")
+    with comparing(group, "saving of the PowerSGD state"):
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save(
-            {"format": _FORMAT, "state": state.state_dict(), "bucket_plan": module.bucket_plan()},
-            partial,
-        )
+        torch.save(content(module, state), partial)
     partial.replace(path)
     if group.rank == 0:
         for other in folder.iterdir():
@@ -60,7 +55,17 @@ def save(folder: str | Path, module: Any, state: PowerSGDState) -> Path:
     return path
 
 
-def load(folder: str | Path, module: Any, map_location: MAP_LOCATION = None) -> PowerSGDState:
+def content(module: Any, state: PowerSGDState) -> dict[str, object]:
+    """Return the content of this rank's file: its state and its module's buckets."""
+    with warnings.catch_warnings():
+        # The state warns that its process group is not saved.
+        warnings.simplefilter("ignore")
+        return {"format": _FORMAT, "state": state.state_dict(), "bucket_plan": module.bucket_plan()}
+
+
+def load(
+    folder: str | Path, module: Any, map_location: MAP_LOCATION = None, own: Path | None = None
+) -> PowerSGDState:
     """Read the files that ``save`` wrote; return this rank's state, on the module's group.
 
     On the number of ranks that saved, each rank gets its own state and the module its buckets, and
@@ -72,6 +77,7 @@ def load(folder: str | Path, module: Any, map_location: MAP_LOCATION = None) -> 
     Args:
         module: The ``DistributedDataParallel`` that will use the state; register the hook with the
             state afterwards.
+        own: This rank's file, where as many ranks have saved and the folder lacks the others'.
 
     Raises:
         FileNotFoundError: The folder does not hold the files of all ranks of one run.
@@ -81,9 +87,9 @@ def load(folder: str | Path, module: Any, map_location: MAP_LOCATION = None) -> 
     group = native_group(module.process_group)
     plan: SavedPlan | None = None
     with comparing(group, "loading of the PowerSGD state"):
-        paths = _files(Path(folder))
-        if len(paths) == group.size:
-            state, plan = _read(paths[group.rank], map_location)
+        paths = _files(Path(folder)) if own is None else []
+        if own is not None or len(paths) == group.size:
+            state, plan = _read(own or paths[group.rank], map_location)
         else:
             state = merged([_read(path, map_location)[0] for path in paths])
         _require_fits(state, module.module)

@@ -1,0 +1,255 @@
+"""Commits: equal bits after a load, the newest of memory and disk, lost nodes, failed commits."""
+
+import errno
+import json
+import shutil
+
+import pytest
+import torch
+
+from mpidist.checkpoint import commit, commits, digested_file, load, save, slots
+from mpidist.checkpoint.commits import _whole
+from mpidist.checkpoint.manifest import MODEL, TRAINING, Contents, Entry, Manifest, to_json
+from mpidist.comm.mpi import runtime
+from mpidist.errors import CheckpointError, DisagreementError
+from tests.checkpoint.runs import Run
+from tests.support import agree, printed, raises_on_all
+from tests.support import short_job as run
+from tests.zero.stateful import same
+
+KINDS = ["adam", "own", "oss-greedy", "oss-flat", "powersgd", "torch"]
+
+
+@pytest.fixture
+def memory(group, folder, monkeypatch):
+    """Return this rank's node memory, a folder; all ranks share one node."""
+    return _simulated(folder / "memory", group, monkeypatch)
+
+
+@pytest.fixture
+def node_memory(group, folder, monkeypatch):
+    """Return this rank's node memory, a folder; each rank is a node."""
+    monkeypatch.setattr(runtime.World, "nodes_of", lambda self, ranks: tuple(range(len(ranks))))
+    return _simulated(folder / f"memory{group.rank}", group, monkeypatch)
+
+
+def _simulated(path, group, monkeypatch):
+    path.mkdir(exist_ok=True)
+    monkeypatch.setattr(slots, "MEMORY", path)
+    monkeypatch.setattr(slots, "_jobs", {})
+    monkeypatch.setenv("MPIDIST_JOB", "test")
+    group.barrier()
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _ends():
+    yield
+    commits._drop()
+
+
+def _goes_on(group, folder, kind, straight, step):
+    """Train on, load into a new run, train that, and compare."""
+    expected = straight.train(8)  # into the next epoch
+    resumed = Run(group, kind, seed=7)
+    resumption = load(folder, **resumed.state(), group=group)
+    found = None if resumption is None else resumption.step
+    agree(group, found == step, f"loaded {found}")
+    agree(group, resumption.saved_by == group.size)
+    agree(group, resumed.train(8) == expected, "other losses")
+    agree(group, same(resumed.tensors(), straight.tensors()), "other weights or buffers")
+    agree(group, same(resumed.moments(), straight.moments()), "other moments")
+    return resumption
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("default_group", "memory")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_from_memory_with_the_same_bits(group, folder, kind):
+    straight = Run(group, kind)
+    straight.train(2)
+    commit(folder, straight.step, **straight.state(), group=group)
+    straight.train(2)
+    commit(folder, straight.step, **straight.state(), extra={"best": [0.5]}, group=group)
+    resumption = _goes_on(group, folder, kind, straight, 4)
+    agree(group, resumption.extra == {"best": [0.5]} and resumption.path.name == "slot-1")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("default_group")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lost_node_gets_its_state_from_the_others(group, folder, node_memory, kind):
+    straight = Run(group, kind)
+    straight.train(2)
+    commit(folder, straight.step, **straight.state(), group=group)
+    straight.train(2)
+    commit(folder, straight.step, **straight.state(), group=group)
+    commits._of(group, folder)._finish_sending()
+    group.barrier()
+    if group.rank == 1:
+        shutil.rmtree(node_memory)
+        node_memory.mkdir()
+        slots._jobs.clear()
+        commits._commits.clear()
+    else:
+        commits._commits.clear()
+    _goes_on(group, folder, kind, straight, 4)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("node_memory")
+def test_a_commit_of_which_files_are_lost_is_passed_over(group, folder):
+    straight = Run(group, "oss-flat")
+    straight.train(2)
+    commit(folder, 2, **straight.state(), group=group)
+    straight.train(2)
+    commit(folder, 4, **straight.state(), group=group)
+    made = commits._of(group, folder)
+    made._finish_sending()
+    group.barrier()
+    lost = f"rank-1-of-{group.size}.pt"
+    (made.slots.path(1) / lost).unlink(missing_ok=True)
+    group.barrier()
+    again = Run(group, "oss-flat", seed=7)
+    resumption = load(folder, **again.state(), group=group)
+    agree(group, resumption.step == 2, str(resumption))
+    again.train(2)
+    commit(folder, 4, **again.state(), group=group)
+    agree(group, load(folder, **again.state(), group=group).step == 4)
+    agree(group, same(again.tensors(), straight.tensors()), "other weights")
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("memory")
+def test_the_newest_of_memory_and_disk_is_loaded(group, folder):
+    state = Run(group, "adam").state()
+    agree(group, load(folder, **state, group=group) is None)
+    found = []
+    for step, write in ((1, save), (2, commit), (3, save), (4, commit), (5, commit)):
+        write(folder, step, **state, group=group)
+        found.append(load(folder, **state, group=group).step)
+    agree(group, found == [1, 2, 3, 4, 5], str(found))
+    agree(group, load(folder / "step-3", **state, group=group).step == 3)
+    agree(group, load(folder / "other", **state, group=group) is None)
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("memory")
+def test_a_failed_commit_leaves_the_ones_before(group, folder, monkeypatch):
+    state = Run(group, "oss-flat").state()
+    commit(folder, 1, **state, group=group)
+    commit(folder, 2, **state, group=group)
+    write = digested_file.write
+
+    def full(path, value):
+        if group.rank == group.size - 1 and path.name.startswith("rank"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, value)
+
+    monkeypatch.setattr(digested_file, "write", full)
+    words = "No space left on device"
+    raises_on_all(group, CheckpointError, lambda: commit(folder, 3, **state, group=group), words)
+    monkeypatch.setattr(digested_file, "write", write)
+    agree(group, load(folder, **state, group=group).step == 2)
+    commit(folder, 3, **state, group=group)
+    agree(group, load(folder, **state, group=group).step == 3)
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("memory")
+def test_wrong_commits_are_refused_on_all_ranks(group, folder):
+    state = Run(group, "adam").state()
+    commit(folder, 2, **state, group=group)
+    for step, error, words in (
+        (2, CheckpointError, "holds a commit of step 2"),
+        (1, CheckpointError, "load it first, or remove it with `mpidist clean`"),
+        (-1, ValueError, "step must be at least 0"),
+        ("3", TypeError, "step must be an int"),
+    ):
+        raises_on_all(
+            group, error, lambda step=step: commit(folder, step, **state, group=group), words
+        )
+    raises_on_all(
+        group, TypeError, lambda: commit(folder, 3, **state, extra=object(), group=group), "extra"
+    )
+    if group.size > 1:
+        raises_on_all(
+            group,
+            DisagreementError,
+            lambda: commit(folder, 3 + group.rank, **state, group=group),
+            "step",
+        )
+    other = Run(group, "adam", width=14).state()
+    agree(group, load(folder, **state, group=group).step == 2)
+    words = "holds a commit of step 2"
+    raises_on_all(group, CheckpointError, lambda: commit(folder, 2, **state, group=group), words)
+    words = "of another model"
+    raises_on_all(group, CheckpointError, lambda: load(folder, **other, group=group), words)
+    agree(group, load(folder, **state, group=group).step == 2)
+
+
+def test_what_makes_a_commit_whole():
+    entry = Entry(1, "0" * 64)
+    own = [f"rank-{rank}-of-2.pt" for rank in range(2)]
+    text = to_json(
+        Manifest(3, 2, dict.fromkeys([MODEL, TRAINING, *own], entry), Contents(rng=True))
+    )
+    whole, first = {MODEL, TRAINING, *own}, {MODEL, TRAINING, own[0]}
+    nodes = (0, 1)
+    assert _whole([whole, whole], [text, text], nodes, 0)[0] == [whole, whole]
+    assert _whole([first, {own[1]}], [text, text], nodes, 1)[0] == [first, {own[1]}]
+    assert _whole([first, set()], [text, None], nodes, 1) is None
+    assert _whole([whole, set()], [text, None], nodes, 1)[0] == [whole, set()]
+    # The first node has lost what nodes hold once: it takes both from the other one.
+    assert _whole([{MODEL, *own}, whole], [text, text], nodes, 0)[0] == [set(own), whole]
+    assert _whole([{MODEL, own[0]}, {MODEL, own[1]}], [text, text], nodes, 0) is None
+
+
+_RUN = """
+    import json, os, signal, sys
+    import torch
+    import mpidist.comm
+    from mpidist.checkpoint import commit, load
+    from mpidist.ddp import DistributedDataParallel
+    from mpidist.optim import OSS
+
+    world = mpidist.comm.init()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    optimizer = OSS(model.parameters(), torch.optim.Adam, lr=0.1)
+    state = dict(model=model, optimizer=optimizer)
+    resumed = load(FOLDER, **state)
+    start = 0 if resumed is None else resumed.step
+    for step in range(start, 6):
+        optimizer.zero_grad()
+        model(torch.full((1, 4), float(step + world.rank))).sum().backward()
+        optimizer.step()
+        commit(FOLDER, step + 1, **state)
+        if step == DIES and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    weights = [value.tolist() for value in model.module.parameters()]
+    print(json.dumps({"rank": world.rank, "start": start, "weights": weights}))
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_job_goes_on_from_the_memory_of_its_node(tmp_path):
+    name = f"test-{tmp_path.name}-{id(tmp_path)}"
+    env = {"MPIDIST_JOB": name}
+
+    def started(folder, dies):
+        text = _RUN.replace("FOLDER", repr(str(tmp_path / folder))).replace("DIES", str(dies))
+        return run(2, text, env=env)
+
+    straight = printed(started("straight", -1))
+    assert not list(slots.MEMORY.glob(f"mpidist-*-{name}"))  # a good end
+    killed = started("run", 3)
+    assert killed.returncode != 0
+    assert list(slots.MEMORY.glob(f"mpidist-*-{name}"))
+    resumed = printed(started("run", -1))
+    assert {line["start"] for line in resumed.values()} <= {3, 4}
+    assert [resumed[rank]["weights"] for rank in (0, 1)] == [
+        straight[rank]["weights"] for rank in (0, 1)
+    ]
+    assert not list(slots.MEMORY.glob(f"mpidist-*-{name}"))
+    assert torch.tensor(resumed[0]["weights"][0]).isfinite().all()
