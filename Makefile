@@ -17,9 +17,9 @@ WORKERS ?= 2
 LIMIT  := timeout --foreground -k 10 900
 # -m mpi4py: a rank that raises ends the whole job. -x: one failure, and no rank runs ahead of the others.
 # instant_failures: the others wait for a rank that has failed, and no rank may reach pytest's summary.
-PYTEST_MPI := $(PY) -m mpi4py -m pytest -q -x --color=no -o console_output_style=classic -p tests.instant_failures --only-mpi
+PYTEST_MPI := $(PY) -m mpi4py -m pytest -q -x --color=no -o console_output_style=classic -p tests.tools.instant_failures --only-mpi
 # loadscope: the tests of a module share a worker, and so its fixtures.
-PYTEST_ONE = $(PY) -m pytest -q -n $(WORKERS) --dist loadscope -p tests.instant_failures
+PYTEST_ONE = $(PY) -m pytest -q -n $(WORKERS) --dist loadscope -p tests.tools.instant_failures
 # Not in `make test`: what needs a GPU, an idle machine, or minutes.
 ELSEWHERE  := not gpu and not timing and not long and not slurm
 
@@ -69,7 +69,7 @@ demo: $(READY)
 	$(OPENMPI_RUN) -n 2 $(PY) examples/demo_digits.py
 	$(OPENMPI_RUN) -n 3 $(PY) examples/embedding_server.py --steps 600 --output demo-output
 
-# Of a product, each case at one number of ranks or on MPICH (tests/mpi_marks.py); mpi-N and mpich-N by themselves run them all.
+# Of a product, each case at one number of ranks or on MPICH (tests/tools/mpi_marks.py); mpi-N and mpich-N by themselves run them all.
 test: export ALTERNATE := --alternate
 test: unit slow lint-beside-mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3 slurm-beside-install torch-newest
 check: test
@@ -92,7 +92,7 @@ unit: $(READY) $(VENV)/.stamp-hipcc
 	$(LIMIT) $(PYTEST_ONE) -m 'not mpi and not slow and $(ELSEWHERE)' $(TESTS)
 
 # Whole jobs wait for timeouts as much as they compute: three of them keep two cores busy. Each has a limit of its own, which ends before
-# that of its test (tests/test_support.py).
+# that of its test (tests/tools/test_support.py).
 slow: WORKERS := 3
 slow: $(READY) $(VENV)/.stamp-docs $(VENV)/.stamp-frameworks
 	$(LIMIT) $(PYTEST_ONE) -o faulthandler_timeout=240 -m 'slow and not mpi and $(ELSEWHERE)' $(TESTS)
@@ -256,7 +256,7 @@ $(READY): setup.py setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.stamp-hipcc: | $(READY)
-	$(PY) -m tests.debian_packages hipcc hipcc
+	$(PY) -m tests.tools.debian_packages hipcc hipcc
 	touch $@
 
 # One more extra in the same environment.

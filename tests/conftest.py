@@ -14,8 +14,8 @@ import torch.distributed as dist
 from _pytest import faulthandler as pytest_faulthandler
 
 from mpidist.comm.mpi.launcher_env import from_environment
-from tests import mpi_marks
-from tests.support import OnDevice, agree
+from tests.tools import mpi_marks
+from tests.tools.support import OnDevice, agree
 
 
 def pytest_addoption(parser, pluginmanager):

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.support import ROOT
+from tests.tools.support import ROOT
 
 FILE = ROOT / "tests" / "public_names.txt"
 MODULES = (

@@ -124,7 +124,7 @@ def made(make: Sequence[str]) -> Callable[[Case, int], tuple[int, str]]:
     """Return the execution by make: the named tests with a late rank, another one at each turn."""
 
     def execute(case: Case, turn: int) -> tuple[int, str]:
-        tests = [f"TESTS=-p tests.late_rank {case.tests}"] if case.tests else []
+        tests = [f"TESTS=-p tests.tools.late_rank {case.tests}"] if case.tests else []
         print(f"turn {turn} of {case.times}: {case.name}", flush=True)
         done = subprocess.run(
             [*make, case.stage, *tests],

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from tests.support import ROOT, missing
+from tests.tools.support import ROOT, missing
 
 
 @pytest.fixture

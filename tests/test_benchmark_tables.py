@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from tests.support import ROOT, missing
+from tests.tools.support import ROOT, missing
 
 RESULTS = ROOT / "benchmarks" / "results"
 COLUMNS = 80

@@ -18,7 +18,7 @@ import torch
 
 from mpidist import progress_bar
 from mpidist.kernels import powersgd, powersgd_launches
-from tests.support import ROOT, job, missing, started
+from tests.tools.support import ROOT, job, missing, started
 
 BENCHMARKS = ROOT / "benchmarks"
 FOUR_WAYS = ["gloo", "mpi4py", "mpidist", "native"]

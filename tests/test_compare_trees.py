@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT, missing
+from tests.tools.support import ROOT, missing
 
 
 @pytest.fixture

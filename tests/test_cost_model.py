@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support import ROOT, missing, started
+from tests.tools.support import ROOT, missing, started
 
 SIZES = [8 << (2 * power) for power in range(12)]
 

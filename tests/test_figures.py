@@ -11,7 +11,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.support import ROOT, missing
+from tests.tools.support import ROOT, missing
 
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"

@@ -4,7 +4,7 @@ import json
 import sys
 
 import mpidist
-from tests.support import started
+from tests.tools.support import started
 
 _PROGRAM = """
 import json, sys

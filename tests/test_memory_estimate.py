@@ -8,7 +8,7 @@ from torch import nn
 
 from mpidist.ddp import DistributedDataParallel, PowerSGDState, powerSGD_hook
 from mpidist.optim import OSS
-from tests.support import ROOT, agree
+from tests.tools.support import ROOT, agree
 
 # Padding of parameters to 64 elements is the largest part that differs.
 WITHIN = 0.02

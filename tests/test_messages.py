@@ -2,7 +2,7 @@
 
 import ast
 
-from tests.support import ROOT
+from tests.tools.support import ROOT
 
 
 def _literals(tree):

@@ -3,8 +3,8 @@
 import ast
 
 from tests.mutations import files_of, mutants, used_functions
-from tests.support import ROOT
 from tests.test_imports import read_modules, write_tree
+from tests.tools.support import ROOT
 
 FUNCTION = '''
 def far(count: int | None, limit: float = 3) -> bool | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import missing
+from tests.tools.support import missing
 
 ROOT = Path(__file__).resolve().parents[1]
 # Files and folders that a checkout may have and an sdist must not.

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 import mpidist
-from tests.support import ROOT
+from tests.tools.support import ROOT
 
 PACKAGING = ROOT / "packaging"
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpidist import progress_bar
-from tests.support import missing
+from tests.tools.support import missing
 
 
 class Terminal(io.StringIO):

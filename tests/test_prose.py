@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT
+from tests.tools.support import ROOT
 
 FOLDERS = ("mpidist", "tests", "benchmarks", "examples")
 COLUMNS = 100

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from tests import late_rank, repeat
+from tests import repeat
 from tests.repeat import Case
+from tests.tools import late_rank
 
 CASES = [Case("mpi-2", "a.py", 4), Case("mpi-3", "", 2)]
 
@@ -74,7 +75,7 @@ def test_the_command_gets_stage_tests_and_turn_and_its_failure_is_the_scripts(
     named = [tests for stage, tests in repeat.TESTS if stage == "mpi-4"]
     assert len(calls) == 2 * len(named) + 1 and calls.count("['mpi-4'] 0") == 1
     for turn in (0, 1):
-        assert f"['mpi-4', 'TESTS=-p tests.late_rank {named[0]}'] {turn}" in calls
+        assert f"['mpi-4', 'TESTS=-p tests.tools.late_rank {named[0]}'] {turn}" in calls
     assert f"turn 1 of 2: mpi-4 {named[0]}" in capsys.readouterr().out
 
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from mpidist import checkpoint, state_scalars
 from mpidist.optim.grad_attribute import GradAttributeOptimizer
 from mpidist.zero.optimizer import OSS
-from tests.support import agree
+from tests.tools.support import agree
 
 SHAPES = [(5, 7), (), (3,)]
 KINDS = [

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from tests import structure
-from tests.support import ROOT
 from tests.test_imports import read_modules, write_tree
+from tests.tools.support import ROOT
 
 TREE = {
     "mpidist/__init__.py": "",

@@ -16,7 +16,7 @@ import torch.distributed
 from torch.distributed.algorithms.join import Joinable
 
 from mpidist import torch_version
-from tests.support import ROOT
+from tests.tools.support import ROOT
 
 PAGE = ROOT / "docs" / "torch-versions.md"
 PACKAGE = ROOT / "mpidist"

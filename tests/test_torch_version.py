@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mpidist import torch_version
-from tests import torch_versions_row
-from tests.support import ROOT, short_job
+from tests.tools import torch_versions_row
+from tests.tools.support import ROOT, short_job
 
 
 @pytest.mark.parametrize(

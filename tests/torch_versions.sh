@@ -49,10 +49,10 @@ try() {
         one=(-m "not mpi and not slow and $elsewhere" -n 2 --dist loadscope tests) two=(tests)
     fi
     logged "$log-doctor.txt" 120 "$bin/mpidist" doctor || failed=1
-    logged "$log-one.txt" 1200 "$bin/python" -m pytest -q --color=no -p tests.instant_failures "${one[@]}" || failed=1
+    logged "$log-one.txt" 1200 "$bin/python" -m pytest -q --color=no -p tests.tools.instant_failures "${one[@]}" || failed=1
     logged "$log-two.txt" 1800 "$bin/mpirun" --oversubscribe -n 2 "$bin/python" -m mpi4py -m pytest -q --color=no \
-        -p tests.instant_failures --only-mpi -m "mpi and $elsewhere" "${two[@]}" || failed=1
-    "$bin/python" tests/torch_versions_row.py "$log-one.txt" "$log-two.txt"
+        -p tests.tools.instant_failures --only-mpi -m "mpi and $elsewhere" "${two[@]}" || failed=1
+    "$bin/python" tests/tools/torch_versions_row.py "$log-one.txt" "$log-two.txt"
     return $failed
 }
 

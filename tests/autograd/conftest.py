@@ -9,7 +9,7 @@ from mpidist.autograd.api import _engine
 from mpidist.rpc.threads import interceptor
 from tests.rpc.conftest import to, workers  # noqa: F401
 from tests.rpc.limits import soon
-from tests.support import agree
+from tests.tools.support import agree
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import mpidist.rpc as rpc
 from mpidist.errors import CommTimeout, RankFailureError
 from mpidist.rpc import api
 from tests.rpc.limits import soon
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
 

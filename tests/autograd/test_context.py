@@ -17,7 +17,7 @@ from mpidist.autograd.context import Contexts
 from mpidist.rpc import api
 from tests.rpc.limits import soon
 from tests.rpc.network import delayed
-from tests.support import agree, printed, short_job
+from tests.tools.support import agree, printed, short_job
 
 mpi = pytest.mark.mpi(min_size=1)
 clean = pytest.mark.usefixtures("clean")

@@ -11,7 +11,7 @@ import torch
 import mpidist.autograd as autograd
 import mpidist.rpc as rpc
 from mpidist.optim import DistributedOptimizer
-from tests.support import agree, busy, own_stream
+from tests.tools.support import agree, busy, own_stream
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

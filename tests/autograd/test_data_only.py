@@ -16,7 +16,7 @@ from tests.autograd.remote_functions import (
     loss_of,
     weight_gradient,
 )
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.parametrize("mode", ["fast", "smart"])]
 

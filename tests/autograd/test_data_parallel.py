@@ -13,7 +13,7 @@ import mpidist.rpc as rpc
 from mpidist.autograd.api import _engine
 from mpidist.ddp import DistributedDataParallel
 from mpidist.ddp.hooks.default import fp16_compress_hook
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("clean")]
 

@@ -18,7 +18,7 @@ from tests.autograd.remote_functions import (
     weight_gradient,
 )
 from tests.rpc.network import delayed
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("clean")]
 

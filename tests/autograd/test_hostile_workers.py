@@ -12,7 +12,7 @@ from mpidist.autograd.api import _engine
 from mpidist.autograd.control_messages import Notice, send_gradients
 from mpidist.rpc import current
 from mpidist.rpc.message import Kind
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.usefixtures("clean")]
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.bytes_fuzz import checkpoints, mutations, watching
 from tests.bytes_fuzz.targets import SHARES, TARGETS
-from tests.support import ROOT
+from tests.tools.support import ROOT
 
 COUNT = 10_000
 SEED = 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed._functional_collectives
 
-from tests.support import agree, job, printed
+from tests.tools.support import agree, job, printed
 
 ops = torch.ops._c10d_functional
 

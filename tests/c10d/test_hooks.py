@@ -9,7 +9,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.profiler import ProfilerActivity, profile
 
 from mpidist.c10d import hooks
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
 of_214 = pytest.mark.skipif(not hasattr(c10d, "NanCheckHook"), reason="torch has them from 2.14 on")

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import agree, busy, raises_on_all
+from tests.tools.support import agree, busy, raises_on_all
 
 pytestmark = pytest.mark.mpi(min_size=1)
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpidist.c10d import generation
 from mpidist.c10d.collectives import Collectives
 from mpidist.errors import GroupError
-from tests.support import agree, printed, raises_on_all, short_job
+from tests.tools.support import agree, printed, raises_on_all, short_job
 
 needs_backends = pytest.mark.skipif(
     not generation.HAS_BACKENDS, reason="before torch 2.14 no Python class is a Backend"

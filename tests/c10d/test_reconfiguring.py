@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 from mpidist.errors import CommTimeout, GroupError
-from tests.support import agree, printed, raises_on_all, short_job
+from tests.tools.support import agree, printed, raises_on_all, short_job
 
 pytestmark = pytest.mark.skipif(
     not hasattr(dist, "_reconfigure"), reason="torch has groups that change members from 2.14 on"

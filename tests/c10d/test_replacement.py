@@ -10,7 +10,7 @@ from torch.distributed import distributed_c10d
 
 from mpidist.c10d import names, replacement
 from mpidist.c10d.replacement import Replacement, parse
-from tests.support import agree, raises_on_all, started
+from tests.tools.support import agree, raises_on_all, started
 
 
 def test_the_variable_lists_backends_and_ddp():

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from tests.support import printed, raises_on_all, short_job
+from tests.tools.support import printed, raises_on_all, short_job
 
 SLOW = pytest.mark.slow
 

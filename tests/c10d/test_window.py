@@ -10,7 +10,7 @@ from torch._C import _distributed_c10d as c10d
 
 from mpidist.c10d.native import native_of
 from mpidist.errors import CommTimeout, MpidistError
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 of_214 = pytest.mark.skipif(not hasattr(c10d, "Window"), reason="torch has windows from 2.14 on")
 pytestmark = pytest.mark.usefixtures("default_group")

@@ -8,7 +8,7 @@ import torch
 from mpidist import checkpoint
 from mpidist.ddp import DistributedDataParallel
 from mpidist.optim import OSS
-from tests.support import agree, busy
+from tests.tools.support import agree, busy
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.support import ROOT, launcher, python, started
+from tests.tools.support import ROOT, launcher, python, started
 
 pytestmark = pytest.mark.slow
 PROGRAM = str(ROOT / "examples" / "train_digits.py")

@@ -10,7 +10,7 @@ from mpidist.checkpoint import digested_file, load, manifest, save
 from mpidist.ddp.hooks import checkpoint as powersgd
 from mpidist.errors import CheckpointError
 from tests.checkpoint.runs import Run
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 from tests.zero.stateful import same
 
 pytestmark = pytest.mark.mpi

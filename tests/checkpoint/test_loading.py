@@ -11,7 +11,7 @@ from mpidist.checkpoint import load, manifest, save
 from mpidist.errors import CheckpointError, DisagreementError
 from mpidist.optim import OSS
 from tests.checkpoint.runs import Run
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 from tests.zero.stateful import same
 
 pytestmark = pytest.mark.mpi

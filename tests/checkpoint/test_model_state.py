@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mpidist.checkpoint import model_state
-from tests.transfers import CUDA, counted
+from tests.tools.transfers import CUDA, counted
 
 
 class Wrapper(torch.nn.Module):

@@ -16,7 +16,7 @@ from mpidist.checkpoint import (
 )
 from mpidist.errors import MpidistError
 from tests.checkpoint.runs import Run
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi
 

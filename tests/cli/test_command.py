@@ -25,7 +25,7 @@ from mpidist.errors import LaunchError
 from mpidist.slurm import submission
 from mpidist.slurm.job_plan import JobPlan
 from tests.cli.test_findings import alone, job
-from tests.support import started
+from tests.tools.support import started
 
 # The doctor's checks under a launcher and alone.
 CHECKS = (

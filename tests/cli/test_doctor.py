@@ -10,7 +10,7 @@ from mpidist.cli import doctor, facts, questions, tables
 from mpidist.cli.finding import PROBLEM
 from mpidist.comm.discovery import installed
 from mpidist.errors import LaunchError
-from tests.support import agree
+from tests.tools.support import agree
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from mpidist.cli import first_program
 from mpidist.comm.discovery import child_job, installed
-from tests.support import missing
+from tests.tools.support import missing
 
 
 @pytest.mark.mpi

@@ -10,7 +10,7 @@ import pytest
 from mpidist import shipped
 from mpidist.cli import help_pages
 from mpidist.cli.help_examples import EXAMPLES
-from tests.support import ROOT, missing, started
+from tests.tools.support import ROOT, missing, started
 
 COLUMNS = 80
 

@@ -13,7 +13,7 @@ from mpidist.cli.launch_plan import Plan
 from mpidist.comm.discovery import installed
 from mpidist.comm.mpi.launcher_env import without_launcher
 from mpidist.errors import LaunchError
-from tests.support import ROOT, missing, started
+from tests.tools.support import ROOT, missing, started
 
 
 def test_a_command_line_can_be_typed():

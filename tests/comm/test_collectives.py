@@ -8,7 +8,7 @@ import torch
 
 from mpidist.comm.algorithms import movement
 from mpidist.comm.memory import buffer
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi
 

@@ -17,7 +17,7 @@ from mpidist.comm.consistency import (
     values_that_differ,
 )
 from mpidist.errors import CheckpointError, DisagreementError, RankFailureError
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 
 @pytest.mark.mpi

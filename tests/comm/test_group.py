@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpidist.errors import CommTimeout, GroupError
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi
 

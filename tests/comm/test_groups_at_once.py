@@ -7,7 +7,7 @@ runs; never in 100,000 rounds of a new job).
 
 import pytest
 
-from tests.support import printed, short_job
+from tests.tools.support import printed, short_job
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ import psutil
 import pytest
 import torch
 
-from tests.support import agree
+from tests.tools.support import agree
 
 NUMEL = 2**31 + 5
 

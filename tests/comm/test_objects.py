@@ -12,7 +12,7 @@ from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.serialization import frame
 from mpidist.errors import CommTimeout, FrameError, MpidistError, NotPlainData
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 pytestmark = pytest.mark.mpi
 

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from mpidist.comm.group import ProcessGroup
 from mpidist.comm.resolve_group import default_group, native_group
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi
 

@@ -11,8 +11,8 @@ import torch
 
 from mpidist.comm import shard_memory
 from mpidist.errors import GroupError
-from tests.simulated_nodes import LAYOUTS, groups
-from tests.support import agree, finished, raises_on_all
+from tests.tools.simulated_nodes import LAYOUTS, groups
+from tests.tools.support import agree, finished, raises_on_all
 
 pytestmark = pytest.mark.mpi
 

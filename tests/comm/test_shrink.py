@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mpidist.errors import CommTimeout, GroupError
-from tests.support import agree, printed, raises_on_all, short_job
+from tests.tools.support import agree, printed, raises_on_all, short_job
 
 SLOW = pytest.mark.slow
 

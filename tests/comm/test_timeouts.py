@@ -12,7 +12,7 @@ import torch
 from mpidist.comm.mpi.nonblocking import MpiCalls
 from mpidist.errors import CommTimeout, DisagreementError
 from tests.comm.mpi.test_nonblocking import calls
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 pytestmark = pytest.mark.mpi
 

@@ -18,8 +18,8 @@ from mpidist.errors import (
     GroupError,
     MpidistError,
 )
-from tests.simulated_nodes import LAYOUTS, groups
-from tests.support import (
+from tests.tools.simulated_nodes import LAYOUTS, groups
+from tests.tools.support import (
     agree,
     launcher,
     missing,

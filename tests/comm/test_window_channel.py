@@ -9,7 +9,7 @@ from mpidist.comm import window_channel
 from mpidist.comm.mpi import backoff
 from mpidist.comm.window_channel import DONE, HEADER_BYTES, PUT, REFUSED, SIGNAL, Header
 from mpidist.errors import FrameError
-from tests.support import agree
+from tests.tools.support import agree
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import torch
 from mpidist.comm import AVG, PRODUCT, SUM, PremulSum
 from mpidist.comm.algorithms import pairwise
 from mpidist.comm.memory import buffer
-from tests.simulated_nodes import lay_out
-from tests.support import agree, finished
+from tests.tools.simulated_nodes import lay_out
+from tests.tools.support import agree, finished
 
 pytestmark = pytest.mark.mpi
 

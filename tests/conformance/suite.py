@@ -24,7 +24,7 @@ import mpidist.rpc as rpc
 from mpidist.rpc import api
 from tests.conformance.binding import ours_in_place_of_torchs
 from tests.conformance.cuda_on_host import cuda_on_host
-from tests.support import agree
+from tests.tools.support import agree
 
 TIMEOUT_S = 15.0
 

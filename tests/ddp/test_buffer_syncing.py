@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
 
 from mpidist.ddp.module import DistributedDataParallel
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 pytestmark = pytest.mark.mpi
 

@@ -7,7 +7,7 @@ import torch
 
 from mpidist.ddp import DistributedDataParallel
 from mpidist.ddp.hooks.default import allreduce_hook, bf16_compress_hook
-from tests.support import agree, busy, without_host_waits
+from tests.tools.support import agree, busy, without_host_waits
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

@@ -7,7 +7,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.errors import DisagreementError
 from tests.ddp.nets import Net, backward, close, reference, same_everywhere
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 

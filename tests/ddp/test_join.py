@@ -8,7 +8,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.errors import DisagreementError
 from tests.ddp.nets import BATCH, Net, backward, close, same_everywhere, sgd
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 

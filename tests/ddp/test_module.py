@@ -23,7 +23,7 @@ from tests.ddp.nets import (
     sgd,
     train,
 )
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 

@@ -9,7 +9,7 @@ import torch
 
 from mpidist.comm.algorithms import reductions
 from mpidist.ddp.module import DistributedDataParallel
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi
 

@@ -9,7 +9,7 @@ from mpidist.ddp.buckets import bucket
 from mpidist.ddp.buckets.settings import Settings
 from mpidist.ddp.reducer import Reducer
 from mpidist.future import completed
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 pytestmark = pytest.mark.mpi
 

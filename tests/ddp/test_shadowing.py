@@ -9,7 +9,7 @@ from torch.distributed.algorithms.join import Join
 
 from mpidist.ddp.hooks.default import allreduce_hook
 from mpidist.ddp.module import DistributedDataParallel
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 

@@ -13,7 +13,7 @@ from mpidist.comm import init
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.errors import MpidistError
 from tests.ddp.nets import Net, backward, close, reference, same_everywhere, sgd, train
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 

@@ -10,7 +10,7 @@ from torch.torch_version import TorchVersion
 from mpidist.ddp import torch_arguments
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.errors import DisagreementError
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 
 def test_every_argument_of_torch_is_accepted():

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from mpidist.ddp.hooks.default import fp16_compress_hook
 from mpidist.ddp.module import DistributedDataParallel
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 pytestmark = pytest.mark.mpi
 

@@ -8,7 +8,7 @@ import torch
 
 from mpidist import ddp as mddp
 from mpidist.ddp.module import DistributedDataParallel
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 

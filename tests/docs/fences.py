@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support import ROOT
+from tests.tools.support import ROOT
 
 _RUN = re.compile(
     r"^ *<!-- run(?:: (?P<ranks>\d+))? -->\n+(?P<indent> *)```python[^\n]*\n(?P<code>.*?)^ *```$",

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.docs.fences import all_examples, examples_of
-from tests.support import ROOT
+from tests.tools.support import ROOT
 
 EXAMPLES = [
     pytest.param(one, id=one.place, marks=pytest.mark.mpi(min_size=one.ranks))

@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from tests.support import ROOT
+from tests.tools.support import ROOT
 
 
 @pytest.fixture

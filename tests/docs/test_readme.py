@@ -8,7 +8,7 @@ import textwrap
 import pytest
 import torch
 
-from tests.support import ROOT, printed, short_job
+from tests.tools.support import ROOT, printed, short_job
 
 # What a reader's own training script goes on with.
 _TRAINING = """

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.links import Page, broken, is_external, pages_of
-from tests.support import ROOT, missing, started
+from tests.tools.support import ROOT, missing, started
 
 slow = pytest.mark.slow
 PAGES = {

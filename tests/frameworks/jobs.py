@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mpidist.c10d import generation
-from tests.support import launcher, missing, printed, python, started
+from tests.tools.support import launcher, missing, printed, python, started
 
 OURS = f"{generation.FOLDER}.process_group.TorchProcessGroup"
 OUR_DDP, TORCHS_DDP = "mpidist.ddp.module", "torch.nn.parallel.distributed"

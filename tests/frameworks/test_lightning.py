@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.frameworks.jobs import CLOSE, OUR_DDP, each_class_of_theirs, ranks_of, require
-from tests.support import launcher, started
+from tests.tools.support import launcher, started
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import torch
 from tests.fuzz.operands import Operands, exchanged, operands
 from tests.fuzz.programs import COMPLEX, FLOAT8, FLOATS, Call
 from tests.fuzz.values import values_of
-from tests.support import reduced
+from tests.tools.support import reduced
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 ACCUMULATES_IN = {"float64": torch.float64, "complex128": torch.float64}

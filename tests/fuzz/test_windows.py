@@ -4,7 +4,7 @@ import pytest
 
 from tests.fuzz import run_windows, windows
 from tests.fuzz.deadline import Deadline
-from tests.simulated_nodes import LAYOUTS, lay_out
+from tests.tools.simulated_nodes import LAYOUTS, lay_out
 
 STEPS = 400
 LIMIT_S = 60

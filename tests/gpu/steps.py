@@ -302,7 +302,7 @@ class Steps:
     def _options(self, hang_s: int | None = None) -> tuple[str, ...]:
         return (
             *("-q", "--color=no", "--continue-on-collection-errors", "-p", "no:cacheprovider"),
-            *("-p", "tests.instant_failures", "-o", "console_output_style=classic"),
+            *("-p", "tests.tools.instant_failures", "-o", "console_output_style=classic"),
             *("-o", f"faulthandler_timeout={hang_s or self._chosen.hang_s}"),
         )
 

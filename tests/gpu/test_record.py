@@ -6,7 +6,7 @@ import pytest
 
 from tests.gpu import record
 from tests.gpu.plan import CUT_SHORT, FAILED, NEVER, OK, TIMED_OUT, Past
-from tests.support import ROOT
+from tests.tools.support import ROOT
 
 
 def test_what_is_written_is_read(tmp_path):

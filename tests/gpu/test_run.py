@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.gpu.plan import CUT_SHORT, OK
-from tests.support import ROOT, launcher, started
+from tests.tools.support import ROOT, launcher, started
 
 GPU = [sys.executable, "-m", "tests.gpu"]
 

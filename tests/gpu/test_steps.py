@@ -9,7 +9,7 @@ import pytest
 from tests.gpu import plan, record, steps
 from tests.gpu.machine import PREFIXES, SANITIZER, Machine, settings
 from tests.gpu.plan import NEVER, OK
-from tests.support import ROOT
+from tests.tools.support import ROOT
 
 FOLDERS = ("autograd", "c10d", "checkpoint", "cli", "comm", "conformance", "ddp", "integration")
 FILES = [f"tests/{folder}/test_a.py" for folder in (*FOLDERS, "nn", "rpc", "zero")]

@@ -5,7 +5,7 @@ import torch
 
 from mpidist import ddp as mddp
 from mpidist.comm import AVG, MAX
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi
 

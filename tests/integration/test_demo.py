@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.support import launcher, missing, started
+from tests.tools.support import launcher, missing, started
 
 
 def run_program(ranks, program, tmp_path, *options):

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.support import ROOT, launcher, python, started
+from tests.tools.support import ROOT, launcher, python, started
 
 pytestmark = pytest.mark.slow
 

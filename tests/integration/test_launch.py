@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from tests.support import printed
-from tests.support import short_job as run
+from tests.tools.support import printed
+from tests.tools.support import short_job as run
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from tests.support import short_job as run
+from tests.tools.support import short_job as run
 
 pytestmark = pytest.mark.slow
 

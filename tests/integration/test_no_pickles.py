@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import job, printed
+from tests.tools.support import job, printed
 
 pytestmark = pytest.mark.slow
 

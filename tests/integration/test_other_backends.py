@@ -9,7 +9,7 @@ from mpidist import ddp as mddp
 from mpidist import rpc
 from mpidist.optim import OSS
 from tests.integration.training import STEPS, assert_trained, loss, net, reference, sgd, share
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("device")]
 

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from tests.support import ROOT, launcher, python, short_job, started
+from tests.tools.support import ROOT, launcher, python, short_job, started
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from tests.support import agree, raises_on_all, reduced
+from tests.tools.support import agree, raises_on_all, reduced
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group")]
 

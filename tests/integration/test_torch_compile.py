@@ -19,7 +19,7 @@ from mpidist import ddp as mddp
 from mpidist import torch_version
 from mpidist.optim import OSS
 from tests.integration.training import STEPS, assert_trained, loss, net, reference, sgd, share
-from tests.support import agree, job, missing, printed
+from tests.tools.support import agree, job, missing, printed
 
 TRANSLATORS = ("c++", "g++", "clang++")  # what Inductor looks for on the host
 MOST_RANKS = 3  # each rank compiles for itself, and holds a core while it does

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mpidist.errors import GroupError
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 pytestmark = pytest.mark.mpi(min_size=1)
 

@@ -7,7 +7,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.integration.training import adam, assert_trained, loss, net, sgd, share
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group", "device")]
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mpidist.errors import CommTimeout
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.usefixtures("default_group")]
 

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 from mpidist.ddp.module import DistributedDataParallel
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("default_group", "device")]
 

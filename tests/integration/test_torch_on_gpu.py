@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.usefixtures("default_group")]
 

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpidist import ddp as mddp
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 # torch renames its functions
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.filterwarnings("ignore::FutureWarning")]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group")]
 

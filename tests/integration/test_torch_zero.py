@@ -15,7 +15,7 @@ from tests.integration.training import (
     share,
     train,
 )
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group", "device")]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from tests.support import agree
+from tests.tools.support import agree
 
 STEPS, PART, FEATURES, TARGETS = 10, 6, 12, 5  # PART: rows of one rank's share of a batch
 

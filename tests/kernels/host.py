@@ -18,7 +18,7 @@ import torch
 
 from mpidist.kernels import load
 from mpidist.kernels.launch import THREADS
-from tests.support import ROOT, require_tool
+from tests.tools.support import ROOT, require_tool
 
 _SHIM = Path(__file__).with_name("host_shim.h")
 _KEPT = ROOT / ".pytest_cache" / "host_kernels"  # `make clean` removes it

@@ -12,7 +12,7 @@ import pytest
 
 from mpidist.errors import KernelError
 from mpidist.kernels import launch, load, powersgd_plan
-from tests.support import missing
+from tests.tools.support import missing
 
 # Options that CuPy adds (14.2, 13 and 12 alike; cupy/cuda/compiler.py).
 CUPY = ("-ftz=true", "--device-as-default-execution-space")

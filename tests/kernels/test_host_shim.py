@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.kernels import host
-from tests.support import ROOT
+from tests.tools.support import ROOT
 
 SUM = """
 extern "C" __global__ void block_sum(const int* x, int* out, int n) {

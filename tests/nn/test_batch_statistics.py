@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mpidist.nn.batch_statistics import REFUSED, merge, row_of
-from tests.transfers import CUDA, counted, no_waits
+from tests.tools.transfers import CUDA, counted, no_waits
 
 
 def row(values, needs=True):

@@ -9,7 +9,7 @@ from torch import nn
 import mpidist.rpc as rpc
 from mpidist.nn import RemoteModule, SyncBatchNorm
 from tests.nn.nets import Named, net
-from tests.support import agree, busy
+from tests.tools.support import agree, busy
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

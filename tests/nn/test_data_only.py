@@ -16,7 +16,7 @@ from mpidist.rpc.threads import interceptor
 from mpidist.rpc.values import codec, pickles
 from tests.nn.nets import Named, net
 from tests.optim.owners import Halving
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
 

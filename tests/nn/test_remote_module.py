@@ -19,7 +19,7 @@ from mpidist.nn.remote_module import REFUSED
 from mpidist.rpc import api
 from tests.nn.nets import Named, net, no_module
 from tests.rpc.limits import soon
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
 

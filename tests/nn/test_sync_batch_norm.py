@@ -10,7 +10,7 @@ from torch import nn
 
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.nn.sync_batch_norm import SyncBatchNorm
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 

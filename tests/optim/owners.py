@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from tests.support import agree
+from tests.tools.support import agree
 
 CONTEXTS = (1, 2, 3, 4, 5)
 contexts: dict[int, dict[torch.Tensor, torch.Tensor]] = {}

@@ -14,7 +14,7 @@ from mpidist.errors import MpidistError, WorkerErrors
 from mpidist.optim import DistributedOptimizer, functional, local, register_functional_optim
 from tests.optim import owners
 from tests.optim.owners import on_rank_0
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("given")]
 

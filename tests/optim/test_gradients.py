@@ -7,7 +7,7 @@ import torch
 
 from mpidist.errors import MpidistError
 from mpidist.optim import gradients
-from tests.transfers import CUDA, counted, waits
+from tests.tools.transfers import CUDA, counted, waits
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, 0.0, float("inf")])

@@ -12,7 +12,7 @@ import mpidist.rpc as rpc
 from mpidist.optim import local
 from mpidist.rpc.rref import RRef
 from tests.optim import owners
-from tests.transfers import CUDA, counted
+from tests.tools.transfers import CUDA, counted
 
 pytestmark = pytest.mark.mpi(min_size=1)
 

@@ -7,7 +7,7 @@ import pytest
 import mpidist.rpc as rpc
 from mpidist.errors import WorkerErrors
 from mpidist.optim.owner_calls import call_all
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
 

@@ -12,7 +12,7 @@ from mpidist.errors import MpidistError
 from mpidist.optim import DistributedOptimizer, functional
 from tests.optim import owners
 from tests.optim.owners import on_rank_0
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
 ROWS = torch.tensor([1, 4, 4])

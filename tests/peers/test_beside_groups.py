@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.peers.beside_groups import Busy, search_first
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
 

@@ -5,7 +5,7 @@ import pytest
 from tests.peers import __main__ as command
 from tests.peers import page
 from tests.peers.outcomes import Row, Verdict
-from tests.support import ROOT
+from tests.tools.support import ROOT
 
 PAGE = "# Peers\n\n<!-- peers: a -->\n\nold\n\n<!-- end -->\n\n<!-- peers: b -->\n<!-- end -->\n"
 

@@ -15,7 +15,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 import mpidist.rpc as rpc
 from mpidist.rpc import api
-from tests.support import agree
+from tests.tools.support import agree
 
 CALL_S = 10  # the limit of one call, and of a shutdown
 

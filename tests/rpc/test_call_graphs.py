@@ -15,7 +15,7 @@ import mpidist.rpc as rpc
 from mpidist.rpc import api
 from tests.rpc import call_graphs
 from tests.rpc.limits import joined, left_behind, process_ends_after
-from tests.support import agree
+from tests.tools.support import agree
 
 _LIMIT_S = 60  # of one seed
 _first, _last = os.environ.get("MPIDIST_CALL_GRAPHS", "0-3").split("-")

@@ -7,7 +7,7 @@ import torch
 
 import mpidist.rpc as rpc
 from mpidist.errors import MpidistError
-from tests.support import agree, busy, own_stream, without_host_waits
+from tests.tools.support import agree, busy, own_stream, without_host_waits
 
 pytestmark = pytest.mark.mpi(min_size=2)
 SIZES = [0, 1, 3000, 1_000_003]

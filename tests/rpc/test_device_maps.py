@@ -17,7 +17,7 @@ from mpidist.rpc import current
 from mpidist.rpc.rref_store import Entry
 from tests.comm.lazy_device import LazyDevice, LazyStream
 from tests.rpc.limits import shut_down
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 pytestmark = pytest.mark.mpi(min_size=1)
 _device: LazyDevice

@@ -26,7 +26,7 @@ from mpidist.errors import CommTimeout, MpidistError, RankFailureError, RemoteEr
 from mpidist.rpc import api, message
 from mpidist.rpc.threads.call import Creation
 from tests.rpc.limits import CALL_S, joined, limit_of_tests, shut_down, soon
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
 _TEST_S = 40  # a test that takes longer hangs

@@ -13,7 +13,7 @@ from mpidist.comm.transport.eager_message import EAGER_BYTES
 from mpidist.rpc import api
 from mpidist.rpc.message import Kind
 from tests.rpc.limits import shut_down
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

@@ -14,7 +14,7 @@ import mpidist.rpc as rpc
 from mpidist.rpc import current
 from mpidist.rpc.rref_store import RRefStore, new_id
 from tests.rpc.limits import soon
-from tests.support import agree
+from tests.tools.support import agree
 
 _N = 2000
 

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import mpidist.rpc as rpc
 from mpidist.rpc import api
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
 

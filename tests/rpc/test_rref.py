@@ -18,7 +18,7 @@ from mpidist.errors import CommTimeout, MpidistError, RRefError
 from mpidist.rpc import api
 from tests.rpc import network
 from tests.rpc.limits import soon
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
 _kept: list[rpc.RRef] = []

@@ -6,7 +6,7 @@ import torch
 import mpidist.rpc as rpc
 from mpidist.errors import MpidistError
 from mpidist.rpc import current, worker_gather
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi
 

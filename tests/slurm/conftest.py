@@ -18,7 +18,7 @@ import pytest
 from mpidist.comm.mpi.launcher_env import without_launcher
 from tests.slurm import cluster as virtual
 from tests.slurm import packages
-from tests.support import ROOT, missing
+from tests.tools.support import ROOT, missing
 
 _ENDED = (
     "COMPLETED",

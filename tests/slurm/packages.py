@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 
-from tests import debian_packages
+from tests.tools import debian_packages
 
 PACKAGES = ("slurm-wlm", "munge", "libpmix2", "libpmix-dev")
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.slurm.conftest import LIMIT_S, Job, Slurm
-from tests.support import ROOT
+from tests.tools.support import ROOT
 
 pytestmark = pytest.mark.slurm
 

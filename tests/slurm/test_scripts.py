@@ -16,8 +16,8 @@ from mpidist.checkpoint import REQUEUE_EXIT_CODE
 from mpidist.comm.discovery.installed import installed
 from mpidist.comm.mpi.launcher_env import OPEN_MPI
 from mpidist.slurm.job_script import Options, render
-from tests.support import ROOT, missing
 from tests.test_prose import long_lines
+from tests.tools.support import ROOT, missing
 
 FOLDER = ROOT / "slurm"
 SCRIPTS = sorted(FOLDER.glob("*.sbatch"))

@@ -11,8 +11,8 @@ import torch
 from mpidist.errors import DisagreementError
 from mpidist.zero import clipping
 from mpidist.zero.optimizer import OSS
-from tests.support import agree, raises_on_all
-from tests.transfers import CUDA, counted, no_waits
+from tests.tools.support import agree, raises_on_all
+from tests.tools.transfers import CUDA, counted, no_waits
 from tests.zero import nets
 
 pytestmark = pytest.mark.mpi

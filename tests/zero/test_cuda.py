@@ -12,7 +12,7 @@ from mpidist.ddp import DistributedDataParallel
 from mpidist.ddp.hooks.default import allreduce_hook
 from mpidist.ddp.hooks.owners import to_owners
 from mpidist.optim import OSS, ShardedGradScaler, ZeroRedundancyOptimizer, hook_with_zero_step
-from tests.support import agree, busy, without_host_waits
+from tests.tools.support import agree, busy, without_host_waits
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

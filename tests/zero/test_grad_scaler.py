@@ -9,7 +9,7 @@ import torch
 
 from mpidist.errors import DisagreementError
 from mpidist.optim import OSS, ShardedGradScaler
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 from tests.zero.models import Model, backward, unequal_parameters
 
 pytestmark = pytest.mark.mpi

@@ -12,7 +12,7 @@ import torch
 
 from mpidist.errors import DisagreementError
 from mpidist.zero.optimizer import OSS
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 from tests.zero import nets
 
 pytestmark = pytest.mark.mpi

@@ -9,7 +9,7 @@ import torch
 
 from mpidist import ddp as mddp
 from mpidist.zero.optimizer import OSS
-from tests.support import agree
+from tests.tools.support import agree
 from tests.zero import nets
 
 pytestmark = pytest.mark.mpi

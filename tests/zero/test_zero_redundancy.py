@@ -15,7 +15,7 @@ from mpidist.ddp.hooks.default import allreduce_hook, fp16_compress_wrapper
 from mpidist.errors import DisagreementError
 from mpidist.optim import ZeroRedundancyOptimizer, hook_with_zero_step
 from mpidist.zero.shards.partition import BALANCED, Owners
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 from tests.zero.models import SETTINGS, Model, backward, trained, unequal_parameters, wrapped
 
 pytestmark = pytest.mark.mpi

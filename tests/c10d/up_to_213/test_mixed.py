@@ -16,7 +16,7 @@ from mpidist.c10d.up_to_213 import batches, functional, mixed, overrides
 from mpidist.c10d.up_to_213.process_group import TorchProcessGroup
 from mpidist.c10d.work import ENDED
 from mpidist.comm.group import ProcessGroup
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 
 def test_every_call_with_tensors_is_routed():

@@ -29,7 +29,7 @@ from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import device_at
 from mpidist.comm.messages import device_p2p, direct_messages
 from tests.comm.lazy_device import LazyDevice, WatchedComm
-from tests.support import agree, finished, reduced
+from tests.tools.support import agree, finished, reduced
 
 pytestmark = pytest.mark.mpi
 

@@ -5,7 +5,7 @@ import torch
 
 from mpidist.comm.algorithms import fingerprint
 from mpidist.errors import DisagreementError
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 
 def test_differences_name_ranks_and_values():

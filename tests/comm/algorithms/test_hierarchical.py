@@ -7,8 +7,8 @@ from mpidist import cache, tune
 from mpidist.comm import AVG, MAX, PRODUCT, SUM
 from mpidist.comm.algorithms import hierarchical, reduce_op, tuning
 from mpidist.comm.algorithms.tuning import HOST_ALGORITHMS, LEVELS, LIBRARY, Table
-from tests.simulated_nodes import SEVERAL, groups, lay_out
-from tests.support import agree, finished, reduced
+from tests.tools.simulated_nodes import SEVERAL, groups, lay_out
+from tests.tools.support import agree, finished, reduced
 
 pytestmark = pytest.mark.mpi(min_size=3)
 

@@ -11,8 +11,8 @@ import torch
 
 from mpidist.comm.algorithms import node_memory, shared_memory
 from mpidist.errors import GroupError, MpidistError
-from tests.simulated_nodes import SEVERAL, groups
-from tests.support import agree, finished, raises_on_all
+from tests.tools.simulated_nodes import SEVERAL, groups
+from tests.tools.support import agree, finished, raises_on_all
 
 MPI = pytest.mark.mpi(min_size=2)
 NUMEL = node_memory.SMALLEST_BYTES  # elements of a contribution: enough for any dtype

@@ -19,7 +19,7 @@ from mpidist.comm.algorithms.reduce_op import (
     PremulSum,
 )
 from mpidist.comm.memory import buffer
-from tests.support import agree, reduced
+from tests.tools.support import agree, reduced
 
 pytestmark = pytest.mark.mpi
 

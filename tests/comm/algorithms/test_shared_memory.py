@@ -9,7 +9,7 @@ import torch
 
 from mpidist.comm.algorithms import shared_memory
 from mpidist.errors import GroupError
-from tests.support import agree, raises_on_all, reduced
+from tests.tools.support import agree, raises_on_all, reduced
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

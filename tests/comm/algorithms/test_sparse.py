@@ -8,7 +8,7 @@ from mpidist.comm.algorithms import sparse
 from mpidist.comm.algorithms.reduce_op import PremulSum
 from mpidist.comm.world_group import from_world
 from mpidist.errors import DisagreementError
-from tests.support import agree, finished, raises_on_all
+from tests.tools.support import agree, finished, raises_on_all
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex32, torch.complex64,

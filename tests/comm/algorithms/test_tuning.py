@@ -19,8 +19,8 @@ from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import HostDevice
 from mpidist.comm.mpi import library
 from mpidist.zero.wire import tuning as wire_tuning
-from tests.simulated_nodes import lay_out
-from tests.support import agree
+from tests.tools.simulated_nodes import lay_out
+from tests.tools.support import agree
 
 MEASURED = {1024: {STAGED: 3e-5, LIBRARY: 1e-5, RING: 2e-5}, 1 << 20: {STAGED: 9e-4, RING: 2e-4}}
 

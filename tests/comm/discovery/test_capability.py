@@ -25,7 +25,7 @@ from mpidist.comm.mpi import cuda_context
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.serialized import serialized
 from mpidist.errors import MpidistError
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("folder")

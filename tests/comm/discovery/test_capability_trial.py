@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mpidist.comm.discovery import capability_trial, child_job, trial_operations
-from tests.support import missing
+from tests.tools.support import missing
 
 # A rank that needs neither torch nor MPI; ``at_bcast`` is its code for Bcast.
 _RANK = """

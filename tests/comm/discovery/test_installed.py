@@ -8,7 +8,7 @@ import pytest
 from mpidist.comm.discovery import installed
 from mpidist.comm.mpi import library
 from mpidist.errors import LaunchError
-from tests.support import started
+from tests.tools.support import started
 
 
 def test_the_library_is_known_before_it_starts():

@@ -5,7 +5,7 @@ import stat
 import pytest
 
 from mpidist.comm.discovery import child_job, installed, launcher_trial
-from tests.support import missing
+from tests.tools.support import missing
 
 
 @pytest.mark.slow

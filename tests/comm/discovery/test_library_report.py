@@ -7,7 +7,7 @@ import torch
 
 from mpidist.comm.discovery import capability, library_report
 from mpidist.comm.mpi.library import library_name
-from tests.support import require_tool
+from tests.tools.support import require_tool
 
 pytestmark = pytest.mark.mpi
 OPEN_MPI, MPICH = "MPIX_Query_rocm_support", "MPIX_Query_hip_support"

@@ -20,7 +20,7 @@ from mpidist.comm.mpi.nonblocking import MpiCalls, wait_yielding
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import MpidistError
 from tests.comm.lazy_device import LazyDevice
-from tests.support import agree, finished
+from tests.tools.support import agree, finished
 
 # Another object than the host's, so that the trial's tensors tell on which of the two they are.
 DEVICE = torch.device("cpu", 0)

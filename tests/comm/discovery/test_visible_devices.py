@@ -8,7 +8,7 @@ import torch
 from mpidist.comm.discovery import capability, library_report
 from mpidist.comm.discovery.capability import agreed_operations, capabilities, known_operations
 from tests.comm.discovery.test_capability import EVERYTHING, forget
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.usefixtures("folder")
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi
 

@@ -13,7 +13,7 @@ from mpidist.comm import shard_memory
 from mpidist.comm.algorithms import shared_memory
 from mpidist.comm.execution import profiling
 from mpidist.comm.messages.p2p import P2POp
-from tests.support import agree
+from tests.tools.support import agree
 
 mpi = pytest.mark.mpi(min_size=1)
 PREFIX = "mpidist:"

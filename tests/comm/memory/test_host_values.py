@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpidist.comm.memory import host_values
-from tests.transfers import CUDA, counted, waits
+from tests.tools.transfers import CUDA, counted, waits
 
 DTYPES = (torch.float32, torch.int64, torch.bfloat16, torch.complex64)
 

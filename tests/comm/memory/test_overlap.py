@@ -5,7 +5,7 @@ import torch
 
 from mpidist.comm import MAX, SUM
 from mpidist.comm.memory.overlap import separated
-from tests.support import agree
+from tests.tools.support import agree
 
 SIZES = (3, 3000, 50_000)  # below and above the limit of one flat buffer
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)

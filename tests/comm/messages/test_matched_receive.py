@@ -15,7 +15,7 @@ from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.serialization import frame
 from mpidist.errors import CommTimeout, FrameError
-from tests.support import agree
+from tests.tools.support import agree
 
 GIB = 1 << 30
 MOST_MIB = 256

@@ -20,7 +20,7 @@ from mpidist.comm.mpi import communicator
 from mpidist.comm.mpi.tags import PIECE_TAGS, Tag
 from mpidist.errors import GroupError, MpidistError
 from tests.comm.lazy_device import LazyDevice
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

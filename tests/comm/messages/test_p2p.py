@@ -10,7 +10,7 @@ from mpidist.comm.memory import buffer
 from mpidist.comm.messages import direct_messages, p2p
 from mpidist.comm.messages.p2p import P2POp
 from mpidist.errors import CommTimeout, MpidistError
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mpidist.comm import AVG, MAX, SUM
-from tests.support import agree, finished
+from tests.tools.support import agree, finished
 
 NARROW_AND_WIDE = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 

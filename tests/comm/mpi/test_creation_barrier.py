@@ -8,7 +8,7 @@ import pytest
 
 from mpidist.comm.mpi import creation_barrier, exited_ranks
 from mpidist.errors import CommTimeout, RankFailureError
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi
 

@@ -17,7 +17,7 @@ from mpidist.comm.mpi import cuda_context, launcher_env, runtime
 from mpidist.comm.mpi.cuda_context import current_at_start, device_index
 from mpidist.comm.mpi.launcher_env import Launch
 from tests.comm.fake_cuda import FakeCuda
-from tests.support import started
+from tests.tools.support import started
 
 SECOND = Launch("srun", 8, 1)
 

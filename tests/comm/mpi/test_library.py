@@ -7,7 +7,7 @@ import pytest
 
 from mpidist.comm.mpi import library
 from mpidist.errors import LaunchError, MpidistError
-from tests.support import started
+from tests.tools.support import started
 
 
 @pytest.mark.parametrize(

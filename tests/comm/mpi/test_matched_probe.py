@@ -7,7 +7,7 @@ from mpidist.comm.messages import posted_receives, receive_poller
 from mpidist.comm.mpi import mpi_errors
 from mpidist.comm.mpi.library import MPI
 from mpidist.errors import DisagreementError, MpidistError
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 HALF = torch.bfloat16
 

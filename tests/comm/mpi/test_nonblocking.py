@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mpidist.comm.mpi import backoff, nonblocking
-from tests.simulated_nodes import groups, lay_out
-from tests.support import agree, finished
+from tests.tools.simulated_nodes import groups, lay_out
+from tests.tools.support import agree, finished
 
 pytestmark = pytest.mark.mpi
 

@@ -13,7 +13,7 @@ from mpidist.comm.serialization import frame
 from mpidist.comm.store import key_value_table, rendezvous
 from mpidist.comm.store.key_value_table import REPLY_TAGS, KeyValueTable
 from mpidist.errors import FrameError
-from tests.support import EndsProcess, agree, raises_on_all
+from tests.tools.support import EndsProcess, agree, raises_on_all
 
 
 def test_operations_of_the_table_return_what_torchs_store_returns():

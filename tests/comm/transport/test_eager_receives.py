@@ -12,7 +12,7 @@ from mpidist.comm.transport.eager_receives import ProbedReceive
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import FrameError
 from tests.comm.transport.test_transport import header_of, receive
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

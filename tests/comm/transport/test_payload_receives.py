@@ -9,7 +9,7 @@ import pytest
 from mpidist.comm.memory import buffer
 from mpidist.comm.transport import eager_message, payload_receives
 from tests.comm.transport.test_transport import header_of, receive, transport
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=2)
 __all__ = ["transport"]  # a fixture

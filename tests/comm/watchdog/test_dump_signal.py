@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from mpidist.comm.watchdog.dump_signal import DumpSignal
-from tests.support import ROOT
+from tests.tools.support import ROOT
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import torch
 
 from mpidist.comm.execution.op_status import Journal
 from mpidist.comm.watchdog import flight_record
-from tests.support import printed, short_job
+from tests.tools.support import printed, short_job
 
 
 def group(rank=0, ranks=(0, 1), key="k", timeout_s=5.0):

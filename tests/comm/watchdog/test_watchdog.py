@@ -18,7 +18,7 @@ from mpidist.comm.watchdog.watchdog_messages import Answer
 from mpidist.comm.watchdog.watchdog_peers import Peers
 from mpidist.errors import CommTimeout, FrameError, RankFailureError
 from tests.rpc.limits import soon
-from tests.support import EndsProcess, agree, printed, short_job
+from tests.tools.support import EndsProcess, agree, printed, short_job
 
 
 @pytest.fixture

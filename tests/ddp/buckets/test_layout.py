@@ -24,7 +24,7 @@ from tests.ddp.nets import (
     sgd,
     train,
 )
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 

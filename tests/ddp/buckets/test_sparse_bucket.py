@@ -13,7 +13,7 @@ from mpidist.ddp.hooks.powersgd import powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.module import DistributedDataParallel
 from tests.ddp.nets import close, same_everywhere
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 

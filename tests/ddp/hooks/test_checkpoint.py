@@ -13,7 +13,7 @@ from mpidist.ddp.hooks.powersgd_state import PowerSGDState, merged
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.errors import MpidistError
 from tests.ddp.nets import same_everywhere
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 STEPS = 8
 

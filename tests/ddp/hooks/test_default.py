@@ -7,7 +7,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 
 from mpidist.ddp.hooks import default
 from mpidist.ddp.module import DistributedDataParallel
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 

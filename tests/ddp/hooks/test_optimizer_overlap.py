@@ -6,7 +6,7 @@ import torch
 from mpidist.ddp.hooks.default import allreduce_hook, bf16_compress_wrapper
 from mpidist.ddp.hooks.optimizer_overlap import OptimizerHookState, hook_then_optimizer
 from mpidist.ddp.module import DistributedDataParallel
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 

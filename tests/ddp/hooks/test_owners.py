@@ -16,7 +16,7 @@ from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.errors import DisagreementError
 from tests.ddp.nets import Net, backward, data, loss_of
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 

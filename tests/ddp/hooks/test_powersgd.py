@@ -11,7 +11,7 @@ from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.powersgd import batched_powerSGD_hook, powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.module import DistributedDataParallel
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.usefixtures("device")
 

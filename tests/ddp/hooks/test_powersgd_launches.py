@@ -8,7 +8,7 @@ from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.powersgd import powerSGD_hook
 from tests.ddp.hooks.test_powersgd import bucket_of, state_of
 from tests.kernels.conftest import use_cuda_text_on_the_cpu
-from tests.support import agree
+from tests.tools.support import agree
 
 
 @pytest.mark.mpi

@@ -16,7 +16,7 @@ from mpidist.ddp.module import DistributedDataParallel
 from mpidist.kernels import powersgd
 from tests.ddp.hooks.test_powersgd import bucket_of, state_of
 from tests.kernels.conftest import use_cuda_text_on_the_cpu
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 

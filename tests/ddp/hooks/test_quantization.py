@@ -14,7 +14,7 @@ from mpidist.ddp.hooks.quantization import (
     share_bounds,
 )
 from mpidist.ddp.module import DistributedDataParallel
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 
 def test_shares_cover_all_elements_in_whole_blocks():

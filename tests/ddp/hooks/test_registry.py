@@ -6,7 +6,7 @@ from torch.distributed.algorithms import ddp_comm_hooks as theirs
 
 from mpidist.ddp.hooks.registry import DDPCommHookType, register_ddp_comm_hook
 from mpidist.ddp.module import DistributedDataParallel
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 TOLERANCE = {
     "ALLREDUCE": 1e-5,

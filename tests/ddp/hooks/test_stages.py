@@ -21,7 +21,7 @@ from mpidist.ddp.hooks import default, stages
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.future import Future, completed
 from tests.ddp.nets import same_everywhere
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 

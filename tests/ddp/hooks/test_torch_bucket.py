@@ -16,7 +16,7 @@ from mpidist.ddp.hooks.optimizer_overlap import OptimizerHookState, hook_then_op
 from mpidist.ddp.hooks.registry import DDPCommHookType, register_ddp_comm_hook
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.optim import OSS, ZeroRedundancyOptimizer, hook_with_zero_step
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 
 pytestmark = [
     pytest.mark.mpi(min_size=1),

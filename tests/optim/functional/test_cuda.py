@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpidist.optim import functional
-from tests.support import busy
+from tests.tools.support import busy
 
 FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
 OTHERS = tuple(sorted({*functional.__all__} - {"FunctionalOptimizer", *FUSED}))

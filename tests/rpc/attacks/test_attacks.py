@@ -16,7 +16,7 @@ from mpidist.rpc import membership
 from mpidist.rpc.threads import interceptor
 from tests.rpc.attacks import victim
 from tests.rpc.attacks.attacker import Attack, Attacker, outcome_of
-from tests.support import agree
+from tests.tools.support import agree
 
 MODULES = ("pickles", "names", "methods", "tensors", "data", "answers", "services", "wire")
 ATTACKER, ATTACKED = 1, 0

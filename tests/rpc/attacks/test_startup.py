@@ -14,7 +14,7 @@ from mpidist.comm.serialization import frame
 from mpidist.errors import MpidistError
 from mpidist.rpc import current, membership
 from tests.rpc.attacks import canary, victim
-from tests.support import agree
+from tests.tools.support import agree
 
 ATTACKER, ATTACKED = 1, 0
 

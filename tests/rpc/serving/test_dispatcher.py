@@ -15,7 +15,7 @@ from mpidist.rpc.rref_store import new_id
 from mpidist.rpc.threads.call import Call
 from mpidist.rpc.values import codec
 from tests.rpc.limits import CALL_S, limit_of_tests, soon
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=2)
 _limit = limit_of_tests(40)

@@ -20,7 +20,7 @@ from mpidist.rpc.message import FIRST_RESPONSE, GRADIENTS, Kind
 from mpidist.rpc.threads import interceptor
 from tests.rpc.limits import soon
 from tests.rpc.network import delayed
-from tests.support import agree
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.support import started
+from tests.tools.support import started
 
 pytest.importorskip("cloudpickle")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mpidist.zero.optimizer import OSS
-from tests.support import agree
+from tests.tools.support import agree
 from tests.zero import nets
 
 

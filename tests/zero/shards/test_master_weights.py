@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mpidist.zero.state.merging import merged
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 from tests.zero.stateful import (
     ADAM,
     FROZEN,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mpidist.zero.shards import partition
 from mpidist.zero.shards.partition import balanced, cost_of, cuts, greedy, is_element_wise, require
-from tests.support import ROOT
+from tests.tools.support import ROOT
 
 # Imported by path: other projects have packages of the name benchmarks.
 LISTS = runpy.run_path(str(ROOT / "benchmarks" / "training" / "gradient_lists.py"))["LISTS"]

@@ -12,7 +12,7 @@ from mpidist.kernels.view import laid_out
 from mpidist.zero.optimizer import OSS
 from mpidist.zero.shards.flat_buffers import in_memory_order
 from mpidist.zero.shards.shards import Shards
-from tests.support import agree
+from tests.tools.support import agree
 from tests.zero import nets
 
 pytestmark = pytest.mark.mpi

@@ -8,7 +8,7 @@ import torch
 
 from mpidist.errors import CommTimeout, DisagreementError, MpidistError
 from mpidist.zero.state import background
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 from tests.zero.stateful import ADAM, SGD, parameters_of, same, sharded, train, whole
 
 pytestmark = pytest.mark.mpi(min_size=1)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from mpidist.errors import DisagreementError
 from mpidist.zero.optimizer import OSS
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 from tests.zero.stateful import (
     ADAM,
     FROZEN,

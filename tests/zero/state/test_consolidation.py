@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpidist.errors import DisagreementError, MpidistError
 from mpidist.zero.optimizer import OSS
 from mpidist.zero.state import consolidation, result_memory
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 from tests.zero.stateful import ADAM, RPROP, SGD, same, sharded, train, whole
 
 pytestmark = pytest.mark.mpi(min_size=1)

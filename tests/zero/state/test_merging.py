@@ -3,7 +3,7 @@
 import pytest
 
 from mpidist.zero.state.merging import merged
-from tests.support import agree
+from tests.tools.support import agree
 from tests.zero.stateful import ADAM, RPROP, SGD, same, sharded, train
 
 pytestmark = pytest.mark.mpi

@@ -7,7 +7,7 @@ import torch
 
 from mpidist.errors import DisagreementError
 from mpidist.zero.state import rank_local
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 from tests.zero.stateful import ADAM, SGD, same, same_run, sharded, take_parameters, train
 
 pytestmark = pytest.mark.mpi(min_size=1)

@@ -12,7 +12,7 @@ from mpidist.zero.state.flat_state import FlatState
 from mpidist.zero.state.result_memory import KeptMemory
 from mpidist.zero.state.shard_state import InFlat, ShardState, entries_of
 from tests.comm.lazy_device import LazyDevice
-from tests.transfers import CUDA, counted, no_waits, waits
+from tests.tools.transfers import CUDA, counted, no_waits, waits
 
 NUMBERS = range(30)
 

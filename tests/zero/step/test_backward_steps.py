@@ -15,7 +15,7 @@ from mpidist.zero.optimizer import OSS
 from mpidist.zero.step.backward_steps import step_only
 from mpidist.zero.step.setting_changes import SettingChanges
 from mpidist.zero.zero_redundancy import ZeroRedundancyOptimizer, hook_with_zero_step
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 from tests.zero.models import SETTINGS, Model, backward, trained, unequal_parameters, wrapped
 
 HOOKS = {

@@ -9,7 +9,7 @@ from torch.distributed.algorithms.join import Join
 
 from mpidist.ddp.hooks.default import allreduce_hook
 from mpidist.optim import OSS, ZeroRedundancyOptimizer, hook_with_zero_step
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 from tests.zero.models import Model, backward, wrapped
 
 pytestmark = pytest.mark.mpi

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpidist.zero.wire.half import HalfWire
-from tests.support import agree
+from tests.tools.support import agree
 from tests.zero.wire import shares
 from tests.zero.wire.shares import HALF, WIDE
 

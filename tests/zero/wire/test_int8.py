@@ -14,7 +14,7 @@ from mpidist.kernels.quantize import BLOCK
 from mpidist.zero.wire import int8
 from mpidist.zero.wire.formats import wire_of
 from mpidist.zero.wire.int8 import Int8Wire, section_nbytes, segments_of
-from tests.support import agree
+from tests.tools.support import agree
 from tests.zero.wire import shares
 from tests.zero.wire.shares import WIDE
 

@@ -8,7 +8,7 @@ import torch
 from mpidist.zero.wire import tuning
 from mpidist.zero.wire.int8 import Int8Wire
 from mpidist.zero.wire.tuning import SEGMENTS, measured_segments, segments_for
-from tests.support import agree
+from tests.tools.support import agree
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from mpidist.zero.wire.formats import wire_of
 from mpidist.zero.wire.half import HalfWire
 from mpidist.zero.wire.int8 import Int8Wire, section_nbytes
 from mpidist.zero.wire.wire import Scratch
-from tests.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all
 from tests.zero.wire import shares
 from tests.zero.wire.shares import WIDE
 

@@ -1,4 +1,4 @@
-"""Packages of Debian that tests need: ``python -m tests.debian_packages PROGRAM PACKAGE...``.
+"""Packages of Debian that tests need: ``python -m tests.tools.debian_packages PROGRAM PACKAGE...``.
 
 Installs the packages where the program is missing; without root or apt-get it prints the reason,
 and the tests that need the program say so themselves.

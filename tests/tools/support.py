@@ -21,9 +21,9 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpidist.comm.mpi.launcher_env import without_launcher
-from tests.preloaded import interpreter
+from tests.tools.preloaded import interpreter
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 END_S = 10  # the time in which a job ends that is asked to
 # Two jobs may run at the same time: a rank that polls must not keep the core of one that computes.
 VARIABLES = {
@@ -102,7 +102,7 @@ def job(
 ) -> subprocess.CompletedProcess[str]:
     """Run Python source as an MPI job, ended after ``timeout_s``, and return its output.
 
-    Its ranks are forks of a process that has imported torch (``tests.preloaded``).
+    Its ranks are forks of a process that has imported torch (``tests.tools.preloaded``).
     """
     start = list(command) if command is not None else launcher(ranks, *options)
     return started([*start, *python(), "-c", textwrap.dedent(script)], timeout_s, env)

@@ -1,8 +1,8 @@
-"""Pytest plugin that delays one rank between its fixtures and its test: ``-p tests.late_rank``.
+"""Pytest plugin that delays one rank between its fixtures and its test.
 
-The other ranks begin the test, and their messages reach a rank that has not: what it reads must not
-depend on having begun, too. The rank is drawn by a checksum of the test's name and
-``MPIDIST_TESTS_LATE``, a number that a repeated run changes.
+Loaded by ``-p tests.tools.late_rank``. The other ranks begin the test, and their messages reach a
+rank that has not: what it reads must not depend on having begun, too. The rank is drawn by a
+checksum of the test's name and ``MPIDIST_TESTS_LATE``, a number that a repeated run changes.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tests.preloaded.rank import namespaces
+from tests.tools.preloaded.rank import namespaces
 
 # The beginnings of the variables that torch, its libraries and Python read as they start.
 # LD_LIBRARY_PATH is not among them: Open MPI's launcher adds its own folder to it.

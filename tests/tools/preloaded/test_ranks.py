@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import VARIABLES, python, started
+from tests.tools.support import VARIABLES, python, started
 
 # Prints what a program can see of how it was started.
 _SEES = """
@@ -126,7 +126,7 @@ def test_forks_end_with_the_owner_of_the_server():
     """An owner that is killed calls nothing at its exit."""
     owner = (
         "import os, signal, subprocess\n"
-        "from tests.support import VARIABLES, python\n"
+        "from tests.tools.support import VARIABLES, python\n"
         "ids = 'import os, time; print(os.getpid(), os.getppid(), flush=True); time.sleep(600)'\n"
         "rank = subprocess.Popen([*python(), '-c', ids], env={**os.environ, **VARIABLES},"
         " stdout=subprocess.PIPE)\n"

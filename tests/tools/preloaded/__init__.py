@@ -23,7 +23,7 @@ _HERE = Path(__file__).parent
 _SERVER = """\
 import sys
 sys.path.insert(1, {root!r})
-from tests.preloaded.server import Server
+from tests.tools.preloaded.server import Server
 program = Server(*map(int, sys.argv[1:])).serve()
 sys.path.remove({root!r})
 program.run(globals())
@@ -56,7 +56,7 @@ def _address(variables: frozenset[tuple[str, str]]) -> str:
         listener.listen(128)
         # The server ends when the other end of this pipe is closed, however this process ends.
         owned, owner = os.pipe()
-        program = _SERVER.format(root=str(_HERE.parents[1]))
+        program = _SERVER.format(root=str(_HERE.parents[2]))
         server = subprocess.Popen(
             [sys.executable, "-c", program, str(listener.fileno()), str(owned)],
             env={**without_launcher(os.environ), **dict(variables)},

@@ -1,9 +1,10 @@
-"""Pytest plugin that prints each failure to stderr immediately: ``-p tests.instant_failures``.
+"""Pytest plugin that prints each failure to stderr immediately.
 
-When a test fails on one rank, the others wait in its collective until faulthandler ends the job,
-before pytest prints its summary with the tracebacks. So the plugin prints each one immediately,
-past pytest's capture. When mpidist ends the job within a test, the reason goes to the file of that
-capture and ends with it: the plugin prints the reason, the test's name and what was captured.
+Loaded by ``-p tests.tools.instant_failures``. When a test fails on one rank, the others wait in its
+collective until faulthandler ends the job, before pytest prints its summary with the tracebacks. So
+the plugin prints each one immediately, past pytest's capture. When mpidist ends the job within a
+test, the reason goes to the file of that capture and ends with it: the plugin prints the reason,
+the test's name and what was captured.
 
 After a test has hung, a job can be started again for the remaining tests: ``MPIDIST_TESTS_BEGUN``
 names a file to which rank 0 appends the id of each test that begins, ``MPIDIST_TESTS_DONE`` a file
@@ -48,7 +49,7 @@ def _write_failed(report: pytest.CollectReport | pytest.TestReport) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         # pytest-xdist: the process that started this one gets the reports, and prints them.
-        config.pluginmanager.unregister(name="tests.instant_failures")
+        config.pluginmanager.unregister(name="tests.tools.instant_failures")
         return
     abort = runtime.abort
     config.add_cleanup(lambda: setattr(runtime, "abort", abort))

@@ -33,8 +33,8 @@ def may_hold(path: Path, expression: str) -> bool:
     """Say whether a file of tests may have one that matches ``-m``.
 
     A test gets its marks from its own file, or from a fixture with a mark in its parameters
-    (``device``: gpu), so ``tests/test_mpi_marks.py`` requires that no other file applies the marks
-    that are searched for here.
+    (``device``: gpu), so ``tests/tools/test_mpi_marks.py`` requires that no other file applies the
+    marks that are searched for here.
     """
     wanted = asked_for(expression) & {"mpi", "slow"}
     if not wanted or not path.name.startswith("test_"):

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests import instant_failures
-from tests.support import launcher, require_tool, started
+from tests.tools import instant_failures
+from tests.tools.support import launcher, require_tool, started
 
 # Rank 0 fails in each phase of a test and then waits, as the fixtures of a job do; rank 1 waits in
 # its test.
@@ -48,7 +48,7 @@ def test_a_failure_of_one_rank_is_written_before_the_job_is_ended(tmp_path):
         "[pytest]\nfaulthandler_timeout = 1\nfaulthandler_exit_on_timeout = True\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors"]
-    command += ["-p", "no:cacheprovider", "-p", "tests.instant_failures", str(tmp_path)]
+    command += ["-p", "no:cacheprovider", "-p", "tests.tools.instant_failures", str(tmp_path)]
     done = started(
         [*launcher(2), *command], timeout_s=60, env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     )
@@ -109,7 +109,7 @@ def test_a_job_that_one_rank_ends_says_why(tmp_path, text, words):
     (tmp_path / "test_it.py").write_text(text)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = ["-m", "mpi4py", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += ["-p", "tests.instant_failures", str(tmp_path)]
+    command += ["-p", "tests.tools.instant_failures", str(tmp_path)]
     env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = started([*launcher(3), sys.executable, *command], timeout_s=60, env=env)
     assert done.returncode != 0 and "MPI_ABORT was invoked on rank 1" in done.stderr
@@ -126,14 +126,14 @@ def test_every_stage_prints_failures_immediately():
     parallel = [line for line in commands if "-m mpi4py -m pytest" in line or "--dist" in line]
     assert done.returncode == 0 and len(parallel) >= len(stages), done.stdout + done.stderr
     for line in parallel:
-        assert "-p tests.instant_failures" in line, line
+        assert "-p tests.tools.instant_failures" in line, line
 
 
 def test_a_worker_of_several_leaves_the_printing_to_its_controller():
     left = []
     manager = SimpleNamespace(unregister=lambda name: left.append(name))
     instant_failures.pytest_configure(SimpleNamespace(workerinput={}, pluginmanager=manager))
-    assert left == ["tests.instant_failures"]
+    assert left == ["tests.tools.instant_failures"]
 
 
 def test_tests_that_have_begun_are_noted_and_left_out_the_next_time(tmp_path, monkeypatch):

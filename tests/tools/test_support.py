@@ -9,8 +9,8 @@ import subprocess
 import pytest
 import torch
 
-from tests import support
-from tests.support import ROOT
+from tests.tools import support
+from tests.tools.support import ROOT
 
 
 class Endless:

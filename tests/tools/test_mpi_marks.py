@@ -10,8 +10,8 @@ import pytest
 
 from mpidist.comm.mpi import runtime
 from tests import conftest
-from tests.mpi_marks import BOTH_MPIS, MpiMarks, asked_for, at_size, may_hold
-from tests.support import ROOT
+from tests.tools.mpi_marks import BOTH_MPIS, MpiMarks, asked_for, at_size, may_hold
+from tests.tools.support import ROOT
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,9 @@ def test_files_without_a_mark_are_left_out(tmp_path):
 def test_a_file_of_tests_applies_its_marks_itself():
     """``may_hold`` reads one file, so a mark applied elsewhere would hide the file's tests."""
     elsewhere = [
-        path for path in Path(__file__).parent.rglob("*.py") if not path.name.startswith("test_")
+        path
+        for path in Path(__file__).parents[1].rglob("*.py")
+        if not path.name.startswith("test_")
     ]
     texts = {
         path: path.read_text(encoding="utf-8") for path in elsewhere if path.name != "mpi_marks.py"
