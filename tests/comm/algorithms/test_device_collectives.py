@@ -7,8 +7,6 @@ kernels.
 from __future__ import annotations
 
 import itertools
-import time
-from functools import partial
 
 import pytest
 import torch
@@ -16,113 +14,12 @@ import torch
 from mpidist.comm import AVG, MAX, PRODUCT, SUM, PremulSum
 from mpidist.comm.algorithms import (
     device_all_reduce,
-    device_collectives,
-    host_copies,
     reduce_op,
-    ring,
-    staging,
 )
-from mpidist.comm.discovery import trial_operations
-from mpidist.comm.execution import execution, fast_path
-from mpidist.comm.memory import buffer
-from mpidist.comm.memory.fence import StreamFence
-from mpidist.comm.memory.stream import device_at
-from mpidist.comm.messages import device_p2p, direct_messages
-from tests.comm.lazy_device import LazyDevice, WatchedComm
+from tests.comm.places import Cuda, Lazy, contribution
 from tests.tools.support import agree, finished, reduced
 
 pytestmark = pytest.mark.mpi
-
-SLOW_CYCLES = 4_000_000  # about 2 ms
-
-
-class Lazy:
-    """Tensors on the lazy device: their values are work on the current stream."""
-
-    def __init__(self, monkeypatch, seed):
-        self.device = LazyDevice(seed)
-        for module in (execution, device_p2p):
-            monkeypatch.setattr(
-                module, "device_of", lambda tensors: self.device if list(tensors) else None
-            )
-        monkeypatch.setattr(
-            execution, "device_at", lambda device: self.device if device is not None else None
-        )
-        monkeypatch.setattr(buffer, "is_direct", lambda tensor: False)
-        # The fast path would use the host memory directly.
-        monkeypatch.setattr(fast_path.FastPath, "find", lambda path, tensor, op: None)
-        monkeypatch.setattr(direct_messages.DirectMessages, "take", lambda direct, *args: False)
-
-    def produce(self, value):
-        tensor = torch.full_like(value, 77)
-        self.device.current().do(lambda: tensor.copy_(value))
-        return tensor
-
-    def blank(self, like):
-        return torch.full_like(like, 55)
-
-    def read_later(self, tensor):
-        values = []
-        self.device.current().do(lambda: values.append(tensor.clone()))
-        return lambda: values[0]
-
-    def consume(self, function):
-        seen = []
-        self.device.current().do(lambda: seen.append(function()))
-        self.device.current().record().synchronize()
-        return seen[0]
-
-
-class Cuda:
-    """Tensors on the GPU, with a slow kernel before each value."""
-
-    def produce(self, value):
-        tensor = torch.full_like(value, 77, device="cuda")
-        held = value.cuda()
-        torch.cuda._sleep(SLOW_CYCLES)
-        return tensor.copy_(held)
-
-    def blank(self, like):
-        return torch.full_like(like, 55, device="cuda")
-
-    def read_later(self, tensor):
-        torch.cuda._sleep(SLOW_CYCLES)
-        values = tensor.clone()
-        return lambda: values
-
-    def consume(self, function):
-        result = function()
-        return [t.cpu() for t in result] if isinstance(result, list) else result.cpu()
-
-
-@pytest.fixture(
-    params=[
-        ("lazy", None, "0"),
-        ("lazy", None, "1"),
-        ("lazy", 1, "0"),
-        ("lazy", 2, "1"),
-        ("lazy", 3, "1"),
-        pytest.param(("cuda", None, ""), marks=pytest.mark.gpu),
-        pytest.param(("cuda", None, "0"), marks=pytest.mark.gpu),
-    ],
-    ids=lambda p: f"{p[0]}-seed {p[1]}-aware {p[2]}",
-)
-def place(request, monkeypatch):
-    """A device, with or without an MPI that takes its addresses; chunks are short."""
-    kind, seed, aware = request.param
-    monkeypatch.setenv("MPIDIST_CUDA_AWARE", aware)
-    monkeypatch.setattr(ring, "CHUNK_BYTES", 256)
-    monkeypatch.setattr(staging, "CHUNK_BYTES", 192)
-    monkeypatch.setattr(host_copies, "PINNED_BYTES", 1500)
-    made = Lazy(monkeypatch, seed) if kind == "lazy" else Cuda()
-    yield made
-    assert kind == "cuda" or made.device.strays == []
-
-
-def contribution(rank, numel, dtype):
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(-4, 5, (numel,), generator=generator).to(dtype)
-
 
 CASES = [
     (torch.float32, SUM), (torch.float32, AVG), (torch.float32, MAX), (torch.float64, PRODUCT),
@@ -295,22 +192,6 @@ def test_every_collective_without_arithmetic_moves_its_values(place, group, nume
     )
 
 
-def test_messages_carry_values_that_are_computed_late(place, group):
-    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    for numel in (3, 5000):
-        mine = torch.arange(float(numel)) + group.rank
-        target = place.blank(mine)
-        receive = group.irecv(target, left)
-        send = group.isend(place.produce(mine), right)
-        receive.wait()
-        send.wait()
-        agree(
-            group,
-            torch.equal(place.consume(target.clone), torch.arange(float(numel)) + left),
-            f"{numel} elements",
-        )
-
-
 def test_a_slow_consumer_reads_before_the_next_call_overwrites(place, group):
     tensor = place.produce(torch.full((700,), 1.0))
     seen = []
@@ -323,71 +204,6 @@ def test_a_slow_consumer_reads_before_the_next_call_overwrites(place, group):
         [float(values[-1]) for values in got] == [float(group.size**n) for n in (1, 2, 3)],
         str(got),
     )
-
-
-def test_memory_is_kept_until_the_last_copy(monkeypatch, group):
-    """torch's allocator must not reuse the memory before the copies to it are complete."""
-    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "0")
-    place = Lazy(monkeypatch, None)
-    tensor, gathered = place.produce(torch.ones(500)), place.blank(torch.ones(500 * group.size))
-    # With a factor, because on one rank a sum leaves the tensor unchanged.
-    reduce = partial(group.all_reduce, tensor, PremulSum(2.0), async_op=True)
-    for call in (reduce, partial(group.all_gather_into_tensor, gathered, tensor, async_op=True)):
-        call().wait()
-        for stream in (place.device.down, place.device.up):
-            agree(
-                group,
-                stream.kept.get(tensor.data_ptr(), -1) == len(stream.queue),
-                "the tensor is let go too early",
-            )
-    agree(group, place.device.up.kept.get(gathered.data_ptr(), -1) == len(place.device.up.queue))
-
-
-def test_a_single_rank_makes_no_fence_and_copies_nothing(monkeypatch, world):
-    """No event, no wait and no copy; a wait for an asynchronous call still waits for its tensor."""
-    place, made = Lazy(monkeypatch, None), []
-    fence = device_collectives.StreamFence
-    monkeypatch.setattr(
-        device_collectives, "StreamFence", lambda *args: (made.append(args), fence(*args))[1]
-    )
-    alone = world.split(world.rank)
-    tensors = [place.produce(torch.full((300,), 3.0)), place.produce(torch.full((5,), 3.0))]
-    count = sum(len(stream.queue) for stream in place.device.streams)
-    for op in (SUM, AVG, MAX):
-        alone.all_reduce(tensors[0], op)
-        alone.all_reduce_coalesced(tensors, op)
-    alone.reduce(tensors[0], 0)
-    alone.broadcast(tensors[0], 0)
-    agree(
-        world,
-        not made and count == sum(len(stream.queue) for stream in place.device.streams),
-        f"{len(made)} orders",
-    )
-    work = alone.all_reduce(tensors[0], async_op=True)
-    place.device.leave_default_stream()  # to a stream without the tensor's work
-    work.wait()
-    agree(
-        world,
-        not made and bool((place.consume(tensors[0].clone) == 3).all()),
-        f"{len(made)} orders",
-    )
-    alone.all_reduce(tensors[0], PremulSum(2.0))
-    agree(world, len(made) == 1 and bool((place.consume(tensors[0].clone) == 6).all()))
-    alone.close()
-
-
-def test_a_single_rank_keeps_the_order_of_its_asynchronous_calls(monkeypatch, world):
-    """As on several ranks, a wait for the last call covers the copies of earlier calls."""
-    place = Lazy(monkeypatch, None)
-    alone = world.split(world.rank)
-    gathered = place.blank(torch.ones(300))
-    first = alone.all_gather_into_tensor(
-        gathered, place.produce(torch.full((300,), 3.0)), async_op=True
-    )
-    alone.all_reduce(gathered, async_op=True).wait()
-    agree(world, bool((place.consume(gathered.clone) == 3).all()), f"{gathered}")
-    first.wait()
-    alone.close()
 
 
 @pytest.mark.gpu
@@ -421,37 +237,6 @@ def test_outputs_are_not_overwritten_before_they_were_read(monkeypatch, group):
             agree(group, bool((place.consume(read) == 5).all()), f"seed {seed}")
 
 
-def test_long_messages_around_the_ring(monkeypatch, group):
-    """Messages past MPI's eager limit, in several chunks."""
-    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
-    monkeypatch.setattr(ring, "CHUNK_BYTES", 400_000)
-    place = Lazy(monkeypatch, 4)
-    for dtype in (torch.float32, torch.bfloat16):
-        tensor = place.produce((torch.arange(900_000) % 100 + group.rank).to(dtype))
-        group.all_reduce(tensor, async_op=True).wait()
-        wanted = (
-            (torch.arange(900_000) % 100) * group.size + group.size * (group.size - 1) // 2
-        ).to(dtype)
-        agree(group, torch.equal(place.consume(tensor.clone), wanted), str(dtype))
-
-
-def test_a_plain_sum_is_computed_in_place(monkeypatch, group):
-    """Shards are sent from their own memory; a copy would cost a launch and a pass over it."""
-    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
-    for name in ("_scaled_copy", "_finish"):
-        monkeypatch.setattr(ring, name, None)
-    place = Lazy(monkeypatch, 5)
-    for dtype, op in [(torch.float32, SUM), (torch.float64, AVG), (torch.int32, MAX)]:
-        parts = [contribution(rank, 5000, dtype) for rank in range(group.size)]
-        tensor = place.produce(parts[group.rank])
-        fence = StreamFence(place.device, (tensor,))
-        fence.wait_ready()
-        ring.all_reduce(group._comm, fence, tensor, op, 900)
-        for event in fence.record():
-            event.block_current_stream()
-        agree(group, torch.equal(place.consume(tensor.clone), reduced(parts, op)), f"{dtype} {op}")
-
-
 def test_pairs_of_several_types(place, group):
     sources = [
         place.produce(torch.full((4 * group.size,), 3).to(dtype))
@@ -477,20 +262,6 @@ def test_conjugated_and_negated_tensors(place, group):
     tensor = place.produce(plain).conj()
     group.broadcast(tensor.imag, 0)
     agree(group, bool((place.consume(lambda: tensor.imag.clone()) == -1).all()))
-
-
-def test_every_wait_for_a_message_orders_its_own_stream(place, group):
-    if not isinstance(place, Lazy):
-        pytest.skip("the lazy device shows it")
-    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    target = place.blank(torch.ones(300))
-    receive = group.irecv(target, left)
-    group.isend(place.produce(torch.full((300,), 3.0)), right).wait()
-    while not receive.is_completed():
-        pass
-    place.device.leave_default_stream()  # another stream than at the first test
-    receive.wait()
-    agree(group, bool((place.consume(target.clone) == 3).all()))
 
 
 def test_callbacks_see_the_results(place, group):
@@ -526,140 +297,6 @@ def test_stages_are_ordered_with_the_callers_stream(place, group):
 
     group.in_order(stages, device=where).wait()
     agree(group, bool((place.consume(tensor.clone) == group.size**2).all()))
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("forgotten", ["wait_ready", "record"])
-def test_a_missing_wait_gives_wrong_numbers_on_the_lazy_device(monkeypatch, world, forgotten):
-    # A test of the lazy device: without a wait of the library, results are wrong.
-    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "0")
-    place = Lazy(monkeypatch, None)
-    group = world.clone("forgetful")
-    monkeypatch.setattr(StreamFence, forgotten, lambda fence: [])
-    tensor = place.produce(torch.ones(100))
-    group.all_reduce(tensor)
-    got = place.consume(tensor.clone)
-    group.close()
-    agree(world, not bool((got == world.size).all()), str(got))
-
-
-def test_each_shard_of_the_ring_passes_every_rank():
-    for size in range(1, 7):
-        for longest, chunk in [(0, 4), (1, 4), (9, 4)]:
-            # Rank i sends the shard that it received in the previous step; each shard's sum starts
-            # at one rank and has W contributions.
-            routes = [ring.legs(size, longest, chunk, (rank - 1) % size) for rank in range(size)]
-            assert all(len(route) == (size - 1) * -(-longest // chunk) for route in routes)
-            for rank, route in enumerate(routes):
-                for mine, theirs in zip(route, routes[(rank - 1) % size], strict=True):
-                    assert mine.received == theirs.sent and mine.start == theirs.start
-                if route:
-                    assert route[-1].received == rank
-                for earlier, later in zip(route, route[-(-longest // chunk) :], strict=False):
-                    assert later.sent == earlier.received
-
-
-def test_pinned_memory_is_bounded(monkeypatch, group):
-    """Staged operations and messages: torch would keep pinned memory of each size for ever."""
-    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "0")
-    monkeypatch.setattr(host_copies, "PINNED_BYTES", 1 << 12)
-    monkeypatch.setattr(staging, "CHUNK_BYTES", 1 << 10)
-    place = Lazy(monkeypatch, 5)
-    pinned, real = [], place.device.staging
-    monkeypatch.setattr(
-        place.device,
-        "staging",
-        lambda numel, dtype: pinned.append(numel * dtype.itemsize) or real(numel, dtype),
-    )
-    mine = torch.arange(5000.0) + group.rank
-    left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
-
-    outputs = [place.blank(mine) for _ in range(group.size)]
-    group.all_gather(outputs, place.produce(mine))
-    target = place.blank(mine)
-    receive = group.irecv(target, left)
-    group.isend(place.produce(mine), right).wait()
-    receive.wait()
-    strided = place.produce(torch.arange(15_000.0).view(3, 5000))
-    group.reduce(strided.t(), 0)
-
-    got = place.consume(
-        lambda: [target.clone(), strided.clone(), *(output.clone() for output in outputs)]
-    )
-    ok = torch.equal(got[0], torch.arange(5000.0) + left)
-    ok &= torch.equal(
-        got[1], torch.arange(15_000.0).view(3, 5000) * (group.size if group.rank == 0 else 1)
-    )
-    ok &= all(
-        torch.equal(values, torch.arange(5000.0) + rank) for rank, values in enumerate(got[2:])
-    )
-    agree(group, ok, f"{got}")
-    agree(group, pinned and max(pinned) <= 1 << 12, f"{pinned}")
-
-
-def watched(monkeypatch, group, device, watches_results):
-    """Record the group's MPI calls, and whether the device was current in the calling thread."""
-    seen = []
-    watch = WatchedComm(group._state.mpi, device, seen, watches_results)
-    for owner, name in [
-        (group._state, "mpi"),
-        (group._comm, "mpi"),
-        (group._comm, "plain"),
-        (group._messages.receives, "_mpi"),
-    ]:
-        monkeypatch.setattr(owner, name, watch)
-    return seen
-
-
-def test_mpi_works_on_device_memory_with_that_device_current(monkeypatch, group):
-    """In the caller's thread and in the group's: MPI uses the calling thread's CUDA context."""
-    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
-    place = Lazy(monkeypatch, None)
-    group._comm.device_operations["cpu"] = frozenset(trial_operations.OPERATIONS)
-    with pytest.MonkeyPatch.context() as patches:
-        seen = watched(patches, group, place.device, watches_results=False)
-        for async_op in (False, True):
-            works = [
-                group.all_reduce(place.produce(torch.ones(5)), async_op=async_op),
-                group.all_reduce(place.produce(torch.ones(100_000)), async_op=async_op),
-                group.broadcast(place.produce(torch.ones(5)), 0, async_op=async_op),
-                group.all_gather_into_tensor(
-                    place.blank(torch.ones(5 * group.size)), place.produce(torch.ones(5)), async_op
-                ),
-            ]
-            for work in works:
-                finished(work)
-    agree(group, all(is_current for _, is_current in seen) and (group.size == 1 or seen), f"{seen}")
-    agree(group, not place.device.is_current(), "the device stays current")
-
-
-@pytest.mark.parametrize("by", ["the owner", "another thread"])
-def test_messages_of_device_memory_are_tested_with_that_device_current(monkeypatch, group, by):
-    """In any thread that matches a receive or tests a request: its owner's, or posted receives'."""
-    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
-    place = Lazy(monkeypatch, None)
-    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    target = place.blank(torch.ones(300))
-    is_matched = True
-    with pytest.MonkeyPatch.context() as patches:
-        seen = watched(patches, group, place.device, watches_results=True)
-        receive = group.irecv(target, left)
-        send = group.isend(place.produce(torch.full((300,), 3.0)), right)
-        if by == "another thread":
-            queue, deadline = group._messages.receives, time.monotonic() + 30
-            while not queue.is_empty() and time.monotonic() < deadline:
-                time.sleep(1e-3)
-            is_matched = queue.is_empty()
-        send.wait()
-        receive.wait()
-    agree(group, is_matched, "no other thread matches the receive")
-    agree(group, {"Isend", "Irecv", "Test"} <= {name for name, _ in seen}, f"{seen}")
-    agree(group, all(is_current for _, is_current in seen), f"{seen}")
-    agree(group, bool((place.consume(target.clone) == 3).all()), "the message")
-
-
-def test_memory_of_the_host_has_no_device():
-    assert device_at(None) is None and device_at(torch.device("cpu")) is None
 
 
 def test_inputs_that_outputs_overwrite(place, group):

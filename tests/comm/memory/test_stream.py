@@ -1,11 +1,14 @@
 """Streams: which tensors are kept for the current one. On a device: with ``make gpu``."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mpidist.comm.memory import stream
+from mpidist.comm.memory.stream import device_at
 
 
 @pytest.mark.parametrize("is_cuda", [True, False])
@@ -23,3 +26,7 @@ def test_the_device_of_an_operation_is_its_first_tensors_on_one(monkeypatch):
     device = SimpleNamespace(is_cuda=True, device="cuda:1")
     assert stream.device_of([]) is None and stream.device_of([host]) is None
     assert stream.device_of([host, device]) == "streams of cuda:1"
+
+
+def test_memory_of_the_host_has_no_device():
+    assert device_at(None) is None and device_at(torch.device("cpu")) is None
