@@ -1,57 +1,24 @@
 """The ``mpidist`` command line: help, examples, errors, missing packages."""
 
-import io
 import json
 import os
 import re
 import shlex
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 from typer.main import get_command
-from typer.testing import CliRunner
 
 import mpidist
 from mpidist import shipped
 from mpidist.checkpoint import slots
 from mpidist.cli import app as cli
-from mpidist.cli import command, doctor, run, submit, tables
-from mpidist.cli.finding import NOTE, PROBLEM, WARNING, Finding
-from mpidist.cli.launch_request import Site
+from mpidist.cli import command, doctor, run
+from mpidist.cli.finding import PROBLEM, WARNING, Finding
 from mpidist.errors import LaunchError
-from mpidist.slurm import submission
-from mpidist.slurm.job_plan import JobPlan
 from tests.cli.test_findings import alone, job
 from tests.tools.support import started
-
-# The doctor's checks under a launcher and alone.
-CHECKS = (
-    "two ranks of mpirun",
-    "init_process_group and all_reduce on two ranks",
-    "all_reduce fp32 sum",
-    "all_reduce bf16 average",
-    "all_reduce int64 max",
-    "all_reduce fp32, asynchronous",
-    "all_gather of objects",
-    "average in memory of the node",
-    "init_process_group and all_reduce",
-)
-SITE = Site("openmpi", "Open MPI v5.0.11", "/m/lib/libmpi.so", "/m/bin/mpirun", "", (), 4, False)
-
-
-@pytest.fixture
-def call(monkeypatch):
-    """Run a command line in this process on a machine with one Open MPI and no Slurm."""
-    for name in [
-        name for name in os.environ if name.startswith(("OMPI_COMM", "PMI", "SLURM", "MPI_LOCAL"))
-    ]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(run, "site", lambda environ: SITE)
-    return lambda *words: CliRunner().invoke(cli.app, list(words))
 
 
 def test_every_help_has_examples_that_parse(call):
@@ -127,33 +94,6 @@ def test_what_cannot_be_done_ends_with_status_2_and_words(call, tmp_path, monkey
         assert "Traceback" not in done.output
 
 
-def test_submit_prints_or_hands_over(call, monkeypatch):
-    seen = []
-    monkeypatch.setattr(submission, "partitions", lambda: None)
-    monkeypatch.setattr(
-        submit,
-        "planned",
-        lambda *args: seen.append(args) or JobPlan("the text\n", args[1], ("two nodes",)),
-    )
-    line = (
-        "submit ddp --nodes 2 --gpus-per-node 4 --name x --sbatch qos=low --set A=b=c --dry-run "
-        "-- train.py --epochs 3"
-    )
-    done = call(*line.split())
-    assert (done.stdout, done.stderr) == ("the text\n", "mpidist submit: two nodes\n")
-    name, options, env, *_ = seen[0]
-    assert (name, env, options.settings, options.arguments) == (
-        "ddp",
-        None,
-        {"A": "b=c"},
-        ("train.py", "--epochs", "3"),
-    )
-    assert options.header == {"job-name": "x", "nodes": "2", "gpus-per-node": "4", "qos": "low"}
-    ended = SimpleNamespace(returncode=5)
-    monkeypatch.setattr(submission, "call_sbatch", lambda plan: ended)
-    assert call("submit", "ddp").exit_code == 5
-
-
 def test_doctors_report_is_printed_plainly_and_written(call, monkeypatch, tmp_path):
     found = [Finding(PROBLEM, (1,), "it [breaks]", "mend it"), Finding(WARNING, (), "slow", "")]
     reports = {
@@ -187,51 +127,6 @@ def test_doctors_report_is_printed_plainly_and_written(call, monkeypatch, tmp_pa
     assert (data["problems"], data["warnings"], data["notes"], len(data["ranks"])) == (1, 1, 0, 4)
     assert data["ranks"][3]["mpi"]["transports"]["component"] == "ucx"
     assert "(rank 1)" in call("doctor").output and "1 problem, 1 warning" in call("doctor").output
-
-
-@pytest.mark.parametrize("ranks", [alone(), job()], ids=["one", "four"])
-def test_a_fine_report_is_one_screen(ranks):
-    settings = {f"UCX_SETTING_{number}": "a long value" for number in range(30)}
-    ranks = [
-        replace(one, settings=settings, checks=dict.fromkeys(CHECKS, ""), clock_s=1.0)
-        for one in ranks
-    ]
-    screen = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
-    tables.print_report(doctor.Report(ranks, [], True), screen)
-    lines = screen.file.getvalue().splitlines()
-    # The last line of a terminal is the prompt's.
-    assert len(lines) <= 23 and max(map(len, lines)) <= 80, "\n".join(lines)
-    assert "everything that was looked at is fine" in lines[-1]
-    log = tables.console(io.StringIO())
-    tables.print_report(doctor.Report(ranks, [], True), log)
-    assert "UCX_SETTING_29" in log.file.getvalue() and "--json" in screen.file.getvalue()
-
-
-def test_a_remedy_stands_before_its_problem_in_one_line(call, monkeypatch):
-    remedy = "srun --mpi=pmix --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 python train.py a=1"
-    found = [Finding(PROBLEM, (1,), "it breaks", remedy), Finding(NOTE, (), "it is so", "")]
-    monkeypatch.setattr(doctor, "examine", lambda *args: doctor.Report(job(), found, True))
-    lines = call("doctor").output.splitlines()
-    shown = [f"problem (rank 1): {remedy}", "    it breaks", "note: it is so"]
-    assert lines[-4:-1] == shown
-
-
-def test_a_terminal_gets_colours_and_a_rank_does_not(monkeypatch):
-    terminal = SimpleNamespace(
-        isatty=lambda: True,
-        write=lambda text: None,
-        flush=lambda: None,
-        encoding="utf-8",
-        fileno=lambda: 1,
-    )
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert (
-        tables.console(terminal).is_terminal
-        and not tables.console(terminal, is_rank=True).is_terminal
-    )
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert tables.console(terminal).no_color
 
 
 def test_without_typer_the_command_says_what_to_install(monkeypatch, capsys):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mpidist.cli.facts import Device, Facts
-from mpidist.cli.finding import NOTE, PROBLEM, WARNING, by_node, size, values
+from mpidist.cli.finding import NOTE, PROBLEM, WARNING
 from mpidist.cli.findings import findings
 from mpidist.cli.mpi_facts import MpiFacts
 from mpidist.comm.discovery.transports import Transports
@@ -415,18 +415,3 @@ def test_the_worst_comes_first():
     ranks = job(settings={"MPIDIST_DEBUG": "1", "MPIDIST_ON_TIMEOUT": "never"}, shm_bytes=-1)
     levels = [finding.level for finding in findings(ranks)]
     assert levels == [PROBLEM, WARNING, WARNING, NOTE]
-
-
-def test_nodes_and_sizes_are_named():
-    assert {
-        node: [facts.rank for facts in members] for node, members in by_node(job()).items()
-    } == {0: [0, 1], 1: [2, 3]}
-    assert values(job(), lambda facts: facts.host) == {"n0": (0, 1), "n1": (2, 3)}
-    assert [size(count) for count in (-1, 0, 2048, 3 << 20, 5 << 30, 1 << 40)] == [
-        "unlimited",
-        "0 B",
-        "2 KiB",
-        "3 MiB",
-        "5 GiB",
-        "1 TiB",
-    ]

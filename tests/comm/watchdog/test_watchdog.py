@@ -7,56 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpidist.comm.execution import op_status as journals
-from mpidist.comm.execution.op_status import Call, History, Journal
+from mpidist.comm.execution.op_status import Call, History
 from mpidist.comm.mpi import exited_ranks
-from mpidist.comm.mpi.library import MPI
-from mpidist.comm.mpi.world import Process
-from mpidist.comm.serialization import frame
-from mpidist.comm.watchdog import watchdog, watchdog_messages, watchdog_peers, watchdog_report
-from mpidist.comm.watchdog.watchdog_messages import Answer
+from mpidist.comm.watchdog import watchdog, watchdog_report
 from mpidist.comm.watchdog.watchdog_peers import Peers
-from mpidist.errors import CommTimeout, FrameError, RankFailureError
-from tests.rpc.limits import soon
-from tests.tools.support import EndsProcess, agree, printed, short_job
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Return a list of one number, the time of journals and watchdog in seconds."""
-    now = [1000.0]
-    time = SimpleNamespace(
-        monotonic=lambda: now[0],
-        time_ns=lambda: int(now[0] * 1e9),
-        sleep=lambda seconds: now.__setitem__(0, now[0] + seconds),
-    )
-    for module in (journals, watchdog, watchdog_peers):
-        monkeypatch.setattr(module, "time", time)
-    return now
-
-
-PROCESSES = tuple(Process(100 + rank, f"node{rank}") for rank in range(5))
-
-
-class Group:
-    """The part of a group that the watchdog uses."""
-
-    def __init__(self, world_ranks, timeout_s=5.0, name="test"):
-        self.name, self.key, self.world_ranks, self.timeout_s = (
-            name,
-            f"key of {name}",
-            world_ranks,
-            timeout_s,
-        )
-        self.journal = Journal(name, self.key)
-        self.is_closed, self.on_timeout = False, "abort"
-        self.failure, self.revoked = None, 0
-
-    def fail(self, error):
-        self.failure = error
-
-    def revoke(self):
-        self.revoked += 1
+from mpidist.errors import CommTimeout, RankFailureError
+from tests.comm.watchdog.conftest import PROCESSES, Group
+from tests.tools.support import printed, short_job
 
 
 @pytest.fixture
@@ -244,119 +201,11 @@ def test_another_rank_that_is_late_prints_if_it_was_the_first_to_ask(dog, clock)
 
 # --- messages of other watchdogs ---
 
-ENTRY = journals.Entry("group", "key", 3, "barrier", (2, 3), "float32", 1.5, 0)
-
-
-def bytes_of(*content):
-    return bytes(frame.to_bytes(content, data_only=True))
-
-
-FOREIGN = {
-    "nothing": b"",
-    "a pickle": bytes(frame.to_bytes(("left", 0, EndsProcess()))),
-    "a refusal": b"".join([frame.refusal("x")[0], *frame.refusal("x")[1]]),
-    "no message": bytes_of("left"),
-    "an unknown kind": bytes_of("__init__", 0, ()),
-    "a kind that is no text": bytes_of([], 0, ()),
-    "a number that is none": bytes_of("printed", "0", ("a", "b")),
-    "a question without a subject": bytes_of("ask", 1, (("a",), 0)),
-    "an answer without entries": bytes_of(
-        "answer", 1, ([("group", "key", 3, "barrier", [], None, None, 0, 0, False)], (), (0, []))
-    ),
-    "an answer that is cut": bytes_of("answer", 1, ([("group",)], (), (0, []))),
-    "an answer without a place": bytes_of("answer", 1, ([], (3,), (0, []))),
-    "an answer without a history": bytes_of("answer", 1, ([], (), (0, [("barrier", None)]))),
-    "a failure of no group": bytes_of("failed", 0, ("key", "text", ["a"])),
-    "an end with other values": bytes_of("left", 0, {"group": "3"}),
-    "an end with other calls": bytes_of("left", 0, {"group": (1, [("barrier", "x", None)])}),
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "content"),
-    [
-        ("ask", (("key", "barrier number 1"), 0)),
-        (
-            "answer",
-            Answer(
-                [ENTRY, journals.Entry("group", "key", 0, "none", None, None, None, 0, 1, True)],
-                ("main thread: train.py:3 in load_data()",),
-                History(3, (Call("all_reduce", (2, 3), "float32"), Call("barrier"))),
-            ),
-        ),
-        ("printed", ("key", "barrier number 1")),
-        ("failed", ("key", "text", (0, 2))),
-        ("left", {"key": History(3, (Call("barrier"),)), "other": History()}),
-    ],
-)
-def test_messages_are_decoded_as_encoded(kind, content):
-    assert watchdog_messages.decoded(watchdog_messages.encoded(kind, 7, content)) == (
-        kind,
-        7,
-        content,
-    )
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-def test_an_invalid_message_is_refused(name):
-    with pytest.raises(FrameError):
-        watchdog_messages.decoded(FOREIGN[name])
-
-
-@pytest.mark.mpi(min_size=2)
-def test_the_thread_drops_invalid_messages_and_continues(group, logged):
-    dog = watchdog._watchdog
-
-    def dropped():
-        return sum("the watchdog drops" in text for text in logged)
-
-    if group.rank == 1:
-        for data in FOREIGN.values():
-            dog.peers._mpi.Send((data, len(data), MPI.BYTE), 0, watchdog_peers._TAG)
-    ok = group.rank != 0 or (soon(lambda: dropped() == len(FOREIGN)) and dog._thread.is_alive())
-    agree(group, ok, f"{logged}")
-
 
 def report(group, answers, missing=(), left=()):
     return watchdog_report.report(
         group, "barrier number 1", "is late", answers, missing, dict(left), PROCESSES, 1.0
     ).text
-
-
-def test_a_report_names_operation_process_and_place_of_each_rank(clock, monkeypatch):
-    group = Group((4, 0, 2))
-    group.journal.enter("barrier")
-    group.journal.observe()
-    clock[0] += 6
-    late = Answer(
-        group.journal.snapshot(), ("main thread: train.py:7 in main(), within torch/x.py:3 in y()",)
-    )
-    text = report(group, {2: late, 4: late})
-    assert text.index("rank 0 (world rank 4): in number 1") < text.index(
-        "rank 1 (world rank 0): no answer"
-    )
-    lines = text.splitlines()
-    place = "main thread: train.py:7 in main(), within torch/x.py:3 in y()"
-    assert lines[2] == f"    process 104 on node4, {place}"
-    assert lines[4] == "    process 100 on node0"
-    far = Answer([], (f"main thread: {'x' * 70}:1, within {'y' * 70}:2", "mpidist-rpc-a-0: z:3"))
-    lines = report(group, {2: late, 4: late, 0: far}).splitlines()
-    assert lines[3:8] == [
-        "  rank 1 (world rank 0): does not know this group (closed, or not made yet)",
-        "    process 100 on node0, main thread:",
-        f"      {'x' * 70}:1",
-        f"      within {'y' * 70}:2",
-        "    mpidist-rpc-a-0: z:3",
-    ]
-    hostile = Answer(group.journal.snapshot(), ("a: \x1b[2J\nrank 7: fine" + "x" * 10_000,))
-    assert report(group, {0: hostile}).count("\n") == 8 and "?[2J?rank 7" in report(
-        group, {0: hostile}
-    )
-    monkeypatch.setattr(exited_ranks, "_exit_times", {0: clock[0]})
-    assert "rank 1 (world rank 0): has exited\n" in report(group, {2: late, 4: late})
-    left = {0: {group.key: History(0)}}
-    text = report(group, {2: late, 4: late}, [0], left)
-    assert "rank 1 (world rank 0): has exited, and never called this\n" in text
 
 
 def test_a_member_that_died_is_missing_after_the_grace_time(monkeypatch):

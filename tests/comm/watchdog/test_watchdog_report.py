@@ -1,0 +1,43 @@
+"""Text of the watchdog's report; pure."""
+
+from mpidist.comm.execution.op_status import History
+from mpidist.comm.mpi import exited_ranks
+from mpidist.comm.watchdog.watchdog_messages import Answer
+from tests.comm.watchdog.conftest import Group
+from tests.comm.watchdog.test_watchdog import report
+
+
+def test_a_report_names_operation_process_and_place_of_each_rank(clock, monkeypatch):
+    group = Group((4, 0, 2))
+    group.journal.enter("barrier")
+    group.journal.observe()
+    clock[0] += 6
+    late = Answer(
+        group.journal.snapshot(), ("main thread: train.py:7 in main(), within torch/x.py:3 in y()",)
+    )
+    text = report(group, {2: late, 4: late})
+    assert text.index("rank 0 (world rank 4): in number 1") < text.index(
+        "rank 1 (world rank 0): no answer"
+    )
+    lines = text.splitlines()
+    place = "main thread: train.py:7 in main(), within torch/x.py:3 in y()"
+    assert lines[2] == f"    process 104 on node4, {place}"
+    assert lines[4] == "    process 100 on node0"
+    far = Answer([], (f"main thread: {'x' * 70}:1, within {'y' * 70}:2", "mpidist-rpc-a-0: z:3"))
+    lines = report(group, {2: late, 4: late, 0: far}).splitlines()
+    assert lines[3:8] == [
+        "  rank 1 (world rank 0): does not know this group (closed, or not made yet)",
+        "    process 100 on node0, main thread:",
+        f"      {'x' * 70}:1",
+        f"      within {'y' * 70}:2",
+        "    mpidist-rpc-a-0: z:3",
+    ]
+    hostile = Answer(group.journal.snapshot(), ("a: \x1b[2J\nrank 7: fine" + "x" * 10_000,))
+    assert report(group, {0: hostile}).count("\n") == 8 and "?[2J?rank 7" in report(
+        group, {0: hostile}
+    )
+    monkeypatch.setattr(exited_ranks, "_exit_times", {0: clock[0]})
+    assert "rank 1 (world rank 0): has exited\n" in report(group, {2: late, 4: late})
+    left = {0: {group.key: History(0)}}
+    text = report(group, {2: late, 4: late}, [0], left)
+    assert "rank 1 (world rank 0): has exited, and never called this\n" in text
