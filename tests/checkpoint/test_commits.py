@@ -1,7 +1,6 @@
 """Commits: equal bits after a load, the newest of memory and disk, lost nodes, failed commits."""
 
 import errno
-import json
 import shutil
 
 import pytest
@@ -13,8 +12,8 @@ from mpidist.checkpoint.manifest import MODEL, TRAINING, Contents, Entry, Manife
 from mpidist.comm.mpi import runtime
 from mpidist.errors import CheckpointError, DisagreementError
 from tests.checkpoint.runs import Run
-from tests.support import agree, printed, raises_on_all
-from tests.support import short_job as run
+from tests.tools.support import agree, printed, raises_on_all
+from tests.tools.support import short_job as run
 from tests.zero.stateful import same
 
 KINDS = ["adam", "own", "oss-greedy", "oss-flat", "powersgd", "torch"]

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.support import printed, raises_on_all
-from tests.support import short_job as run
+from tests.tools.support import printed, raises_on_all
+from tests.tools.support import short_job as run
 
 # The last ranks train, in reverse order; rank 0 runs a program of its own in plain mpi4py.
 _TWO_PROGRAMS = """
