@@ -1,8 +1,6 @@
 """Creation, division and end of groups; the monitored barrier."""
 
 import threading
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,56 +16,6 @@ def test_init_returns_the_same_group(world):
 
     assert init() is world and default() is world
     assert world.world_ranks == tuple(range(world.size))
-
-
-def test_split_by_color_and_key(group):
-    child = group.split(group.rank % 2, key=-group.rank)
-    mine = [r for r in range(group.size) if r % 2 == group.rank % 2][::-1]
-    ok = child.world_ranks == tuple(mine) and child.rank == mine.index(group.rank)
-    total = torch.tensor([float(group.rank)])
-    child.all_reduce(total)
-    ok &= total.item() == sum(mine)
-    child.close()
-    agree(group, ok)
-
-
-def test_split_leaves_out_ranks_without_a_color(group):
-    child = group.split(None if group.rank == 0 else 0)
-    agree(group, (child is None) == (group.rank == 0))
-    if child is not None:
-        child.barrier()
-        child.close()
-    if group.rank == 0:
-        with pytest.raises(ValueError, match="color"):
-            group.split(-3)
-
-
-def test_new_group_is_for_its_members_and_in_their_order(group):
-    ranks = list(range(group.size))[::-1][: max(1, group.size - 1)]
-    child = group.new_group(ranks, "some")
-    agree(group, (child is not None) == (group.rank in ranks))
-    ok = True
-    if child is not None:
-        ok = (
-            child.world_ranks == tuple(ranks)
-            and ranks[child.rank] == group.rank
-            and child.name == "some"
-        )
-        tensor = torch.tensor([float(group.rank)])
-        child.broadcast(tensor, 0)
-        ok &= tensor.item() == ranks[0]
-        grandchild = child.new_group([0])
-        if grandchild is not None:
-            ok &= grandchild.world_ranks == (ranks[0],)
-            grandchild.close()
-        child.close()
-    agree(group, ok)
-
-
-@pytest.mark.parametrize("ranks", [[], [0, 0], [99], [-1], ["0"]])
-def test_new_group_refuses(group, ranks):
-    with pytest.raises((ValueError, TypeError), match="new_group"):
-        group.new_group(ranks)
 
 
 def test_a_closed_group_refuses_calls(group):
@@ -87,15 +35,6 @@ def test_a_closed_group_refuses_calls(group):
     group.barrier()
 
 
-def test_many_groups_are_made_and_closed(group):
-    for turn in range(60):
-        child = group.split(0)
-        tensor = torch.tensor([float(turn)])
-        child.all_reduce(tensor)
-        assert tensor.item() == turn * group.size
-        child.close()
-
-
 def test_closing_waits_for_queued_operations(group):
     child = group.clone("queued")
     tensors = [torch.full((1000,), float(turn)) for turn in range(20)]
@@ -105,56 +44,6 @@ def test_closing_waits_for_queued_operations(group):
         (t == i * group.size).all() for i, t in enumerate(tensors)
     )
     agree(group, ok)
-
-
-def test_no_rank_leaves_a_monitored_barrier_before_all_arrive(group, tmp_path):
-    folder = Path(group.broadcast_object(str(tmp_path), 0))
-    seen = []
-    for turn in range(5):
-        # The other ranks are in the barrier by now, if it lets them wait.
-        time.sleep(0.01 * group.rank)
-        (folder / f"{turn} {group.rank}").touch()
-        group.monitored_barrier(20)
-        seen.append(len(list(folder.glob(f"{turn} *"))))
-    agree(group, seen == [group.size] * 5, f"ranks that had arrived: {seen}")
-
-
-def test_monitored_barrier_during_asynchronous_operations(group):
-    # The group's thread enters the all-reduce before the barrier on one rank, after it on another.
-    values = [torch.ones(3) for _ in range(50)]
-    works = []
-    for value in values:
-        works.append(group.all_reduce(value, async_op=True))
-        group.monitored_barrier(20)
-    for work in works:
-        work.wait()
-    agree(group, all((value == group.size).all() for value in values))
-
-
-@pytest.mark.mpi(min_size=2)
-def test_monitored_barrier_names_missing_ranks_on_every_rank_that_arrived(group):
-    late = group.size - 1
-    if group.rank != late:
-        with pytest.raises(CommTimeout, match=rf"rank {late} did not come within 0\.3 s"):
-            group.monitored_barrier(0.3)
-    group.barrier()
-    if group.rank == late:  # rank 0 does not answer that number any more
-        with pytest.raises(CommTimeout, match="rank 0 did not come"):
-            group.monitored_barrier(0.3)
-    group.barrier()
-    group.monitored_barrier(20)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_monitored_barrier_without_rank_0(group):
-    if group.rank != 0:
-        with pytest.raises(CommTimeout, match="rank 0 did not come"):
-            group.monitored_barrier(0.2)
-    else:
-        group._monitored_barrier.number += 1
-        # Arrivals for the first barrier must not count for the second.
-    group.barrier()
-    group.monitored_barrier(20)
 
 
 @pytest.mark.mpi(min_size=2)
