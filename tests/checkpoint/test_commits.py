@@ -252,3 +252,86 @@ def test_a_killed_job_goes_on_from_the_memory_of_its_node(tmp_path):
     ]
     assert not list(slots.MEMORY.glob(f"mpidist-*-{name}"))
     assert torch.tensor(resumed[0]["weights"][0]).isfinite().all()
+
+
+_SPARE = """
+    import json, os, signal, time
+    import torch
+    from mpi4py import MPI
+    import mpidist.comm
+    from mpidist.checkpoint import commit, digested_file, load
+    from mpidist.ddp import DistributedDataParallel
+    from mpidist.errors import MpidistError
+    from mpidist.optim import OSS
+
+    whole = MPI.COMM_WORLD.Dup()
+    whole.Set_errhandler(MPI.ERRORS_RETURN)
+    ranks = whole.size - 1
+    number = whole.rank if whole.rank < ranks else -1  # the last one is a spare
+    is_doomed = number == DEAD
+    end, write, step = FOLDER + "/end", digested_file.write, 0
+
+    def dies(where):
+        if where == WHERE and is_doomed and step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def written(path, value):
+        dies("commit")
+        return write(path, value)
+
+    digested_file.write = written
+
+    def train(comm):
+        global step
+        world = mpidist.comm.init(comm=comm)
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(4, 2))
+        optimizer = OSS(model.parameters(), torch.optim.Adam, lr=0.1)
+        state = dict(model=model, optimizer=optimizer)
+        resumed = load(FOLDER, **state)
+        start = 0 if resumed is None else resumed.step
+        for step in range(start, 9):
+            optimizer.zero_grad()
+            model(torch.full((1, 4), float(step + world.rank))).sum().backward()
+            dies("step")
+            optimizer.step()
+            commit(FOLDER, step + 1, **state)
+        weights = [value.tolist() for value in model.module.parameters()]
+        print(json.dumps({"rank": world.rank, "start": start, "weights": weights}), flush=True)
+        open(end, "a").close()
+        world.barrier()
+
+    comm = whole.Split(0 if number >= 0 else MPI.UNDEFINED, number)
+    try:
+        if number >= 0:
+            train(comm)
+        else:
+            while not os.path.exists(end):
+                whole.Iprobe(MPI.ANY_SOURCE, 99)  # raises when a rank has died
+                time.sleep(0.02)
+    except (MpidistError, MPI.Exception):
+        if number >= 0:
+            mpidist.comm.default().close()
+        whole.Revoke()
+        living = whole.Shrink()
+        lost = set(range(ranks)) - set(living.allgather(number))
+        number = number if number >= 0 else lost.pop()
+        train(living.Split(0, number))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dead", "where"), [(1, "step"), (0, "commit")])
+def test_a_spare_takes_the_place_of_a_dead_rank_with_the_same_bits(tmp_path, dead, where):
+    def weights(name, *values):
+        (tmp_path / name).mkdir()
+        text = _SPARE.replace("FOLDER", repr(str(tmp_path / name)))
+        for word, value in zip(("DEAD", "WHERE"), values, strict=True):
+            text = text.replace(word, repr(value))
+        done = run(4, text, "--with-ft", "ulfm", env={"MPIDIST_JOB": f"{tmp_path.name}-{name}"})
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        assert sorted(line["rank"] for line in lines) == [0, 1, 2], done.stdout + done.stderr
+        assert {line["start"] for line in lines} == {0 if values[0] is None else 5}, lines
+        return {line["rank"]: line["weights"] for line in lines}
+
+    assert weights("lost", dead, where) == weights("straight", None, "never")
