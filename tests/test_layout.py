@@ -38,7 +38,6 @@ COVERED_BY = {
     "comm/group_types": "comm/test_group.py",
     "comm/messages/object_messages": "comm/test_objects.py",
     "comm/execution/operation": "comm/execution/test_execution.py",
-    "comm/world_group": "integration/test_launch.py",
     "comm/transport/incoming": "comm/transport/test_transport.py",
     "comm/algorithms/sendrecv": "comm/test_collectives.py",
     "comm/algorithms/device_all_reduce": "comm/algorithms/test_device_collectives.py",

@@ -1,6 +1,7 @@
 """Commits: equal bits after a load, the newest of memory and disk, lost nodes, failed commits."""
 
 import errno
+import json
 import shutil
 
 import pytest
