@@ -19,6 +19,7 @@ COMPILED_HANG_S = 120
 RANKS = {"tests/conformance/test_nn.py": 3}  # 2 for any other file
 
 _ON_NODES = "tests/comm/algorithms/test_device_collectives.py"
+_MESSAGES = "tests/comm/messages/test_device_p2p.py"
 _HELLO = (
     "from mpi4py import MPI; w = MPI.COMM_WORLD\n"
     "print(f'rank {w.rank} of {w.size} {MPI.Get_library_version().split(chr(44))[0]}\\n', end='')"
@@ -109,7 +110,8 @@ class Steps:
             self._two_ranks = ("-m", "gpu and mpi")
             self._tree = ("tests",)
             self._on_nodes = (
-                *(_ON_NODES, "tests/ddp/hooks/test_default.py", "tests/ddp/test_training.py"),
+                *(_ON_NODES, _MESSAGES),
+                *("tests/ddp/hooks/test_default.py", "tests/ddp/test_training.py"),
             )
 
     # --- before the plan ---
@@ -156,7 +158,7 @@ class Steps:
         # MPI starts before CUDA, as in a script that makes its process group first.
         first = (
             *("-m", "mpi4py", "-m", "pytest", *self._ranks()),
-            *("tests/comm/algorithms/test_device_collectives.py", "tests/rpc/test_cuda.py"),
+            *(_ON_NODES, _MESSAGES, "tests/rpc/test_cuda.py"),
         )
         yield self._job("mpi-first", TESTS, 110, self._aware, first, ("pytest", "mpi4py"))
         # Each rank takes itself for a node of its own, and its messages go over TCP.
