@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpidist.comm.discovery.installed import library_file
+from mpidist.comm.mpi.library import MPI
 
 _NETWORK_LIBRARIES = ("libucp", "libfabric", "libpsm2", "libpsm3", "libibverbs", "libcxi")
 _DEVICES = ("/sys/class/infiniband", "/sys/class/cxi")
@@ -118,7 +119,8 @@ def _control_variables(handle: ctypes.CDLL | None) -> dict[str, str]:
     if handle is None or not hasattr(handle, "MPI_T_cvar_get_index"):
         return {}
     provided = ctypes.c_int()
-    if handle.MPI_T_init_thread(0, ctypes.byref(provided)):
+    # MPI's own level: Open MPI's MPI_Query_thread returns this one from then on.
+    if handle.MPI_T_init_thread(MPI.Query_thread(), ctypes.byref(provided)):
         return {}
     texts = {name: _control_variable(handle, name) for name in _VARIABLES}
     handle.MPI_T_finalize()

@@ -3,6 +3,7 @@
 import pytest
 
 from mpidist.comm.discovery import transports
+from mpidist.comm.mpi import runtime
 from mpidist.comm.mpi.library import MPI
 
 
@@ -49,3 +50,10 @@ def test_the_running_library_reports_its_transports(world):
     else:
         assert found.device.startswith("ch") and not found.component
     assert all(found.variables.values())
+
+
+@pytest.mark.mpi
+def test_the_librarys_thread_level_stays(world):
+    """Open MPI takes the level that its tool interface is started with for that of MPI."""
+    transports.transports(MPI.Get_library_version())
+    assert MPI.Query_thread() == runtime.world().thread_level
