@@ -31,8 +31,8 @@ def main() -> None:
     options = _parsed()
     commands = _commands(options.ranks)
     times: dict[str, list[float]] = {name: [] for name in commands}
-    # --quick shows that the jobs run; its times hold the files' reading.
-    for number in range(1 if options.quick else 0, 2 if options.quick else options.rounds + 1):
+    # The one round of --quick only shows that the jobs run.
+    for number in [1] if options.quick else range(options.rounds + 1):
         for name, command in commands.items():
             seconds = _timed(command, options.ranks)
             # The first round reads the files of torch and MPI from the disk.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -253,11 +253,11 @@ def reach_ins(classes: Mapping[str, Class], modules: Mapping[str, Module]) -> It
         yield from visit(module.tree, module, set())
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--reach-ins", action="store_true", help="list them, and print no table")
     parser.add_argument("--root", type=Path, default=ROOT, help="a tree with a folder mpidist")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     modules = read_modules(args.root)
     classes = classes_of(modules)
     reached = list(reach_ins(classes, modules))
@@ -265,16 +265,15 @@ def main() -> None:
         for entry in reached:
             print(f"{entry.module}:{entry.line}: {entry.text}")
         return
-    lines = sum(len(m.path.read_text().splitlines()) for m in modules.values())
-    print(f"{len(modules)} modules, {lines} lines, {len(classes)} classes")
+    lines = {name: len(m.path.read_text().splitlines()) for name, m in modules.items()}
+    print(f"{len(modules)} modules, {sum(lines.values())} lines, {len(classes)} classes")
     print(f"{len(reached)} reach-ins to private names")
     print("\nfloors (rooms):")
     parts = sorted({m.part for m in modules.values() if (args.root / "mpidist" / m.part).is_dir()})
     for part in parts:
         graph = rooms(modules, part)
-        own = [m for m in modules.values() if m.part == part]
-        size = sum(len(m.path.read_text().splitlines()) for m in own)
-        print(f"  {part:12} {floors(graph):3} ({len(graph)}), {len(own)} modules, {size} lines")
+        own = [lines[name] for name, m in modules.items() if m.part == part]
+        print(f"  {part:12} {floors(graph):3} ({len(graph)}), {len(own)} modules, {sum(own)} lines")
     print("\nmethods over all bases, beyond 40 (with those of all parts held):")
     for name in sorted(classes, key=lambda name: -len(methods_of(classes, name))):
         own_methods = methods_of(classes, name)

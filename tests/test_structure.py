@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from tests import structure
 from tests.test_imports import read_modules, write_tree
-from tests.tools.support import ROOT
 
 TREE = {
     "mpidist/__init__.py": "",
@@ -78,10 +74,8 @@ def test_private_names_of_other_objects_are_reach_ins(tree):
     ]
 
 
-def test_the_command_prints_the_counts_of_this_tree():
-    text = subprocess.run(
-        [sys.executable, "-m", "tests.structure"],
-        cwd=ROOT, check=True, capture_output=True, text=True,
-    ).stdout  # fmt: skip
+def test_the_command_prints_the_counts_of_this_tree(capsys):
+    structure.main([])
+    text = capsys.readouterr().out
     assert "reach-ins to private names" in text
     assert "  rpc " in text and "  zero " in text

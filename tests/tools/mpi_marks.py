@@ -43,6 +43,8 @@ def may_hold(path: Path, expression: str) -> bool:
     return all(f"mark.{mark}" in text for mark in wanted)
 
 
+# The job of the other MPI, among numbers of ranks.
+OTHER = -1
 # Folders whose tests the other MPI runs, too (``make mpich-2``); and those whose code calls MPI:
 # there it runs functions of one case, too.
 BOTH_MPIS = ("autograd", "c10d", "comm", "ddp", "fuzz", "integration", "kernels", "rpc")
@@ -79,10 +81,6 @@ def at_size(items: Sequence[pytest.Item], size: int, is_other: bool = False) -> 
             if place in turns[number % len(turns)]:
                 chosen.add(case)
     return chosen
-
-
-# The job of the other MPI, among numbers of ranks.
-OTHER = -1
 
 
 def _turns(least: int, cases: int, folder: str) -> Sequence[set[int]]:
