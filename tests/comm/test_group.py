@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from mpidist.comm import monitored_barrier
 from mpidist.errors import CommTimeout, GroupError
 from tests.tools.support import agree
 
@@ -77,8 +78,9 @@ def test_messages_without_a_receive_do_not_reach_the_next_group(world):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_messages_after_the_close_do_not_reach_the_next_group(world):
+def test_messages_after_the_close_do_not_reach_the_next_group(world, monkeypatch):
     """Open MPI delivers them to the next communicator, where new messages are lost in exchange."""
+    monkeypatch.setattr(monitored_barrier, "_GRACE_S", 0.1)
     for earlier in (0, 5):
         group = world.clone("left")
         for _ in range(earlier):

@@ -36,36 +36,36 @@ _WAITS = {
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_timeout_raises_on_every_rank_and_the_group_has_failed(world):
+@pytest.mark.parametrize("name", _WAITS)
+def test_a_timeout_raises_on_every_rank_and_the_group_has_failed(world, name):
     last = world.size - 1
-    for name, wait in _WAITS.items():
-        group = world.clone(name, on_timeout="raise")
-        group.timeout_s = 0.2
-        message = ""
-        try:
-            if world.rank != last:
-                wait(group)
-                message = "went through"
-        except CommTimeout as error:
-            message = str(error)
-        # The rank that did not call it gets the failure, too.
-        deadline = time.monotonic() + 30
-        while group._state.failure is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        text = str(group._state.failure)
-        fine = world.rank == last or (
-            "is past its timeout of 0.2 s" in message and f"rank {last}: " in message
-        )
-        agree(world, fine and "is past its timeout" in text, f"{name}: {message}; {text}")
-        for call in (
-            partial(group.barrier),
-            partial(group.isend, torch.ones(1), 0),
-            partial(group.split, 0),
-        ):
-            with pytest.raises(CommTimeout, match="is past its timeout"):
-                call()
-        group.close()
-        world.barrier()
+    group = world.clone(name, on_timeout="raise")
+    group.timeout_s = 0.2
+    message = ""
+    try:
+        if world.rank != last:
+            _WAITS[name](group)
+            message = "went through"
+    except CommTimeout as error:
+        message = str(error)
+    # The rank that did not call it gets the failure, too.
+    deadline = time.monotonic() + 30
+    while group._state.failure is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    text = str(group._state.failure)
+    fine = world.rank == last or (
+        "is past its timeout of 0.2 s" in message and f"rank {last}: " in message
+    )
+    agree(world, fine and "is past its timeout" in text, f"{message}; {text}")
+    for call in (
+        partial(group.barrier),
+        partial(group.isend, torch.ones(1), 0),
+        partial(group.split, 0),
+    ):
+        with pytest.raises(CommTimeout, match="is past its timeout"):
+            call()
+    group.close()
+    world.barrier()
 
 
 @pytest.mark.mpi(min_size=2)
