@@ -29,18 +29,29 @@ def asked_for(expression: str) -> set[str]:
     return {term.strip() for term in terms if re.fullmatch(r"\s*\w+\s*", term)}
 
 
+def refused(expression: str) -> set[str]:
+    """Return the marks that a test must not have to match ``-m``: its terms with ``not``."""
+    if re.search(r"\bor\b|[()]", expression):
+        return set()
+    return set(re.findall(r"\bnot\s+(\w+)", expression))
+
+
 def may_hold(path: Path, expression: str) -> bool:
     """Say whether a file of tests may have one that matches ``-m``.
 
     A test gets its marks from its own file, or from a fixture with a mark in its parameters
     (``device``: gpu), so ``tests/tools/test_mpi_marks.py`` requires that no other file applies the
-    marks that are searched for here.
+    marks that are searched for here. A mark in a line ``pytestmark = ...`` is one of all tests.
     """
-    wanted = asked_for(expression) & {"mpi", "slow"}
-    if not wanted or not path.name.startswith("test_"):
+    searched = {"mpi", "slow"}
+    wanted, unwanted = asked_for(expression) & searched, refused(expression) & searched
+    if not (wanted or unwanted) or not path.name.startswith("test_"):
         return True
     text = path.read_text(encoding="utf-8")
-    return all(f"mark.{mark}" in text for mark in wanted)
+    of_all = " ".join(re.findall(r"^pytestmark = .*", text, re.MULTILINE))
+    return all(f"mark.{mark}" in text for mark in wanted) and not any(
+        re.search(rf"mark\.{mark}\b", of_all) for mark in unwanted
+    )
 
 
 # The job of the other MPI, among numbers of ranks.

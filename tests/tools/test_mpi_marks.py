@@ -65,9 +65,14 @@ def test_files_without_a_mark_are_left_out(tmp_path):
     assert (
         may_hold(file, "mpi and not gpu")
         and may_hold(file, "not slow")
+        and may_hold(file, "not (mpi or slow)")
         and may_hold(file, "mpi or slow")
     )
     assert not may_hold(file, "slow and not mpi") and may_hold(tmp_path / "conftest.py", "slow")
+    # One of its tests may lack a mark that stands at another.
+    some = tmp_path / "test_some.py"
+    some.write_text("pytestmark = [device]\n@pytest.mark.mpi\ndef test_it(): ...")
+    assert not may_hold(file, "not mpi and not slow") and may_hold(some, "not mpi and not slow")
 
 
 def test_a_file_of_tests_applies_its_marks_itself():
