@@ -14,6 +14,8 @@ from tests.kernels import host, test_powersgd, test_powersgd_orthogonal, test_qu
 from tests.kernels.conftest import use_cuda_text_on_the_cpu
 from tests.kernels.test_compile import FILES, of_rank
 
+pytestmark = pytest.mark.slow
+
 ARCHITECTURE = "gfx90a"  # MI250X: LUMI and Frontier
 # hipRTC, which CuPy calls, has the header built in.
 HEADER = "#include <hip/hip_runtime.h>\n"

@@ -99,7 +99,9 @@ def test_cases_are_dealt_to_the_numbers_of_ranks():
     product = [item(f"tests/zero/f[{a}-{b}]") for a in "abcdef" for b in (True, False)]
     on_both = [item(f"tests/ddp/f[{a}-{b}]") for a in "abcdef" for b in (True, False)]
     large = [item(f"h[{a}]", 3) for a in "abcd"]
-    singles = [item(f"k{number}" + "[cpu]" * (number % 2)) for number in range(20)]
+    names = [f"k{number}" + "[cpu]" * (number % 2) for number in range(20)]
+    singles = [item(name) for name in names]
+    near_singles = [item(f"tests/rpc/{name}") for name in names]
     always = [item(f"m[{a}]") for a in "abcde"]
     for one in always:
         one.keywords["every_case"] = True
@@ -113,6 +115,7 @@ def test_cases_are_dealt_to_the_numbers_of_ranks():
         *large,
         *larger,
         *singles,
+        *near_singles,
         item("l", 3),
         item("o", 5),
         *always,
@@ -134,9 +137,12 @@ def test_cases_are_dealt_to_the_numbers_of_ranks():
     assert not names_at(2, large)
     assert len(names_at(3, large)) == len(names_at(4, large)) == 2
     assert len(names_at(3, large) | names_at(4, large)) == 4
-    assert all(len(names_at(size, singles)) == 20 for size in (1, 2))
-    assert names_at(3, singles) ^ names_at(4, singles) == {one.nodeid for one in singles}
-    assert names_at(3, singles) and names_at(4, singles)
+    assert all(len(names_at(size, [*singles, *near_singles])) == 40 for size in (1, 2))
+    ids = {one.nodeid for one in near_singles}
+    assert names_at(3, near_singles) ^ names_at(4, near_singles) == ids
+    assert all(names_at(size, near_singles) for size in (3, 4))
+    at_3, at_4 = names_at(3, singles), names_at(4, singles)
+    assert at_3 and at_4 and not at_3 & at_4 and 10 < len(at_3 | at_4) < 20
     assert [("l" in at_size(everything, size)) for size in (1, 2, 3, 4)] == [False] * 2 + [True] * 2
     assert not any(names_at(size, [*larger, item("o", 5)]) for size in (1, 2, 3, 4))
     assert all(len(names_at(size, always)) == 5 for size in (1, 2, 3, 4))
