@@ -261,7 +261,9 @@ def create(
     mpi.Set_errhandler(MPI.ERRORS_RETURN)
     _require_same_end(mpi, settings.name, settings.on_timeout)
     world = runtime.world()
-    comm = Communicator(mpi, world.nodes_of(settings.world_ranks), world.highest_tag)
+    comm = Communicator(
+        mpi, world.nodes_of(settings.world_ranks), world.highest_tag, world.adds_in_rank_order
+    )
     if comm.shares_nodes:
         # Collective, so at creation: later an all-reduce reads the table without communication.
         tuning.agreed_table(comm, None)

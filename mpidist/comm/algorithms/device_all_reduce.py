@@ -11,7 +11,15 @@ from functools import partial
 
 import torch
 
-from mpidist.comm.algorithms import minmax, mpi_types, reduce_op, ring, staging, tuning
+from mpidist.comm.algorithms import (
+    minmax,
+    mpi_types,
+    rank_order,
+    reduce_op,
+    ring,
+    staging,
+    tuning,
+)
 from mpidist.comm.algorithms.reduce_op import ReduceOp, Reduction
 from mpidist.comm.discovery import capability
 from mpidist.comm.memory import buffer
@@ -72,6 +80,9 @@ def algorithm(
         device: Where the tensor is.
         name: The algorithm to return if it is able; else the table chooses.
     """
+    if rank_order.applies(comm, dtype, reduce_op.reduction(dtype, operation)):
+        is_able = tuning.RING in able_algorithms(comm, dtype, operation, device)
+        return rank_order.all_reduce_on_device if is_able else staging.all_reduce
     able, table = able_algorithms(comm, dtype, operation, device), tuning.agreed_table(comm, device)
     if name is None or name not in able:
         name = table.choose(nbytes, able)

@@ -16,6 +16,7 @@ import torch
 from mpidist.comm.algorithms import (
     device_all_reduce,
     movement,
+    rank_order,
     reduce_op,
     reductions,
     ring,
@@ -154,8 +155,13 @@ def _reduce_scatter_tensor(
         copy=partial(_copy, fence),
     )
     for source, flat, target in zip(sources, targets, outputs, strict=True):
-        chunk_bytes = tuning.agreed_table(comm, flat.device).chunk_bytes(source.nbytes)
-        ring.reduce_scatter(comm, fence, source, flat, operation, chunk_bytes)
+        plan = reduce_op.reduction(flat.dtype, operation)
+        if rank_order.applies(comm, flat.dtype, plan):
+            shards = list(source.view(comm.size, -1))
+            rank_order.reduce_shards_on_device(comm, fence, shards, flat, plan)
+        else:
+            chunk_bytes = tuning.agreed_table(comm, flat.device).chunk_bytes(source.nbytes)
+            ring.reduce_scatter(comm, fence, source, flat, operation, chunk_bytes)
         _write_back(fence, target, flat)
     return True
 

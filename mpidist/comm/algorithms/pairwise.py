@@ -138,7 +138,7 @@ def _reduce_shard(
             received.receive((space, length * itemsize, MPI.BYTE), peer, tag)
         comm.wait_all(requests)
         if length:
-            _combine_in_rank_order(comm, mine[start : start + length], slots[:, :length], plan)
+            combine_in_rank_order(comm, mine[start : start + length], slots[:, :length], plan)
     return received
 
 
@@ -181,11 +181,17 @@ def _refuse(comm: Communicator, received: Receives, nbytes: int) -> None:
     received.end()
 
 
-def _combine_in_rank_order(
+def combine_in_rank_order(
     comm: Communicator, mine: torch.Tensor, slots: torch.Tensor, plan: Reduction
 ) -> None:
-    # ((r0 + r1) + r2) + …, with this rank's contribution at its position: the same bits on any
-    # rank.
+    """Reduce all ranks' contributions into ``mine``: ((r0 + r1) + r2) + ..., on any rank.
+
+    Args:
+        comm: The group's communicator.
+        mine: This rank's contribution, and the result.
+        slots: The contributions by rank, overwritten; this rank's is not read.
+        plan: The reduction.
+    """
     combine = COMBINE[plan.combine]
     if plan.wide is not None and not (comm.size == 2 and reduce_op.rounds_once(mine.dtype, plan)):
         total = comm.scratch(mine.numel(), plan.wide, Scratch.TOTAL)

@@ -1,7 +1,7 @@
 """Collectives with arithmetic, over contiguous host tensors: all_reduce, reduce, reduce_scatter.
 
 MPI reduces every type that it can add. Integers wrap around, as in torch: sums of 8 and 16 bits use
-an operation of this library (``mpi_types``). Other algorithms serve five cases:
+an operation of this library (``mpi_types``). Other algorithms serve six cases:
 
 * Low-precision types are accumulated in fp32 (``low_precision``).
 * MIN and MAX of floating-point numbers are computed on integers, because MPI leaves NaN open
@@ -10,6 +10,8 @@ an operation of this library (``mpi_types``). Other algorithms serve five cases:
   temporary of the tensor's size in each call, and its page faults cost more than the transfer
   (docs/decisions/0002 has the figures).
 * Large tensors between nodes with several ranks each use the hierarchical algorithm.
+* With ``MPIDIST_DETERMINISTIC=order`` fractional numbers are added in the order of the ranks
+  (``rank_order``).
 * Counts past ``MAX_COUNT`` elements are split.
 
 Letters: W ranks of the group; N elements of a tensor.
@@ -29,6 +31,7 @@ from mpidist.comm.algorithms import (
     minmax,
     mpi_types,
     pairwise,
+    rank_order,
     reduce_op,
 )
 from mpidist.comm.algorithms.reduce_op import ReduceOp, Reduction
@@ -60,6 +63,9 @@ def all_reduce(comm: Communicator, inputs: Tensors, outputs: Tensors, operation:
             all_reduce(comm, (), (ints,), operation)
             minmax.decode(ints, tensor)
             continue
+        if rank_order.applies(comm, tensor.dtype, plan):
+            rank_order.all_reduce(comm, tensor.view(-1), plan)
+            continue
         if plan.wide is not None:
             low_precision.all_reduce(comm, tensor.view(-1), plan)
             continue
@@ -86,7 +92,7 @@ def _all_reduce_scaled(
     # A product in the narrow type would be rounded before the sum.
     for start, count in buffer.pieces(flat.numel(), _piece_numel(plan)):
         part = flat[start : start + count]
-        wide = comm.scratch(count, dtype).copy_(part)
+        wide = comm.scratch(count, dtype, Scratch.SCALED).copy_(part)
         reduce_op.scale(wide, plan)
         all_reduce(comm, (), (wide,), plan.combine)
         part.copy_(wide)
@@ -99,6 +105,7 @@ def is_one_call(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> bo
         and plan.factor is None
         and not plan.divides
         and not minmax.applies(tensor.dtype, plan)
+        and not rank_order.applies(comm, tensor.dtype, plan)
         and tensor.dtype in mpi_types.datatypes()
         and tensor.dtype is not torch.bool
         and tensor.numel() <= buffer.MAX_COUNT
@@ -138,6 +145,9 @@ def reduce(
             minmax.decode(ints, tensor)
         return
     flat = tensor.view(-1)
+    if rank_order.applies(comm, flat.dtype, plan):
+        _reduce_in_rank_order(comm, flat, plan, root)
+        return
     if (
         comm.size > 1
         and plan.factor is None
@@ -162,6 +172,20 @@ def reduce(
                 part.copy_(work)
         else:
             comm.mpi.Reduce(spec, None, op, root)
+
+
+def _reduce_in_rank_order(
+    comm: Communicator, flat: torch.Tensor, plan: Reduction, root: int
+) -> None:
+    if plan.factor is None:
+        pairwise.reduce(comm, flat, plan, root)
+        return
+    # A product in the narrow type would be rounded before the sum.
+    scaled = comm.scratch(flat.numel(), plan.wide or flat.dtype, Scratch.SCALED).copy_(flat)
+    reduce_op.scale(scaled, plan)
+    pairwise.reduce(comm, scaled, reduce_op.reduction(scaled.dtype, plan.combine), root)
+    if comm.rank == root:
+        flat.copy_(scaled)
 
 
 def reduce_scatter(
@@ -220,7 +244,11 @@ def _reduce_scatter_flat(
         _reduce_scatter_flat(comm, ints, own, bounds, operation, may_write=True)
         minmax.decode(own, target)
         return
-    if plan.wide is not None or pairwise.are_faster(comm, source.nbytes, target.dtype, plan):
+    if (
+        plan.wide is not None
+        or pairwise.are_faster(comm, source.nbytes, target.dtype, plan)
+        or rank_order.applies(comm, target.dtype, plan)
+    ):
         target.copy_(mine)
         pairwise.reduce_shard(comm, source, bounds, plan, mine=target)
         return

@@ -69,6 +69,8 @@ class SharedTensor:
         self.group = group
         self.own = tensors[group.rank]
         self._others = tensors[: group.rank] + tensors[group.rank + 1 :]
+        # The order of the additions; without this the own contribution is the first.
+        self._in_rank_order = tensors if group._comm.adds_in_rank_order else None
         self._scratch: Tensor | None = None
 
     def average(self) -> None:
@@ -96,21 +98,29 @@ class SharedTensor:
 
     def _average_block(self, start: int, end: int, targets: Sequence[Tensor]) -> None:
         mine = self.own[start:end]
+        first, *others = self._in_rank_order or (self.own, *self._others)
         total = mine
-        if mine.dtype in _NARROW:
-            if self._scratch is None:
-                with autograd_mode.allocating():
-                    self._scratch = torch.empty(
-                        _BLOCK_BYTES // mine.element_size(), dtype=torch.float32, device="cpu"
-                    )
-            total = self._scratch[: end - start].copy_(mine)
-        for other in self._others:
+        if first is not self.own or mine.dtype in _NARROW:
+            total = self._wide_block(end - start).copy_(first[start:end])
+        for other in others:
             total.add_(other[start:end])
         total.div_(self.group.size)
         if total is not mine:
             mine.copy_(total)
         for target in targets:
             target[start:end].copy_(mine)
+
+    def _wide_block(self, numel: int) -> Tensor:
+        """Return memory for sums, in the dtype of the sums."""
+        if self._scratch is None:
+            dtype = self.own.dtype
+            with autograd_mode.allocating():
+                self._scratch = torch.empty(
+                    _BLOCK_BYTES // dtype.itemsize,
+                    dtype=torch.float32 if dtype in _NARROW else dtype,
+                    device="cpu",
+                )
+        return self._scratch[:numel]
 
     def reduce_to_owners(self, by_rank: Sequence[Ranges], common: Ranges = ()) -> None:
         """Average ranges over all ranks, each into its owner's memory, with ``average``'s bits.

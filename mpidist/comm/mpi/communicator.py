@@ -47,10 +47,17 @@ class Communicator:
         max_tag: Highest tag that a user may give to a message.
         device_operations: Results of ``capability.agreed_operations``, by device type.
         tuning_tables: The fastest all-reduce at each size, by device type.
+        adds_in_rank_order: Sums are in the order of the ranks (``determinism``).
         kept: Objects that executors keep between calls, by names of their own.
     """
 
-    def __init__(self, mpi: Mpi, nodes: Sequence[int], highest_tag: int) -> None:
+    def __init__(
+        self,
+        mpi: Mpi,
+        nodes: Sequence[int],
+        highest_tag: int,
+        adds_in_rank_order: bool = False,
+    ) -> None:
         count = len(set(nodes))
         is_single_node = count == 1
         self.plain: Any = mpi
@@ -60,6 +67,7 @@ class Communicator:
         self.nodes = tuple(nodes)
         self.shares_nodes = 1 < count < self.size
         self.is_single_node = is_single_node
+        self.adds_in_rank_order = adds_in_rank_order
         self.max_tag = highest_tag - _RESERVED_TAGS
         self._highest_tag = highest_tag
         # Empty before the first use; shared by all copies of this object, as are the dicts below.

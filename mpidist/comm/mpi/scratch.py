@@ -19,6 +19,8 @@ class Scratch(IntEnum):
     # Sum and next term of a narrow type, in its wide type.
     TOTAL = auto()
     TERM = auto()
+    # A contribution times its rank's factor.
+    SCALED = auto()
     # Several short tensors, reduced as one.
     COALESCED = auto()
     # Kept by prepared calls on known memory (``fast_path``).

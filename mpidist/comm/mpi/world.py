@@ -13,16 +13,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mpidist.comm.mpi import backoff, launcher_env, rank_ranges, torchrun_env, trust
+from mpidist.comm.mpi import (
+    backoff,
+    determinism,
+    launcher_env,
+    rank_ranges,
+    torchrun_env,
+    trust,
+)
 from mpidist.comm.mpi.launcher_env import Launch
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import Mpi
 from mpidist.comm.mpi.serialized import serialized
 from mpidist.errors import CommTimeout, GroupError, LaunchError, MpidistError
 
-# What each rank tells: first rank of its node, MPIDIST_TRUST, whether it uses another world,
-# process id, host.
-_ROW = struct.Struct("<qqqq64s")
+# What each rank tells: first rank of its node, MPIDIST_TRUST, MPIDIST_DETERMINISTIC, whether it
+# uses another world, process id, host.
+_ROW = struct.Struct("<qqqqq64s")
 _INT = struct.Struct("<q")
 _SLEEP_S = 1e-3  # between two tests whether all ranks have started
 
@@ -50,6 +57,7 @@ class World:
         thread_level: MPI's thread level.
         highest_tag: MPI_TAG_UB.
         nodes: Node number of each rank; nodes are numbered in the order of their first ranks.
+        adds_in_rank_order: Sums are in the order of the ranks (``determinism``).
         processes: Process of each rank.
         pid: The process that joined the world.
     """
@@ -64,6 +72,7 @@ class World:
     thread_level: int
     highest_tag: int
     nodes: tuple[int, ...]
+    adds_in_rank_order: bool = False
     processes: tuple[Process, ...] = ()
     pid: int = field(default_factory=os.getpid)
 
@@ -144,7 +153,8 @@ def join(
 
     Raises:
         CommTimeout: Not all ranks called it in time.
-        LaunchError: ``MPIDIST_TRUST`` cannot be read or differs between ranks (all ranks).
+        LaunchError: ``MPIDIST_TRUST`` or ``MPIDIST_DETERMINISTIC`` cannot be read or differs
+            between ranks (all ranks).
         GroupError: A rank still uses another world (all ranks).
     """
     comm = _duplicate(parent, timeout_s)
@@ -168,6 +178,7 @@ def join(
         rank=comm.Get_rank(), size=comm.Get_size(),
         local_rank=local_rank, local_size=local_size, launcher=launch.launcher,
         thread_level=level, highest_tag=highest_tag, nodes=nodes,
+        adds_in_rank_order=determinism.code() == determinism.ORDER,
         processes=processes,
     )  # fmt: skip
 
@@ -188,12 +199,13 @@ def _gather_settings(
     first = bytearray(_INT.pack(comm.Get_rank()))
     node.Bcast((first, len(first), MPI.BYTE), 0)
     host = socket.gethostname().encode()
-    mine = _ROW.pack(*_INT.unpack(first), trust.code(), bool(uses), os.getpid(), host)
+    settings = trust.code(), determinism.code()
+    mine = _ROW.pack(*_INT.unpack(first), *settings, bool(uses), os.getpid(), host)
     gathered = bytearray(len(mine) * comm.Get_size())
     comm.Allgather((mine, len(mine), MPI.BYTE), (gathered, len(mine), MPI.BYTE))
-    nodes, codes, users, pids, hosts = zip(*_ROW.iter_unpack(gathered), strict=True)
+    nodes, trusts, orders, users, pids, hosts = zip(*_ROW.iter_unpack(gathered), strict=True)
     names = [host.rstrip(b"\0").decode(errors="replace") for host in hosts]
-    problem = trust.problem(codes)
+    problem = trust.problem(trusts) or determinism.problem(orders)
     error: MpidistError | None = LaunchError(problem) if problem else None
     if any(users):
         where = f"rank {comm.Get_rank()} of {comm.Get_size()}: init(comm=...)"
