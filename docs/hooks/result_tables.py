@@ -99,7 +99,7 @@ def tables(record: Record, choice: Mapping[str, Sequence[str]] | None = None) ->
     """
     choice = choice or {}
     if "rows" in record:
-        return _levels(record)
+        return _rank_order(record) if "over_plain" in record["rows"][0] else _levels(record)
     if "jobs" in record:
         return _scale(record)
     if "powersgd" in record and "copies" in record:
@@ -265,6 +265,19 @@ def _levels(record: Record) -> str:
         for row in record["rows"]
     ]
     return table(["all-reduce", "MPI's own", "by levels", "MPI's own / by levels"], rows)
+
+
+def _rank_order(record: Record) -> str:
+    columns = ("mpi4py_us", "plain_us", "order_us")
+    rows = [
+        [
+            bytes_text(row["bytes"]),
+            *(time_text(row[column]) for column in columns),
+            f"{row['over_plain']:.2f}",
+        ]
+        for row in record["rows"]
+    ]
+    return table(["all-reduce", "mpi4py", "plain", "order", "order / plain"], rows)
 
 
 def _scale(record: Record) -> str:

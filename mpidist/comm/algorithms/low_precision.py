@@ -80,7 +80,7 @@ def prepared(
             combine(tensor if tensor.dim() == 1 else tensor.view(-1), other)
 
         return exchange
-    if comm.size > 2 and numel <= PREPARED_NUMEL and not comm.adds_in_rank_order:
+    if comm.size > 2 and numel <= PREPARED_NUMEL:
         wide = comm.scratch(numel, torch.float32, Scratch.PREPARED_WIDE)
         datatype, op = mpi_types.datatype_and_op(torch.float32, plan)
         message = buffer.elements(wide, 0, numel, datatype)

@@ -3,7 +3,7 @@
 MPI, the ring and the algorithms with levels add contributions in an order that depends on the
 nodes, the size of the tensor and the library, and so do the last bits of the result. Here each
 element is ((r0 + r1) + r2) + ..., each term in the width of the sum, whatever the nodes. Integers,
-MIN and MAX have one result in any order and keep their algorithms.
+MIN, MAX and two ranks have one result in any order and keep their algorithms.
 
 Short tensors are gathered on all ranks, each of which adds all of them; long ones are reduced by
 shards (``pairwise``), each by one rank.
@@ -13,6 +13,7 @@ Letters: W ranks of the group; N elements of a tensor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -27,17 +28,19 @@ from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.scratch import Scratch
 
 # Up to so many bytes of all ranks, one message fewer costs more than the additions.
-GATHER_BYTES = 64 << 10
+GATHER_BYTES = 1 << 20
+# Up to so many bytes of all ranks, the memory is prepared.
+PREPARED_BYTES = 1 << 20
 
 
 def applies(comm: Communicator, dtype: torch.dtype, plan: Reduction) -> bool:
     """Return whether the order is set, and the result depends on it."""
-    return (
-        comm.adds_in_rank_order
-        and comm.size > 1
-        and plan.combine in (SUM, PRODUCT)
-        and (dtype.is_floating_point or dtype.is_complex)
-    )
+    if not comm.adds_in_rank_order or plan.combine not in (SUM, PRODUCT) or comm.size == 1:
+        return False
+    if dtype.is_complex:
+        # A fused product and sum rounds a·b and b·a differently.
+        return comm.size > 2 or plan.combine == PRODUCT
+    return dtype.is_floating_point and comm.size > 2
 
 
 def all_reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
@@ -53,6 +56,40 @@ def all_reduce(comm: Communicator, flat: torch.Tensor, plan: Reduction) -> None:
         into = buffer.memory(slots.data_ptr(), slots.nbytes)
         comm.mpi.Allgather(buffer.as_bytes(flat), (into, nbytes, MPI.BYTE))
         pairwise.combine_in_rank_order(comm, flat, slots.view(comm.size, -1), plan)
+
+
+def prepared(
+    comm: Communicator, tensor: torch.Tensor, plan: Reduction
+) -> Callable[[torch.Tensor], None] | None:
+    """Return ``all_reduce`` prepared for this tensor's memory, size and dtype.
+
+    None where Python's share of the time is small, or nothing can be prepared.
+    """
+    numel, dtype, nbytes = tensor.numel(), tensor.dtype, tensor.nbytes
+    if (
+        not 0 < nbytes * comm.size <= PREPARED_BYTES
+        or plan.factor is not None
+        or not (plan.wide is None or dtype in reduce_op.HALVES)
+    ):
+        return None
+    memory = comm.scratch(numel * comm.size, dtype, Scratch.PREPARED_RECEIVED)
+    first, *others = memory.view(comm.size, -1)
+    total = comm.scratch(numel, plan.wide or dtype, Scratch.PREPARED_WIDE)
+    combine, divides, size = reduce_op.COMBINE[plan.combine], plan.divides, comm.size
+    mine = buffer.as_bytes(tensor)
+    into = (buffer.memory(memory.data_ptr(), memory.nbytes), nbytes, MPI.BYTE)
+    allgather = comm.mpi.Allgather
+
+    def gather_and_add(tensor: torch.Tensor) -> None:
+        allgather(mine, into)
+        total.copy_(first)
+        for other in others:
+            combine(total, other)
+        if divides:
+            total.div_(size)
+        (tensor if tensor.dim() == 1 else tensor.view(-1)).copy_(total)
+
+    return gather_and_add
 
 
 def all_reduce_on_device(

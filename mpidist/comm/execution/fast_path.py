@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from mpidist.comm.algorithms import low_precision, mpi_types, reduce_op, reductions
+from mpidist.comm.algorithms import (
+    low_precision,
+    mpi_types,
+    rank_order,
+    reduce_op,
+    reductions,
+)
 from mpidist.comm.algorithms.reduce_op import ReduceOp
 from mpidist.comm.execution.group_state import GroupState
 from mpidist.comm.execution.op_status import IDLE, Description, Form
@@ -187,9 +193,8 @@ class FastPath:
             mpi_op = mpi_types.datatype_and_op(dtype, plan)[1]
             call = Call(tensor.nbytes, dtype, op, message, mpi_op, None, description)
         else:
-            run = low_precision.prepared(self._comm, tensor, plan) or partial(
-                _all_reduce, self._comm, op
-            )
+            of = rank_order if rank_order.applies(self._comm, dtype, plan) else low_precision
+            run = of.prepared(self._comm, tensor, plan) or partial(_all_reduce, self._comm, op)
             call = Call(tensor.nbytes, dtype, op, None, None, run, description)
         if len(self._calls) >= _CACHED:
             self._calls.clear()

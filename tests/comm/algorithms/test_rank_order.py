@@ -8,8 +8,9 @@ import itertools
 import pytest
 import torch
 
+from mpidist import cache, ddp
 from mpidist.comm import AVG, MAX, PRODUCT, SUM, PremulSum
-from mpidist.comm.algorithms import rank_order, reduce_op, shared_memory
+from mpidist.comm.algorithms import hierarchical, rank_order, reduce_op, shared_memory, tuning
 from mpidist.comm.mpi import runtime
 from mpidist.errors import MpidistError
 from tests.tools.simulated_nodes import groups
@@ -46,8 +47,13 @@ def in_order(parts, op):
 def ordered(world, monkeypatch):
     """Return a function that makes groups that add in rank order, on a layout's nodes."""
     now = runtime.world()
-    monkeypatch.setattr(runtime, "_world", dataclasses.replace(now, adds_in_rank_order=True))
-    with groups(world, monkeypatch) as make:
+    with groups(world, monkeypatch) as clone:
+
+        def make(layout, is_ordered=True):
+            changed = dataclasses.replace(now, adds_in_rank_order=is_ordered)
+            monkeypatch.setattr(runtime, "_world", changed)
+            return clone(layout)
+
         yield make
 
 
@@ -155,7 +161,7 @@ def test_what_has_one_result_in_any_order_keeps_its_algorithm(world, ordered):
         (torch.float32, MAX, False), (torch.int32, SUM, False), (torch.bool, SUM, False),
     ]:  # fmt: skip
         found = rank_order.applies(comm, dtype, reduce_op.reduction(dtype, op))
-        assert found is (is_ordered and group.size > 1)
+        assert found is (is_ordered and group.size > 2)
 
 
 def test_tensors_of_other_lengths_are_refused(world, ordered):
@@ -165,3 +171,28 @@ def test_tensors_of_other_lengths_are_refused(world, ordered):
     # By shards; a gather of other lengths is one call of MPI, which decides what it notices.
     numel = 100_000 + 10 * (group.rank == 0)
     raises_on_all(world, MpidistError, lambda: group.all_reduce(torch.ones(numel)), "bytes")
+
+
+@pytest.mark.mpi(min_size=3)
+def test_weights_are_equal_on_any_nodes_and_are_not_without_the_order(world, ordered, monkeypatch):
+    """Steps of a model on three layouts of nodes, by the levels where there are some."""
+    monkeypatch.setattr(hierarchical, "FROM_BYTES", 1)
+    chosen = {"rows": [[1, [tuning.LEVELS, tuning.LIBRARY]]], "source": "a test"}
+    monkeypatch.setattr(cache, "load", lambda kind, key: chosen)
+    digests = {}
+    for is_ordered in (True, False):
+        for layout in ("one node", "cyclic", "uneven"):
+            group = ordered(layout, is_ordered)
+            torch.manual_seed(0)
+            model = torch.nn.Linear(50, 50)
+            wrapped = ddp.DistributedDataParallel(model, process_group=group)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            inputs = torch.randn(3, 8, 50, generator=torch.Generator().manual_seed(world.rank))
+            for batch in inputs:
+                wrapped(batch).pow(3).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            digests[is_ordered, layout] = model.weight.detach().numpy().tobytes()
+    of_order = {digest for (is_ordered, _), digest in digests.items() if is_ordered}
+    plain = {digest for (is_ordered, _), digest in digests.items() if not is_ordered}
+    agree(world, len(of_order) == 1 and len(plain) > 1, f"{len(of_order)}, {len(plain)}")

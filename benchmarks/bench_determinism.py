@@ -1,0 +1,102 @@
+"""Time all-reduces in the order of the ranks against plain ones, and MPI's own, in turns.
+
+mpirun --oversubscribe -n 3 python benchmarks/bench_determinism.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+import mpidist.comm
+from harness import benchmark_options, environment, timing
+from mpidist.comm import ProcessGroup
+
+SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
+GOAL_BYTES, GOAL = 16 << 20, 1.2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES", help="of fp32 tensors"
+    )
+    parser.add_argument("--rounds", type=int, default=15, help="bursts of each contender")
+    parser.add_argument("--burst-s", type=float, default=0.02, help="about the time of a burst")
+    parser.add_argument("--output", type=Path, help="folder of the record")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    world = mpidist.comm.init()
+    benchmark_options.require_two_ranks(world.size)
+    from mpi4py import MPI
+
+    raw = MPI.COMM_WORLD.Dup()
+    plain, ordered = world.clone("plain"), world.clone("order")
+    # As MPIDIST_DETERMINISTIC=order sets it for all groups of a job.
+    ordered._comm.adds_in_rank_order = True
+    timing.touch_memory()
+    rows = [_row(raw, plain, ordered, nbytes, options) for nbytes in options.sizes]
+    about = environment.describe(raw)
+    record = {"environment": about, "rounds": options.rounds, "rows": rows}
+    if world.rank == 0 and options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+        name = f"determinism-{environment.library_name(about)}-{world.size}.json"
+        path = options.output / name
+        path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _row(
+    raw: Any, plain: ProcessGroup, ordered: ProcessGroup, nbytes: int, options: argparse.Namespace
+) -> dict[str, float]:
+    """Return medians of one size, in microseconds; print them on rank 0."""
+    from mpi4py import MPI
+
+    flat = torch.empty(nbytes // 4)
+    array, own = flat.numpy(), 0.1 * (raw.rank + 1)
+    calls = {
+        "mpi4py": lambda: raw.Allreduce(MPI.IN_PLACE, array),
+        "plain": lambda: plain.all_reduce(flat),
+        "order": lambda: ordered.all_reduce(flat),
+    }
+    expected = torch.full((1,), 0.1)
+    for rank in range(1, raw.size):
+        expected += torch.full((1,), 0.1 * (rank + 1))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    repetitions = 1
+    for turn in range(options.rounds + 1):
+        for name, call in calls.items():
+            flat.fill_(own)
+            call()
+            if name == "order" and not bool((flat == expected).all()):
+                raise SystemExit(f"order of {nbytes} bytes is wrong: {flat[:3]}, not {expected}")
+            flat.zero_()  # sums of zeros stay zeros
+            raw.Barrier()
+            start = perf_counter()
+            for _ in range(repetitions):
+                call()
+            times[name].append((perf_counter() - start) / repetitions)
+        if turn == 0:  # the first burst says how many calls fill one; the same on all ranks
+            longest = raw.allreduce(max(found.pop() for found in times.values()))
+            repetitions = max(1, int(options.burst_s * raw.size / longest))
+    row = {"bytes": nbytes, **{f"{name}_us": 1e6 * median(times[name]) for name in calls}}
+    row["over_plain"] = row["order_us"] / row["plain_us"]
+    if raw.rank == 0:
+        goal = ""
+        if nbytes == GOAL_BYTES:
+            goal = f"  (goal {GOAL}: {'met' if row['over_plain'] <= GOAL else 'missed'})"
+        print(
+            f"{nbytes:>10} B  mpi4py {row['mpi4py_us']:>9.1f} us  plain {row['plain_us']:>9.1f} "
+            f"us  order {row['order_us']:>9.1f} us  {row['over_plain']:.2f}{goal}",
+            flush=True,
+        )
+    return row
+
+
+if __name__ == "__main__":
+    main()
