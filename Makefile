@@ -108,7 +108,7 @@ mpich-%: $(READY) $(MPICH)/.stamp
 # MPICH at three ranks: the modules that call MPI, and the tests of who calls it in which order.
 # All else reaches MPI through these alone. ddp, rpc, autograd and torch's modules on our backend run
 # on MPICH at two ranks, too; optim, nn, zero and PyTorch's suites on Open MPI at one to four.
-# `make test` leaves a quarter of the products of those folders to it.
+# `make test` leaves a quarter of the products of those folders to it, and deals tests/comm to both of its jobs.
 mpich-2: TESTS := tests/autograd tests/c10d tests/comm tests/ddp tests/fuzz tests/integration tests/kernels tests/rpc
 mpich-3: TESTS := tests/comm tests/rpc/test_api.py tests/rpc/test_rref.py tests/integration/test_order.py tests/integration/test_torch_messages.py
 

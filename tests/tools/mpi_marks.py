@@ -60,6 +60,8 @@ OTHER = -1
 # there it runs functions of one case, too.
 BOTH_MPIS = ("autograd", "c10d", "comm", "ddp", "fuzz", "integration", "kernels", "rpc")
 _NEAR_MPI = ("c10d", "comm", "fuzz", "integration", "rpc")
+# Folders that both jobs of the other MPI run, of two ranks and of three: each case in one of them.
+DEALT_ON_OTHER = ("comm",)
 
 
 def at_size(items: Sequence[pytest.Item], size: int, is_other: bool = False) -> set[str]:
@@ -69,7 +71,8 @@ def at_size(items: Sequence[pytest.Item], size: int, is_other: bool = False) -> 
     of their meaning, and dealt in turn to 1 and 2, 3, or 4 ranks, and to the other MPI where it
     runs the function's folder. A function with one case runs at 1 and 2 ranks, and at 3 or 4; one
     of a folder near MPI always does, and on the other MPI, too, two of three others. The turn
-    begins at a checksum of the function's name.
+    begins at a checksum of the function's name. What the other MPI runs of ``DEALT_ON_OTHER`` is
+    dealt to two and three ranks there.
     What is marked ``every_case`` runs everywhere.
 
     Args:
@@ -89,8 +92,13 @@ def at_size(items: Sequence[pytest.Item], size: int, is_other: bool = False) -> 
         folder = name.split("/")[1] if "/" in name else ""
         turns = _turns(least_size(cases[0]), len(cases), folder)
         ordered = sorted((case.nodeid for case in cases), key=_checksum)
+        least = least_size(cases[0])
         for number, case in enumerate(ordered, _checksum(name)):
-            if place in turns[number % len(turns)]:
+            if place in turns[number % len(turns)] and (
+                not is_other
+                or folder not in DEALT_ON_OTHER
+                or size == max(least, 2 + _checksum(case) // 2 % 2)
+            ):
                 chosen.add(case)
     return chosen
 

@@ -10,7 +10,7 @@ import pytest
 
 from mpidist.comm.mpi import runtime
 from tests import conftest
-from tests.tools.mpi_marks import BOTH_MPIS, MpiMarks, asked_for, at_size, may_hold
+from tests.tools.mpi_marks import BOTH_MPIS, DEALT_ON_OTHER, MpiMarks, asked_for, at_size, may_hold
 from tests.tools.support import ROOT
 
 
@@ -102,6 +102,7 @@ def test_cases_are_dealt_to_the_numbers_of_ranks():
     names = [f"k{number}" + "[cpu]" * (number % 2) for number in range(20)]
     singles = [item(name) for name in names]
     near_singles = [item(f"tests/rpc/{name}") for name in names]
+    in_comm = [item(f"tests/comm/p{number}", 1 + number % 3) for number in range(10)]
     always = [item(f"m[{a}]") for a in "abcde"]
     for one in always:
         one.keywords["every_case"] = True
@@ -116,6 +117,7 @@ def test_cases_are_dealt_to_the_numbers_of_ranks():
         *larger,
         *singles,
         *near_singles,
+        *in_comm,
         item("l", 3),
         item("o", 5),
         *always,
@@ -132,7 +134,11 @@ def test_cases_are_dealt_to_the_numbers_of_ranks():
     dealt += [other := names_at(2, on_both, is_other=True)]
     assert [len(part) for part in dealt] == [3] * 4 and len(set.union(*dealt)) == len(on_both)
     assert names_at(3, on_both, is_other=True) == other
-    assert names_at(2, [near, far], is_other=True) == {near.nodeid}
+    on_other = {size: names_at(size, [near, far], is_other=True) for size in (2, 3)}
+    assert on_other[2] ^ on_other[3] == {near.nodeid}
+    dealt = {size: names_at(size, in_comm, is_other=True) for size in (2, 3)}
+    assert all(dealt.values()) and not dealt[2] & dealt[3]
+    assert dealt[2] | dealt[3] == {one.nodeid for one in in_comm}
     assert names_at(2, [near, far]) == {near.nodeid, far.nodeid}
     assert not names_at(2, large)
     assert len(names_at(3, large)) == len(names_at(4, large)) == 2
@@ -153,6 +159,9 @@ def test_the_other_mpi_runs_the_folders_that_cases_are_left_to():
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     (line,) = re.findall(r"^mpich-2: TESTS := (.*)$", text, re.MULTILINE)
     assert line.split() == [f"tests/{folder}" for folder in BOTH_MPIS]
+    (line,) = re.findall(r"^mpich-3: TESTS := (.*)$", text, re.MULTILINE)
+    folders = [path for path in line.split() if not path.endswith(".py")]
+    assert folders == [f"tests/{folder}" for folder in DEALT_ON_OTHER]
 
 
 @pytest.mark.parametrize("marks", [["mpi"], []])
