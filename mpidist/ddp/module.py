@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TypeVar
@@ -14,12 +15,14 @@ from torch.utils._pytree import tree_map
 
 from mpidist.comm.consistency import Row, comparing
 from mpidist.comm.group_types import AnyGroup
+from mpidist.comm.mpi import determinism
 from mpidist.comm.resolve_group import default_group, native_group
 from mpidist.ddp import in_backward, torch_arguments
 from mpidist.ddp.buckets import plan
 from mpidist.ddp.buckets.layout import SavedPlan
 from mpidist.ddp.buckets.settings import Settings
 from mpidist.ddp.buffer_syncing import BufferSyncing
+from mpidist.ddp.hooks.exact import ExactAverage, exact_average_hook
 from mpidist.ddp.hooks.stages import Hook
 from mpidist.ddp.join import JoinedOptimizer, TorchJoinHook, UnevenInputs
 from mpidist.ddp.reducer import Reducer
@@ -77,6 +80,10 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         lazy_bucket_allocation: Without effect, and True gets a warning: buckets are memory that the
             ranks of a node share, made once; ``gradient_as_bucket_view`` saves the second copy.
         most_buckets: Largest number of buckets; more are merged (not in torch).
+        exact_average: Gradients become the mean over all backward passes of all ranks since the
+            last average, those under ``no_sync`` included, with bits that depend neither on their
+            order nor on their division among ranks (not in torch). None: True if
+            ``MPIDIST_DETERMINISTIC=exact``.
 
     Raises:
         ValueError: An argument cannot be supported.
@@ -117,6 +124,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         lazy_bucket_allocation: bool = False,
         *,
         most_buckets: int | None = None,
+        exact_average: bool | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -152,6 +160,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
                 communicates_in_backward=torch_arguments.communicates_in_backward(module),
                 skip_unused=skip_all_reduce_unused_params,
             )
+            self._is_exact = determinism.is_exact() if exact_average is None else exact_average
             state = named_state(module, self.parameters_to_ignore, at_start)
             rows += [("the settings", self._compared()), *rows_of(state)] if init_sync else ()
         self.device_ids = list(device_ids) if device_ids else None
@@ -183,6 +192,11 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         """
         if hook is not None and not callable(hook):
             raise TypeError(f"register_comm_hook needs a callable; got {type(hook).__name__}")
+        if self._is_exact:
+            raise ValueError(
+                "register_comm_hook: this module averages exactly (exact_average, or "
+                "MPIDIST_DETERMINISTIC=exact), and a hook would round on the way"
+            )
         self.reducer.register_hook(hook, state)
 
     def bucket_plan(self) -> SavedPlan:
@@ -308,6 +322,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             (
                 self.settings,
                 self._buffer_syncing.is_enabled,
+                self._is_exact,
                 arithmetic,
                 [name for name, parameter in named if id(parameter) in sparse],
                 in_backward.names_of(named),
@@ -321,6 +336,12 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         sparse = torch_arguments.sparse_parameters(self.module)
         are_sparse = [id(parameter) in sparse for parameter in parameters]
         self.reducer = Reducer(parameters, names, are_sparse, self._group, self.settings, local)
+        if self._is_exact:
+            if any(are_sparse):
+                raise ValueError("exact_average cannot serve parameters with sparse gradients")
+            is_averaging = weakref.WeakMethod(self.reducer.is_averaging)
+            state = ExactAverage(named, lambda: (method := is_averaging()) is None or method())
+            self.reducer.register_hook(exact_average_hook, state)
         self._uneven_inputs.use(self._group, self.reducer)
 
     def __getstate__(self) -> dict[str, object]:

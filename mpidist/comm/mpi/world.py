@@ -178,7 +178,7 @@ def join(
         rank=comm.Get_rank(), size=comm.Get_size(),
         local_rank=local_rank, local_size=local_size, launcher=launch.launcher,
         thread_level=level, highest_tag=highest_tag, nodes=nodes,
-        adds_in_rank_order=determinism.code() == determinism.ORDER,
+        adds_in_rank_order=determinism.code() in (determinism.ORDER, determinism.EXACT),
         processes=processes,
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpidist.comm.mpi import determinism
-from mpidist.comm.mpi.determinism import ANY, ORDER, UNREADABLE
+from mpidist.comm.mpi.determinism import ANY, EXACT, ORDER, UNREADABLE
 
 
 @pytest.mark.parametrize(
@@ -24,13 +24,14 @@ def test_the_variables_words(monkeypatch, word, expected):
     if word is not None:
         monkeypatch.setenv(determinism.ENV_DETERMINISTIC, word)
     assert determinism.code() == expected
+    assert determinism.is_exact() is (expected == EXACT)
 
 
 def test_ranks_that_differ_and_unknown_words_are_named():
     assert determinism.problem([ANY] * 3) is None and determinism.problem([ORDER] * 2) is None
     assert determinism.problem([ORDER, ORDER, ANY]) == (
-        "MPIDIST_DETERMINISTIC must be 'order', '0' or unset, the same on all ranks; it is unset "
-        "or '0' on rank 2, 'order' on rank 0"
+        "MPIDIST_DETERMINISTIC must be 'order', 'exact', '0' or unset, the same on all ranks; it "
+        "is unset or '0' on rank 2, 'order' on rank 0"
     )
     assert "another word on rank 1" in determinism.problem([ORDER, UNREADABLE])
     assert "another word on rank 0" in determinism.problem([UNREADABLE] * 2)

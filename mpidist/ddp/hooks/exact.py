@@ -1,0 +1,218 @@
+"""Average of all micro-batches' gradients, with the same bits on any number of ranks.
+
+Each backward pass of each rank is one term. A gradient that is accumulated under ``no_sync`` goes
+from autograd into an exact sum (``exact_sums``) and is cleared; the averaging pass adds its own
+term, and the ranks' sums are added without rounding: the mean over all terms is rounded once, so
+neither their order nor their division among ranks changes a bit. Plain gradients are divided by W
+and summed in float32, whose last bits depend on both.
+
+For a bucket of N elements each rank sends the tops of its blocks, 16·N bytes of sums to the ranks
+that round them, and N means.
+
+Letters: W ranks; N elements of a bucket.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from mpidist.comm.algorithms.reduce_op import MAX, SUM
+from mpidist.comm.group_types import Group
+from mpidist.ddp import in_backward
+from mpidist.ddp.hooks.exact_sums import MOST_TERMS, ExactSum, blocks_of, cut, tops_of
+from mpidist.ddp.hooks.grad_bucket import GradBucket
+from mpidist.ddp.hooks.stages import in_order, run_stages
+from mpidist.future import Future
+
+Tensor = torch.Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class ExactAverage:
+    """Exact sums of one module's gradients between two averaging passes.
+
+    Args:
+        named: The parameters by name.
+        is_averaging: Returns whether the backward pass that runs now is averaged.
+
+    Attributes:
+        terms: Number of backward passes of all ranks whose mean the buckets of the running pass
+            get.
+
+    Raises:
+        ValueError: A parameter has a dtype whose sums this does not keep exactly, or an optimizer
+            that steps in the backward pass.
+    """
+
+    def __init__(
+        self, named: Iterable[tuple[str, Tensor]], is_averaging: Callable[[], bool]
+    ) -> None:
+        named = list(named)
+        wrong = [f"{name} ({p.dtype})" for name, p in named if p.dtype not in DTYPES]
+        if wrong:
+            raise ValueError(
+                "exact_average needs parameters of float32, bfloat16 or float16; got "
+                f"{', '.join(wrong[:10])}"
+            )
+        if found := in_backward.names_of(named):
+            raise ValueError(
+                "exact_average cannot serve optimizers that step in the backward pass, which "
+                f"{', '.join(found[:10])} have: step after it"
+            )
+        self.terms = 0
+        self._is_averaging = is_averaging
+        self._sums: dict[str, ExactSum] = {}
+        self._own_terms = 0  # accumulated passes since the last averaging one
+        self._is_counted = False  # the running one is among them
+        self._memory: dict[tuple[int, torch.dtype], Tensor] = {}
+        take = _weak_hook(self)
+        for name, parameter in named:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(take, name))
+
+    def take(self, name: str, parameter: Tensor) -> None:
+        """Move a gradient of a pass that is not averaged into its sum."""
+        gradient = parameter.grad
+        if gradient is None or self._is_averaging():
+            return
+        if not self._is_counted:
+            self._is_counted = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+        self._add(name, gradient.detach())
+        parameter.grad = None
+
+    def begin(self, group: Group) -> None:
+        """Count the terms of all ranks, at the first bucket of an averaging pass.
+
+        Collective: over the group.
+
+        Raises:
+            ValueError: There are too many for exact sums (all ranks).
+        """
+        terms = torch.tensor([self._own_terms + 1])
+        group.all_reduce(terms, SUM)
+        self._own_terms = 0
+        self.terms = int(terms)
+        if self.terms > MOST_TERMS:
+            raise ValueError(
+                f"exact_average adds at most {MOST_TERMS} backward passes of all ranks exactly; "
+                f"got {self.terms}"
+            )
+
+    def sum_of(self, name: str) -> ExactSum | None:
+        """Remove and return what was accumulated for a parameter."""
+        return self._sums.pop(name, None)
+
+    def memory(self, use: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for one of the pieces of a bucket, kept between steps."""
+        held = self._memory.get((use, dtype))
+        if held is None or held.numel() < numel or held.device != device:
+            held = self._memory[use, dtype] = torch.empty(numel, dtype=dtype, device=device)
+        return held[:numel]
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        flat = gradient.float().reshape(-1)
+        held = self._sums.get(name)
+        if held is None:
+            self._sums[name] = ExactSum(flat)
+        else:
+            held.add(flat)
+
+    def _end_pass(self) -> None:
+        self._own_terms += 1
+        self._is_counted = False
+
+
+@in_order
+def exact_average_hook(state: ExactAverage, bucket: GradBucket) -> Future[Tensor]:
+    """Replace a bucket by the mean over all backward passes of all ranks since the last average."""
+    group, buffer = bucket.group(), bucket.buffer()
+    assert group is not None
+
+    def stages() -> None:
+        if bucket.index() == 0:
+            state.begin(group)
+        if buffer.numel():
+            _average(state, group, bucket)
+
+    return run_stages(group, buffer, stages)
+
+
+class _Part(NamedTuple):
+    """One parameter's share of a bucket: its gradient's blocks, and their places in the pieces."""
+
+    name: str
+    gradient: Tensor
+    blocks: Tensor
+    first_block: int
+    start: int
+    end: int
+
+
+def _average(state: ExactAverage, group: Group, bucket: GradBucket) -> None:
+    parts, numel = _parts_of(bucket)
+    device = bucket.buffer().device
+    held = [state.sum_of(part.name) for part in parts]
+    own = []
+    for part, before in zip(parts, held, strict=True):
+        tops = tops_of(part.blocks)
+        own.append(tops if before is None else torch.maximum(tops, before.tops))
+    tops = torch.cat(own)
+    group.all_reduce(tops, MAX)
+    # Ranks round equal shares.
+    whole = numel + -numel % group.size
+    high, low = (state.memory(use, whole, torch.float64, device) for use in (0, 1))
+    high[numel:].zero_()
+    low[numel:].zero_()
+    for part, before in zip(parts, held, strict=True):
+        shape = part.blocks.shape
+        mine = tops[part.first_block : part.first_block + len(part.blocks)]
+        pieces = [piece[part.start : part.end].view(shape) for piece in (high, low)]
+        cut(part.blocks, mine, *pieces)
+        if before is not None:
+            before.raise_to(mine)
+            pieces[0] += before.high
+            pieces[1] += before.low
+    means = state.memory(2, whole, torch.float32, device)
+    share = means.view(group.size, -1)[group.rank]
+    if group.size > 1:
+        sums = [state.memory(use, share.numel(), torch.float64, device) for use in (3, 4)]
+        for total, piece in zip(sums, (high, low), strict=True):
+            group.reduce_scatter_tensor(total, piece, SUM)
+    else:
+        sums = [high, low]
+    share.copy_(sums[0].add_(sums[1]).div_(state.terms))
+    if group.size > 1:
+        group.all_gather_into_tensor(means, share.clone())
+    for part in parts:
+        part.gradient.copy_(means[part.start :][: part.gradient.numel()].view_as(part.gradient))
+
+
+def _parts_of(bucket: GradBucket) -> tuple[list[_Part], int]:
+    """Return a bucket's gradients in blocks, and the number of elements of all blocks."""
+    parts, blocks_before, start = [], 0, 0
+    for name, gradient in zip(bucket.names(), bucket.gradients(), strict=True):
+        blocks = blocks_of(gradient.float().reshape(-1))
+        end = start + blocks.numel()
+        parts.append(_Part(name, gradient, blocks, blocks_before, start, end))
+        blocks_before, start = blocks_before + len(blocks), end
+    return parts, start
+
+
+def _weak_hook(state: ExactAverage) -> Callable[[str, Tensor], None]:
+    # Parameters outlive a module, and Python's garbage collector does not see the references of
+    # autograd's hooks.
+    reference = weakref.ref(state)
+
+    def take(name: str, parameter: Tensor) -> None:
+        owner = reference()
+        if owner is not None:
+            owner.take(name, parameter)
+
+    return take

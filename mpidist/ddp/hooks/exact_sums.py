@@ -1,0 +1,129 @@
+"""Sums of floating-point tensors whose bits depend on no order, grouping or number of terms.
+
+Each block of ``BLOCK`` elements has a grid of absolute units 2^(WIDTH·i). A term is cut at the unit
+of the block's largest element, its top, and the remainder at the next unit below; what is smaller
+than half of that is dropped. The pieces of all terms are multiples of one unit, so float64 adds
+them without rounding, up to ``MOST_TERMS``. If a larger element comes, the top moves up, and the
+lower piece of all earlier terms is dropped as a whole: the sums are those of the terms cut at the
+new top from the start. At least WIDTH bits below a block's largest element are kept.
+
+Source: J. Demmel and H. D. Nguyen, "Parallel Reproducible Summation", IEEE Transactions on
+Computers 64 (2015), with two folds.
+"""
+
+from __future__ import annotations
+
+import torch
+
+Tensor = torch.Tensor
+
+BLOCK = 4096
+# Bits of a piece: at least the 24 of float32's terms below the largest element of a block.
+WIDTH = 36
+MOST_TERMS = 1 << (53 - WIDTH)
+FOLDS = 2
+# Top of a block of zeros, below that of the smallest float32.
+NO_TOP = -10
+# Blocks that are cut together, whose pieces stay in the cache.
+_TOGETHER = 32
+
+
+def blocks_of(flat: Tensor) -> Tensor:
+    """Return elements in blocks, zeros behind the last; fewer than ``BLOCK`` are one block.
+
+    Returns:
+        Shape (blocks, BLOCK) or (1, N); a view where no zeros are needed.
+    """
+    numel = flat.numel()
+    if numel <= BLOCK:
+        return flat.view(1, numel)
+    if numel % BLOCK:
+        flat = torch.nn.functional.pad(flat, (0, -numel % BLOCK))
+    return flat.view(-1, BLOCK)
+
+
+def tops_of(blocks: Tensor) -> Tensor:
+    """Return the top of each block: the least i for which its elements are below 2^(WIDTH·(i+1)-1).
+
+    Infinities and NaN do not count.
+
+    Args:
+        blocks: Shape (blocks, n), of float32 or narrower.
+
+    Returns:
+        int32.
+    """
+    largest = blocks.abs().amax(1)
+    if not bool(largest.isfinite().all()):
+        largest = torch.where(blocks.isfinite(), blocks.abs(), 0).amax(1)
+    exponents = torch.frexp(largest.double()).exponent
+    tops = torch.div(exponents + WIDTH, WIDTH, rounding_mode="floor") - 1
+    # 2^(e - 1) <= largest < 2^e, and e <= WIDTH·(top + 1) - 1.
+    return torch.where(largest > 0, tops, NO_TOP).int()
+
+
+def cut(blocks: Tensor, tops: Tensor, high: Tensor, low: Tensor, adds: bool = False) -> None:
+    """Cut each block at its top: the pieces in float64 into ``high`` and ``low``.
+
+    An infinity or NaN is all in ``high``.
+
+    Args:
+        blocks: Shape (blocks, n), of float32 or narrower.
+        tops: Of each block, at least that of ``tops_of``.
+        high: Same shape, float64: multiples of 2^(WIDTH·top).
+        low: Same shape, float64: multiples of 2^(WIDTH·(top - 1)).
+        adds: Add the pieces to what is there.
+    """
+    # (x + c) - c rounds x to multiples of c's last place.
+    ones = torch.full((len(tops), 1), 1.5 * 2.0**52, dtype=torch.float64, device=blocks.device)
+    shifts = torch.ldexp(ones, WIDTH * tops[:, None])
+    for start in range(0, len(blocks), _TOGETHER):
+        part = slice(start, start + _TOGETHER)
+        term, shift = blocks[part].double(), shifts[part]
+        piece = (term + shift).sub_(shift)
+        rest = term.sub_(piece)
+        if not bool(piece.isfinite().all()):
+            rest.nan_to_num_(nan=0.0)
+        shift = shift * 2.0**-WIDTH
+        rest.add_(shift).sub_(shift)
+        if adds:
+            high[part] += piece
+            low[part] += rest
+        else:
+            high[part], low[part] = piece, rest
+
+
+class ExactSum:
+    """Sum of the terms of one tensor so far.
+
+    Attributes:
+        tops: Of each block, int32.
+        high: Shape of the blocks, float64.
+        low: Same.
+    """
+
+    def __init__(self, first: Tensor) -> None:
+        blocks = blocks_of(first)
+        self.tops = tops_of(blocks)
+        self.high = torch.empty_like(blocks, dtype=torch.float64)
+        self.low = torch.empty_like(self.high)
+        cut(blocks, self.tops, self.high, self.low)
+
+    def add(self, term: Tensor) -> None:
+        """Add a term of the same number of elements."""
+        blocks = blocks_of(term)
+        self.raise_to(torch.maximum(self.tops, tops_of(blocks)))
+        cut(blocks, self.tops, self.high, self.low, adds=True)
+
+    def raise_to(self, tops: Tensor) -> None:
+        """Move to higher tops: by one, the high piece is the low one; by more, nothing is left."""
+        steps = tops - self.tops
+        if bool((steps > 0).any()):
+            moved = torch.nonzero(steps > 0)[:, 0]
+            by_one = (steps[moved] == 1)[:, None]
+            kept = torch.where(by_one, self.high[moved], 0)
+            # Infinities and NaN stay.
+            lost = torch.where(self.high[moved].isfinite(), 0, self.high[moved])
+            self.low[moved] = torch.where(kept.isfinite(), kept, 0)
+            self.high[moved] = lost
+            self.tops = tops.clone()

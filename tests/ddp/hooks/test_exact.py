@@ -1,0 +1,175 @@
+"""Exact averages: the same bits on any number of ranks, for the same micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from mpidist import ddp
+from mpidist.ddp.hooks import exact, exact_sums
+from mpidist.ddp.hooks.exact_sums import ExactSum
+from mpidist.optim import OSS
+from tests.tools.support import agree, raises_on_all
+
+pytestmark = pytest.mark.mpi
+
+MICRO_BATCHES = 12
+
+
+def network():
+    torch.manual_seed(3)
+    return torch.nn.Sequential(
+        torch.nn.Linear(40, 150), torch.nn.Tanh(), torch.nn.Linear(150, 40), torch.nn.Linear(40, 3)
+    )
+
+
+def batch(step, number):
+    generator = torch.Generator().manual_seed(1000 * step + number)
+    return torch.randn(4, 40, generator=generator) * 3.0 ** (number % 5)
+
+
+def loss_of(model, step, number):
+    return model(batch(step, number)).pow(2).sum(1).mean()
+
+
+def trained(group, is_exact=True, steps=3, make=lambda p: torch.optim.Adam(p, 1e-2), order=1):
+    """Train on the same micro-batches of each step, divided among the ranks; return the weights."""
+    model = network()
+    wrapped = ddp.DistributedDataParallel(
+        model, process_group=group, bucket_cap_mb=0.01, exact_average=is_exact
+    )
+    optimizer = make(model.parameters())
+    own = list(range(MICRO_BATCHES))[group.rank :: group.size][::order]
+    for step in range(steps):
+        for place, number in enumerate(own):
+            is_last = place == len(own) - 1
+            with contextlib.nullcontext() if is_last else wrapped.no_sync():
+                loss_of(wrapped, step, number).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return b"".join(weight.detach().numpy().tobytes() for weight in model.parameters())
+
+
+def alone(steps=3, make=lambda p: torch.optim.Adam(p, 1e-2)):
+    """Train in this process, by exact sums of the micro-batches in reverse order."""
+    model = network()
+    optimizer = make(model.parameters())
+    for step in range(steps):
+        sums: dict[int, ExactSum] = {}
+        for number in reversed(range(MICRO_BATCHES)):
+            model.zero_grad()
+            loss_of(model, step, number).backward()
+            for place, weight in enumerate(model.parameters()):
+                if place in sums:
+                    sums[place].add(weight.grad.view(-1))
+                else:
+                    sums[place] = ExactSum(weight.grad.view(-1))
+        for place, weight in enumerate(model.parameters()):
+            mean = (sums[place].high + sums[place].low) / MICRO_BATCHES
+            weight.grad = mean.float().view(-1)[: weight.numel()].view_as(weight)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return b"".join(weight.detach().numpy().tobytes() for weight in model.parameters())
+
+
+def test_weights_are_those_of_one_process(group):
+    agree(group, trained(group) == alone())
+
+
+def test_groups_of_all_sizes_have_the_same_bits_and_plain_averages_have_not(world):
+    found, plain = set(), set()
+    for size in range(1, world.size + 1):
+        if MICRO_BATCHES % size:
+            continue
+        group = world.new_group(range(size))
+        if world.rank < size:
+            found |= {trained(group), trained(group, order=-1)}
+            plain.add(trained(group, is_exact=False))
+            group.close()
+        world.barrier()
+    everywhere = set().union(*world.all_gather_object(found))
+    plain = set().union(*world.all_gather_object(plain))
+    agree(world, len(everywhere) == 1, f"{len(everywhere)} results")
+    agree(world, len(plain) > 1 or world.size == 1, "plain averages are equal, too")
+
+
+def test_a_sharded_optimizer_steps_to_the_same_bits(group):
+    def sharded(parameters):
+        return OSS(list(parameters), torch.optim.Adam, group=group, lr=1e-2)
+
+    agree(group, trained(group, make=sharded) == alone())
+
+
+def test_half_types_and_frozen_and_unused_parameters(group):
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict(
+        {
+            "used": torch.nn.Linear(5, 3, dtype=torch.bfloat16),
+            "frozen": torch.nn.Linear(3, 3, dtype=torch.bfloat16).requires_grad_(False),
+            "unused": torch.nn.Linear(2, 2),
+        }
+    )
+    model.forward = lambda x: model["frozen"](model["used"](x))
+    wrapped = ddp.DistributedDataParallel(
+        model, process_group=group, find_unused_parameters=True, exact_average=True
+    )
+    ok = True
+    for _ in range(2):
+        wrapped(torch.full((2, 5), group.rank + 1.0, dtype=torch.bfloat16)).sum().backward()
+        terms = []
+        for rank in range(group.size):
+            copy = torch.nn.Linear(5, 3, dtype=torch.bfloat16)
+            copy.load_state_dict(model["used"].state_dict())
+            model["frozen"](
+                copy(torch.full((2, 5), rank + 1.0, dtype=torch.bfloat16))
+            ).sum().backward()
+            terms.append(copy.weight.grad.double())
+        wanted = (sum(terms) / group.size).float().bfloat16()
+        ok &= torch.equal(model["used"].weight.grad, wanted) and model["unused"].weight.grad is None
+        model.zero_grad()
+    agree(group, ok)
+
+
+def test_the_setting_of_the_job_is_the_default(group, monkeypatch):
+    monkeypatch.setenv("MPIDIST_DETERMINISTIC", "exact")
+    by_setting = ddp.DistributedDataParallel(network(), process_group=group)
+    by_argument = ddp.DistributedDataParallel(network(), process_group=group, exact_average=False)
+    agree(group, by_setting.reducer.hook is not None and by_argument.reducer.hook is None)
+
+
+def test_what_cannot_be_exact_is_refused_on_all_ranks(group, monkeypatch):
+    def wrap(module, **options):
+        return ddp.DistributedDataParallel(
+            module, process_group=group, exact_average=True, **options
+        )
+
+    raises_on_all(
+        group, ValueError, lambda: wrap(torch.nn.Linear(2, 2, dtype=torch.float64)), "float64"
+    )
+    raises_on_all(group, ValueError, lambda: wrap(torch.nn.Embedding(4, 2, sparse=True)), "sparse")
+    wrapped = wrap(torch.nn.Linear(2, 1))
+    raises_on_all(
+        group, ValueError, lambda: wrapped.register_comm_hook(None, ddp.bf16_compress_hook), "round"
+    )
+    monkeypatch.setattr(exact, "MOST_TERMS", group.size - 1)
+    raises_on_all(
+        group, ValueError, lambda: wrapped(torch.ones(1, 2)).sum().backward(), "adds at most"
+    )
+
+
+def test_infinities_reach_all_ranks(group):
+    """A GradScaler must see them."""
+    model = torch.nn.Linear(3, 1, bias=False)
+    wrapped = ddp.DistributedDataParallel(model, process_group=group, exact_average=True)
+    scale = float("inf") if group.rank == group.size - 1 else 1.0
+    wrapped(torch.tensor([[scale, 1.0, 2.0]])).sum().backward()
+    gradient = model.weight.grad.view(-1)
+    agree(group, gradient[1:].tolist() == [1.0, 2.0] and bool(gradient[0].isinf()))
+
+
+def test_constants_fit_each_other():
+    assert exact_sums.MOST_TERMS == 1 << (53 - exact_sums.WIDTH)
+    assert all(dtype.itemsize <= 4 for dtype in exact.DTYPES)
