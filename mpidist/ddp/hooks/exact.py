@@ -159,22 +159,24 @@ def _average(state: ExactAverage, group: Group, bucket: GradBucket) -> None:
     parts, numel = _parts_of(bucket)
     device = bucket.buffer().device
     held = [state.sum_of(part.name) for part in parts]
-    own = []
-    for part, before in zip(parts, held, strict=True):
-        tops = tops_of(part.blocks)
-        own.append(tops if before is None else torch.maximum(tops, before.tops))
-    tops = torch.cat(own)
+    found = [tops_of(part.blocks) for part in parts]
+    tops = torch.cat(
+        [
+            own if before is None else torch.maximum(own, before.tops)
+            for (own, _), before in zip(found, held, strict=True)
+        ]
+    )
     group.all_reduce(tops, MAX)
     # Ranks round equal shares.
     whole = numel + -numel % group.size
     high, low = (state.memory(use, whole, torch.float64, device) for use in (0, 1))
     high[numel:].zero_()
     low[numel:].zero_()
-    for part, before in zip(parts, held, strict=True):
+    for part, before, (_, is_finite) in zip(parts, held, found, strict=True):
         shape = part.blocks.shape
         mine = tops[part.first_block : part.first_block + len(part.blocks)]
         pieces = [piece[part.start : part.end].view(shape) for piece in (high, low)]
-        cut(part.blocks, mine, *pieces)
+        cut(part.blocks, mine, is_finite, *pieces)
         if before is not None:
             before.raise_to(mine)
             pieces[0] += before.high
@@ -189,7 +191,7 @@ def _average(state: ExactAverage, group: Group, bucket: GradBucket) -> None:
         sums = [high, low]
     share.copy_(sums[0].add_(sums[1]).div_(state.terms))
     if group.size > 1:
-        group.all_gather_into_tensor(means, share.clone())
+        group.all_gather_into_tensor(means, share)
     for part in parts:
         part.gradient.copy_(means[part.start :][: part.gradient.numel()].view_as(part.gradient))
 

@@ -42,7 +42,7 @@ def blocks_of(flat: Tensor) -> Tensor:
     return flat.view(-1, BLOCK)
 
 
-def tops_of(blocks: Tensor) -> Tensor:
+def tops_of(blocks: Tensor) -> tuple[Tensor, bool]:
     """Return the top of each block: the least i for which its elements are below 2^(WIDTH·(i+1)-1).
 
     Infinities and NaN do not count.
@@ -51,46 +51,41 @@ def tops_of(blocks: Tensor) -> Tensor:
         blocks: Shape (blocks, n), of float32 or narrower.
 
     Returns:
-        int32.
+        int32, and whether all elements are finite.
     """
-    largest = blocks.abs().amax(1)
-    if not bool(largest.isfinite().all()):
-        largest = torch.where(blocks.isfinite(), blocks.abs(), 0).amax(1)
+    sizes = blocks.abs()
+    largest = sizes.amax(1)
+    is_finite = bool(largest.isfinite().all())
+    if not is_finite:
+        largest = torch.where(sizes.isfinite(), sizes, 0).amax(1)
     exponents = torch.frexp(largest.double()).exponent
     tops = torch.div(exponents + WIDTH, WIDTH, rounding_mode="floor") - 1
     # 2^(e - 1) <= largest < 2^e, and e <= WIDTH·(top + 1) - 1.
-    return torch.where(largest > 0, tops, NO_TOP).int()
+    return torch.where(largest > 0, tops, NO_TOP).int(), is_finite
 
 
-def cut(blocks: Tensor, tops: Tensor, high: Tensor, low: Tensor, adds: bool = False) -> None:
-    """Cut each block at its top: the pieces in float64 into ``high`` and ``low``.
-
-    An infinity or NaN is all in ``high``.
+def cut(blocks: Tensor, tops: Tensor, is_finite: bool, high: Tensor, low: Tensor) -> None:
+    """Cut each block at its top into pieces; an infinity or NaN is all in ``high``.
 
     Args:
         blocks: Shape (blocks, n), of float32 or narrower.
         tops: Of each block, at least that of ``tops_of``.
-        high: Same shape, float64: multiples of 2^(WIDTH·top).
-        low: Same shape, float64: multiples of 2^(WIDTH·(top - 1)).
-        adds: Add the pieces to what is there.
+        is_finite: All elements are finite.
+        high: Result, same shape, float64: multiples of 2^(WIDTH·top).
+        low: Result, likewise: multiples of 2^(WIDTH·(top - 1)).
     """
     # (x + c) - c rounds x to multiples of c's last place.
     ones = torch.full((len(tops), 1), 1.5 * 2.0**52, dtype=torch.float64, device=blocks.device)
     shifts = torch.ldexp(ones, WIDTH * tops[:, None])
+    smaller = shifts * 2.0**-WIDTH
     for start in range(0, len(blocks), _TOGETHER):
         part = slice(start, start + _TOGETHER)
-        term, shift = blocks[part].double(), shifts[part]
-        piece = (term + shift).sub_(shift)
-        rest = term.sub_(piece)
-        if not bool(piece.isfinite().all()):
+        term, piece, rest = blocks[part], high[part], low[part]
+        torch.add(term, shifts[part], out=piece).sub_(shifts[part])
+        torch.sub(term, piece, out=rest)
+        if not is_finite:
             rest.nan_to_num_(nan=0.0)
-        shift = shift * 2.0**-WIDTH
-        rest.add_(shift).sub_(shift)
-        if adds:
-            high[part] += piece
-            low[part] += rest
-        else:
-            high[part], low[part] = piece, rest
+        rest.add_(smaller[part]).sub_(smaller[part])
 
 
 class ExactSum:
@@ -104,16 +99,17 @@ class ExactSum:
 
     def __init__(self, first: Tensor) -> None:
         blocks = blocks_of(first)
-        self.tops = tops_of(blocks)
-        self.high = torch.empty_like(blocks, dtype=torch.float64)
-        self.low = torch.empty_like(self.high)
-        cut(blocks, self.tops, self.high, self.low)
+        self.tops, is_finite = tops_of(blocks)
+        self.high, self.low = _pieces_of(blocks, self.tops, is_finite)
 
     def add(self, term: Tensor) -> None:
         """Add a term of the same number of elements."""
         blocks = blocks_of(term)
-        self.raise_to(torch.maximum(self.tops, tops_of(blocks)))
-        cut(blocks, self.tops, self.high, self.low, adds=True)
+        tops, is_finite = tops_of(blocks)
+        self.raise_to(torch.maximum(self.tops, tops))
+        high, low = _pieces_of(blocks, self.tops, is_finite)
+        self.high += high
+        self.low += low
 
     def raise_to(self, tops: Tensor) -> None:
         """Move to higher tops: by one, the high piece is the low one; by more, nothing is left."""
@@ -127,3 +123,10 @@ class ExactSum:
             self.low[moved] = torch.where(kept.isfinite(), kept, 0)
             self.high[moved] = lost
             self.tops = tops.clone()
+
+
+def _pieces_of(blocks: Tensor, tops: Tensor, is_finite: bool) -> tuple[Tensor, Tensor]:
+    high = torch.empty_like(blocks, dtype=torch.float64)
+    low = torch.empty_like(high)
+    cut(blocks, tops, is_finite, high, low)
+    return high, low

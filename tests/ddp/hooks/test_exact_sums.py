@@ -80,21 +80,22 @@ def test_the_top_is_the_least_whose_unit_holds_the_block():
     for exponent in (-149, -126, -37, -36, -35, -1, 0, 1, 34, 35, 36, 71, 127):
         for value in (2.0**exponent, 1.999 * 2.0 ** (exponent - 1)):
             block = torch.tensor([[0.0, value, -value / 2]])
-            (top,) = tops_of(block).tolist()
+            (top,) = tops_of(block)[0].tolist()
             largest = float(block.max())
             assert not largest or largest < 2.0 ** (width * (top + 1) - 1)
             assert not largest or largest >= 2.0 ** (width * top - 1)
-    assert tops_of(torch.zeros(2, 3)).tolist() == [exact_sums.NO_TOP] * 2
-    assert tops_of(torch.tensor([[math.inf, 1.0], [math.nan, 0.0]])).tolist() == [
-        tops_of(torch.ones(1, 1)).item(), exact_sums.NO_TOP,
-    ]  # fmt: skip
+    (one,) = tops_of(torch.ones(1, 1))[0].tolist()
+    tops, is_finite = tops_of(torch.zeros(2, 3))
+    assert tops.tolist() == [exact_sums.NO_TOP] * 2 and is_finite
+    tops, is_finite = tops_of(torch.tensor([[math.inf, 1.0], [math.nan, 0.0]]))
+    assert tops.tolist() == [one, exact_sums.NO_TOP] and not is_finite
 
 
 def test_pieces_are_multiples_of_their_units():
     blocks = blocks_of(term(1, 2 * BLOCK, 20))
-    tops = tops_of(blocks)
+    tops, is_finite = tops_of(blocks)
     high, low = (torch.empty_like(blocks, dtype=torch.float64) for _ in range(2))
-    cut(blocks, tops, high, low)
+    cut(blocks, tops, is_finite, high, low)
     for piece, below in ((high, 0), (low, 1)):
         units = 2.0 ** (exact_sums.WIDTH * (tops - below).double())[:, None]
         assert bool(((piece / units).frac() == 0).all())
