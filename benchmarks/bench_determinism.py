@@ -1,4 +1,4 @@
-"""Time all-reduces in the order of the ranks against plain ones, and MPI's own, in turns.
+"""Time all-reduces in rank order, plain ones and MPI's own, and exact averages of gradients.
 
 mpirun --oversubscribe -n 3 python benchmarks/bench_determinism.py
 """
@@ -16,16 +16,21 @@ import torch
 
 import mpidist.comm
 from harness import benchmark_options, environment, timing
-from mpidist.comm import ProcessGroup
+from mpidist.comm import AVG, ProcessGroup
+from mpidist.ddp.hooks.exact import ExactAverage, exact_average_hook
 
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 GOAL_BYTES, GOAL = 16 << 20, 1.2
+EXACT_GOAL = 8
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES", help="of fp32 tensors"
+    )
+    parser.add_argument(
+        "--exact", type=int, nargs="*", default=[16 << 20], metavar="BYTES", help="of gradients"
     )
     parser.add_argument("--rounds", type=int, default=15, help="bursts of each contender")
     parser.add_argument("--burst-s", type=float, default=0.02, help="about the time of a burst")
@@ -42,8 +47,9 @@ def main() -> None:
     ordered._comm.adds_in_rank_order = True
     timing.touch_memory()
     rows = [_row(raw, plain, ordered, nbytes, options) for nbytes in options.sizes]
+    exact = [_exact(plain, nbytes, options.rounds) for nbytes in options.exact]
     about = environment.describe(raw)
-    record = {"environment": about, "rounds": options.rounds, "rows": rows}
+    record = {"environment": about, "rounds": options.rounds, "rows": rows, "exact": exact}
     if world.rank == 0 and options.output:
         options.output.mkdir(parents=True, exist_ok=True)
         name = f"determinism-{environment.library_name(about)}-{world.size}.json"
@@ -93,6 +99,59 @@ def _row(
         print(
             f"{nbytes:>10} B  mpi4py {row['mpi4py_us']:>9.1f} us  plain {row['plain_us']:>9.1f} "
             f"us  order {row['order_us']:>9.1f} us  {row['over_plain']:.2f}{goal}",
+            flush=True,
+        )
+    return row
+
+
+class _Bucket:
+    """A bucket of one gradient."""
+
+    def __init__(self, group: ProcessGroup, gradient: torch.Tensor) -> None:
+        self._group, self._gradient = group, gradient
+
+    def index(self) -> int:
+        return 0
+
+    def names(self) -> tuple[str, ...]:
+        return ("weight",)
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [self._gradient]
+
+    def buffer(self) -> torch.Tensor:
+        return self._gradient
+
+    def group(self) -> ProcessGroup:
+        return self._group
+
+
+def _exact(group: ProcessGroup, nbytes: int, rounds: int) -> dict[str, float]:
+    """Return the medians of an exact average and a plain one, in milliseconds."""
+    gradient = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(group.rank))
+    flat, parameter = gradient.clone(), torch.nn.Parameter(gradient[:1].clone())
+    state = ExactAverage([("weight", parameter)], lambda: True)
+    bucket: Any = _Bucket(group, flat)
+    calls = {
+        "plain": lambda: group.all_reduce(flat, AVG),
+        "exact": lambda: exact_average_hook(state, bucket).wait(),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            flat.copy_(gradient)
+            group.barrier()
+            start = perf_counter()
+            call()
+            if turn:
+                times[name].append(perf_counter() - start)
+    row = {"bytes": nbytes, **{f"{name}_ms": 1e3 * median(times[name]) for name in calls}}
+    row["over_plain"] = row["exact_ms"] / row["plain_ms"]
+    if group.rank == 0:
+        print(
+            f"{nbytes:>10} B  average: plain {row['plain_ms']:.1f} ms  exact "
+            f"{row['exact_ms']:.1f} ms  {row['over_plain']:.1f}  (goal {EXACT_GOAL}: "
+            f"{'met' if row['over_plain'] <= EXACT_GOAL else 'missed'})",
             flush=True,
         )
     return row

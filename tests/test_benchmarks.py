@@ -82,7 +82,7 @@ _OF_COLLECTIVES = [
     ["tree_job.py", "collectives", "--quick"],
     ["bench_collectives.py", "--quick"],
     ["bench_execution.py", "--rounds", "1"],
-    ["bench_determinism.py", "--sizes", "8", "65536", "--rounds", "2", "--burst-s", "0.001"],
+    ["bench_determinism.py", "--sizes", "8", "65536", "--exact", "65536", "--rounds", "2"],
 ]
 _OF_TRAINING = [
     ["tree_job.py", "ddp", "--quick"],
@@ -217,6 +217,7 @@ def test_sums_in_rank_order_are_compared_and_recorded(of_collectives):
     record = record_of(of_collectives[0], "determinism-*-2.json", has_picture=False)
     assert [row["bytes"] for row in record["rows"]] == [8, 65536]
     assert all(row["order_us"] > 0 and row["over_plain"] > 0 for row in record["rows"])
+    assert [row["bytes"] for row in record["exact"]] == [65536]
 
 
 @pytest.mark.slow

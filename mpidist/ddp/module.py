@@ -339,6 +339,11 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         if self._is_exact:
             if any(are_sparse):
                 raise ValueError("exact_average cannot serve parameters with sparse gradients")
+            if found := in_backward.names_of(named):
+                raise ValueError(
+                    "exact_average cannot serve optimizers that step in the backward pass, which "
+                    f"{', '.join(found[:10])} have: step after it"
+                )
             is_averaging = weakref.WeakMethod(self.reducer.is_averaging)
             state = ExactAverage(named, lambda: (method := is_averaging()) is None or method())
             self.reducer.register_hook(exact_average_hook, state)

@@ -23,7 +23,6 @@ import torch
 
 from mpidist.comm.algorithms.reduce_op import MAX, SUM
 from mpidist.comm.group_types import Group
-from mpidist.ddp import in_backward
 from mpidist.ddp.hooks.exact_sums import MOST_TERMS, ExactSum, blocks_of, cut, tops_of
 from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.stages import in_order, run_stages
@@ -46,8 +45,7 @@ class ExactAverage:
             get.
 
     Raises:
-        ValueError: A parameter has a dtype whose sums this does not keep exactly, or an optimizer
-            that steps in the backward pass.
+        ValueError: A parameter has a dtype whose sums this does not keep exactly.
     """
 
     def __init__(
@@ -59,11 +57,6 @@ class ExactAverage:
             raise ValueError(
                 "exact_average needs parameters of float32, bfloat16 or float16; got "
                 f"{', '.join(wrong[:10])}"
-            )
-        if found := in_backward.names_of(named):
-            raise ValueError(
-                "exact_average cannot serve optimizers that step in the backward pass, which "
-                f"{', '.join(found[:10])} have: step after it"
             )
         self.terms = 0
         self._is_averaging = is_averaging

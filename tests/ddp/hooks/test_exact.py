@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 from mpidist import ddp
 from mpidist.ddp.hooks import exact, exact_sums
@@ -150,6 +151,9 @@ def test_what_cannot_be_exact_is_refused_on_all_ranks(group, monkeypatch):
         group, ValueError, lambda: wrap(torch.nn.Linear(2, 2, dtype=torch.float64)), "float64"
     )
     raises_on_all(group, ValueError, lambda: wrap(torch.nn.Embedding(4, 2, sparse=True)), "sparse")
+    stepping = torch.nn.Linear(2, 1)
+    _apply_optimizer_in_backward(torch.optim.SGD, stepping.parameters(), {"lr": 0.1})
+    raises_on_all(group, ValueError, lambda: wrap(stepping), "step in the backward pass")
     wrapped = wrap(torch.nn.Linear(2, 1))
     raises_on_all(
         group, ValueError, lambda: wrapped.register_comm_hook(None, ddp.bf16_compress_hook), "round"
