@@ -40,7 +40,6 @@ from mpidist.zero.state.result_memory import KeptMemory
 from mpidist.zero.step.backward_steps import Hook, SteppingHook
 from mpidist.zero.step.join import StepHook
 from mpidist.zero.step.parameter_changes import ParameterChanges
-from mpidist.zero.step.parameter_gather import ParameterGather
 from mpidist.zero.step.policy import StepPolicy
 from mpidist.zero.wire.formats import wire_of
 from mpidist.zero.wire.wire import Wire
@@ -172,10 +171,9 @@ class OSS(torch.optim.Optimizer, Joinable):
         self.defaults = dict(self.optim.defaults)  # schedulers read momentum or betas there
         self.state = self.optim.state
         self._changes = ParameterChanges(
-            self.group, self.param_groups, shards, self._local, one_copy, used, self._code
+            self.group, self.param_groups, shards, self._local, one_copy, self._code
         )
         self._policy = StepPolicy(self.param_groups, shards, self.optim)
-        self._gather = ParameterGather(self.group, shards, used)
         self._consolidation = Consolidation(self.group)
         self._background = Background(self.group)
         self._copies = KeptMemory()
@@ -211,28 +209,37 @@ class OSS(torch.optim.Optimizer, Joinable):
     def _step(self, closure: Callable[[], T] | None, kwargs: dict[str, Any]) -> T | None:
         shards, local, policy = self._shards, self._local, self._policy
         self._changes.follow(None if closure is None else policy.refusal())
-        gradients = Gradients([] if shards.steps_parameters else shards.pieces, shards.outside)
         result, error = None, None
         with record_function("mpidist::oss::optim_step"):
             try:
-                gradients.attach()
-                if closure is not None:
-                    kwargs["closure"] = self._attaching(closure, gradients)
-                result = policy.step(**kwargs)
+                if closure is None and shards.steps_parameters and not shards.outside:
+                    result = policy.step(**kwargs)
+                else:
+                    result = self._step_attached(closure, kwargs)
             except Exception as raised:
                 error = raised
-            finally:
-                gradients.detach()
         # Also a barrier: all ranks have stepped, so one copy of the parameters is complete.
         failed = maximum(self.group, int(error is not None), self._code)
-        if not local.flat.is_flat(self.optim.state):
+        if len(self.optim.state) != local.flat.entries:
             local.flatten()
         with record_function("mpidist::oss::gather"):
-            self._gather.run()
+            shards.gather()
         groups.sync(self.optim.param_groups, self.param_groups)
         if failed:
             require_same(self.group, "OSS.step", (), error)
         return result
+
+    def _step_attached(self, closure: Callable[[], T] | None, kwargs: dict[str, Any]) -> T | None:
+        """Step pieces that are not parameters, or beside frozen parameters with gradients."""
+        shards = self._shards
+        gradients = Gradients([] if shards.steps_parameters else shards.pieces, shards.outside)
+        if closure is not None:
+            kwargs["closure"] = self._attaching(closure, gradients)
+        try:
+            gradients.attach()
+            return self._policy.step(**kwargs)
+        finally:
+            gradients.detach()
 
     def _attaching(self, closure: Callable[[], T], gradients: Gradients) -> Callable[[], T]:
         def evaluate() -> T:
@@ -648,14 +655,7 @@ def _shards_of(
         )
     groups.require_host_memory(param_groups if one_copy else [])
     groups.require_distinct(param_groups)
-    shards = Shards(
-        group,
-        partition,
-        cost,
-        one_copy and group.size > 1,
-        has_masters=wire is not None,
-        saves_seen=wire is not None and not wire.is_rounding,
-    )
+    shards = Shards(group, partition, cost, one_copy and group.size > 1, wire)
     for each in param_groups:
         shards.add(each["params"])
     return shards

@@ -20,6 +20,7 @@ from mpidist.zero.shards.flat_buffers import FlatBuffers
 from mpidist.zero.shards.master_weights import Masters, exact_masters
 from mpidist.zero.shards.partition import FLAT, Cost, Owners
 from mpidist.zero.shards.pieces import Piece
+from mpidist.zero.wire.wire import Wire
 
 Tensor = torch.Tensor
 
@@ -32,8 +33,8 @@ class Shards:
         partition: ``"greedy"``, ``"balanced"`` or ``"flat"``.
         cost: Of a parameter, for ``"balanced"``.
         one_copy: The ranks of a node hold one copy of the parameters.
-        has_masters: This rank steps copies of its shards, not the parameters themselves.
-        saves_seen: See ``Masters``.
+        wire: Format of shards on the network: this rank steps copies of its shards. If None it
+            steps the parameters themselves, and shards are sent as they are.
 
     Attributes:
         group: As given.
@@ -44,7 +45,8 @@ class Shards:
         flats: The elements of each flat buffer.
         outside: Those of ``pieces`` whose parameters are frozen, in no buffer.
         is_one_copy: All ranks of a node read the memory that this rank's step writes.
-        masters: The master copies; empty without ``has_masters``.
+        wire: As given.
+        masters: The master copies; empty without a wire.
         steps_parameters: This rank's pieces are whole parameters themselves.
     """
 
@@ -54,8 +56,7 @@ class Shards:
         partition: str,
         cost: Cost,
         one_copy: bool,
-        has_masters: bool,
-        saves_seen: bool = False,
+        wire: Wire | None = None,
     ) -> None:
         self.parameters: list[Tensor] = []
         self.owners = Owners(partition, cost, group.size)
@@ -64,12 +65,12 @@ class Shards:
         self.flats: list[Tensor] = []
         self.is_one_copy = True  # of no buffer yet
         self.outside: list[Piece] = []
-        self.masters = Masters(saves_seen)
-        self.steps_parameters = partition != FLAT and not has_masters
+        self.masters = Masters(saves_seen=wire is not None and not wire.is_rounding)
+        self.steps_parameters = partition != FLAT and wire is None
         self.group = group
+        self.wire = wire
         self._partition = partition
         self._one_copy = one_copy
-        self._has_masters = has_masters
         self._buffers: list[FlatBuffers] = []  # of each call of make
         self._buffers_of: dict[int, FlatBuffers] = {}  # by parameter number
         self._pending: list[FlatBuffers] = []  # allocated, without parameters
@@ -190,12 +191,22 @@ class Shards:
     def gather(self) -> None:
         """Copy every rank's shards to all ranks.
 
-        Collective: over the group.
+        Collective: over the group, after a barrier that follows every rank's step.
 
-        Blocks: until this rank's copy is complete.
+        Blocks: until this rank's parameters are complete.
         """
-        for buffers in self._buffers:
-            buffers.gather()
+        group, wire = self.group, self.wire
+        if group.size == 1:
+            return
+        if wire is not None:
+            masters = self.masters
+            for plan, flat, own in zip(self.plans, self.flats, masters.flats, strict=True):
+                wire.share(group, own, flat, plan.bounds)
+            masters.mark_current(self.pieces)
+        # Ranks that share one copy on one node have nothing to copy.
+        elif not (self.is_one_copy and group.is_single_node):
+            for buffers in self._buffers:
+                buffers.gather()
 
     def stepped(self) -> list[Piece]:
         """Return this rank's pieces of parameters that are in their places, or empty."""
@@ -214,7 +225,7 @@ class Shards:
         self._buffers, self._buffers_of = [], {}
         self.plans, self.flats, self.is_one_copy = [], [], True
         kept: Mapping[int, Tensor] = {}
-        if self._has_masters:
+        if self.wire is not None:
             self.masters.settle(self.pieces)
             places = {number: former.view(number) for number, former in buffers_of.items()}
             kept = exact_masters(self.pieces, places)
@@ -301,7 +312,7 @@ class Shards:
         for index, plan in enumerate(buffers.plans, first):
             self._buffers_of.update(dict.fromkeys(plan.by_number, buffers))
             low, high = plan.bounds[rank : rank + 2]
-            if self._has_masters:
+            if self.wire is not None:
                 self.masters.flats.append(torch.zeros_like(self.flats[index][low:high]))
             for span in plan.spans(rank):
                 home = (index, span.offset - low)
@@ -334,9 +345,10 @@ class Shards:
     def _elements(self, home: tuple[int, int], span: Span) -> Tensor:
         """Return a span's elements of the flat buffer, or of this rank's master copy."""
         index, start = home
-        memory = self.masters.flats[index] if self._has_masters else self.flats[index]
-        if not self._has_masters:
-            start = span.offset
+        if self.wire is None:
+            memory, start = self.flats[index], span.offset
+        else:
+            memory = self.masters.flats[index]
         part = memory[start : start + span.stop - span.start]
         view = self._buffers_of[span.number].view(span.number)
         # Whole parameters keep their shape: the base optimizer may read it.

@@ -36,12 +36,13 @@ class FlatState:
 
     Attributes:
         kinds: The tensor of each kind, with as many elements as the rank's shard of the buffer.
+        entries: Tensors that had state at the last ``flatten``; with more, some state is not flat.
     """
 
     def __init__(self, spare: Mapping[Kind, Tensor] | None = None) -> None:
         self.kinds: dict[Kind, Tensor] = {}
         self._spare = dict(spare or {})
-        self._flattened = 0
+        self.entries = 0
 
     def flatten(self, pieces: Iterable[Piece], state: State, sizes: Sequence[int]) -> None:
         """Move element-wise state into the flat tensors; ``state`` then holds views of them.
@@ -58,11 +59,7 @@ class FlatState:
                 if self.belongs(value, piece):
                     self._flatten_one(piece, held, name, value, sizes[piece.home[0]])
         self._spare.clear()
-        self._flattened = len(state)
-
-    def is_flat(self, state: State) -> bool:
-        """Return whether no piece got its first state since the last ``flatten``."""
-        return len(state) == self._flattened
+        self.entries = len(state)
 
     @staticmethod
     def belongs(value: object, piece: Piece) -> TypeGuard[Tensor]:

@@ -19,8 +19,6 @@ Tensor = torch.Tensor
 
 # Set on parameters by ``mpidist.ddp.shadowing`` while their gradients are the other ranks' average.
 _IS_SHADOWING = "_mpidist_is_shadowing"
-# Set by ``mpidist.ddp.join`` within ``DistributedDataParallel.join``.
-_IS_JOINING = "_mpidist_is_joining"
 
 
 def is_shadowing(parameters: Sequence[Tensor]) -> bool:
@@ -40,21 +38,6 @@ class UnevenInputs:
         self._groups = parameter_groups
         self._shards = shards
         self._own: list[tuple[Tensor, Tensor | None]] | None = None  # while others' are borrowed
-
-    def require_named(self) -> None:
-        """Refuse a step within ``DistributedDataParallel.join`` that was not given the optimizer.
-
-        Raises:
-            RuntimeError: The parameters' module is within ``join``: ranks without inputs would not
-                take part in the step.
-        """
-        for group in self._groups:
-            if group["params"] and hasattr(group["params"][0], _IS_JOINING):
-                raise RuntimeError(
-                    "a sharded optimizer steps within DistributedDataParallel.join, which was not "
-                    "given it; ranks without inputs could not take part: pass "
-                    "join(optimizers=[optimizer])"
-                )
 
     def exchange(self, has_inputs: bool) -> None:
         """Send gradients and settings from the last rank with inputs to the ranks without.

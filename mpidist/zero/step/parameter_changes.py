@@ -14,7 +14,6 @@ from mpidist.zero.shards.groups import ParamGroup
 from mpidist.zero.shards.pieces import unchanged
 from mpidist.zero.shards.shards import Shards
 from mpidist.zero.state.local_optimizer import LocalOptimizer
-from mpidist.zero.wire.wire import Wire
 
 _NEW, _MOVED, _REFUSED = 1, 2, 3
 
@@ -28,7 +27,6 @@ class ParameterChanges:
         shards: The sharded optimizer's.
         local: Its base optimizer.
         one_copy: Parameters must be in host memory.
-        wire: Format that must carry the parameters.
         code: Memory of ``maximum``.
     """
 
@@ -39,7 +37,6 @@ class ParameterChanges:
         shards: Shards,
         local: LocalOptimizer,
         one_copy: bool,
-        wire: Wire | None,
         code: Tensor,
     ) -> None:
         self._group = group
@@ -47,7 +44,6 @@ class ParameterChanges:
         self._shards = shards
         self._local = local
         self._one_copy = one_copy
-        self._wire = wire
         self._code = code
 
     def follow(self, refusal: Exception | None = None) -> None:
@@ -69,7 +65,8 @@ class ParameterChanges:
                 self._move()
         if changed:
             self.refresh("OSS.step")
-        shards.masters.renew(shards.pieces)
+        if shards.wire is not None:
+            shards.masters.renew(shards.pieces)
         groups.sync(self._groups, self._local.optim.param_groups)
 
     def refresh(self, where: str) -> None:
@@ -79,7 +76,7 @@ class ParameterChanges:
             where: The method, for messages.
         """
         with comparing(self._group, where) as rows:
-            groups.require_carried(self._groups, self._wire)
+            groups.require_carried(self._groups, self._shards.wire)
             rows += groups.rows(self._groups)
         shards = self._shards
         shards.refresh()
@@ -101,7 +98,7 @@ class ParameterChanges:
                 groups.require_host_memory(self._groups[-1:] if self._one_copy else [])
                 groups.require_distinct(self._groups)
                 # All groups: other parameters may train again since the last step.
-                groups.require_carried(self._groups, self._wire)
+                groups.require_carried(self._groups, self._shards.wire)
                 rows += groups.rows(self._groups)
                 owners, _ = self._shards.owners.choose(self._groups[-1]["params"])
                 rows.append(("owners", owners))

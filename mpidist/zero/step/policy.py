@@ -17,6 +17,9 @@ from mpidist.zero.shards.shards import Shards
 from mpidist.zero.step.backward_steps import BackwardEndHook, BackwardSteps, Hook, SteppingHook
 from mpidist.zero.step.join import UnevenInputs
 
+# Set on parameters by ``mpidist.ddp.join`` within ``DistributedDataParallel.join``.
+_IS_JOINING = "_mpidist_is_joining"
+
 
 class Turn(enum.Enum):
     """Caller whose ``step()`` takes the next step.
@@ -46,6 +49,7 @@ class StepPolicy:
         self, parameter_groups: Groups, shards: Shards, optim: torch.optim.Optimizer
     ) -> None:
         self._turn = Turn.USER
+        self._groups = parameter_groups
         self._optim = optim
         self._make_backward_steps = partial(BackwardSteps, parameter_groups, shards, optim)
         self._backward_steps: BackwardSteps | None = None  # from the first stepping hook on
@@ -74,11 +78,26 @@ class StepPolicy:
         if before_step is not None:
             before_step()
         else:
-            self._inputs.require_named()
+            self._require_named()
             Join.notify_join_context(optimizer)
         if before_step is not None or optimizer._join_config.enable:
             self._inputs.exchange(has_inputs=True)
         return True
+
+    def _require_named(self) -> None:
+        """Refuse a step within ``DistributedDataParallel.join`` that was not given the optimizer.
+
+        Raises:
+            RuntimeError: The parameters' module is within ``join``: ranks without inputs would not
+                take part in the step.
+        """
+        for group in self._groups:
+            if group["params"] and hasattr(group["params"][0], _IS_JOINING):
+                raise RuntimeError(
+                    "a sharded optimizer steps within DistributedDataParallel.join, which was not "
+                    "given it; ranks without inputs could not take part: pass "
+                    "join(optimizers=[optimizer])"
+                )
 
     def step(self, **kwargs: Any) -> Any:
         """Step this rank's pieces, but those that the backward pass has stepped.

@@ -12,6 +12,7 @@ from mpidist.kernels.view import laid_out
 from mpidist.zero.optimizer import OSS
 from mpidist.zero.shards.flat_buffers import in_memory_order
 from mpidist.zero.shards.shards import Shards
+from mpidist.zero.wire.formats import wire_of
 from tests.tools.support import agree
 from tests.zero import nets
 
@@ -219,7 +220,7 @@ def test_masters_stay_exact_where_nobody_has_written_the_parameter(group, kind):
     shapes = [(40, 9), (130,), (6, 5, 3, 3), (7,)]
     parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     parameters[2].data = parameters[2].detach().to(memory_format=torch.channels_last)
-    shards = Shards(group, kind, torch.numel, one_copy=False, has_masters=True)
+    shards = Shards(group, kind, torch.numel, one_copy=False, wire=wire_of("bf16"))
     shards.add(parameters)
     shards.make()
     shards.place_parameters()

@@ -49,7 +49,7 @@ def test_state_of_a_pieces_shape_moves_into_the_flat_tensors_and_keeps_its_value
     for piece in own:
         for name in ("step", "rows", "none"):
             assert state[piece.tensor][name] is others[piece.number][name]
-    assert state[own[3].tensor]["a"] is others[3]["a"] and flat.is_flat(state)
+    assert state[own[3].tensor]["a"] is others[3]["a"] and flat.entries == len(state)
     before = state[own[0].tensor]["a"]
     state[own[1].tensor]["b"] = torch.ones(2, 3, 4, 5, dtype=torch.bfloat16)
     flat.flatten(own, state, sizes)
