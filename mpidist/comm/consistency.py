@@ -161,7 +161,8 @@ def maximum(group: Group, code: int, memory: torch.Tensor | None = None) -> int:
     else:
         memory.fill_(code)
     group.journal.note_own()
-    group.all_reduce(memory, MAX)
+    if not group.all_reduce_at_once(memory, MAX):
+        group.all_reduce(memory, MAX)
     return int(memory)
 
 

@@ -19,7 +19,6 @@ import torch
 from mpidist.comm.algorithms import sendrecv
 from mpidist.comm.algorithms.shared_memory import shared_maps
 from mpidist.comm.execution.operation import Operation, Tensors
-from mpidist.comm.execution.work import Work
 from mpidist.comm.group_types import Group
 from mpidist.comm.mpi import autograd_mode
 from mpidist.comm.mpi.communicator import Communicator
@@ -44,11 +43,12 @@ class ShardMemory:
         self.own = own
         self.is_one_copy = is_one_copy
         nodes = group._comm.nodes
-        self.leads = nodes.index(nodes[group.rank]) == group.rank
+        self._ranks = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
+        self.leads = self._ranks[0] == group.rank
         self._group = group
-        self._copies = copies  # of the ranks of this node; None if not shared
+        self._copies = copies  # of the ranks of this node, ``_ranks``; None if not shared
 
-    def gather(self, ranges: Ranges, async_op: bool = False) -> Work | None:
+    def gather(self, ranges: Ranges) -> None:
         """Copy the parts of all ranks into every copy.
 
         Collective: over the group, in the order of its operations.
@@ -59,17 +59,11 @@ class ShardMemory:
         Args:
             ranges: For each rank the (first, end) of the bytes that it has written; the same on all
                 ranks.
-            async_op: Execute on the group's thread, behind the queue.
-
-        Returns:
-            A Work if ``async_op``.
         """
         group = self._group
         if self._copies is not None:
-            operation = Operation(
-                "gather_shards", _in_node_memory, args=(self, ranges), results=(self.own,)
-            )
-            return group._launch(operation, async_op)
+            group._launch(Operation("gather_shards", _in_node_memory, args=(self, ranges)))
+            return
         places = range(max(map(len, ranges), default=0))
         parts = [
             [self.own[slice(*ranges[rank][place])] for rank in range(group.size)]
@@ -80,9 +74,7 @@ class ShardMemory:
             for each in parts:
                 group.all_gather(each, each[group.rank])
 
-        return group.in_order(
-            stages, async_op, self.own.device, operation="gather_shards", results=(self.own,)
-        )
+        group.in_order(stages, async_op=False, device=self.own.device, operation="gather_shards")
 
 
 def allocate(group: Group, nbytes: int, one_copy: bool = False) -> ShardMemory:
@@ -134,11 +126,10 @@ def _in_node_memory(
     assert copies is not None
     levels = None if comm.is_single_node else comm.levels()
     node = comm if levels is None else levels.node
-    ranks = [rank for rank in range(comm.size) if comm.nodes[rank] == comm.nodes[comm.rank]]
     # After the barrier all parts of this node are complete.
     node.mpi.Barrier()
     if not memory.is_one_copy and (levels is None or levels.leaders is not None):
-        for place, rank in enumerate(ranks):
+        for place, rank in enumerate(memory._ranks):
             if rank != comm.rank:
                 _copy(own, copies[place], ranges[rank])
     if levels is not None:

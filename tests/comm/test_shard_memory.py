@@ -65,7 +65,8 @@ def test_all_ranks_get_all_parts(world, on_nodes, monkeypatch, layout, one_copy,
         whole = expected(ranges, step)
         for first, end in ranges[group.rank]:
             memory.own[first:end] = whole[first:end]
-        finished(memory.gather(ranges, async_op=step % 3 == 1))
+        gather = functools.partial(memory.gather, ranges)
+        finished(group.in_order(gather, async_op=step % 3 == 1))
         if not torch.equal(memory.own, whole):
             wrong.append(step)
         if memory.is_one_copy:
@@ -135,7 +136,8 @@ def test_parts_are_gathered_in_debug_mode_and_where_timeouts_raise(
         for first, end in ranges[group.rank]:
             memory.own[first:end] = expected(ranges, 3)[first:end]
         # A synchronous call on one rank matches an asynchronous one on another.
-        finished(memory.gather(ranges, async_op=group.rank == 0))
+        gather = functools.partial(memory.gather, ranges)
+        finished(group.in_order(gather, async_op=group.rank == 0))
         agree(world, torch.equal(memory.own, expected(ranges, 3)))
 
 

@@ -134,7 +134,8 @@ class Execution:
             self.require_no_nan(operation.name, operation.inputs)
         if torch_profiler._is_profiler_enabled:
             operation.title = profiling.requested_name()
-        if not operation.is_direct():
+        has_tensors = operation.inputs or operation.outputs
+        if has_tensors and not operation.is_direct():
             operation = self._copied(operation, async_op)
         if not async_op and self.progress.try_enter():
             try:

@@ -231,7 +231,10 @@ class Journal:
         outputs: Sequence[torch.Tensor] = (),
     ) -> None:
         """Record the start of a collective; one of its tensors is referenced until ``leave``."""
-        self.description = Description(operation, _forms(inputs), _forms(outputs))
+        read = _forms(inputs) if inputs else ()
+        # The same tensors where they are reduced in place.
+        written = read if outputs is inputs else _forms(outputs) if outputs else ()
+        self.description = Description(operation, read, written)
         self.sequence += 1
         self.operation = operation
         self.tensor = outputs[0] if outputs else inputs[0] if inputs else None
