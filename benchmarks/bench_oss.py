@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,13 +46,18 @@ def parts_of(peers: Peers, built: dict[str, Any]) -> list[Contender]:
             Gradients(oss._shards.pieces, []).attach()
         found.append(_contender(f"{name}: base optimizer", oss.optim.step))
         if "one copy" not in name:
-            found.append(_contender(f"{name}: gather", oss._gather.run))
+            found.append(_contender(f"{name}: gather", partial(_gather, oss)))
     flat = built["mpidist flat"]._shards
     (plan,), rank = flat.plans, peers.native.rank
     own = plan.bounds[rank + 1] - plan.bounds[rank]
     source, target = (torch.ones(plan.numel - own) for _ in range(2))
     found.append(_contender("copy of the others' shards", lambda: target.copy_(source)))
     return found
+
+
+def _gather(oss: Any) -> None:
+    oss.group.barrier()  # in a step the all-reduce behind the base optimizer
+    oss._shards.gather()
 
 
 def consolidations(built: dict[str, Any]) -> Iterator[Contender]:

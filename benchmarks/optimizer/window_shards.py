@@ -58,6 +58,7 @@ class Shards:
 
     def _gather(self) -> None:
         nbytes = self._nbytes
+        self._group.barrier()  # the all-reduce behind the step, in OSS
         self._memory.gather([[(0, nbytes)], [(nbytes, 2 * nbytes)]])
 
     def _exchange(self) -> None:

@@ -51,7 +51,8 @@ class ShardMemory:
     def gather(self, ranges: Ranges) -> None:
         """Copy the parts of all ranks into every copy.
 
-        Collective: over the group, in the order of its operations.
+        Collective: over the group, in the order of its operations, behind one that no rank leaves
+        before all have written their parts (a barrier, an all-reduce).
 
         Blocks: until this rank's copy is complete and no rank reads its parts any more; the rank
         may then write them again.
@@ -126,8 +127,6 @@ def _in_node_memory(
     assert copies is not None
     levels = None if comm.is_single_node else comm.levels()
     node = comm if levels is None else levels.node
-    # After the barrier all parts of this node are complete.
-    node.mpi.Barrier()
     if not memory.is_one_copy and (levels is None or levels.leaders is not None):
         for place, rank in enumerate(memory._ranks):
             if rank != comm.rank:

@@ -218,7 +218,7 @@ class OSS(torch.optim.Optimizer, Joinable):
                     result = self._step_attached(closure, kwargs)
             except Exception as raised:
                 error = raised
-        # Also a barrier: all ranks have stepped, so one copy of the parameters is complete.
+        # Also a barrier: all ranks have stepped, so their shards are complete.
         failed = maximum(self.group, int(error is not None), self._code)
         if len(self.optim.state) != local.flat.entries:
             local.flatten()

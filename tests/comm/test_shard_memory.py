@@ -46,6 +46,16 @@ def expected(ranges, seed):
     return values
 
 
+def stages(group, memory, ranges):
+    """Return a function that gathers what all ranks have written before its call."""
+
+    def run():
+        group.barrier()
+        memory.gather(ranges)
+
+    return run
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("one_copy", [False, True], ids=["copies", "one copy"])
 @pytest.mark.parametrize("shares", [True, False], ids=["memory", "messages"])
@@ -65,8 +75,7 @@ def test_all_ranks_get_all_parts(world, on_nodes, monkeypatch, layout, one_copy,
         whole = expected(ranges, step)
         for first, end in ranges[group.rank]:
             memory.own[first:end] = whole[first:end]
-        gather = functools.partial(memory.gather, ranges)
-        finished(group.in_order(gather, async_op=step % 3 == 1))
+        finished(group.in_order(stages(group, memory, ranges), async_op=step % 3 == 1))
         if not torch.equal(memory.own, whole):
             wrong.append(step)
         if memory.is_one_copy:
@@ -96,7 +105,7 @@ def test_where_one_rank_cannot_share_all_send_messages(
     memory.own.copy_(expected(ranges, 1) * torch.tensor(0, dtype=torch.uint8))
     for first, end in ranges[group.rank]:
         memory.own[first:end] = expected(ranges, 1)[first:end]
-    memory.gather(ranges)
+    stages(group, memory, ranges)()
     agree(world, torch.equal(memory.own, expected(ranges, 1)))
 
 
@@ -117,7 +126,7 @@ def test_memory_is_the_hosts_whatever_default_device_dtype_and_mode(world, on_no
             for first, end in ranges[group.rank]:
                 memory.own[first:end] = expected(ranges, 2)[first:end]
             with torch.device("meta"), torch.inference_mode():
-                memory.gather(ranges)
+                stages(group, memory, ranges)()
             agree(world, torch.equal(memory.own, expected(ranges, 2)))
             group.barrier()
     finally:
@@ -136,8 +145,7 @@ def test_parts_are_gathered_in_debug_mode_and_where_timeouts_raise(
         for first, end in ranges[group.rank]:
             memory.own[first:end] = expected(ranges, 3)[first:end]
         # A synchronous call on one rank matches an asynchronous one on another.
-        gather = functools.partial(memory.gather, ranges)
-        finished(group.in_order(gather, async_op=group.rank == 0))
+        finished(group.in_order(stages(group, memory, ranges), async_op=group.rank == 0))
         agree(world, torch.equal(memory.own, expected(ranges, 3)))
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import pickle
+import sys
 import warnings
 
 import pytest
 import torch
 
+import mpidist
 from mpidist.errors import DisagreementError
 from mpidist.zero.optimizer import OSS
 from tests.tools.support import agree, raises_on_all
@@ -49,6 +52,25 @@ def sgd(group, parameters=None, **settings):
     """Return a sharded SGD over odd parameters, or over these."""
     parameters = nets.parameters_for("SGD") if parameters is None else parameters
     return OSS(parameters, torch.optim.SGD, group, **{"lr": 0.1, **settings})
+
+
+def test_a_step_on_one_node_passes_few_functions(group):
+    """Counts calls of ours in the calling thread; one of them copies the shard of another rank."""
+    parameters = nets.matrices()
+    sharded, package = sgd(group, parameters, momentum=0.9), os.path.dirname(mpidist.__file__)
+    calls = []
+
+    def note(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            calls.append(f"{frame.f_code.co_filename[len(package) :]} {frame.f_code.co_name}")
+
+    for step in range(3):
+        nets.give_gradients(parameters, step)
+        sys.setprofile(note if step == 2 else None)
+        sharded.step()
+        sys.setprofile(None)
+    modules = {call.split()[0] for call in calls}
+    agree(group, len(calls) <= 36 + group.size and len(modules) <= 13, "\n".join(calls))
 
 
 def test_positional_arguments_are_fairscales(group):
