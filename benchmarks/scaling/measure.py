@@ -21,7 +21,7 @@ from harness import devices, environment, process_memory, timing
 from mpidist import ddp
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.algorithms.shared_memory import share
-from mpidist.comm.resolve_group import native_group
+from mpidist.comm.world_group import native_group
 from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.stages import in_order
 from training import cases

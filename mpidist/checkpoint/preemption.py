@@ -16,7 +16,7 @@ import torch
 
 from mpidist.comm.algorithms.reduce_op import MAX
 from mpidist.comm.group_types import AnyGroup
-from mpidist.comm.resolve_group import native_group
+from mpidist.comm.world_group import native_group
 from mpidist.errors import MpidistError
 
 # EX_TEMPFAIL of sysexits.h: the program has saved, and a scheduler should start it again.

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Sampler
 
 from mpidist.comm.group_types import AnyGroup
-from mpidist.comm.resolve_group import native_group
+from mpidist.comm.world_group import native_group
 
 
 class ResumableSampler(Sampler[int]):

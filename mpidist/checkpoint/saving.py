@@ -19,7 +19,7 @@ from mpidist.checkpoint.manifest import Contents, Entry, Manifest
 from mpidist.checkpoint.training import Stateful, Training
 from mpidist.comm.consistency import comparing, converting_errors, same_error_on_all
 from mpidist.comm.group_types import AnyGroup, Group
-from mpidist.comm.resolve_group import native_group
+from mpidist.comm.world_group import native_group
 from mpidist.ddp.hooks import checkpoint as powersgd
 from mpidist.errors import CheckpointError, MpidistError
 

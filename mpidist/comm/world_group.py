@@ -1,4 +1,4 @@
-"""Groups that are made without another one: of all ranks of the job, or of some of them."""
+"""Groups made without another one, and the group that a ``process_group`` argument means."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import itertools
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 from mpidist.comm import subgroups
 from mpidist.comm.execution import group_state
 from mpidist.comm.execution.group_settings import ABORT, GroupSettings
 from mpidist.comm.execution.work import seconds
 from mpidist.comm.group import ProcessGroup
+from mpidist.comm.group_types import AnyGroup
 from mpidist.comm.mpi import creation_barrier, runtime
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.world import require_intracommunicator
@@ -157,3 +159,39 @@ def default() -> ProcessGroup:
     if _default is None or _default.is_closed:
         raise GroupError("no process group: call mpidist.comm.init() first, on all ranks")
     return _default
+
+
+def native_group(process_group: AnyGroup) -> ProcessGroup:
+    """Return the native group that ``process_group`` is or wraps.
+
+    Args:
+        process_group: A native group, a torch group on the backend ``mpidist``, or None: torch's
+            default group if its backend is ours, else the group of all ranks of the job.
+
+    Raises:
+        TypeError: A group of another backend.
+    """
+    if process_group is None:
+        process_group = default_group()
+    if isinstance(process_group, ProcessGroup):
+        return process_group
+    native = getattr(process_group, "native", None)
+    if isinstance(native, ProcessGroup):
+        return native
+    raise TypeError(
+        "this needs a group of mpidist: mpidist.comm.init(), or a torch group made with "
+        'backend="mpidist"; '
+        f"got {type(process_group).__name__}"
+    )
+
+
+def default_group() -> Any:
+    """Return torch's default group if its backend is ours, else the native group of all ranks."""
+    import torch.distributed as dist
+
+    # A script that has called torch's init_process_group("mpidist") means that group.
+    if dist.is_available() and dist.is_initialized():
+        default = dist.group.WORLD
+        if isinstance(getattr(default, "native", None), ProcessGroup):
+            return default
+    return init()

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from mpidist.comm.consistency import Row, comparing
 from mpidist.comm.group_types import AnyGroup
 from mpidist.comm.mpi import determinism
-from mpidist.comm.resolve_group import default_group, native_group
+from mpidist.comm.world_group import default_group, native_group
 from mpidist.ddp import in_backward, torch_arguments
 from mpidist.ddp.buckets import plan
 from mpidist.ddp.buckets.layout import SavedPlan

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.torch_version import TorchVersion
 
 from mpidist.comm.group_types import AnyGroup
-from mpidist.comm.resolve_group import default_group
+from mpidist.comm.world_group import default_group
 
 Device: TypeAlias = "int | str | torch.device"
 

@@ -17,7 +17,7 @@ import torch
 from torch.nn import Parameter
 
 from mpidist.comm.group_types import AnyGroup, Group
-from mpidist.comm.resolve_group import native_group
+from mpidist.comm.world_group import native_group
 from mpidist.ddp.buckets.settings import Settings
 from mpidist.ddp.buffer_syncing import (
     POST_FORWARD,

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mpidist.comm.resolve_group import native_group
+from mpidist.comm.world_group import native_group
 
 
 def make_default_group(timeout: timedelta | None) -> None:

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpidist.comm.consistency import values_that_differ
 from mpidist.comm.group_types import AnyGroup, Group
-from mpidist.comm.resolve_group import native_group
+from mpidist.comm.world_group import native_group
 from mpidist.dynamo import untraced
 from mpidist.nn import batch_kernels
 from mpidist.nn.batch_function import Normalize, gather_statistics

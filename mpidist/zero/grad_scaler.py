@@ -12,7 +12,7 @@ import torch
 from mpidist.comm.algorithms.reduce_op import MAX
 from mpidist.comm.consistency import require_same
 from mpidist.comm.group_types import AnyGroup
-from mpidist.comm.resolve_group import native_group
+from mpidist.comm.world_group import native_group
 
 Tensor = torch.Tensor
 

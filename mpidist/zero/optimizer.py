@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from mpidist.comm.consistency import comparing, maximum, raising_on_all, require_same
 from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.comm.mpi import autograd_mode
-from mpidist.comm.resolve_group import default_group, native_group
+from mpidist.comm.world_group import default_group, native_group
 from mpidist.dynamo import untraced
 from mpidist.zero import clipping
 from mpidist.zero.shards import groups

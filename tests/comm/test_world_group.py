@@ -3,8 +3,12 @@
 import json
 
 import pytest
+import torch.distributed as dist
 
-from tests.tools.support import printed, raises_on_all
+from mpidist.comm import world_group
+from mpidist.comm.group import ProcessGroup
+from mpidist.comm.world_group import native_group
+from tests.tools.support import agree, printed, raises_on_all
 from tests.tools.support import short_job as run
 
 # The last ranks train, in reverse order; rank 0 runs a program of its own in plain mpi4py.
@@ -233,3 +237,28 @@ def test_an_intercommunicator_makes_no_world(world):
     raises_on_all(world, ValueError, lambda: init(comm=inter), "intercommunicator")
     inter.Free()
     half.Free()
+
+
+@pytest.mark.mpi
+def test_ours_stays_and_none_is_the_world(group, world):
+    assert native_group(group) is group
+    assert not dist.is_initialized()
+    agree(group, native_group(None) is world and world_group.default_group() is world)
+
+
+@pytest.mark.mpi
+def test_torchs_group_is_the_one_it_wraps(default_group, world):
+    native = native_group(dist.group.WORLD)
+    assert isinstance(native, ProcessGroup) and native is dist.group.WORLD.native
+    # After torch's init_process_group, None is torch's default group.
+    assert world_group.default_group() is dist.group.WORLD and native_group(None) is native
+    part = dist.new_group()
+    agree(world, native_group(part) is part.native and part.native is not native)
+    dist.destroy_process_group(part)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("other", ["world", 3, object()], ids=["text", "number", "object"])
+def test_another_groups_type_is_named(world, other):
+    with pytest.raises(TypeError, match=f"needs a group of mpidist.*got {type(other).__name__}"):
+        native_group(other)

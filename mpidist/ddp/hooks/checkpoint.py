@@ -16,7 +16,7 @@ import torch
 
 from mpidist import saved_file
 from mpidist.comm.consistency import comparing
-from mpidist.comm.resolve_group import native_group
+from mpidist.comm.world_group import native_group
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState, merged
 
 if TYPE_CHECKING:

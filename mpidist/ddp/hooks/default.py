@@ -18,7 +18,7 @@ from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.algorithms.shared_memory import SharedTensor
 from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.comm.memory.stream import used_here
-from mpidist.comm.resolve_group import native_group
+from mpidist.comm.world_group import native_group
 from mpidist.ddp.buckets.ownership import Ownership, ownership_of
 from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.stages import (

@@ -29,7 +29,7 @@ from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.algorithms.shared_memory import SharedTensor
 from mpidist.comm.consistency import comparing
 from mpidist.comm.group_types import AnyGroup, Group
-from mpidist.comm.resolve_group import native_group
+from mpidist.comm.world_group import native_group
 from mpidist.ddp.buckets.ownership import (
     DEFAULT_BUFFERS,
     Bounds,

@@ -29,7 +29,7 @@ import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.group_types import Group
-from mpidist.comm.resolve_group import native_group
+from mpidist.comm.world_group import native_group
 from mpidist.ddp.hooks import lowrank
 from mpidist.ddp.hooks.default import average
 from mpidist.ddp.hooks.grad_bucket import GradBucket

@@ -13,7 +13,7 @@ import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.group_types import AnyGroup
-from mpidist.comm.resolve_group import default_group, native_group
+from mpidist.comm.world_group import default_group, native_group
 from mpidist.ddp.buckets.settings import require_int, require_real
 from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.lowrank import random_like

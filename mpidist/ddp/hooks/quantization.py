@@ -23,7 +23,7 @@ import weakref
 import torch
 
 from mpidist.comm.group_types import AnyGroup, Group
-from mpidist.comm.resolve_group import native_group
+from mpidist.comm.world_group import native_group
 from mpidist.ddp.buckets.settings import require_int
 from mpidist.ddp.hooks import uint8_blocks
 from mpidist.ddp.hooks.grad_bucket import GradBucket

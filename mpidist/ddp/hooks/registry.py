@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Protocol
 
 from mpidist.comm.group_types import AnyGroup
-from mpidist.comm.resolve_group import native_group
+from mpidist.comm.world_group import native_group
 from mpidist.ddp.hooks.default import (
     allreduce_hook,
     bf16_compress_hook,
