@@ -72,6 +72,8 @@ def _as_json(includeCollectives: bool | None = None, onlyActive: bool | None = N
 
 def _into_file(rank: int, *args: Any, **kwargs: Any) -> None:
     from mpidist.comm.execution.group_state import open_groups
+    from mpidist.comm.mpi import runtime
     from mpidist.comm.watchdog import flight_record
 
-    flight_record.write(open_groups(), rank)
+    groups = open_groups()
+    flight_record.write(groups, rank, runtime.world().first if groups else None)

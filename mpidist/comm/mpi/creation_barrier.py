@@ -265,7 +265,7 @@ def wait_for_world(
         named = operation if members is None else f"{operation} of ranks {ranks}"
         subject = f"{named} {next(_calls[named])}"
     where = f"rank {world.rank} of {world.size}: {operation}"
-    awaited = "all ranks of the job" if members is None else rank_ranges.named(ranks)
+    awaited = world.everyone if members is None else rank_ranges.named(ranks)
     start = time.monotonic()
 
     def check(missing: Sequence[int]) -> None:

@@ -294,10 +294,7 @@ def _join(comm: MPI.Comm, timeout_s: float | None) -> World:
         _install_hooks(whole.Get_size())
         _pid_of_rank = os.getpid()
     uses = [] if _world is None else [use for part in _parts for use in part.uses()]
-    # MPI keeps the attribute at MPI_COMM_WORLD alone.
-    highest_tag = whole.Get_attr(MPI.TAG_UB)
-    assert isinstance(highest_tag, int)
-    joined = join(comm, highest_tag, launch, timeout_s, uses)
+    joined = join(comm, whole, launch, timeout_s, uses)
     leave_world()
     _world = joined
     return joined

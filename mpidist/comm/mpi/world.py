@@ -28,8 +28,8 @@ from mpidist.comm.mpi.serialized import serialized
 from mpidist.errors import CommTimeout, GroupError, LaunchError, MpidistError
 
 # What each rank tells: first rank of its node, MPIDIST_TRUST, MPIDIST_DETERMINISTIC, whether it
-# uses another world, process id, host.
-_ROW = struct.Struct("<qqqqq64s")
+# uses another world, process id, rank among all of the job, host.
+_ROW = struct.Struct("<qqqqqq64s")
 _INT = struct.Struct("<q")
 _SLEEP_S = 1e-3  # between two tests whether all ranks have started
 
@@ -59,6 +59,7 @@ class World:
         nodes: Node number of each rank; nodes are numbered in the order of their first ranks.
         adds_in_rank_order: Sums are in the order of the ranks (``determinism``).
         processes: Process of each rank.
+        first: Rank 0's rank among all of the job; None if those are the world's ranks.
         pid: The process that joined the world.
     """
 
@@ -74,12 +75,18 @@ class World:
     nodes: tuple[int, ...]
     adds_in_rank_order: bool = False
     processes: tuple[Process, ...] = ()
+    first: int | None = None
     pid: int = field(default_factory=os.getpid)
 
     @property
     def is_single_node(self) -> bool:
         """Return whether all ranks share one node's memory."""
         return self.local_size == self.size
+
+    @property
+    def everyone(self) -> str:
+        """Return the world's ranks in words."""
+        return _everyone(is_job=self.first is None)
 
     def nodes_of(self, world_ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the node number of each of these ranks, numbered by their first ranks."""
@@ -135,7 +142,7 @@ def require_intracommunicator(comm: MPI.Comm) -> None:
 
 def join(
     parent: MPI.Comm,
-    highest_tag: int,
+    whole: MPI.Comm,
     launch: Launch,
     timeout_s: float | None,
     uses: Sequence[str] = (),
@@ -146,7 +153,7 @@ def join(
 
     Args:
         parent: MPI_COMM_WORLD, or a communicator of some of its ranks.
-        highest_tag: MPI_TAG_UB.
+        whole: MPI_COMM_WORLD.
         launch: The result of ``check_start``.
         timeout_s: Longest wait for the other ranks; None for no limit.
         uses: What this process still uses of another world.
@@ -157,18 +164,22 @@ def join(
             between ranks (all ranks).
         GroupError: A rank still uses another world (all ranks).
     """
-    comm = _duplicate(parent, timeout_s)
+    is_job = parent.Get_size() == whole.Get_size()
+    comm = _duplicate(parent, timeout_s, _everyone(is_job))
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     # Nodes come from MPI and not from the environment: ranks that mpirun starts inside an
     # allocation inherit Slurm's variables.
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
     local_rank, local_size = node.Get_rank(), node.Get_size()
-    nodes, processes, error = _gather_settings(comm, node, uses)
+    nodes, processes, first, error = _gather_settings(comm, node, whole.Get_rank(), uses)
     node.Free()
     if error is not None:
         comm.Free()
         raise error
     level = MPI.Query_thread()
+    # MPI keeps the attribute at MPI_COMM_WORLD alone.
+    highest_tag = whole.Get_attr(MPI.TAG_UB)
+    assert isinstance(highest_tag, int)
     safe = serialized(comm) if level == MPI.THREAD_SERIALIZED else comm
     return World(
         comm=safe,
@@ -179,7 +190,7 @@ def join(
         local_rank=local_rank, local_size=local_size, launcher=launch.launcher,
         thread_level=level, highest_tag=highest_tag, nodes=nodes,
         adds_in_rank_order=determinism.code() in (determinism.ORDER, determinism.EXACT),
-        processes=processes,
+        processes=processes, first=None if is_job else first,
     )  # fmt: skip
 
 
@@ -190,20 +201,26 @@ def number_alike(keys: Iterable[int]) -> tuple[int, ...]:
 
 
 def _gather_settings(
-    comm: MPI.Comm, node: MPI.Comm, uses: Sequence[str]
-) -> tuple[tuple[int, ...], tuple[Process, ...], MpidistError | None]:
+    comm: MPI.Comm, node: MPI.Comm, own: int, uses: Sequence[str]
+) -> tuple[tuple[int, ...], tuple[Process, ...], int, MpidistError | None]:
     """Return each rank's node number and process, and the error that all ranks must raise.
 
+    Before the error stands rank 0's rank among all of the job.
+
     Collective: over both communicators.
+
+    Args:
+        own: This rank's rank among all of the job.
     """
     first = bytearray(_INT.pack(comm.Get_rank()))
     node.Bcast((first, len(first), MPI.BYTE), 0)
     host = socket.gethostname().encode()
     settings = trust.code(), determinism.code()
-    mine = _ROW.pack(*_INT.unpack(first), *settings, bool(uses), os.getpid(), host)
+    mine = _ROW.pack(*_INT.unpack(first), *settings, bool(uses), os.getpid(), own, host)
     gathered = bytearray(len(mine) * comm.Get_size())
     comm.Allgather((mine, len(mine), MPI.BYTE), (gathered, len(mine), MPI.BYTE))
-    nodes, trusts, orders, users, pids, hosts = zip(*_ROW.iter_unpack(gathered), strict=True)
+    facts = zip(*_ROW.iter_unpack(gathered), strict=True)
+    nodes, trusts, orders, users, pids, job_ranks, hosts = facts
     names = [host.rstrip(b"\0").decode(errors="replace") for host in hosts]
     problem = trust.problem(trusts) or determinism.problem(orders)
     error: MpidistError | None = LaunchError(problem) if problem else None
@@ -215,10 +232,14 @@ def _gather_settings(
             f"{where} is called while groups of another world are open on {ranks} of the new "
             f"one{what}; close them first"
         )
-    return number_alike(nodes), tuple(map(Process, pids, names)), error
+    return number_alike(nodes), tuple(map(Process, pids, names)), job_ranks[0], error
 
 
-def _duplicate(parent: MPI.Comm, timeout_s: float | None) -> MPI.Comm:
+def _everyone(is_job: bool) -> str:
+    return "all ranks of the job" if is_job else "all ranks of its comm"
+
+
+def _duplicate(parent: MPI.Comm, timeout_s: float | None, everyone: str) -> MPI.Comm:
     """Return a duplicate of a communicator.
 
     Collective: over it. Blocks: until all its ranks have called it.
@@ -226,7 +247,7 @@ def _duplicate(parent: MPI.Comm, timeout_s: float | None) -> MPI.Comm:
     comm, request = parent.Idup()
     if not backoff.until(request.Test, timeout_s=timeout_s, sleep_s=_SLEEP_S):
         raise CommTimeout(
-            f"rank {parent.Get_rank()} of {parent.Get_size()}: init waits for all ranks of "
-            f"the job; not all came within {timeout_s:g} s"
+            f"rank {parent.Get_rank()} of {parent.Get_size()}: init waits for {everyone}; not all "
+            f"came within {timeout_s:g} s"
         )
     return comm

@@ -110,12 +110,19 @@ def record(
     }
 
 
-def path(rank: int, environ: Mapping[str, str]) -> Path:
-    """Return the file of a rank: a prefix and the rank, by torch's variables and default."""
+def path(rank: int, environ: Mapping[str, str], first: int | None = None) -> Path:
+    """Return the file of a rank: a prefix and the rank, by torch's variables and default.
+
+    Args:
+        first: ``World.first``. The ranks of another world have the same numbers; torchfrtrace reads
+            all files of a folder that have the prefix anywhere in their names.
+    """
     prefix = next((environ[name] for name in _ENV_PREFIX if environ.get(name)), None)
     if prefix is None:
         cache = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME", "/tmp"), ".cache")
         prefix = os.path.join(cache, "torch", "comm_lib_trace_rank_")
+    if first is not None:
+        prefix = f"{prefix[:-1]}-world{first}{prefix[-1]}"
     return Path(f"{prefix}{rank}")
 
 
@@ -125,13 +132,16 @@ def is_written_on_timeout(environ: Mapping[str, str]) -> bool:
     return text.strip().lower() not in ("0", "false", "n", "no", "off")
 
 
-def write(groups: Iterable[Group], rank: int) -> Path:
+def write(groups: Iterable[Group], rank: int, first: int | None = None) -> Path:
     """Write the record of groups to this rank's file, which it replaces; return its path.
+
+    Args:
+        first: ``World.first``.
 
     Raises:
         OSError: The file cannot be written.
     """
-    file = path(rank, os.environ)
+    file = path(rank, os.environ, first)
     file.parent.mkdir(parents=True, exist_ok=True)
     data = pickle.dumps(record(groups))
     with whole_file.replacing(file, is_synced=False) as written:

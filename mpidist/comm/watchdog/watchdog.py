@@ -349,7 +349,7 @@ class Watchdog:
 
     def _write_record(self, reason: str) -> Path | None:
         try:
-            return flight_record.write(open_groups(), self.world.rank)
+            return flight_record.write(open_groups(), self.world.rank, self.world.first)
         except OSError as error:
             _log.warning("no flight record of rank %d (%s): %s", self.world.rank, reason, error)
         return None

@@ -103,6 +103,10 @@ def test_the_file_has_torchs_place_and_name():
     assert flight_record.path(3, {"TORCH_FR_DUMP_TEMP_FILE": "/a/b_"}) == Path("/a/b_3")
     assert flight_record.path(3, {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/c"}) == Path("/c3")
     home = {"HOME": "/home/u"}
+    # Two worlds of one job; torchfrtrace finds a prefix anywhere in a name.
+    named = {"TORCH_FR_DUMP_TEMP_FILE": "/a/b_"}
+    assert flight_record.path(3, named, first=2) == Path("/a/b-world2_3")
+    assert flight_record.path(0, home, 0).name == "comm_lib_trace_rank-world0_0"
     assert flight_record.path(0, home) == Path("/home/u/.cache/torch/comm_lib_trace_rank_0")
     home["XDG_CACHE_HOME"] = "/scratch"
     assert flight_record.path(0, home) == Path("/scratch/torch/comm_lib_trace_rank_0")
