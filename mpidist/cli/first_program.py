@@ -7,13 +7,12 @@ rendezvous must connect the ranks.
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
 
 from mpidist.comm.discovery import child_job
 
 _MARKER = "mpidist-first-program"
-_PROGRAM = (sys.executable, "-m", "mpidist.cli.first_program")
+_MODULE = "mpidist.cli.first_program"
 _NUMEL = 1000
 _TIMEOUT_S = 30.0
 
@@ -58,22 +57,11 @@ def try_two_ranks(library: str, silence_s: float) -> str:
     Returns:
         "" if both ranks had the sum, else the reason of the failure.
     """
-    start = child_job.launcher(library)
-    if start is None:
-        return child_job.NO_LAUNCHER
-    ended: list[str] = []
-
-    def on_line(line: str) -> bool:
-        _, marker, text = line.partition(_MARKER)
-        if marker:
-            ended.append(text.strip())
-        return bool(marker)
-
-    ending = child_job.run([*start, *_PROGRAM], on_line, silence_s)
+    ended, failure = child_job.answers(library, _MODULE, _MARKER, silence_s)
     failed = [text for text in ended if text != "fine"]
     if len(ended) == child_job.RANKS and not failed:
         return ""
-    return failed[0] if failed else f"{start[0]}: {ending or 'ended without output'}"
+    return failed[0] if failed else failure
 
 
 def main() -> None:

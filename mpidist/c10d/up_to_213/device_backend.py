@@ -10,23 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from mpidist.c10d.shrinking import shrunk
 from mpidist.comm.group import ProcessGroup
 from mpidist.dynamo import untraced
-
-
-class ShrunkBackend(NamedTuple):
-    """What ``shrink`` returns to torch, which hands it on to ``shrinking``.
-
-    Attributes:
-        native: The native group of the ranks that remain.
-    """
-
-    native: ProcessGroup
 
 
 @untraced
@@ -57,12 +48,14 @@ class DeviceBackend:
 
     def shrink(
         self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: object = None
-    ) -> ShrunkBackend:
-        """Return the native group of the ranks that remain, in the place of a Backend.
+    ) -> SimpleNamespace:
+        """Return the native group of the ranks that remain, as ``native`` of a Backend's stand-in.
+
+        torch hands it on to ``shrinking``.
 
         Collective: over the ranks that remain.
         """
-        return ShrunkBackend(shrunk(self.native, ranks_to_exclude, shrink_flags))
+        return SimpleNamespace(native=shrunk(self.native, ranks_to_exclude, shrink_flags))
 
     @property
     def supports_splitting(self) -> bool:

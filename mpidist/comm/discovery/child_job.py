@@ -27,6 +27,7 @@ from mpidist.comm.mpi.library import home
 RANKS = 2
 # The reason where ``launcher`` finds none.
 NO_LAUNCHER = "no mpirun or mpiexec was found next to the MPI library or on the PATH"
+_SILENT = "ended without output"
 _MARK = "MPIDIST_NESTED"
 _END_S = 3.0  # time for a launcher to end its ranks
 _KEPT_LINES = 100  # last lines of output that are kept for the reason
@@ -77,6 +78,38 @@ def environment(environ: Mapping[str, str], is_root: bool) -> dict[str, str]:
     if is_root:  # the user has already given Open MPI this permission
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return variables
+
+
+def answers(
+    library: str, module: str, marker: str, silence_s: float, wrong: str = _SILENT
+) -> tuple[list[str], str]:
+    """Start two ranks of a program with the library's own mpirun; return what they answer.
+
+    Local: one rank calls it. Blocks: until both have ended, at most about ``silence_s``.
+
+    Args:
+        library: The MPI library's description of itself.
+        module: The program, a module.
+        marker: Text before an answer, anywhere in a line.
+        silence_s: Seconds without an answer after which the job is ended.
+        wrong: What failed if the job has ended well, and its answers are others than expected.
+
+    Returns:
+        The answers, and the reason of the failure where they are others than expected.
+    """
+    start = launcher(library)
+    if start is None:
+        return [], NO_LAUNCHER
+    texts: list[str] = []
+
+    def on_line(line: str) -> bool:
+        _, found, text = line.partition(marker)
+        if found:
+            texts.append(text.strip())
+        return bool(found)
+
+    ending = run([*start, sys.executable, "-m", module], on_line, silence_s)
+    return texts, f"{start[0]}: {ending or (wrong if texts else _SILENT)}"
 
 
 def run(command: Sequence[str], on_line: Callable[[str], bool], silence_s: float) -> str:

@@ -8,8 +8,6 @@ ranks do not see each other, or end in MPI_Init.
 from __future__ import annotations
 
 import os
-import re
-import sys
 
 from mpidist.comm.discovery import child_job
 from mpidist.comm.mpi import byte_strings, runtime
@@ -17,7 +15,7 @@ from mpidist.comm.mpi.cuda_context import ENV_CUDA_AWARE
 from mpidist.errors import MpidistError
 
 _MARKER = "mpidist-handshake"
-PROGRAM = (sys.executable, "-m", "mpidist.comm.discovery.launcher_trial")
+_MODULE = "mpidist.comm.discovery.launcher_trial"
 
 
 def try_launcher(library: str, silence_s: float) -> str:
@@ -32,22 +30,10 @@ def try_launcher(library: str, silence_s: float) -> str:
     Returns:
         "" if the ranks communicated, else the reason of the failure.
     """
-    start = child_job.launcher(library)
-    if start is None:
-        return child_job.NO_LAUNCHER
-    met: list[str] = []
-
-    def on_line(line: str) -> bool:
-        found = re.search(rf"{_MARKER} (\d+) (\d+)", line)
-        met.extend(found.groups() if found else ())
-        return found is not None
-
-    ending = child_job.run([*start, *PROGRAM], on_line, silence_s)
-    if met == [str(child_job.RANKS), "1"]:
-        return ""
-    return (
-        f"{start[0]}: {ending or ('two ranks did not add up' if met else 'ended without output')}"
+    sums, failure = child_job.answers(
+        library, _MODULE, _MARKER, silence_s, wrong="two ranks did not add up"
     )
+    return "" if sums == [f"{child_job.RANKS} 1"] else failure
 
 
 def main() -> None:

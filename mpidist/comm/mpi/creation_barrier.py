@@ -136,7 +136,7 @@ class CreationBarrier:
             raise exited_ranks.failure(where, exited)
         dead = set(mpi_errors.known_dead(self._mpi, self._world_ranks) or ()) & set(world_ranks)
         if dead:
-            names = ", ".join(map(str, sorted(dead)))
+            names = rank_ranges.numbers(dead)
             raise RankFailureError(
                 f"{where} waits for world ranks that failed: {names}", sorted(dead)
             )

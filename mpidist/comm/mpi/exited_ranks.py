@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from mpidist.comm.mpi import runtime
+from mpidist.comm.mpi import rank_ranges, runtime
 from mpidist.errors import RankFailureError
 
 # Messages that a rank sent before its end may still arrive for this long.
@@ -71,10 +71,6 @@ def all_ended(world_ranks: Sequence[int]) -> bool:
 
 def failure(where: str, world_ranks: Sequence[int]) -> RankFailureError:
     """Return the error of a wait for ended ranks; ``where``: rank, group and operation."""
-    plural = "s" if len(world_ranks) > 1 else ""
-    names = ", ".join(map(str, world_ranks))
-    return RankFailureError(
-        f"{where} waits for world rank{plural} {names}, which "
-        f"{'died' if have_died(world_ranks) else 'exited'}",
-        world_ranks,
-    )
+    names = rank_ranges.named(world_ranks, "world rank")
+    end = "died" if have_died(world_ranks) else "exited"
+    return RankFailureError(f"{where} waits for {names}, which {end}", world_ranks)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TypeGuard
 
-from mpidist.comm.mpi import backoff, exited_ranks
+from mpidist.comm.mpi import backoff, exited_ranks, rank_ranges
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import MatchedMessage, Mpi, Request
 from mpidist.errors import MpidistError, RankFailureError
@@ -63,7 +63,7 @@ def explain(error: MPI.Exception, where: str, mpi: Mpi, world_ranks: Sequence[in
             for rank in dead:
                 exited_ranks.record_death(rank)
         if dead:
-            names = ", ".join(map(str, dead))
+            names = rank_ranges.numbers(dead)
             explained = RankFailureError(f"{explained}; world ranks that failed: {names}", dead)
     return explained
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from mpidist.comm.mpi import closed_communicators, cuda_context, launcher_env
+from mpidist.comm.mpi import closed_communicators, cuda_context, launcher_env, rank_ranges
 from mpidist.comm.mpi.library import MPI, is_started
 from mpidist.comm.mpi.world import World, check_start, join, require_intracommunicator
 from mpidist.errors import CommTimeout, MpidistError
@@ -357,10 +357,9 @@ def _delete_attribute(key: int) -> None:
 def _finalize_in_time(unfinished: Unfinished) -> None:
     """End MPI where MPI_Finalize may hang: on requests without a peer, or dead connections."""
     if unfinished.dead:
-        names = ", ".join(map(str, sorted(unfinished.dead)))
         write_stderr(
-            f"[rank {_own_rank()}] mpidist ends this process with status {_ABORT_CODE}: rank "
-            f"{names} of its job died\n"
+            f"[rank {_own_rank()}] mpidist ends this process with status {_ABORT_CODE}: "
+            f"{rank_ranges.named(unfinished.dead)} of its job died\n"
         )
         logging.shutdown()
         _flush()
