@@ -111,26 +111,6 @@ def test_a_hang_marks_its_operation_alone_and_leaves_no_process(monkeypatch):
     assert list(child_job._processes_marked(mark)) == []
 
 
-def test_processes_that_a_launcher_detaches_are_ended(tmp_path):
-    # As with MPICH's launcher, the rank is in a session of its own and its parent has exited.
-    code = (
-        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.close(1)\n    "
-        "os.close(2)\n    time.sleep(60)\n"
-    )
-    marks = []
-    original = child_job._processes_marked
-
-    def watched(mark):
-        found = list(original(mark))
-        marks.append(len(found))
-        return iter(found)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child_job, "_processes_marked", watched)
-        assert child_job.run([sys.executable, "-S", "-c", code], lambda line: True, 20.0) == ""
-    assert marks[0] == 1 and marks[-1] == 0
-
-
 def test_a_job_that_does_not_start_has_tried_no_operation():
     program = [sys.executable, "-S", "-c", "raise SystemExit('ImportError: no mpi4py')"]
     by_operation = capability_trial.try_operations("cpu", library(), _TRIED, program)
@@ -147,40 +127,6 @@ def test_without_a_launcher_nothing_is_tried(monkeypatch):
         text.startswith(capability_trial.NOT_TRIED) and "mpirun" in text
         for text in by_operation.values()
     )
-
-
-def test_a_command_that_cannot_be_executed_is_reported_and_not_raised(tmp_path):
-    assert "No such file" in child_job.run([str(tmp_path / "mpirun")], bool, 1.0)
-
-
-def test_the_launcher_above_the_library_comes_first(tmp_path, monkeypatch):
-    for folder in ("mpi/bin", "mpi/lib", "path"):
-        (tmp_path / folder).mkdir(parents=True)
-    for program in ("mpi/bin/mpiexec", "path/mpirun"):
-        (tmp_path / program).write_text("#!/bin/sh\n")
-        (tmp_path / program).chmod(0o755)
-    monkeypatch.setattr(child_job.sys, "executable", str(tmp_path / "nowhere" / "python"))
-    monkeypatch.setenv("PATH", str(tmp_path / "path"))
-    monkeypatch.setattr(
-        child_job, "library_files", lambda: [tmp_path / "mpi" / "lib" / "libmpi.so.12"]
-    )
-    assert child_job.launcher("MPICH Version: 5") == [str(tmp_path / "mpi/bin/mpiexec"), "-n", "2"]
-    monkeypatch.setattr(child_job, "library_files", list)
-    assert child_job.launcher("Open MPI v5")[:2] == [
-        str(tmp_path / "path/mpirun"),
-        "--oversubscribe",
-    ]
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert child_job.launcher("Open MPI v5") is None
-
-
-def test_the_ranks_find_the_modules_that_this_process_finds(monkeypatch):
-    monkeypatch.syspath_prepend("relative")
-    variables = child_job.environment({"PYTHONPATH": "lost", "PMI_RANK": "0"}, is_root=True)
-    assert variables["PYTHONPATH"].split(os.pathsep)[0] == os.path.abspath("relative")
-    assert variables["OMPI_ALLOW_RUN_AS_ROOT"] == "1"
-    assert "PMI_RANK" not in variables and variables["HOME"]
-    assert "OMPI_ALLOW_RUN_AS_ROOT" not in child_job.environment({}, is_root=False)
 
 
 def test_an_unknown_operation_is_refused_by_the_program(capsys):
