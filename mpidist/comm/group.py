@@ -342,20 +342,20 @@ class ProcessGroup:
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> RequestWork:
         """Start a send; the tensor must not be changed before the handle's ``wait`` returns."""
-        start = self._messages.isend
         if torch_profiler._is_profiler_enabled:
-            start = profiling.messaging(start, self._state, "isend", tensor, dst)
-        return start("isend", tensor, dst, tag)
+            isend = profiling.messaging(self._messages.isend, self._state, "isend", tensor, dst)
+            return isend("isend", tensor, dst, tag)
+        return self._messages.isend("isend", tensor, dst, tag)
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> RequestWork:
         """Start a receive; after ``wait`` the tensor holds the message.
 
         The handle's ``source_rank()`` then returns the sender's rank.
         """
-        start = self._messages.irecv
         if torch_profiler._is_profiler_enabled:
-            start = profiling.messaging(start, self._state, "irecv", tensor, src)
-        return start("irecv", tensor, src, tag)
+            irecv = profiling.messaging(self._messages.irecv, self._state, "irecv", tensor, src)
+            return irecv("irecv", tensor, src, tag)
+        return self._messages.irecv("irecv", tensor, src, tag)
 
     def batch_isend_irecv(self, operations: Sequence[P2POp]) -> list[RequestWork]:
         """Start messages of any order; all receives are posted before the first send."""

@@ -297,7 +297,7 @@ class Window:
         if request is None:
             return self._ended("put", (tensor,)) if async_op else None
         work = self._work("put", request, source, dst_rank)
-        work.tensors = (tensor,)
+        work.tensor = tensor
         if async_op:
             return work
         work.wait(timeout)

@@ -3,23 +3,34 @@
 A tensor that MPI can read or write in place, a valid rank and a valid tag need neither checks nor
 copies. A thread that waits for its only message probes for it by itself for a short time; it
 enters the group's queue of posted receives, with its watchdog, timeout and checks of the peer, only
-when the message is late. Everything else takes the general path of ``p2p``.
+when the message is late. The handle of a receive that is started and waited for later is its own
+entry in that queue. Everything else takes the general path of ``p2p``.
 
 Source: MPI-4.1 §3.8.2 (matched probe): the length is compared before bytes are received.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from functools import partial
 from typing import Any
 
 import torch
 
+from mpidist.comm.execution.group_state import GroupState
 from mpidist.comm.memory import buffer
+from mpidist.comm.messages.message_pieces import HEAD_BYTES
+from mpidist.comm.messages.posted_receives import PostedReceive, ReceiveQueue
+from mpidist.comm.messages.request_work import RequestWork
+from mpidist.comm.mpi import backoff
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.mpi_errors import is_over
 from mpidist.comm.mpi.nonblocking import MatchedMessage, Mpi, Request
+from mpidist.dynamo import untraced
+from mpidist.errors import CommTimeout, MpidistError
 
 # A message within a node arrives within this time, or its sender is late.
 _SPIN_S = 200e-6
@@ -93,6 +104,105 @@ class DirectMessages:
     ) -> Request:
         """Start the receive of a matched message of the tensor's length."""
         return message.Irecv((self._memory(tensor.data_ptr(), nbytes), nbytes, self._byte))
+
+
+@untraced
+class DirectReceive(RequestWork):
+    """Handle of a receive into plain host memory, and its entry in the queue of posted receives.
+
+    Args:
+        state: The state of the message's group.
+        operation: The name of the call.
+        tensor: A tensor that ``DirectMessages.take`` accepts.
+        src: The sender's rank in the group; None for any.
+        tag: The message's tag.
+        queue: The group's queue, to which the caller adds the receive.
+
+    Attributes:
+        pattern: See ``Posted``.
+        number: See ``Posted``.
+        error: See ``Posted``; or MPI's error.
+    """
+
+    __slots__ = ("_other", "_queue", "_sender", "error", "number", "pattern")
+
+    def __init__(
+        self,
+        state: GroupState,
+        operation: str,
+        tensor: torch.Tensor,
+        src: int | None,
+        tag: int,
+        queue: ReceiveQueue,
+    ) -> None:
+        # Not super(), which costs twice as much.
+        RequestWork.__init__(self, state, operation, tensor, None, src)
+        self._queue = queue
+        self.pattern = (MPI.ANY_SOURCE if src is None else src, tag)
+        self.number = self._sender = -1
+        self.error: Exception | None = None
+        # The receive of a message of another length, or of one that comes in pieces.
+        self._other: PostedReceive | None = None
+
+    def start(self, message: MPI.Message | MatchedMessage, sender: int, received: int) -> None:
+        """See ``Posted``."""
+        self._sender, tensor = sender, self.tensor
+        try:
+            if received == tensor.nbytes and received != HEAD_BYTES:
+                space = MPI.buffer.fromaddress(tensor.data_ptr(), received), received, MPI.BYTE
+                self._request = message.Irecv(space)
+                return
+            space = buffer.as_bytes(tensor)
+            other = PostedReceive(self._queue, space, sender, self.pattern[1], None, None)
+            other.start(message, sender, received)
+            self._other = self._request = other
+        except Exception as error:
+            self.error = error
+
+    def cancel(self) -> None:
+        """See RequestWork.cancel."""
+        if self._done:
+            return
+        self._queue.withdraw(self)
+        if self._request is not None:
+            with contextlib.suppress(Exception):
+                backoff.until(partial(is_over, self._request))
+        self._done = True
+        self._error = self._error or CommTimeout(f"{self.where} was withdrawn")
+
+    def _test(self) -> bool:
+        # The steps of RequestWork._test in one call.
+        if self._request is None and self.error is None:
+            self._queue.match(self)
+        try:
+            if self.error is not None:
+                raise self.error
+            if self._request is None or not self._request.Test():
+                return False
+            self._source = self._sender
+            if self._other is not None:
+                self._require_length(self._other)
+        except Exception as error:
+            self._fail(error)
+            return True
+        self._done = True
+        if self._future is not None:
+            self._complete_future()
+        return True
+
+    def _require_length(self, received: PostedReceive) -> None:
+        if received.error is not None:
+            raise received.error
+        if received.received != received.nbytes:
+            raise length_error(self.where, self.tensor, received.sender, received.received)
+
+
+def length_error(where: str, tensor: torch.Tensor, sender: int, received: int) -> MpidistError:
+    """Return the error of a message that has another length than the tensor to receive into."""
+    return MpidistError(
+        f"{where} expected {tensor.nbytes} bytes (shape {tuple(tensor.shape)}, {tensor.dtype}); "
+        f"rank {sender} sent {received}"
+    )
 
 
 def ends_soon(request: Any) -> bool:

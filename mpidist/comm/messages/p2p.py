@@ -20,13 +20,18 @@ from mpidist.comm.memory import buffer
 from mpidist.comm.memory.device_request import start_request
 from mpidist.comm.memory.stream import Event
 from mpidist.comm.messages import device_p2p
-from mpidist.comm.messages.direct_messages import DirectMessages, ends_soon
+from mpidist.comm.messages.direct_messages import (
+    DirectMessages,
+    DirectReceive,
+    ends_soon,
+    length_error,
+)
 from mpidist.comm.messages.message_pieces import HEAD_BYTES, PieceTransfers
 from mpidist.comm.messages.posted_receives import PostedReceive, ReceiveQueue
 from mpidist.comm.messages.request_work import RequestWork, release_orphans
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import Request
-from mpidist.errors import CommTimeout, MpidistError
+from mpidist.errors import CommTimeout
 
 Tensor = torch.Tensor
 
@@ -130,12 +135,14 @@ class Messages:
         Args:
             operation: The name in errors and reports.
         """
-        self._state.require_usable(operation)
-        if self._direct.take(tensor, dst, tag):
+        state, direct = self._state, self._direct
+        if state.is_closed or state.failure is not None:
+            state.require_usable(operation)
+        if direct.take(tensor, dst, tag):
             release_orphans()
-            request = self._direct.start_send(tensor, dst, tag)
-            return RequestWork(self._state, operation, tensor, request, dst)
-        where = self._state.where(operation)
+            request = direct.start_send(tensor, dst, tag)
+            return RequestWork(state, operation, tensor, request, dst)
+        where = state.where(operation)
         arguments.tensor(where, tensor, "tensor")
         arguments.rank(where, dst, "dst", self._state.size)
         arguments.tag(where, tag, self._comm.max_tag)
@@ -165,12 +172,14 @@ class Messages:
             operation: The name in errors and reports.
             waits: The calling thread will wait at once.
         """
-        self._state.require_usable(operation)
+        state = self._state
+        if state.is_closed or state.failure is not None:
+            state.require_usable(operation)
         if self._direct.take(tensor, 0 if src is None else src, tag) and not tensor.requires_grad:
             release_orphans()
-            source = MPI.ANY_SOURCE if src is None else src
-            receive = self.receives.post(buffer.as_bytes(tensor), source, tag, waits)
-            return _Receive(self._state, operation, tensor, (receive,), src)
+            receive = DirectReceive(state, operation, tensor, src, tag, self.receives)
+            self.receives.add(receive, waits)
+            return receive
         where = self._state.where(operation)
         arguments.tensor(where, tensor, "tensor")
         arguments.writable(where, tensor, "tensor")
@@ -242,12 +251,8 @@ class _Receive(RequestWork):
             fits = fits and receive.received == receive.nbytes
         self._source = self._receives[0].sender
         if not fits:
-            (tensor,) = self.tensors
-            raise MpidistError(
-                f"{self.where} expected {tensor.nbytes} bytes (shape {tuple(tensor.shape)}, "
-                f"{tensor.dtype}); rank {self._source} sent "
-                f"{sum(receive.received for receive in self._receives)}"
-            )
+            received = sum(receive.received for receive in self._receives)
+            raise length_error(self.where, self.tensor, self._source, received)
         if self._arrive is not None:
             self._events += self._arrive()
 

@@ -61,7 +61,7 @@ class RequestWork:
         state: The state of the message's group.
         operation: The name of the call.
         tensor: The tensor; None for a message that is none.
-        request: The request of MPI, or one with its methods.
+        request: The request of MPI, or one with its methods; None until there is one.
         peer: The other rank in the group; None for any.
         kept: Memory that MPI works on, kept alive as long as the request.
     """
@@ -71,7 +71,7 @@ class RequestWork:
     __slots__ = (
         "_done", "_error", "_events", "_future", "_kept", "_peer", "_request", "_source",
         "_state",
-        "operation", "tensors",
+        "operation", "tensor",
     )  # fmt: skip
 
     def __init__(
@@ -79,13 +79,13 @@ class RequestWork:
         state: GroupState,
         operation: str,
         tensor: torch.Tensor | None,
-        request: Request | MatchedReceive,
+        request: Request | MatchedReceive | None,
         peer: int | None,
         kept: object = None,
     ) -> None:
         self._state = state
         self.operation = operation
-        self.tensors: Sequence[Any] = (tensor,)
+        self.tensor: Any = tensor
         self._request: Any = request
         self._peer = peer
         self._kept = kept
@@ -97,8 +97,13 @@ class RequestWork:
         self._future: Future[Sequence[torch.Tensor]] | None = None
 
     def __del__(self) -> None:
-        if not getattr(self, "_done", True):
-            _orphans.append((self._request, (self._kept, self.tensors)))
+        if not self._done and self._request is not None:
+            _orphans.append((self._request, (self._kept, self.tensor)))
+
+    @property
+    def tensors(self) -> Sequence[Any]:
+        """Return the tensor, as the handles of collectives return theirs."""
+        return (self.tensor,)
 
     @property
     def where(self) -> str:
@@ -120,16 +125,8 @@ class RequestWork:
                 again.
             RankFailureError: The peer died, or its program has ended.
         """
-        for _ in range(_TESTS):
-            if self._done or self._test():
-                break
-        else:
-            poll = (
-                profiling.waiting(self._poll, self.operation)
-                if torch_profiler._is_profiler_enabled
-                else self._poll
-            )
-            poll(seconds(timeout) or self._state.timeout_s)
+        if not (self._done or self._test()):
+            self._wait_longer(timeout)
         if self._error is not None:
             raise self._error
         for event in self._events:
@@ -169,11 +166,17 @@ class RequestWork:
                 return False
             self._store()
         except Exception as error:
-            self._error = self._state.message_error(error, self.operation)
+            self._fail(error)
+            return True
         self._done = True
         if self._future is not None:
             self._complete_future()
         return True
+
+    def _fail(self, error: Exception) -> None:
+        self._error = self._state.message_error(error, self.operation)
+        self._done = True
+        self._complete_future()
 
     def _store(self) -> None:
         """Store the data of a message that has ended."""
@@ -185,11 +188,22 @@ class RequestWork:
             else:
                 self._future.set_result(self.tensors)
 
+    def _wait_longer(self, timeout: float | timedelta | None) -> None:
+        for _ in range(_TESTS):
+            if self._test():
+                return
+        poll = (
+            profiling.waiting(self._poll, self.operation)
+            if torch_profiler._is_profiler_enabled
+            else self._poll
+        )
+        poll(seconds(timeout) or self._state.timeout_s)
+
     def _poll(self, limit_s: float | None) -> None:
         state = self._state
         peers = state.peers_of(self._peer)
         check = partial(self._check, peers)
-        state.journal.enter_wait(id(self), self.operation, self.tensors[0], peers)
+        state.journal.enter_wait(id(self), self.operation, self.tensor, peers)
         try:
             if not backoff.until(self._advance, check, limit_s, _SPIN_S, _YIELD_S):
                 raise CommTimeout(f"{self.where} did not end within {limit_s:g} s")

@@ -33,23 +33,51 @@ def test_receives_match_in_the_order_of_posting(group):
     agree(group, ok, str(got))
 
 
+class _Silent:
+    """A communicator without messages, or whose first is another's."""
+
+    probes = questions = 0
+    other_tag = None
+
+    def Improbe(self, source, tag, status):
+        self.probes += 1
+
+    def Iprobe(self, source, tag, status):
+        assert (source, tag) == (MPI.ANY_SOURCE, MPI.ANY_TAG)
+        self.questions += 1
+        status.Set_source(0)
+        status.Set_tag(self.other_tag or 0)
+        return self.other_tag is not None
+
+
 def test_posting_and_testing_probe_for_one_pattern(group):
     """With a probe for each posted pattern at each call, 2000 receives of 2000 tags took 30 s."""
-
-    class Silent:
-        probes = 0
-
-        def Improbe(self, source, tag, status):
-            self.probes += 1
-
-    mpi = Silent()
+    mpi = _Silent()
     queue = posted_receives.ReceiveQueue(mpi)
     receives = [queue.post((bytearray(4), 4, None), 0, tag, waits=True) for tag in range(100)]
     assert not any(receive.Test() for receive in receives)
-    assert mpi.probes == 100  # by the tests alone, because the thread that posts waits next
-    assert not queue.match() and mpi.probes == 200
+    # By the tests alone, because the thread that posts waits next: each of its own pattern, and
+    # one question for all.
+    assert mpi.probes == mpi.questions == 100
+    assert not queue.match() and (mpi.probes, mpi.questions) == (100, 101)
     queue.close()
     assert queue.is_empty() and all(receive.Test() for receive in receives)
+
+
+def test_behind_the_message_of_another_each_pattern_is_probed_for(group):
+    mpi = _Silent()
+    mpi.other_tag = 5000
+    queue = posted_receives.ReceiveQueue(mpi)
+    receives = [queue.post((bytearray(4), 4, None), 0, tag, waits=True) for tag in range(100)]
+    assert not queue.match() and (mpi.probes, mpi.questions) == (100, 1)
+    assert not receives[7].Test() and (mpi.probes, mpi.questions) == (101, 2)
+
+    def refuse(source, tag, status):
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+    mpi.Iprobe = refuse  # as after a death
+    assert not queue.match() and mpi.probes == 201
+    queue.close()
 
 
 class _Counted(posted_receives.PostedReceive):
@@ -58,7 +86,7 @@ class _Counted(posted_receives.PostedReceive):
     looks = 0
 
     def __getattribute__(self, name):
-        type(self).looks += name in ("accepts", "source", "tag", "number")
+        type(self).looks += name in ("pattern", "number")
         return super().__getattribute__(name)
 
     def __eq__(self, other):
@@ -84,6 +112,11 @@ def test_the_work_of_a_receive_does_not_grow_with_those_posted(group, monkeypatc
             status.Set_elements(MPI.BYTE, 4)
             return self
 
+        def Iprobe(self, source, tag, status):
+            status.Set_source(self.sender)
+            status.Set_tag(self.tags[-1] if self.tags else 0)
+            return bool(self.tags)
+
         def Irecv(self, space):
             return self
 
@@ -104,8 +137,9 @@ def test_the_work_of_a_receive_does_not_grow_with_those_posted(group, monkeypatc
         assert all(receive.Test() for receive in reversed(receives)) and queue.is_empty()
         return _Counted.looks
 
-    few, many = looks(50), looks(500)
-    assert many <= 10 * few + 50
+    # Below and above the number from which a thread that waits starts the receives of all.
+    few, many, most = looks(20), looks(200), looks(2000)
+    assert many <= 10 * few + 50 and most <= 10 * many + 50
 
 
 def test_a_message_goes_to_the_receive_that_was_posted_first(group):
