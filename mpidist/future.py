@@ -68,9 +68,8 @@ class Future(Generic[T]):
         self._callbacks: list[Callable[[Future[T]], object]] | None = None
         self._seen = False
         # A held lock is the cheapest latch: completing releases it, and each waiter acquires and
-        # releases it.
-        self._latch = threading.Lock()
-        self._latch.acquire()
+        # releases it. Made by the first thread that must wait: most futures are complete before.
+        self._latch: threading.Lock | None = None
 
     def done(self) -> bool:
         """Say whether a result or an exception is set."""
@@ -86,10 +85,8 @@ class Future(Generic[T]):
         """
         if self._help is not None and timeout_s is None and not self._done:
             self._help(self)
-        if not self._done:
-            if not self._latch.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0.0)):
-                raise CommTimeout(f"no result after {timeout_s:g} s")
-            self._latch.release()
+        if not self._done and not self._sleep(-1 if timeout_s is None else max(timeout_s, 0.0)):
+            raise CommTimeout(f"no result after {timeout_s:g} s")
         return self.value()
 
     def value(self) -> T:
@@ -113,8 +110,7 @@ class Future(Generic[T]):
         if self._help is not None and not self._done:
             self._help(self)
         if not self._done:
-            self._latch.acquire()
-            self._latch.release()
+            self._sleep(-1)
 
     def set_result(self, value: T) -> None:
         """Complete with a value and run the callbacks in this thread."""
@@ -166,6 +162,23 @@ class Future(Generic[T]):
         self.add_done_callback(run)
         return result
 
+    def _sleep(self, timeout_s: float) -> bool:
+        """Wait until complete, at most ``timeout_s`` seconds unless it is -1; return whether it is.
+
+        The threads that wait wake each other up.
+        """
+        with _callbacks_lock:
+            if self._done:
+                return True
+            if self._latch is None:
+                self._latch = threading.Lock()
+                self._latch.acquire()
+            latch = self._latch
+        if not latch.acquire(timeout=timeout_s):
+            return False
+        latch.release()
+        return True
+
     def _complete(self, value: Any, exception: BaseException | None) -> None:
         with _callbacks_lock:
             if self._done:
@@ -173,7 +186,8 @@ class Future(Generic[T]):
             self._value, self._exception = value, exception
             self._done = True
             callbacks, self._callbacks = self._callbacks, None
-        self._latch.release()
+            if self._latch is not None:
+                self._latch.release()
         for callback in callbacks or ():
             _call(callback, self)
 

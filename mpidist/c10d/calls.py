@@ -55,15 +55,19 @@ class Calls:
         if opts is not None and not opts.asyncOp and self._batch is None:
             method(*args)
             return ENDED
-        return self.hand_out(method(*args, async_op=True), result, opts)
+        return self.started(method(*args, async_op=True), result)
 
     def hand_out(self, native: NativeWork | WorkList, result: object, opts: Options | None) -> Work:
         """Return torch's work for a native one; wait for it before, if the options ask for it."""
-        if self._batch is not None:
-            self._batch.append(native)
-        elif opts is not None and not opts.asyncOp:
+        if opts is not None and not opts.asyncOp and self._batch is None:
             native.wait()
             return ENDED
+        return self.started(native, result)
+
+    def started(self, native: NativeWork | WorkList, result: object) -> Work:
+        """Return torch's work for a native one, which an asynchronous call has started."""
+        if self._batch is not None:
+            self._batch.append(native)
         return TorchWork(native, result)
 
     def sent(self, native: NativeWork | RequestWork, tensors: object) -> Work:
@@ -115,6 +119,10 @@ class AnsweringCalls:
     def hand_out(self, native: NativeWork | WorkList, result: object, opts: Options | None) -> Work:
         """See ``Calls``."""
         return _answered(self._calls.hand_out(native, result, opts))
+
+    def started(self, native: NativeWork | WorkList, result: object) -> Work:
+        """See ``Calls``."""
+        return _answered(self._calls.started(native, result))
 
     def sent(self, native: NativeWork | RequestWork, tensors: object) -> Work:
         """See ``Calls``."""

@@ -45,8 +45,10 @@ ENDED = _Ended()
 class TorchWork(Work):
     """``torch.distributed.Work`` of a native work."""
 
+    __slots__ = ("_future", "_native", "_result")
+
     def __init__(self, native: NativeWork | RequestWork | WorkList, result: object) -> None:
-        super().__init__()
+        Work.__init__(self)  # not super(), which costs 0.1 us
         self._native = native
         self._result = result
         self._future: Future[object] | None = None
@@ -110,13 +112,15 @@ class TorchWork(Work):
 class TorchReceive(TorchWork):
     """``torch.distributed.Work`` of a receive, which is canceled at the group's timeout."""
 
+    __slots__ = ()
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         """See RequestWork.wait.
 
         The group's timeout cancels the receive; after ``timeout`` the receive stays posted.
         """
         try:
-            return super().wait(timeout)
+            return self._native.wait(timeout)
         except CommTimeout:
             # torch's recv drops the handle, and a receive that stays posted would match the message
             # of the next receive.

@@ -546,7 +546,7 @@ class Window:
 
     def _ended(self, operation: str, tensors: Sequence[Tensor]) -> Work:
         work = Work(operation, tensors, self._state.where(operation))
-        work.future.set_result(tensors)
+        work.set_result(tensors)
         return work
 
     def _work(

@@ -41,12 +41,24 @@ class TorchProcessGroup(Collectives, ManagedGroup):
 
     _is_observed = staticmethod(modes)
 
-    # As the others below, without the wrapper.
+    # These three as the others below, without the wrapper.
     def allreduce(self, tensors: TensorList, opts: Reducing | None = None) -> Work:
         """See all_reduce."""
         if modes():
             return dispatched("allreduce", self, tensors, opts)
         return Collectives.allreduce(self, tensors, opts)
+
+    def send(self, tensors: TensorList, dst: int, tag: int = 0) -> Work:
+        """See isend."""
+        if modes():
+            return dispatched("send", self, tensors, dst, tag)
+        return Collectives.send(self, tensors, dst, tag)
+
+    def recv(self, tensors: TensorList, src: int, tag: int = 0) -> Work:
+        """See irecv."""
+        if modes():
+            return dispatched("recv", self, tensors, src, tag)
+        return Collectives.recv(self, tensors, src, tag)
 
     # Without these two methods, every all_reduce after the manager would silently do nothing.
 
@@ -72,7 +84,7 @@ def _dispatchable(name: str) -> Callable[..., Work]:
 
 
 for _name in OPERATORS:
-    if _name != "allreduce":
+    if _name not in ("allreduce", "recv", "send"):
         setattr(TorchProcessGroup, _name, _dispatchable(_name))
 # Names before torch 2.12.
 for _old, _name in (

@@ -183,13 +183,13 @@ class Execution:
         )
         execute = partial(self._execute_for_work, operation)
         if is_at_once():
-            self.progress.run(work.future, execute)
+            self.progress.run(work, execute)
         else:
-            self._submit(work.future, execute, operation)
+            self._submit(work, execute, operation)
         return work
 
     def _submit(
-        self, future: Future[Any], execute: Callable[[], object], operation: Operation
+        self, completion: Future[Any] | Work, execute: Callable[[], object], operation: Operation
     ) -> None:
         submit = self.progress.submit
         if torch_profiler._is_profiler_enabled:
@@ -197,8 +197,8 @@ class Execution:
             submit = profiling.queueing(submit, self.state, operation)
         elif self.helps and operation.device is None:
             # On a device the group's thread overlaps with the host.
-            future.helped_by(self.progress.help)
-        submit(future, execute)
+            completion.helped_by(self.progress.help)
+        submit(completion, execute)
 
     def _execute_for_work(self, operation: Operation) -> Tensors:
         self._execute(operation)

@@ -77,6 +77,8 @@ class FastPath:
         self._mpi_allreduce = state.comm.mpi.Allreduce
         self._in_place = MPI.IN_PLACE
         self._enter, self._leave = progress.lock.acquire, progress.lock.release
+        self._queued = progress.items
+        self._help = progress.help
         self._note = state.journal.ended.append
 
     def close(self) -> None:
@@ -98,7 +100,7 @@ class FastPath:
             nothing was done.
         """
         call = self.find(tensor, op)
-        if call is None or self._progress.pending or not self._enter(False):
+        if call is None or self._queued or not self._enter(False):
             return False
         try:
             self.run(call, tensor)
@@ -108,16 +110,18 @@ class FastPath:
 
     def all_reduce_later(self, tensor: torch.Tensor, op: ReduceOp) -> Work | None:
         """Queue the prepared call of a tensor; None if the fast path does not apply to it."""
-        if is_at_once() or self._progress.is_own_thread():
+        if is_at_once():
             return None
         call = self.find(tensor, op)
         if call is None:
             return None
-        self._state.require_usable("all_reduce")
-        work = Work("all_reduce", (tensor,), self._state.where("all_reduce"))
+        state = self._state
+        if state.is_closed or state.failure is not None:
+            state.require_usable("all_reduce")
+        work = Work("all_reduce", (tensor,), state.where("all_reduce"))
         if self._helps:
-            work.future.helped_by(self._progress.help)
-        self._progress.submit(work.future, partial(self._run_later, call, tensor))
+            work.helped_by(self._help)
+        self._progress.submit(work, partial(self._run_later, call, tensor))
         return work
 
     def find(self, tensor: torch.Tensor, op: ReduceOp) -> Call | None:

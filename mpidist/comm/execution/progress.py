@@ -25,14 +25,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 from mpidist.comm.mpi import runtime
 from mpidist.errors import GroupError
-from mpidist.future import Future
 
-T = TypeVar("T")
-Execute = Callable[[], Any]
+Execute: TypeAlias = Callable[[], Any]
 
 # So many operations in a row executed by waiting threads, and the group's thread looks by itself.
 _HELPED = 16
@@ -59,20 +57,38 @@ def is_at_once() -> bool:
     return getattr(_here, "is_at_once", False)
 
 
+class Completion(Protocol):
+    """End of a queued operation: a ``Future`` or a ``Work``."""
+
+    def done(self) -> bool:
+        """Return whether it is complete."""
+
+    def has_callbacks(self) -> bool:
+        """Return whether completing would run callbacks."""
+
+    def set_result(self, value: Any) -> None:
+        """Complete with what the operation has returned."""
+
+    def set_exception(self, exception: BaseException) -> None:
+        """Complete with the operation's error."""
+
+    def wait_quietly(self) -> None:
+        """Wait until complete and raise nothing."""
+
+
 class Progress:
     """Queue and thread of one group.
 
     Attributes:
-        pending: Number of queued operations that have not ended.
+        items: Queued operations that no thread executes yet; popped under ``lock``.
         lock: Held while a collective is executed. Re-entrant, because callbacks in the group's
             thread issue collectives.
     """
 
     def __init__(self, name: str) -> None:
-        self.pending = 0
-        self._is_executing = False  # the group's thread, one of the pending operations
+        self.items: deque[tuple[Completion, Execute]] = deque()
+        self._running = 0  # popped operations that have not ended; changed under ``lock``
         self._name = name
-        self._items: deque[tuple[Future[Any], Execute]] = deque()  # popped under ``lock``
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False ends the thread
         self._helped = 0  # operations that waiting threads have executed in a row
         self._helped_at = 0.0
@@ -81,16 +97,21 @@ class Progress:
         self._executing_id: int | None = None
         self._depth = 0
         self._is_helped = False  # a thread that waits executes the queue
-        self._count_lock = threading.Lock()
+        self._start_lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._thread_id: int | None = None
         self._closed = False
         self.lock = threading.RLock()
         runtime.close_at_exit(self)
 
+    @property
+    def pending(self) -> int:
+        """Return the number of queued operations that have not ended."""
+        return len(self.items) + self._running
+
     def queued(self) -> int:
-        """Return the number of pending operations that the group's thread does not execute yet."""
-        return self.pending - self._is_executing
+        """Return the number of pending operations that no thread executes yet."""
+        return len(self.items)
 
     def is_own_thread(self) -> bool:
         """Return whether this is the group's thread."""
@@ -106,9 +127,10 @@ class Progress:
         here = threading.get_ident()
         if here == self._thread_id or here == self._executing_id:
             self.lock.acquire()
-        elif self.pending or not self.lock.acquire(blocking=False):
+        elif self.items or not self.lock.acquire(blocking=False):
             return False
-        self._enter(here)
+        self._depth += 1
+        self._executing_id = here
         return True
 
     def leave(self) -> None:
@@ -118,12 +140,8 @@ class Progress:
             self._executing_id = None
         self.lock.release()
 
-    def _enter(self, here: int) -> None:
-        self._depth += 1
-        self._executing_id = here
-
-    def submit(self, future: Future[T], execute: Callable[[], T]) -> None:
-        """Queue ``execute``, and complete the future with its result or its error.
+    def submit(self, completion: Completion, execute: Execute) -> None:
+        """Queue ``execute``, and complete with its result or its error.
 
         In the group's own thread, ``execute`` has ended when this returns.
         """
@@ -131,69 +149,83 @@ class Progress:
             raise GroupError(f'group "{self._name}" is closed')
         if self._thread_id == threading.get_ident():
             with self.lock:
-                _complete(future, execute)
+                _complete(completion, execute)
             return
-        with self._count_lock:
-            self.pending += 1
+        if self._thread is None:
+            self._start()
+        # In this order: the thread looks for items after it has decided to sleep until it is woken.
+        self.items.append((completion, execute))
+        if self._wakes_thread():
+            self._wakes.put(True)
+
+    def _start(self) -> None:
+        with self._start_lock:
             if self._thread is None:
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=runtime.guard_thread(self._run),
                     name=f"mpidist-{self._name}",
                     daemon=True,
                 )
-                self._thread.start()
-            self._items.append((future, execute))
-            wakes = self._wakes_thread()
-        if wakes:
-            self._wakes.put(True)
+                thread.start()
+                self._thread = thread
 
-    def help(self, future: Future[T]) -> None:
-        """Execute what is queued up to ``future`` in this thread, which waits for the future.
+    def help(self, completion: Completion) -> None:
+        """Execute what is queued up to ``completion`` in this thread, which waits for it.
 
         Returns early where the group's thread executes, or is to run a callback.
         """
-        if self._thread_id == threading.get_ident():
+        here = threading.get_ident()
+        if self._thread_id == here:
             return
+        items, acquire = self.items, self.lock.acquire
+        is_done = completion.done()
         self._is_helped = True
         try:
-            while not future.done() and self.lock.acquire(blocking=False):
-                self._enter(threading.get_ident())
+            while not is_done and acquire(False):
+                self._depth += 1
+                self._executing_id = here
                 try:
-                    if not self._items or self._items[0][0].has_callbacks():
+                    if not items or items[0][0].has_callbacks():
                         break
-                    self._help_with(*self._items.popleft())
+                    self._help_with_next()
                 finally:
                     self.leave()
+                is_done = completion.done()
         finally:
             self._is_helped = False
-            if not future.done() or (self._items and self._wakes_thread()):
+            if not is_done or (items and self._wakes_thread()):
                 self._wakes.put(True)
 
-    def _help_with(self, future: Future[T], execute: Callable[[], T]) -> None:
+    def _help_with_next(self) -> None:
+        self._running += 1
+        completion, execute = self.items.popleft()
         try:
-            outcome = _outcome(execute)
-        except BaseException as error:  # an interrupt of this thread
-            self._count_down()
-            future.set_exception(error)
+            result, error = _outcome(execute)
+        except BaseException as interrupt:  # an interrupt of this thread
+            self._running -= 1
+            completion.set_exception(interrupt)
             raise
         self._helped += 1
         self._helped_at = time.monotonic()
-        self._count_down()
-        _set(future, *outcome)
+        self._running -= 1
+        if error is None:
+            completion.set_result(result)
+        else:
+            completion.set_exception(error)
 
     def _wakes_thread(self) -> bool:
         return not self._looks or self._helped < _HELPED
 
-    def run(self, future: Future[T], execute: Callable[[], T]) -> None:
-        """Execute behind the queue, and wait until the future is complete; raise nothing."""
+    def run(self, completion: Completion, execute: Execute) -> None:
+        """Execute behind the queue, and wait until complete; raise nothing."""
         if self.try_enter():
             try:
-                _complete(future, execute)
+                _complete(completion, execute)
             finally:
                 self.leave()
             return
-        self.submit(future, execute)
-        future.wait_quietly()
+        self.submit(completion, execute)
+        completion.wait_quietly()
 
     def close(self, timeout_s: float) -> None:
         """Stop the thread after the queued operations; end the job if they do not end in time.
@@ -237,51 +269,47 @@ class Progress:
                     continue
             seen = None
             # A thread that helps wakes this one if it leaves something.
-            while self._items and not self._is_helped:
+            while self.items and not self._is_helped:
                 self._execute_next()
 
     def _first(self) -> object:
         try:
-            return self._items[0]
+            return self.items[0]
         except IndexError:
             return None
 
     def _pause_s(self) -> float | None:
         """Return how long the thread may sleep unless it is woken; None for no limit."""
-        with self._count_lock:
-            self._looks = self._helped >= _HELPED and time.monotonic() - self._helped_at < _LINGER_S
-            if self._looks:
-                return _LOOK_S
-            # What was queued while the thread looked by itself came without a wake-up.
-            return 0.0 if self._items else None
+        # Before the look for items: an item that comes after it finds whether it must wake.
+        self._looks = self._helped >= _HELPED and time.monotonic() - self._helped_at < _LINGER_S
+        if self._looks:
+            return _LOOK_S
+        # What was queued while the thread looked by itself came without a wake-up.
+        return 0.0 if self.items else None
 
     def _execute_next(self) -> None:
         with self.lock:
-            if not self._items:
+            if not self.items:
                 return  # a waiting thread has executed it
-            future, execute = self._items.popleft()
+            self._running += 1
+            completion, execute = self.items.popleft()
             self._helped = 0
-            self._is_executing = True
             outcome = _outcome(execute)
-            if future.has_callbacks():
+            if completion.has_callbacks():
                 # Callbacks may issue collectives, which precede those of other threads.
                 try:
-                    _set(future, *outcome)
+                    _set(completion, *outcome)
                 finally:
-                    self._count_down()
+                    self._running -= 1
                 return
-        # Counted down first, so that the thread that waits can issue its next operation directly.
-        self._count_down()
-        _set(future, *outcome)
-
-    def _count_down(self) -> None:
-        with self._count_lock:
-            self.pending -= 1
-            self._is_executing = False
+            # Counted down first, so that the thread that waits can issue its next operation
+            # directly.
+            self._running -= 1
+        _set(completion, *outcome)
 
 
-def _complete(future: Future[T], execute: Callable[[], T]) -> None:
-    _set(future, *_outcome(execute))
+def _complete(completion: Completion, execute: Execute) -> None:
+    _set(completion, *_outcome(execute))
 
 
 def _outcome(execute: Execute) -> tuple[Any, BaseException | None]:
@@ -291,8 +319,8 @@ def _outcome(execute: Execute) -> tuple[Any, BaseException | None]:
         return None, error
 
 
-def _set(future: Future[Any], result: Any, error: BaseException | None) -> None:
+def _set(completion: Completion, result: Any, error: BaseException | None) -> None:
     if error is not None:
-        future.set_exception(error)
+        completion.set_exception(error)
     else:
-        future.set_result(result)
+        completion.set_result(result)

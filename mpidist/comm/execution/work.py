@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.autograd import profiler as torch_profiler
@@ -35,16 +37,33 @@ def seconds(timeout: float | timedelta | None) -> float | None:
     return float(value) or None
 
 
+# Guards the race between completing and making the future; held for a few instructions only.
+_lock = threading.Lock()
+
+
 @untraced
 class Work:
-    """Handle of a collective that the group's thread executes.
+    """Handle of a collective in a group's queue, which the thread that executes it completes.
+
+    A future is made where one is asked for, and for an error: most works are only waited for.
+
+    Args:
+        operation: The name of the collective.
+        tensors: The outputs.
+        where: Beginning of an error's text.
+        events: On a device the results are complete behind them; filled before the work is
+            completed.
+        fence: See ``Future``.
 
     Attributes:
         operation: The name of the collective.
         tensors: The outputs, kept alive until the handle is dropped.
     """
 
-    __slots__ = ("future", "operation", "tensors", "where")
+    __slots__ = (
+        "_done", "_events", "_fence", "_future", "_help",
+        "operation", "tensors", "where",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -57,12 +76,19 @@ class Work:
         self.operation = operation
         self.tensors = tensors
         self.where = where
-        # On a device the results are complete behind the events, which the executing thread adds.
-        self.future: Future[Sequence[torch.Tensor]] = Future(events, fence)
+        self._events = events
+        self._fence = fence
+        self._help: Callable[[Any], object] | None = None
+        # The collective has ended without an error, and before there was a future, which knows the
+        # end of every other work.
+        self._done = False
+        self._future: Future[Sequence[torch.Tensor]] | None = None
 
     def is_completed(self) -> bool:
         """Return whether the operation has ended, with or without an error."""
-        return self.future.done()
+        return self._done or (self._future is not None and self._future.done())
+
+    done = is_completed
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Wait for the end.
@@ -74,32 +100,84 @@ class Work:
             CommTimeout: Not ended within ``timeout``; the operation continues.
             MpidistError: The error of the operation.
         """
-        limit, wait = seconds(timeout), self.future.wait
-        if torch_profiler._is_profiler_enabled and not self.future.done():
-            wait = profiling.waiting(wait, self.operation)
-        if limit is None or self.future.done():
-            wait()
-        else:
-            try:
-                wait(limit)
-            except CommTimeout:
-                if not self.future.done():
-                    raise CommTimeout(f"{self.where} did not end within {limit:g} s") from None
-                self.future.wait()
+        if timeout is None and not torch_profiler._is_profiler_enabled:
+            if self._help is not None and not self._done and self._future is None:
+                self._help(self)
+            if self._done:
+                for event in self._events or ():
+                    event.block_current_stream()
+                return True
+        self._wait_for_future(seconds(timeout))
         return True
+
+    def wait_quietly(self) -> None:
+        """Wait for the end and raise nothing; ``wait`` still raises the error."""
+        if not self._done:
+            self.get_future().wait_quietly()
 
     def exception(self) -> BaseException | None:
         """Return the error of an ended operation, else None."""
-        return self.future.exception() if self.future.done() else None
+        future = self._future
+        return future.exception() if future is not None and future.done() else None
 
     def result(self) -> Sequence[torch.Tensor]:
         """Return the output tensors of an ended operation."""
-        return self.future.value()
+        if self._done:
+            self.wait()
+            return self.tensors
+        return self.get_future().value()
 
     def get_future(self) -> Future[Sequence[torch.Tensor]]:
         """Return a future of the output tensors; its callbacks run in the group's thread."""
-        return self.future
+        if self._future is not None:
+            return self._future
+        made: Future[Sequence[torch.Tensor]] = Future(self._events, self._fence)
+        if self._help is not None:
+            made.helped_by(self._help)
+        with _lock:
+            future = self._future
+            if future is None:
+                future = self._future = made
+        if future is made and self._done:
+            made.set_result(self.tensors)
+        return future
 
     def source_rank(self) -> int:
         """Return -1: a collective has no sender."""
         return -1
+
+    def helped_by(self, help: Callable[[Any], object]) -> None:
+        """Have a thread that waits without a limit call ``help(self)`` first; see ``Future``."""
+        self._help = help
+
+    def has_callbacks(self) -> bool:
+        """Return whether completing would run callbacks."""
+        future = self._future
+        return future is not None and future.has_callbacks()
+
+    def set_result(self, value: Sequence[torch.Tensor]) -> None:
+        """Complete without an error; ``value`` is ``tensors``."""
+        with _lock:
+            future = self._future
+            self._done = future is None
+        if future is not None:
+            future.set_result(value)
+
+    def set_exception(self, exception: BaseException) -> None:
+        """Complete with an error."""
+        self.get_future().set_exception(exception)
+
+    def _wait_for_future(self, limit: float | None) -> None:
+        future = self.get_future()
+        wait = future.wait
+        if torch_profiler._is_profiler_enabled and not future.done():
+            wait = profiling.waiting(wait, self.operation)
+        if limit is None or future.done():
+            wait()
+            return
+        try:
+            wait(limit)
+        except CommTimeout:
+            if not future.done():
+                raise CommTimeout(f"{self.where} did not end within {limit:g} s") from None
+            future.wait()

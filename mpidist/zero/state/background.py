@@ -133,7 +133,7 @@ class Background:
     def _finish(self) -> None:
         work, self._work = self._work, None
         if work is not None:
-            work.future.wait_quietly()  # the handle raises its error
+            work.wait_quietly()  # the handle raises its error
 
 
 def write(state: StateDict, path: Path) -> None:

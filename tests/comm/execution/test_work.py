@@ -1,4 +1,4 @@
-"""Work: timeouts in torch's forms, waits, errors and results."""
+"""Work: waits, timeouts in torch's forms, errors, and a future where one is asked for."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from mpidist.comm.execution.work import Work, seconds
 from mpidist.errors import CommTimeout, MpidistError
 
 
-def work_of(events=None):
-    return Work("all_reduce", (torch.ones(1),), "rank 0 of 2: all_reduce", events)
+@pytest.fixture
+def work():
+    return Work("all_reduce", (torch.ones(2),), "rank 0 of 2: all_reduce")
 
 
 @pytest.mark.parametrize(
@@ -29,43 +30,108 @@ def test_timeouts_are_seconds(timeout, expected):
     ("timeout", "error"),
     [("1", TypeError), (True, TypeError), (-1, ValueError), (timedelta(-1), ValueError)],
 )
-def test_other_timeouts_are_refused(timeout, error):
+def test_other_timeouts_are_refused(timeout, error, work):
     with pytest.raises(error, match="timeout must"):
         seconds(timeout)
     with pytest.raises(error, match="timeout must"):
-        work_of().wait(timeout)
+        work.wait(timeout)
 
 
-def test_a_wait_ends_with_the_operation_or_with_its_timeout():
-    work = work_of()
-    assert not work.is_completed() and work.exception() is None and work.source_rank() == -1
-    with pytest.raises(CommTimeout, match=r"^rank 0 of 2: all_reduce did not end within 0.01 s$"):
+def test_a_work_that_is_only_waited_for_makes_no_future(work):
+    helped = []
+
+    def help(one):
+        helped.append(one)
+        one.set_result(one.tensors)
+
+    work.helped_by(help)
+    assert not work.is_completed() and work.wait() and work.is_completed()
+    assert helped == [work] and work._future is None and work.exception() is None
+    # Made afterwards, it is complete.
+    future = work.get_future()
+    assert future is work.get_future() and future.done() and future.wait() is work.tensors
+    assert work.result() is work.tensors and work.wait() and helped == [work]
+
+
+def test_a_future_made_before_the_end_is_completed_and_helps(work):
+    seen = []
+    work.helped_by(lambda one: seen.append(one) or work.set_result(work.tensors))
+    future = work.get_future()
+    assert not work.has_callbacks() and not future.done()
+    future.add_done_callback(lambda one: seen.append((one.done(), work.is_completed())))
+    assert work.has_callbacks() and work.wait()
+    assert seen == [future, (True, True)]
+
+
+def test_an_error_is_raised_by_every_wait_and_is_the_futures(work):
+    error = MpidistError("lost")
+    work.set_exception(error)
+    assert work.is_completed() and work.exception() is error
+    work.wait_quietly()
+    for wait in (work.wait, work.get_future().wait, lambda: work.wait(1)):
+        with pytest.raises(MpidistError, match="lost"):
+            wait()
+
+
+def test_an_operations_own_timeout_is_raised_as_it_is(work):
+    work.set_exception(CommTimeout("its own"))
+    for limit in (None, 1.0):
+        with pytest.raises(CommTimeout, match="^its own$"):
+            work.wait(limit)
+
+
+def test_an_error_that_nobody_waits_for_is_printed(capfd):
+    work = Work("all_reduce", (), "rank 0 of 2: all_reduce")
+    work.set_exception(MpidistError("lost"))
+    del work
+    assert "an exception was never retrieved: MpidistError('lost')" in capfd.readouterr().err
+
+
+def test_a_wait_with_a_limit_does_not_help_and_names_the_operation(work):
+    work.helped_by(lambda one: pytest.fail("helped"))
+    with pytest.raises(CommTimeout, match=r"rank 0 of 2: all_reduce did not end within 0.01 s"):
         work.wait(0.01)
-    timer = threading.Timer(0.02, work.future.set_result, [work.tensors])
-    timer.start()
-    assert work.wait(30) and work.wait() and work.is_completed()
-    assert work.result() is work.tensors and work.get_future() is work.future
-    timer.join()
+    work.set_result(work.tensors)
+    assert work.wait(0.01)
 
 
-def test_an_operations_own_error_is_raised_also_if_it_is_a_timeout():
-    for error in (MpidistError("broken"), CommTimeout("its own")):
-        work = work_of()
-        work.future.set_exception(error)
-        assert work.is_completed() and work.exception() is error
-        for limit in (None, 1.0):
-            with pytest.raises(type(error), match=str(error)):
-                work.wait(limit)
+def test_threads_that_wait_are_woken(work):
+    threads = [threading.Thread(target=work.wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    work.set_result(work.tensors)
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
 
 
-def test_the_waiting_threads_stream_waits_for_the_events():
+def test_the_events_of_a_device_block_the_waiting_threads_stream():
     class Event:
         blocked = 0
 
         def block_current_stream(self):
             self.blocked += 1
 
-    event = Event()
-    work = work_of([event])
-    work.future.set_result(work.tensors)
+    event, events = Event(), []
+    work = Work("all_reduce", (torch.ones(2),), "", events)
+    events.append(event)
+    work.set_result(work.tensors)
     assert work.wait() and event.blocked == 1
+    work.get_future().wait()
+    assert event.blocked == 2
+
+
+def test_completing_and_asking_for_the_future_at_once_lose_nothing():
+    for _ in range(200):
+        work, gate, found = Work("x", (torch.ones(1),), "x"), threading.Barrier(2), []
+
+        def ask(work=work, gate=gate, found=found):
+            gate.wait()
+            found.append(work.get_future())
+
+        other = threading.Thread(target=ask)
+        other.start()
+        gate.wait()
+        work.set_result(work.tensors)
+        other.join()
+        assert found[0].wait(30) is work.tensors and work.wait()
