@@ -10,7 +10,6 @@ every file of it is in some node's memory, so it survives the death of any proce
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from mpidist.checkpoint.training import Stateful, Training
 from mpidist.comm.consistency import comparing, same_error_on_all
 from mpidist.comm.execution.work import Work
 from mpidist.comm.group_types import AnyGroup, Group
-from mpidist.comm.mpi import rank_ranges, runtime
+from mpidist.comm.mpi import runtime
 from mpidist.ddp.hooks import checkpoint as powersgd
 from mpidist.errors import CheckpointError, MpidistError
 
@@ -65,8 +64,7 @@ def commit(
         folder: Of the run's checkpoints, as for ``save``; nothing is written there. ``load`` of the
             same folder takes the newest of its checkpoints and the commits.
         step: Number of steps so far, above that of the last commit.
-        model: As for ``save``, as all following arguments are. Sharded parameters (DTensor) are
-            refused.
+        model: As for ``save``, as all following arguments are.
 
     Raises:
         CheckpointError: A rank could not write, as its node's memory is full or another user's, or
@@ -79,7 +77,6 @@ def commit(
     with comparing(native, _WHERE) as rows:
         step = count(_WHERE, "step", step, 0)
         training.require_usable(native.rank, native.size)
-        _require_no_shards(model)
         rows += [("folder", os.path.abspath(folder)), ("step", step)]
     _of(native, folder).write(step, training, extra, bool(rng))
 
@@ -114,15 +111,6 @@ def _drop() -> None:
 
 
 runtime.belongs_to_world(_drop)
-
-
-def _require_no_shards(model: torch.nn.Module) -> None:
-    for name, parameter in model_state.bare(model).named_parameters():
-        if hasattr(parameter, "device_mesh"):
-            raise TypeError(
-                f"{_WHERE}: {name} is a DTensor, of which this rank has a shard; "
-                "torch.distributed.checkpoint saves such models"
-            )
 
 
 class Commits:
@@ -215,18 +203,7 @@ class Commits:
         with self.same_error("checkpoint.load"):
             manifests = self.slots.found()
             # Each rank checks a part of its node's files.
-            sound = {
-                slot: self._sound_share(slot, found)
-                for slot, found in manifests.items()
-                if found.world_size == self.group.size
-            }
-            if len(sound) < len(manifests) and self.group.rank == 0:
-                sizes = sorted({found.world_size for found in manifests.values()})
-                warnings.warn(
-                    f"{self.slots.path(0).parent}: commits of {rank_ranges.numbers(sizes)} ranks "
-                    f"are passed over, as this run has {self.group.size}",
-                    stacklevel=5,
-                )
+            sound = {slot: self._sound_share(slot, found) for slot, found in manifests.items()}
         rows = self.group.all_gather_object(
             {slot: (manifests[slot].step, sorted(names)) for slot, names in sound.items()}
         )

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpidist import progress_bar, state_scalars
-from mpidist.checkpoint import commits, files, manifest, model_state, rng
+from mpidist.checkpoint import commits, dtensors, files, manifest, model_state, rng
 from mpidist.checkpoint.manifest import MODEL, OPTIMIZER, TRAINING
 from mpidist.checkpoint.reading import Reader, reporting_damage
 from mpidist.checkpoint.saving import group_of
 from mpidist.checkpoint.training import (
+    DTENSORS,
     POWERSGD,
     SHARDS,
     STATE,
@@ -69,14 +70,14 @@ def load(
     """Load the newest complete checkpoint of a folder; return its description, None without one.
 
     A commit of the same folder (``commit``) that is no older, and that the memories of the nodes
-    hold whole, is loaded in its place, by as many ranks as wrote it; later commits, which some
-    ranks lack, are removed.
+    hold whole, is loaded in its place; later commits, which some ranks lack, are removed.
 
     With the number of ranks that wrote the checkpoint, training continues with the same bits. With
     another number the shards of an ``OSS`` are redistributed, the sampler continues in the same
     order, PowerSGD keeps its mean error, another hook gets rank 0's state, and generators are
-    reseeded (with the same seeds at each load), with a warning. Folders without a manifest, from
-    unfinished saves, are skipped with a warning.
+    reseeded (with the same seeds at each load), with a warning. DTensors are loaded by as many
+    ranks as saved them, on an equal mesh; another number is an error. Folders without a manifest,
+    from unfinished saves, are skipped with a warning.
 
     Collective: over the group. The objects are those of a new run: models constructed, hooks
     registered or not.
@@ -179,6 +180,12 @@ class _Loading:
         """Load. Collective: over the group."""
         with self._same_error_on_all():
             self._training.require_held(self._contents)
+            if self._contents.dtensors and not self._is_same_size:
+                raise CheckpointError(
+                    f"the checkpoint holds DTensors as {self._world_size} ranks had them, and this "
+                    f"run has {self._group.size}; torch.distributed.checkpoint moves such a model "
+                    "to another number"
+                )
             names = self._own_names()
             if self._bring is None:
                 self._reader.require_sound(names)
@@ -215,6 +222,8 @@ class _Loading:
             names.append(manifest.rank_file(rank, size))
         if self._is_same_size and self._training.powersgd is not None:
             names.append(manifest.powersgd_file(rank, size))
+        if self._contents.dtensors:
+            names.append(manifest.dtensor_file(rank, size))
         return names
 
     def _read(self, names: Sequence[str]) -> _State:
@@ -223,6 +232,13 @@ class _Loading:
         whole = self._reader.optimizer() if OPTIMIZER in names else None
         has_own = manifest.rank_file(self._group.rank, self._world_size) in names
         own = self._reader.of_rank(self._group.rank) if has_own else None
+        training, contents = self._training, self._contents
+        if contents.dtensors:
+            parts = self._reader.dtensors(self._group.rank)
+            here = model_state.bare(training.model).state_dict()
+            model.update(dtensors.model_state(parts, here))
+            if contents.optimizer == DTENSORS and training.optimizer is not None:
+                whole = dtensors.optimizer_state(parts, training.optimizer)
         return _State(model, shared, own, whole)
 
     def _needs_merged(self, own: RankState | None) -> bool:
@@ -304,12 +320,11 @@ class _Loading:
             if training.powersgd is not None:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # about the state's group, which is kept
-                    own = manifest.powersgd_file(self._group.rank, self._world_size)
+                    own = reader.path / manifest.powersgd_file(self._group.rank, self._world_size)
+                    # Another number of ranks reads all files, which were brought here.
+                    has_one = self._bring is not None and self._is_same_size
                     loaded = powersgd.load(
-                        reader.path,
-                        wrapper,
-                        reader.map_location,
-                        None if self._bring is None else reader.path / own,
+                        reader.path, wrapper, reader.map_location, own if has_one else None
                     )
                 # Copied, because the state object may be registered with the module already.
                 training.powersgd.load_state_dict(loaded.state_dict())

@@ -31,7 +31,9 @@ class Entry:
 class Contents:
     """Kinds of state that a checkpoint holds."""
 
-    optimizer: str | None = None  # "whole": in optimizer.pt; "shards": in the ranks' files
+    # "whole": in optimizer.pt; "shards": an OSS's in the ranks' files; "dtensors": in those of
+    # DTensors.
+    optimizer: str | None = None
     optimizer_class: str | None = None  # the class that steps: AdamW also for an OSS of AdamW
     hook: str | None = None  # "powersgd": files of its own; "state": in the ranks' files
     scheduler: bool = False
@@ -39,6 +41,7 @@ class Contents:
     sampler: bool = False
     rng: bool = False
     buffers: bool = False  # each rank's own, in its file
+    dtensors: bool = False  # the model has some, of which each rank has its part in a file
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,11 @@ def rank_file(rank: int, world_size: int) -> str:
 def powersgd_file(rank: int, world_size: int) -> str:
     """Return the name of the file that ``mpidist.ddp.hooks.checkpoint`` writes for one rank."""
     return f"powersgd-{rank}-of-{world_size}.pt"
+
+
+def dtensor_file(rank: int, world_size: int) -> str:
+    """Return the name of the file of what one rank holds of the DTensors."""
+    return f"dtensors-{rank}-of-{world_size}.pt"
 
 
 def is_of_rank(name: str) -> bool:
@@ -100,7 +108,7 @@ def from_json(text: str) -> Manifest:
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{NAME} is damaged: {type(error).__name__} {error}") from error
     # Checked before the names are listed: a forged number of ranks would take all memory.
-    if found.world_size > len(files) and (has_rank_files(contents) or contents.hook == "powersgd"):
+    if found.world_size > len(files) and len(required(1, contents)) > len(required(0, contents)):
         raise ValueError(
             f"{NAME} is damaged: it lists {len(files)} files, too few for {found.world_size} ranks"
         )
@@ -131,8 +139,12 @@ def _sha256(value: object) -> str:
 def _contents(given: dict[str, Any]) -> Contents:
     found = Contents(**given)
     texts = (found.optimizer, found.hook)
-    flags = (found.scheduler, found.scaler, found.sampler, found.rng, found.buffers)
-    if texts[0] not in (None, "whole", "shards") or texts[1] not in (None, "powersgd", "state"):
+    flags = (found.scheduler, found.scaler, found.sampler, found.rng, found.buffers, found.dtensors)
+    if texts[0] not in (None, "whole", "shards", "dtensors") or texts[1] not in (
+        None,
+        "powersgd",
+        "state",
+    ):
         raise ValueError(
             f"the optimizer's state is {str(texts[0])[:80]}, the hook's {str(texts[1])[:80]}"
         )
@@ -162,6 +174,8 @@ def required(world_size: int, contents: Contents) -> list[str]:
         names += [rank_file(rank, world_size) for rank in range(world_size)]
     if contents.hook == "powersgd":
         names += [powersgd_file(rank, world_size) for rank in range(world_size)]
+    if contents.dtensors:
+        names += [dtensor_file(rank, world_size) for rank in range(world_size)]
     return names
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
+from mpidist.checkpoint.dtensors import is_dtensor
 from mpidist.comm.memory import host_values
 from mpidist.ddp.module import DistributedDataParallel
 
@@ -71,9 +72,9 @@ def packed(state: Mapping[str, object]) -> dict[str, Any]:
 
 
 def buffers(model: Module) -> dict[str, Tensor]:
-    """Return this rank's buffers by name, those that a state dict holds."""
+    """Return this rank's buffers by name, those that a state dict holds, without DTensors."""
     module = bare(model)
-    own = dict(module.named_buffers())
+    own = {name: value for name, value in module.named_buffers() if not is_dtensor(value)}
     return packed({name: own[name] for name in module.state_dict() if name in own})
 
 

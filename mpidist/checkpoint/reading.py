@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mpidist import saved_file
 from mpidist.checkpoint import files
+from mpidist.checkpoint.dtensors import DTensorState
 from mpidist.checkpoint.files import ADVICE
-from mpidist.checkpoint.manifest import MODEL, OPTIMIZER, TRAINING, Manifest, rank_file
+from mpidist.checkpoint.manifest import (
+    MODEL,
+    OPTIMIZER,
+    TRAINING,
+    Manifest,
+    dtensor_file,
+    rank_file,
+)
 from mpidist.checkpoint.training import RankState, SharedState
 from mpidist.comm.consistency import describe
 from mpidist.errors import CheckpointError
@@ -59,6 +67,11 @@ class Reader:
     def optimizer(self) -> dict[str, Any]:
         """Return the content of ``optimizer.pt``."""
         return self._read(OPTIMIZER)
+
+    def dtensors(self, rank: int) -> DTensorState:
+        """Return what one rank held of the DTensors."""
+        name = dtensor_file(rank, self.manifest.world_size)
+        return cast(DTensorState, self._read(name, DTensorState.__annotations__))
 
     def of_rank(self, rank: int, mmap: bool = False) -> RankState:
         """Return the content of the file of one rank.

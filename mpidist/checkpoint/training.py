@@ -3,7 +3,8 @@
 ``model.pt``: the bare module's, once. ``optimizer.pt``: an ordinary optimizer's, once.
 ``training.pt``: scheduler, scaler, sampler, buckets, the user's own data. ``rank-<r>-of-<W>.pt``: a
 rank's generators, its shard of an ``OSS``, its buffers and hook state. ``powersgd-<r>-of-<W>.pt``:
-PowerSGD's.
+PowerSGD's. ``dtensors-<r>-of-<W>.pt``: a rank's part of a model's DTensors, and the state of the
+optimizer that steps them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Protocol, TypedDict, cast
 
 import torch
 
-from mpidist.checkpoint import manifest, model_state, rng
+from mpidist.checkpoint import dtensors, manifest, model_state, rng
 from mpidist.checkpoint.manifest import MODEL, OPTIMIZER, TRAINING, Contents
 from mpidist.checkpoint.plain_data import require_plain
 from mpidist.ddp.buckets.layout import SavedPlan
@@ -23,7 +24,7 @@ from mpidist.zero.optimizer import OSS
 from mpidist.zero.state import state_dict
 from mpidist.zero.state.rank_local import RankLocalState
 
-WHOLE, SHARDS = "whole", "shards"
+WHOLE, SHARDS, DTENSORS = "whole", "shards", "dtensors"
 POWERSGD, STATE = "powersgd", "state"
 
 
@@ -129,16 +130,27 @@ class Training:
 
     def contents(self, with_rng: bool) -> Contents:
         """Return the kinds of state of this run; equal on all ranks."""
+        has_dtensors = any(map(dtensors.is_dtensor, model_state.bare(self.model).parameters()))
         return Contents(
-            optimizer=None if self.optimizer is None else WHOLE if self.sharded is None else SHARDS,
+            optimizer=self._optimizer_kind(has_dtensors),
             optimizer_class=self.optimizer_class(),
             hook=None if self.hook_state is None else STATE if self.powersgd is None else POWERSGD,
             scheduler=self.scheduler is not None,
             scaler=self.scaler is not None,
             sampler=self.sampler is not None,
             rng=with_rng,
-            buffers=model_state.keeps_own_buffers(self.model),
+            # Nothing makes buffers beside sharded parameters the same.
+            buffers=model_state.keeps_own_buffers(self.model) or has_dtensors,
+            dtensors=has_dtensors,
         )
+
+    def _optimizer_kind(self, has_dtensors: bool) -> str | None:
+        if self.optimizer is None:
+            return None
+        if self.sharded is not None:
+            return SHARDS
+        stepped = dtensors.parameters_of(self.optimizer) if has_dtensors else ()
+        return DTENSORS if any(map(dtensors.is_dtensor, stepped)) else WHOLE
 
     def files(
         self,
@@ -158,10 +170,18 @@ class Training:
         """
         require_plain("extra", extra)  # checked on all ranks, rank 0's is written
         content: dict[str, object] = {}
+        model: Mapping[str, Any] = {}
+        if has_shared or contents.dtensors:
+            model = model_state.bare(self.model).state_dict()
+        if contents.dtensors:
+            model, parts = dtensors.content(
+                model, self.optimizer if contents.optimizer == DTENSORS else None
+            )
+            content[manifest.dtensor_file(rank, world_size)] = parts
         if has_shared:
-            content[MODEL] = model_state.packed(model_state.bare(self.model).state_dict())
+            content[MODEL] = model_state.packed(model)
             content[TRAINING] = self._shared(extra)
-            if self.optimizer is not None and self.sharded is None:
+            if self.optimizer is not None and contents.optimizer == WHOLE:
                 content[OPTIMIZER] = self.optimizer.state_dict()
         if manifest.has_rank_files(contents):
             content[manifest.rank_file(rank, world_size)] = self._own(contents)

@@ -6,10 +6,13 @@ import warnings
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from mpidist.checkpoint import ResumableSampler
+from mpidist.checkpoint import ResumableSampler, dtensors
 from mpidist.ddp import DistributedDataParallel, PowerSGDState, powerSGD_hook
 from mpidist.optim import OSS
 
@@ -45,7 +48,8 @@ class Run:
 
     Args:
         kind: ``adam``; ``oss`` and a partition; ``powersgd``; ``torch`` for torch's data
-            parallelism; ``own`` for buffers that stay each rank's own.
+            parallelism; ``fsdp`` for torch's sharded parameters; ``own`` for buffers that stay each
+            rank's own.
         seed: Of weights and generators, which a load must make irrelevant.
     """
 
@@ -68,6 +72,8 @@ class Run:
         )
         if kind == "torch":
             self.model: Any = TorchDataParallel(inner)
+        elif kind == "fsdp":
+            self.model = fully_shard(inner, mesh=init_device_mesh("cpu", (group.size,)))
         else:
             more = {"forward_sync_buffers": False} if kind == "own" else {}
             self.model = DistributedDataParallel(
@@ -117,14 +123,13 @@ class Run:
         return losses
 
     def tensors(self) -> list[torch.Tensor]:
-        return list(self.model.module.state_dict().values())
+        values = getattr(self.model, "module", self.model).state_dict().values()
+        return [value.to_local() if isinstance(value, DTensor) else value for value in values]
 
     def moments(self) -> dict[str, Any]:
         """Return the whole optimizer's state. Collective."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return (
-                self.optimizer.state_dict(all_ranks=True)
-                if isinstance(self.optimizer, OSS)
-                else self.optimizer.state_dict()
-            )
+            if isinstance(self.optimizer, OSS):
+                return self.optimizer.state_dict(all_ranks=True)
+            return dtensors.content({}, self.optimizer)[1]["optimizer"] or {}

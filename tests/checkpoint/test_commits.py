@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.tools.support import agree, printed, raises_on_all
 from tests.tools.support import short_job as run
 from tests.zero.stateful import same
 
-KINDS = ["adam", "own", "oss-greedy", "oss-flat", "powersgd", "torch"]
+KINDS = ["adam", "own", "oss-greedy", "oss-flat", "powersgd", "torch", "fsdp"]
 
 
 @pytest.fixture
@@ -94,6 +95,41 @@ def test_a_lost_node_gets_its_state_from_the_others(group, folder, node_memory, 
     else:
         commits._commits.clear()
     _goes_on(group, folder, kind, straight, 4)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("default_group", "node_memory")
+@pytest.mark.parametrize("kind", ["adam", "oss-flat", "powersgd", "fsdp"])
+def test_another_number_of_ranks_loads_as_from_the_disk(group, folder, kind):
+    straight = Run(group, kind)
+    straight.train(2)
+    path = save(folder, 2, **straight.state(), group=group)
+    commit(folder, 3, **straight.state(), group=group)
+    commits._of(group, folder)._finish_sending()
+    fewer = group.new_group(range(group.size - 1), "fewer") if group.rank < group.size - 1 else None
+    wrong = ""
+    if fewer is not None:
+        one = Run(fewer, "adam" if kind == "fsdp" else kind, seed=5)
+        if kind == "fsdp":
+            words = f"holds DTensors as {group.size} ranks had them"
+            raises_on_all(
+                fewer, CheckpointError, lambda: load(folder, **one.state(), group=fewer), words
+            )
+        else:
+            other = Run(fewer, kind, seed=6)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = load(folder, **one.state(), group=fewer)
+                losses = one.train(4)
+                load(path, **other.state(), group=fewer)
+            wrong += "step " * ((found.step, found.saved_by) != (3, group.size))
+            wrong += "losses " * (losses != other.train(4))
+            wrong += "tensors " * (not same(one.tensors(), other.tensors()))
+            wrong += "moments " * (not same(one.moments(), other.moments()))
+            commit(folder, 7, **one.state(), group=fewer)
+            wrong += "next " * (load(folder, **other.state(), group=fewer).step != 7)
+        fewer.close()
+    agree(group, not wrong, wrong)
 
 
 @pytest.mark.mpi(min_size=2)

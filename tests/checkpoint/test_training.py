@@ -19,7 +19,9 @@ pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.usefixtures("default_group")
-@pytest.mark.parametrize("kind", ["adam", "own", "oss-greedy", "oss-flat", "powersgd", "torch"])
+@pytest.mark.parametrize(
+    "kind", ["adam", "own", "oss-greedy", "oss-flat", "powersgd", "torch", "fsdp"]
+)
 def test_a_run_goes_on_with_the_same_bits(group, folder, kind):
     straight = Run(group, kind)
     straight.train(4)
