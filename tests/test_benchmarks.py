@@ -94,6 +94,7 @@ _OF_TRAINING = [
 _OF_OPTIMIZERS = [
     ["bench_oss.py", "--quick"],
     ["bench_oss_state.py", "--quick"],
+    ["bench_commits.py", "--quick"],
     ["bench_oss_device.py", "--quick", "--device", "cpu"],
     ["bench_wire.py", "--numel", "20000", "--rounds", "1", "--burst-s", "0", "--link", "test"],
 ]

@@ -168,14 +168,14 @@ class Commits:
         try:
             with self.same_error(where):
                 if self.is_first:
-                    self.slots.begin(slot)
+                    self.slots.begin(slot, manifest.required(self.group.size, contents))
             with self.same_error(where):
                 path = self.slots.path(slot)
                 entries = {
-                    name: digested_file.write(path / name, value) for name, value in own.items()
+                    name: digested_file.overwrite(path / name, value) for name, value in own.items()
                 }
             tables = self.group.all_gather_object(
-                {name: (entry.bytes, entry.sha256) for name, entry in entries.items()}
+                {name: (entry.bytes, entry.digest) for name, entry in entries.items()}
             )
             with self.same_error(where):
                 if self.is_first:
@@ -331,7 +331,7 @@ class Held:
                 if other is not None and other.step >= self.step:
                     commits.slots.drop(1 - self.slot)
                 if own is None or own.step != self.step:
-                    commits.slots.begin(self.slot)
+                    commits.slots.begin(self.slot, ())
         commits.has_passed_over = False
 
     def bring(self, names: Sequence[str]) -> None:

@@ -181,7 +181,7 @@ def problems(path: Path, expected: dict[str, Entry]) -> list[str]:
         for name in expected
     }
     digests = {
-        name: digested_file.digest(path / name)
+        name: digested_file.digest(path / name, entry.digest)
         for name, entry in expected.items()
         if sizes[name] == entry.bytes
     }

@@ -337,7 +337,7 @@ class _Loading:
         if own is not None and own["rng"] is not None:
             rng.restore(own["rng"])
             return
-        digest = self._reader.manifest.files[TRAINING].sha256
+        digest = self._reader.manifest.files[TRAINING].digest
         rng.reseed(digest, self._group.rank, self._group.size)
         self._warn(
             f"the checkpoint is of {self._world_size} ranks, and this run has {self._group.size}: "

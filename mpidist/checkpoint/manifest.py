@@ -17,6 +17,7 @@ MOST_BYTES = 64 << 20  # of a manifest; 10⁵ ranks need 15 MB
 MODEL = "model.pt"
 OPTIMIZER = "optimizer.pt"
 TRAINING = "training.pt"
+_SUM64_DIGITS = 16
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Entry:
     """One file."""
 
     bytes: int
-    sha256: str  # hexadecimal
+    digest: str  # hexadecimal: 64 digits of a SHA-256, or 16 of a sum (a file in memory)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,17 @@ def is_of_rank(name: str) -> bool:
 
 def to_json(manifest: Manifest) -> str:
     """Return the text of ``manifest.json``."""
-    return json.dumps({"format": FORMAT, **asdict(manifest)}, indent=1, sort_keys=True) + "\n"
+    files = {
+        name: {"bytes": entry.bytes, digest_name(entry.digest): entry.digest}
+        for name, entry in manifest.files.items()
+    }
+    given = {"format": FORMAT, **asdict(manifest), "files": files}
+    return json.dumps(given, indent=1, sort_keys=True) + "\n"
+
+
+def digest_name(digest: str) -> str:
+    """Return the name of a digest's algorithm, by its length."""
+    return "sum64" if len(digest) == _SUM64_DIGITS else "sha256"
 
 
 def from_json(text: str) -> Manifest:
@@ -97,8 +108,7 @@ def from_json(text: str) -> Manifest:
         )
     try:
         files = {
-            name: Entry(_count(row["bytes"]), _sha256(row["sha256"]))
-            for name, row in given["files"].items()
+            name: Entry(_count(row["bytes"]), _digest(row)) for name, row in given["files"].items()
         }
         contents = _contents(given["contents"])
         versions = {str(name): str(version) for name, version in given["versions"].items()}
@@ -130,9 +140,11 @@ def _count(value: object, least: int = 0) -> int:
     return value
 
 
-def _sha256(value: object) -> str:
-    if type(value) is not str or re.fullmatch("[0-9a-f]{64}", value) is None:
-        raise ValueError(f"a sha256 is {str(value)[:80]}")
+def _digest(row: Mapping[str, object]) -> str:
+    name, digits = ("sum64", _SUM64_DIGITS) if "sum64" in row else ("sha256", 64)
+    value = row[name]
+    if type(value) is not str or re.fullmatch(f"[0-9a-f]{{{digits}}}", value) is None:
+        raise ValueError(f"a {name} is {str(value)[:80]}")
     return value
 
 
@@ -187,7 +199,7 @@ def problems(
     Args:
         expected: The files to be read.
         sizes: Bytes of each file; None or no entry if missing.
-        digests: sha256 of the files with the right size.
+        digests: Of the files with the right size.
     """
     found = []
     for name, entry in expected.items():
@@ -199,10 +211,10 @@ def problems(
                 f"{name} has {size} bytes, and was written with {entry.bytes}: it was cut short or "
                 "overwritten"
             )
-        elif digests.get(name) != entry.sha256:
+        elif digests.get(name) != entry.digest:
             found.append(
-                f"{name} is damaged: its sha256 is {str(digests.get(name))[:12]}..., and was "
-                f"{entry.sha256[:12]}..."
+                f"{name} is damaged: its {digest_name(entry.digest)} is "
+                f"{str(digests.get(name))[:12]}..., and was {entry.digest[:12]}..."
             )
     return found
 

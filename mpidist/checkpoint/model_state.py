@@ -51,11 +51,12 @@ def keeps_own_buffers(model: Module) -> bool:
 
 
 def packed(state: Mapping[str, object]) -> dict[str, Any]:
-    """Return a detached state dict, with copies of views, so that a file holds only their elements.
+    """Return a detached state dict, whose tensors take only their elements' bytes in a file.
 
-    Tensors that share all their memory, as tied weights do, still share it.
+    A view has a storage of its own elements, which is the same memory where they lie in order, and
+    a copy elsewhere. Tensors that share all their memory, as tied weights do, still share it.
     """
-    copies: dict[object, Tensor] = {}
+    narrow: dict[object, Tensor] = {}
 
     def compact(value: object) -> object:
         if not isinstance(value, Tensor):
@@ -64,11 +65,19 @@ def packed(state: Mapping[str, object]) -> dict[str, Any]:
         if value.layout is not torch.strided or value.untyped_storage().nbytes() <= value.nbytes:
             return value
         key = (value.data_ptr(), value.dtype, value.shape, value.stride())
-        if key not in copies:
-            copies[key] = host_values.copy_of(value)
-        return copies[key]
+        if key not in narrow:
+            narrow[key] = _narrow(value)
+        return narrow[key]
 
     return {name: compact(value) for name, value in state.items()}
+
+
+def _narrow(value: Tensor) -> Tensor:
+    if not value.is_cpu or not value.is_contiguous() or not value.numel():
+        return host_values.copy_of(value)
+    # An array's memory is a storage of its own for torch; NumPy has no bf16, but bytes.
+    memory = torch.from_numpy(value.reshape(-1).view(torch.uint8).numpy())
+    return memory.view(value.dtype).view(value.shape)
 
 
 def buffers(model: Module) -> dict[str, Tensor]:

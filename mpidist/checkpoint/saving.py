@@ -156,7 +156,7 @@ class _Saving:
         return entries
 
     def _commit(self, part: Path, entries: dict[str, Entry]) -> None:
-        rows = {name: (entry.bytes, entry.sha256) for name, entry in entries.items()}
+        rows = {name: (entry.bytes, entry.digest) for name, entry in entries.items()}
         gathered = self.group.gather_object(rows, 0)
         with self._same_error_on_all():
             if self.group.rank == 0:

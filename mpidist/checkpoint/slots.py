@@ -17,7 +17,7 @@ import re
 import shutil
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from mpidist.checkpoint import files, manifest
@@ -187,10 +187,18 @@ class Slots:
                     raise CheckpointError(f"{self.path(slot)}: {error}; {ADVICE}") from error
         return held
 
-    def begin(self, slot: int) -> None:
-        """Empty a slot, and make its folder."""
-        self.drop(slot)
-        self.path(slot).mkdir(mode=0o700, parents=True)
+    def begin(self, slot: int, names: Collection[str]) -> None:
+        """Make a slot's folder; keep the memory of the files that are to be written over.
+
+        Args:
+            names: Of the files to be written.
+        """
+        path = self.path(slot)
+        (path / manifest.NAME).unlink(missing_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for other in path.iterdir():
+            if other.name not in names:
+                other.unlink()
 
     def drop(self, slot: int) -> None:
         """Remove a slot, its manifest first."""

@@ -75,3 +75,15 @@ def test_a_view_on_a_device_is_copied_once(monkeypatch):
         made = model_state.packed({"a": flat.narrow(0, 0, 5), "b": flat.as_strided((9,), (2,))})
         assert [value.device.type for value in made.values()] == ["cpu", "cpu"]
         assert counts.copies == counts.down == ["_to_copy", "_to_copy"]
+
+
+def test_a_view_in_order_is_saved_from_its_own_memory():
+    flat = torch.arange(96.0)
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.int8):
+        held = flat.to(dtype)
+        parts = {"a": held[8:32].view(2, 12), "b": held[:48].view(6, 8).t(), "c": held[5:5]}
+        made = model_state.packed(parts)
+        assert made["a"].data_ptr() == parts["a"].data_ptr()
+        for name, value in made.items():
+            assert value.dtype == dtype and torch.equal(value, parts[name])
+            assert value.untyped_storage().nbytes() == value.nbytes

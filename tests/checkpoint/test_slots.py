@@ -35,10 +35,10 @@ def test_a_slot_counts_while_it_has_its_manifest(tmp_path):
     made = Slots("job", tmp_path / "run")
     assert made.found() == {}
     made.open()
-    made.begin(0)
+    made.begin(0, ())
     assert made.found() == {}
     made.commit(0, written(3))
-    made.begin(1)
+    made.begin(1, ())
     assert {slot: one.step for slot, one in made.found().items()} == {0: 3}
     made.commit(1, written(4))
     assert {slot: one.step for slot, one in Slots("job", tmp_path / "run").found().items()} == {
@@ -46,14 +46,19 @@ def test_a_slot_counts_while_it_has_its_manifest(tmp_path):
         1: 4,
     }
     assert Slots("job", tmp_path / "other").found() == Slots("b", tmp_path / "run").found() == {}
+    for name in ("model.pt", "other.pt"):
+        (made.path(0) / name).write_text("x")
+    made.begin(0, ["model.pt", "new.pt"])
+    assert list(made.found()) == [1]
+    assert [path.name for path in made.path(0).iterdir()] == ["model.pt"]
     made.drop(1)
-    assert list(made.found()) == [0]
+    assert made.found() == {}
 
 
 def test_a_manifest_of_another_version_is_refused(tmp_path):
     made = Slots("job", tmp_path)
     made.open()
-    made.begin(0)
+    made.begin(0, ())
     (made.path(0) / "manifest.json").write_text('{"format": "mpidist.checkpoint 9"}')
     with pytest.raises(CheckpointError, match=r"checkpoint 9.*mpidist clean"):
         made.found()
