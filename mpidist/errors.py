@@ -124,5 +124,17 @@ class CheckpointError(MpidistError):
     """
 
 
+class ReplicaError(MpidistError):
+    """Ranks hold parameters of different bits that are to be the same; raised on all ranks.
+
+    Attributes:
+        ranks: World ranks outside the majority; all compared ones if there is none.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
 class KernelError(MpidistError):
     """A CUDA kernel could not be found or compiled."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mpidist.checkpoint import buddies, digested_file, files, manifest, model_state
+from mpidist.checkpoint import buddies, digested_file, files, manifest, model_state, replicas
 from mpidist.checkpoint.manifest import TRAINING, Entry, Manifest
 from mpidist.checkpoint.saving import count, group_of, versions
 from mpidist.checkpoint.slots import ADVICE, Slots, job_name
@@ -51,9 +51,10 @@ def commit(
 ) -> None:
     """Keep the state of a run in the memory of its nodes, where ``load`` finds it.
 
-    The last two commits are kept. A rank that dies within a commit leaves the one before. The
-    memory is freed when the job's last process on the node ends; a killed job leaves it to its
-    successors, or to ``mpidist clean``.
+    The replicated parameters are compared between the ranks by one 64-bit sum: a rank whose memory
+    or cores are at fault is named. The last two commits are kept. A rank that dies within a commit
+    leaves the one before. The memory is freed when the job's last process on the node ends; a
+    killed job leaves it to its successors, or to ``mpidist clean``.
 
     Collective: over the group, between steps.
 
@@ -69,6 +70,7 @@ def commit(
     Raises:
         CheckpointError: A rank could not write, as its node's memory is full or another user's, or
             the memory holds a commit of this or a later step; the commit before stays (all ranks).
+        ReplicaError: The ranks' parameters differ; the commit before stays (all ranks).
         TypeError, ValueError: A wrong argument, before anything is written.
         DisagreementError: Ranks give different arguments, or another rank's is wrong.
     """
@@ -149,8 +151,10 @@ class Commits:
         """Write one commit. Collective: over the group."""
         where = f"{_WHERE} of step {step}"
         contents = training.contents(with_rng)
+        total = 0
         with comparing(self.group, where) as rows:
             rows.append(("state of", str(contents)))
+            total = replicas.checksum(training.model)
             own = training.files(
                 contents, extra, self.group.rank, self.group.size, has_shared=self.is_first
             )
@@ -164,7 +168,7 @@ class Commits:
             if self.is_first:
                 own[TRAINING] = shared
         self._finish_sending()
-        slot = self._next_slot(step, where)
+        slot = self._next_slot(step, total, where)
         try:
             with self.same_error(where):
                 if self.is_first:
@@ -246,12 +250,17 @@ class Commits:
         }
         return {name for name in share if not files.problems(path, {name: share[name]})}
 
-    def _next_slot(self, step: int, where: str) -> int:
-        """Return the slot that does not hold the newest commit. Collective: over the group."""
+    def _next_slot(self, step: int, total: int, where: str) -> int:
+        """Compare the replicas' checksums; return the slot that does not hold the newest commit.
+
+        Collective: over the group.
+        """
         with self.same_error(where):
             self.slots.open()
             steps = {slot: found.step for slot, found in self.slots.found().items()}
-        every = [row for rows in self.group.all_gather_object(steps) for row in rows.items()]
+        found_of, totals = zip(*self.group.all_gather_object((steps, total)), strict=True)
+        replicas.require_same(where, totals, self.group.world_ranks)
+        every = [row for rows in found_of for row in rows.items()]
         if not every:
             return 0
         newest, last = max((found, slot) for slot, found in every)

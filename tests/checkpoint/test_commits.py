@@ -12,7 +12,7 @@ from mpidist.checkpoint import commit, commits, digested_file, load, save, slots
 from mpidist.checkpoint.commits import _whole
 from mpidist.checkpoint.manifest import MODEL, TRAINING, Contents, Entry, Manifest, to_json
 from mpidist.comm.mpi import runtime
-from mpidist.errors import CheckpointError, DisagreementError
+from mpidist.errors import CheckpointError, DisagreementError, ReplicaError
 from tests.checkpoint.runs import Run
 from tests.tools.support import agree, printed, raises_on_all
 from tests.tools.support import short_job as run
@@ -224,6 +224,32 @@ def test_wrong_commits_are_refused_on_all_ranks(group, folder):
     words = "of another model"
     raises_on_all(group, CheckpointError, lambda: load(folder, **other, group=group), words)
     agree(group, load(folder, **state, group=group).step == 2)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("memory")
+def test_a_replica_with_a_flipped_bit_is_named(group, folder):
+    run = Run(group, "adam")
+    run.train(1)
+    commit(folder, 1, **run.state(), group=group)
+    run.train(1)
+    weight = run.model.module[0].weight.detach().view(torch.int32)
+    if group.rank == group.size - 1:
+        weight[1, 2] ^= 1 << 7
+
+    named = []
+
+    def fails():
+        try:
+            commit(folder, 2, **run.state(), group=group)
+        except ReplicaError as error:
+            named.extend(error.ranks)
+            raise
+
+    raises_on_all(group, ReplicaError, fails, "parameters of" if group.size > 2 else "no majority")
+    agree(group, named == list(group.world_ranks[-1:] if group.size > 2 else group.world_ranks))
+    agree(group, load(folder, **run.state(), group=group).step == 1)
+    commit(folder, 2, **run.state(), group=group)
 
 
 def test_what_makes_a_commit_whole():
