@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+_ONE_CALL = 2  # the caller and the callee, whom the text names
+
 
 class MpidistError(RuntimeError):
-    """Base class of the library's exceptions."""
+    """Base class of the library's exceptions.
+
+    Attributes:
+        calls: Names of the workers whose nested RPC calls the error broke, the outermost caller
+            first, and what has become of the last one: ``("w0", "w1", "w2, dead")``. Empty for
+            other errors.
+    """
+
+    calls: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if len(self.calls) <= _ONE_CALL:
+            return text
+        return f"{text} (calls: {' → '.join(self.calls)})"
 
 
 class LaunchError(MpidistError):

@@ -51,7 +51,6 @@ COVERED_BY = {
     "rpc/calls/reader": "rpc/calls/test_wire.py",
     "rpc/calls/references": "rpc/test_rref.py",
     "rpc/serving/methods": "rpc/test_data_only_workers.py",
-    "rpc/serving/requests": "rpc/test_api.py",
     "rpc/threads/call": "rpc/threads/test_polling.py",
     "rpc/agent": "rpc/test_api.py",
     "c10d/backend": "integration/test_torch_groups.py",

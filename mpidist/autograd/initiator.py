@@ -307,15 +307,18 @@ class Initiator:
 def worker_lost(workers: Workers, rank: int) -> RankFailureError:
     """Return the error for a pass that needs a worker which has left."""
     return RankFailureError(
-        f"a backward pass needs {workers.infos[rank].name}, which has left RPC (shutdown without "
-        "graceful, the end of its program, or its death)",
+        f"a backward pass needs a worker that is lost: {workers.loss_of(rank)}",
         (workers.world_ranks[rank],),
     )
 
 
 def _error_on(worker: int, error: BaseException) -> RuntimeError:
-    if isinstance(error, RankFailureError) and error.__cause__ is None:
+    text = f"Error on Node {worker}: {error}"
+    if not isinstance(error, RankFailureError):
+        wrapped = RuntimeError(text)
+    elif error.__cause__ is None:
         return error
-    wrapped = RuntimeError(f"Error on Node {worker}: {error}")
+    else:
+        wrapped = RankFailureError(text, error.ranks)
     wrapped.__cause__ = error
     return wrapped

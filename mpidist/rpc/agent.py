@@ -246,14 +246,15 @@ def _require_present(workers: Workers, deadline: float, reason: Callable[[], str
     if time.monotonic() > deadline:
         raise CommTimeout(f"{workers.me}: the other workers were not ready in time: {reason()}")
     mine = workers.world_ranks[workers.me.id]
-    gone = sorted(workers.left) or exited_ranks.among(
+    left = sorted(workers.left)
+    gone = [workers.world_ranks[rank] for rank in left] or exited_ranks.among(
         [rank for rank in workers.world_ranks if rank != mine]
     )
     if gone:
-        names = (
-            ", ".join(workers.infos[rank].name for rank in sorted(workers.left)) or "another rank"
+        names = ", ".join(workers.infos[rank].name for rank in left) or "another rank"
+        how = (
+            "has died"
+            if workers.dead >= workers.left > set()
+            else ("has left without a graceful shutdown")
         )
-        raise RankFailureError(
-            f"{workers.me} waits for all workers, but {names} has left without a graceful shutdown",
-            gone,
-        )
+        raise RankFailureError(f"{workers.me} waits for all workers, but {names} {how}", gone)

@@ -292,7 +292,7 @@ class RRef(Reference, Generic[T]):
         references = agent.references
         fork = references.store.make_id()
         if self._entry is not None:
-            references.store.keep(self._entry, fork)
+            references.store.keep(self._entry, fork, to)
         elif self._owner.id != to:
             references.announce(self._owner.id, ((self._reference, fork),))
         return self._reference, fork, self._owner.id

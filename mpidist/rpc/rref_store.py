@@ -78,7 +78,8 @@ class Entry:
         reference: Its id.
         value: The value once ``is_set``; None if there is an ``error``. See ``value_here``.
         error: The exception of its creation.
-        forks: The known forks.
+        forks: The known forks, with the ranks of their holders; -1 for a holder that a third worker
+            has announced.
         early: Forks that were deleted before they were known.
         events: Behind the work on devices that computes the value.
         created: Its REMOTE_* message has arrived, its value is set, or this worker is about to send
@@ -107,7 +108,7 @@ class Entry:
         self.is_set = self.is_taken = self.created = False
         # Dicts of numbers and a tuple, in place of sets and a list: the garbage collector does not
         # scan them, and a worker may own many values.
-        self.forks: dict[int, None] = {}
+        self.forks: dict[int, int] = {}
         self.early: dict[int, None] = {}
         self.events: Sequence[Event] = ()
         self._waiting: tuple[Callable[[Entry], None], ...] = ()
@@ -172,7 +173,7 @@ class RRefStore:
         with self._lock:
             entry = self._of(reference)
             entry.created = True
-            self._count(entry, fork)
+            self._count(entry, fork, self.rank)
             return entry
 
     def create_for(self, source: int, reference: int, fork: int) -> Entry:
@@ -191,14 +192,14 @@ class RRefStore:
                     f"rank {source} has a value made as {reference:#x}, which there is already"
                 )
             entry.created = entry.is_taken = True
-            self._count(entry, fork)
+            self._count(entry, fork, source)
             return entry
 
-    def keep(self, entry: Entry, fork: int) -> None:
-        """Count a fork of an owned value, and enter the value into the table."""
+    def keep(self, entry: Entry, fork: int, holder: int) -> None:
+        """Count a fork of an owned value, for a holder, and enter the value into the table."""
         with self._lock:
             self._entries[entry.reference] = entry
-            self._count(entry, fork)
+            self._count(entry, fork, holder)
 
     def add_forks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Count (reference, fork) pairs that other workers announce."""
@@ -206,9 +207,9 @@ class RRefStore:
             for reference, fork in pairs:
                 entry = self._entries.get(reference)
                 if entry is None or entry.early:
-                    self._count(self._of(reference), fork)
+                    self._count(self._of(reference), fork, -1)
                 else:
-                    entry.forks[fork] = None
+                    entry.forks[fork] = -1
 
     def delete_fork(self, reference: int, fork: int) -> None:
         """Delete a fork; the last one removes the entry from the table.
@@ -222,6 +223,16 @@ class RRefStore:
                 self._drop_if_unused(entry)
             else:
                 entry.early[fork] = None
+
+    def delete_forks_of(self, holder: int) -> None:
+        """Delete the forks of a holder that has left; those that others announced for it stay."""
+        with self._lock:
+            for entry in list(self._entries.values()):
+                gone = [fork for fork, rank in entry.forks.items() if rank == holder]
+                for fork in gone:
+                    del entry.forks[fork]
+                if gone:
+                    self._drop_if_unused(entry)
 
     def redeem(self, reference: int, fork: int) -> Entry:
         """Return the entry of a reference that was passed to its owner, and delete its fork."""
@@ -261,12 +272,12 @@ class RRefStore:
             entry = self._entries[reference] = Entry(reference)
         return entry
 
-    def _count(self, entry: Entry, fork: int) -> None:
+    def _count(self, entry: Entry, fork: int, holder: int) -> None:
         if fork in entry.early:
             del entry.early[fork]
             self._drop_if_unused(entry)
         else:
-            entry.forks[fork] = None
+            entry.forks[fork] = holder
 
     def _drop_if_unused(self, entry: Entry) -> None:
         if not entry.forks and not entry.early and entry.created:

@@ -70,6 +70,7 @@ class Workers:
         me: This one.
         world_ranks: By rank.
         left: Ranks that have left RPC or died.
+        dead: Those of them that MPI has reported as dead.
         data_only: Ranks that read data only, because they have a list.
     """
 
@@ -84,8 +85,18 @@ class Workers:
         self.me = self.infos[rank]
         self.world_ranks = tuple(world_ranks)
         self.left: set[int] = set()
+        self.dead: set[int] = set()
         self.data_only = frozenset(data_only)
         self._ranks = {info.name: info.id for info in infos}
+
+    def loss_of(self, rank: int) -> str:
+        """Return a clause about a worker that has left."""
+        name = self.infos[rank].name
+        if rank in self.dead:
+            return f"{name} (world rank {self.world_ranks[rank]}) has died"
+        return (
+            f"{name} has left RPC (shutdown without graceful, the end of its program, or its death)"
+        )
 
     def rank_of(self, to: Destination) -> int:
         """Return the rank of a worker, given its name, rank or ``WorkerInfo``.

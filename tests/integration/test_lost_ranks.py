@@ -1,10 +1,13 @@
 """Jobs with ranks that exit early, hang or die: errors on the other ranks, and the job's end."""
 
 import json
+import re
+import shutil
 import textwrap
 
 import pytest
 
+from mpidist.checkpoint import slots
 from tests.tools.support import short_job as run
 
 pytestmark = pytest.mark.slow
@@ -124,18 +127,27 @@ def test_with_ulfm_a_job_whose_rank_died_does_not_end_well():
         from mpidist.errors import RankFailureError
         dist.init_process_group("mpidist")
         dist.barrier()
-        if dist.get_rank() == 1:
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             for _ in range(10_000):
                 dist.all_reduce(torch.ones(10))
         except RankFailureError as error:
             print("handled", error.ranks, flush=True)
+        # Rank 0 has kept the table.
+        for call in (lambda: store.set("a", "b"), lambda: store.wait(["b"])):
+            try:
+                call()
+            except RankFailureError as error:
+                is_named = "which world rank 0 answers" in str(error)
+                print("store", 0 in error.ranks, is_named, flush=True)
         """,
         *_ULFM,
     )
-    assert done.stdout.count("handled (1,)") == 2, done.stdout + done.stderr
-    assert "ends this process with status 1: rank 1 of its job died" in done.stderr
+    assert done.stdout.count("handled (0,)") == 2, done.stdout + done.stderr
+    assert done.stdout.count("store True True") == 4, done.stdout + done.stderr
+    assert "ends this process with status 1: rank 0 of its job died" in done.stderr
     assert done.returncode != 0
 
 
@@ -161,8 +173,13 @@ def test_with_ulfm_calls_to_a_dead_worker_fail_and_the_living_go_on():
                 return [type(error).__name__, str(error)]
         world = mpidist.comm.init()
         rpc.init_rpc(f"worker{world.rank}")
+        def relay(x):
+            return rpc.rpc_sync("worker2", echo, args=(x,), timeout=20)
+        def owned():
+            return rpc.current.agent.references.store.counts()
         kept = rpc.remote("worker2", torch.ones, args=(3,))
         kept.to_here()
+        mine = rpc.remote("worker0", torch.ones, args=(3,)) if world.rank == 2 else None
         world.barrier()
         if world.rank == 2:
             assert calls.acquire(timeout=20) and calls.acquire(timeout=20)
@@ -177,6 +194,8 @@ def test_with_ulfm_calls_to_a_dead_worker_fail_and_the_living_go_on():
         facts["to_here"] = failure(lambda: kept.to_here(timeout=20))
         facts["method"] = failure(lambda: kept.rpc_sync(timeout=20).sum())
         other = 1 - world.rank
+        facts["relay"] = failure(lambda: rpc.rpc_sync(other, relay, args=(1,), timeout=20))
+        facts["owned"] = owned()
         facts["living"] = []
         for size in (1, 100_000):
             args = torch.full((size,), 2.0).double(), size
@@ -199,8 +218,12 @@ def test_with_ulfm_calls_to_a_dead_worker_fail_and_the_living_go_on():
         assert (
             line.pop("living") == [3.0] * 20 + [1e5 * (2 + 1e5)] * 20
             and line.pop("reference") == [1.0] * 4
+            and line.pop("owned") == [0, 0]
         )
-        assert len(line) == 7
+        assert len(line) == 8
+        assert re.search(
+            r"\(calls: worker(0 → worker1|1 → worker0) → worker2, dead\)$", line["relay"][1]
+        )
         for place, (name, text) in line.items():
             assert name == "RankFailureError" and "worker2" in text, (place, name, text)
 
@@ -372,3 +395,82 @@ def test_survivors_of_a_rank_that_dies_in_a_long_message_get_its_number_and_go_o
     expected = [{"rank": rank, "lost": [2], "got": 1.0 - rank} for rank in (0, 1)]
     assert sorted(found, key=lambda one: one["rank"]) == expected, done.stdout + done.stderr
     assert "after request freed" not in done.stderr
+
+
+_OPERATIONS = """
+        import json, os, signal, time, torch
+        import mpidist.comm, mpidist.rpc as rpc
+        from mpidist import autograd
+        from mpidist.checkpoint import commit, load, save
+        from mpidist.ddp import DistributedDataParallel
+        from mpidist.optim import OSS
+        world = mpidist.comm.init()
+        rpc.init_rpc(f"w{world.rank}")
+        def optimizer(**settings):
+            net = torch.nn.Linear(64, 64)
+            own = OSS(net.parameters(), torch.optim.Adam, world.clone("oss"), lr=0.1, **settings)
+            def step():
+                own.zero_grad()
+                net(torch.ones(2, 64)).sum().backward()
+                own.step()
+            step()
+            return own, step
+        (_, step), (_, flat_step) = optimizer(), optimizer(partition="flat")
+        consolidated, gathered, saved = (optimizer()[0] for _ in range(3))
+        module = DistributedDataParallel(torch.nn.Linear(4, 4), process_group=world.clone("ddp"))
+        torch.manual_seed(0)
+        state = dict(model=torch.nn.Linear(2, 2))
+        groups = {name: world.clone(name) for name in ("save", "commit", "load")}
+        commit(FOLDER, 1, **state, group=groups["commit"])
+        def twice(x):
+            return 2 * x
+        def relay(x):
+            return rpc.rpc_sync("w2", twice, args=(x,))
+        other, x = 1 - world.rank, torch.ones(3, requires_grad=True)
+        y = torch.zeros(3)
+        facts = {"rank": world.rank}
+        def lost(name, call):
+            try:
+                call()
+                facts[name] = "went through"
+            except BaseException as error:
+                facts[name] = getattr(error, "ranks", repr(error))
+        if world.rank == 2:
+            world.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        with autograd.context() as number:
+            loss = rpc.rpc_sync(other, relay, args=(x,)).sum()
+            world.barrier()
+            lost("backward", lambda: autograd.backward(number, [loss]))
+        for name, call in {
+            "send": lambda: world.send(torch.ones(1 << 20), 2),
+            "recv": lambda: world.recv(y, 2),
+            "from any": lambda: world.irecv(y).wait(20),
+            "recv_object": lambda: world.recv_object(2),
+            "DDP": lambda: module(torch.ones(1, 4)).sum().backward(),
+            "step": step,
+            "flat step": flat_step,
+            "consolidation": lambda: consolidated.consolidate_state_dict(0),
+            "state_dict": lambda: gathered.state_dict(all_ranks=True),
+            "consolidate_async": lambda: saved.consolidate_async(0).result(),
+            "save": lambda: save(FOLDER, 2, **state, group=groups["save"]),
+            "commit": lambda: commit(FOLDER, 2, **state, group=groups["commit"]),
+            "load": lambda: load(FOLDER, **state, group=groups["load"]),
+            "shutdown": lambda: rpc.shutdown(timeout=20),
+        }.items():
+            lost(name, call)
+        print(json.dumps(facts), flush=True)
+        meet(FOLDER, world.rank)
+        os._exit(0)
+"""
+
+
+def test_each_operation_names_the_rank_that_has_died(tmp_path):
+    text = _MEET + _OPERATIONS.replace("FOLDER", repr(str(tmp_path)))
+    done = run(3, text, *_ULFM, env={"MPIDIST_JOB": f"lost-{tmp_path.name}"})
+    for folder in slots.MEMORY.glob(f"mpidist-*-lost-{tmp_path.name}"):
+        shutil.rmtree(folder)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert sorted(line.pop("rank") for line in lines) == [0, 1], done.stdout + done.stderr
+    for line in lines:
+        assert len(line) == 15 and all(ranks == [2] for ranks in line.values()), line

@@ -64,7 +64,7 @@ class Worker:
         there = self.workers[to]
         pairs = []
         if owner == self.rank:
-            self.store.keep(self.entries[reference], fork)
+            self.store.keep(self.entries[reference], fork, to)
         elif owner == to:
             pairs = [(reference, fork)]
         else:
@@ -214,10 +214,27 @@ def test_waiting_for_a_value_costs_no_thread():
     assert seen == [3, 3]
 
 
+def test_the_forks_of_a_worker_that_has_left_are_deleted():
+    store = RRefStore(0)
+    for number in (1, 2):
+        store.create_for(number, new_id(number, 4), new_id(number, 5)).set("value")
+    own = store.find(new_id(0, 1))
+    own.set("own")
+    store.keep(own, new_id(0, 2), 2)  # passed to worker 2
+    store.add_forks([(new_id(1, 4), new_id(1, 6))])  # by worker 1, to a worker that is not known
+    assert store.counts() == (3, 4)
+    store.delete_forks_of(2)
+    assert store.counts() == (1, 2) and not own.forks
+    store.delete_forks_of(1)
+    assert store.counts() == (1, 1)
+    store.delete_fork(new_id(1, 4), new_id(1, 6))
+    assert store.counts() == (0, 0)
+
+
 def test_a_message_makes_no_value_that_is_there_or_that_is_not_its_senders():
     store = RRefStore(0)
     own, theirs = new_id(0, 4), new_id(1, 4)
-    store.keep(store.find(own), new_id(0, 5))
+    store.keep(store.find(own), new_id(0, 5), 1)
     store.find(own).set("mine")
     store.create_for(1, theirs, new_id(1, 5))
     store.create_for(1, new_id(1, 8), new_id(1, 9)).set("theirs")

@@ -154,6 +154,7 @@ class MPIStore(dist.Store):
         self._is_closed = False
         self._mpi = mpi
         rank = mpi.Get_rank()
+        self._world_ranks = tuple(world_ranks)
         self._others = [other for place, other in enumerate(world_ranks) if place != rank]
         self._numbers = itertools.count()
         self._uses = itertools.count()
@@ -235,7 +236,8 @@ class MPIStore(dist.Store):
 
         Raises:
             CommTimeout: A key was not set in time.
-            RankFailureError: The programs of all other ranks ended more than 2 s ago.
+            RankFailureError: The programs of all other ranks ended more than 2 s ago, or the first
+                rank, which keeps the table, has died.
         """
         limit = self._timeout_s if timeout is None else timeout.total_seconds()
         deadline = time.monotonic() + limit
@@ -269,7 +271,17 @@ class MPIStore(dist.Store):
         if self._server is not None:
             return self._server.call(verb, args)
         tag = REPLY_TAGS[next(self._numbers) % len(REPLY_TAGS)]
-        request = key_value_table.request(tag, verb, args)
+        try:
+            reply = self._asked(key_value_table.request(tag, verb, args), tag)
+        except Exception as error:
+            if not mpi_errors.is_mpi_error(error):
+                raise
+            where = f"the store's {verb}, which world rank {self._world_ranks[0]} answers"
+            raise mpi_errors.explain(error, where, self._mpi, self._world_ranks) from error
+        return key_value_table.answer_of(reply)
+
+    def _asked(self, request: bytes, tag: int) -> bytearray:
+        """Send the server a request; return its reply."""
         self._mpi.Send((request, len(request), MPI.BYTE), 0, REQUEST_TAG)
         # No timeout, because the server answers every request, a waiting one at its deadline, and
         # runs until all ranks have sent ``BYE``.
@@ -279,7 +291,7 @@ class MPIStore(dist.Store):
             sleep_s = min(sleep_s * 1.2, 1e-3)
         reply = bytearray(status.Get_count(MPI.BYTE))
         message.Recv((reply, len(reply), MPI.BYTE))
-        return key_value_table.answer_of(reply)
+        return reply
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -56,9 +56,7 @@ class EngineMessages:
         """
         workers = self._workers
         if to in workers.left:
-            raise RankFailureError(
-                f"{workers.infos[to].name} has left RPC", (workers.world_ranks[to],)
-            )
+            raise RankFailureError(workers.loss_of(to), (workers.world_ranks[to],))
         if context is None:
             context = interceptor.current_context()
         self._wire.post_one_way(to, kind, prefix, self._wire.codecs[to].encode(obj), context)

@@ -243,7 +243,9 @@ class PendingCalls:
     def error_of(self, call: Call) -> BaseException:
         """Return the exception that a call has raised on the other worker."""
         description = self._reader.decode_answer(call.incoming)
-        return remote_error.rebuild(description, self._workers.infos[call.to], self._allowed)
+        workers = self._workers
+        error = remote_error.rebuild(description, workers.infos[call.to], self._allowed)
+        return remote_error.called_by(workers.me, error, workers.infos[call.to])
 
     # On the polling thread.
 
@@ -303,7 +305,9 @@ class PendingCalls:
         nearest = min((call.deadline for call in list(self._pending.values())), default=_NEVER)
         self._next_deadline = min(self._next_deadline, nearest)
         for call in late:
-            self._run_action(call.fail(call.timed_out(self._describe(call))))
+            error = call.timed_out(self._describe(call))
+            error.calls = self._broken(call, "timed out")
+            self._run_action(call.fail(error))
 
     def _remove_where(self, concerns: Callable[[Call], bool]) -> list[Call]:
         """Remove and return the calls for which ``concerns`` returns True."""
@@ -331,8 +335,13 @@ class PendingCalls:
         return f"{text} on {self._workers.infos[call.to].name}"
 
     def _left_error(self, call: Call) -> MpidistError:
-        return RankFailureError(
-            f"{self._describe(call)}: {self._workers.infos[call.to].name} has left RPC (shutdown "
-            "without graceful, the end of its program, or its death)",
-            (self._workers.world_ranks[call.to],),
+        workers, to = self._workers, call.to
+        error = RankFailureError(
+            f"{self._describe(call)}: {workers.loss_of(to)}", (workers.world_ranks[to],)
         )
+        error.calls = self._broken(call, "dead" if to in workers.dead else "left")
+        return error
+
+    def _broken(self, call: Call, end: str) -> tuple[str, ...]:
+        """Return the chain of the calls that break with this one: see ``MpidistError.calls``."""
+        return self._workers.me.name, f"{self._workers.infos[call.to].name}, {end}"

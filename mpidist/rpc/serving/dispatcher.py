@@ -106,6 +106,7 @@ class Dispatcher:
             for rank in failure.ranks:
                 workers = self._agent.workers
                 logger.error("%s: %s has died", workers.me, workers.infos[rank].name)
+                workers.dead.add(rank)
                 self._mark_left(rank)
         except Exception as error:
             if incoming is None:
@@ -183,6 +184,7 @@ class Dispatcher:
     def _mark_left(self, rank: int) -> None:
         self._agent.workers.left.add(rank)
         self._agent.calls.fail_to(rank)
+        self._references.store.delete_forks_of(rank)
         if interceptor.engine is not None:
             interceptor.engine.worker_left(rank)
 

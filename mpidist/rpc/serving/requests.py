@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -32,6 +33,13 @@ from mpidist.rpc.values.codec import EMPTY, Content
 from mpidist.rpc.worker import Workers
 
 logger = logging.getLogger("mpidist.rpc")
+
+# Times at which calls of functions broke, by the error's text, of which only the first is logged
+# until none has come for so long.
+_broken: dict[str, float] = {}
+_lock = threading.Lock()
+_REPEATED_S = 10.0
+_MOST_TEXTS = 100
 
 # Plain integers, because access to a member of an enumeration costs as much as a comparison.
 _METHOD, _SERVICE, _RESULT = int(Kind.CALL_METHOD), int(Kind.CALL_SERVICE), int(Kind.RESULT)
@@ -182,6 +190,10 @@ class Request:
         self._agent.wire.answer(incoming.source, kind, incoming.sequence, incoming.context, content)
 
     def _log(self, error: BaseException) -> None:
+        # A mutual recursion without end would log a traceback a level: of an error that came with
+        # an answer, whose worker has logged it, or of the same broken call, level by level.
+        if remote_error.is_from_another_worker(error) or _is_repeated(error):
+            return
         logger.warning(
             "On %s: a function that was called from another worker raised",
             self._agent.workers.me,
@@ -277,6 +289,19 @@ class EngineRequest(Request):
             self.fail(error)
         else:
             self.succeed(result)
+
+
+def _is_repeated(error: BaseException) -> bool:
+    """Return whether a call that a function has made broke with a text that was logged just now."""
+    if not isinstance(error, MpidistError) or not error.calls:
+        return False
+    text, now = str(error), time.monotonic()
+    with _lock:
+        before = _broken.get(text)
+        if len(_broken) > _MOST_TEXTS:
+            _broken.clear()
+        _broken[text] = now
+    return before is not None and now - before < _REPEATED_S
 
 
 def _measure_lock(waits: list[float]) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pickle
 import traceback
 
-from mpidist.errors import FrameError, RemoteError
+from mpidist.errors import FrameError, MpidistError, RemoteError
 from mpidist.rpc.names.allowlist import Allowed
 from mpidist.rpc.values.data_values import error_values, make_error
 from mpidist.rpc.worker import WorkerInfo
+
+_MOST_CALLS = 32  # in a chain; of a longer one both ends
 
 
 class RemoteTraceback(Exception):
@@ -100,6 +102,32 @@ def rebuild(
         )
     error.__cause__ = RemoteTraceback(text, worker.name, worker.id)
     return error
+
+
+def called_by(caller: WorkerInfo, error: BaseException, callee: WorkerInfo) -> BaseException:
+    """Put a caller in front of the chain of calls that an error has broken.
+
+    Args:
+        caller: This worker.
+        error: The exception that a call has raised on ``callee``, rebuilt here.
+    """
+    if isinstance(error, MpidistError) and "calls" in error.__dict__:
+        # Another worker has sent it.
+        calls = error.__dict__["calls"]
+        is_chain = type(calls) is tuple and calls[:1] == (callee.name,)
+        if is_chain and all(type(name) is str for name in calls):
+            error.calls = (caller.name, *calls)
+            if len(error.calls) > _MOST_CALLS:
+                half = _MOST_CALLS // 2
+                error.calls = (*error.calls[:half], "...", *error.calls[-half + 1 :])
+        else:
+            error.calls = ()
+    return error
+
+
+def is_from_another_worker(error: BaseException) -> bool:
+    """Return whether an exception came with an answer, so that its worker has logged it."""
+    return isinstance(error.__cause__, RemoteTraceback)
 
 
 def _representation(error: BaseException) -> str:
