@@ -14,6 +14,7 @@ _PACKAGES = (
     "checkpoint",
     "comm",
     "ddp",
+    "elastic",
     "errors",
     "frameworks",
     "nn",

@@ -23,6 +23,7 @@ MODULES = (
     "mpidist.ddp.hooks",
     "mpidist.ddp.hooks.checkpoint",
     "mpidist.ddp.hooks.optimizer_overlap",
+    "mpidist.elastic",
     "mpidist.errors",
     "mpidist.nn",
     "mpidist.optim",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -40,6 +41,12 @@ from mpidist.errors import MpidistError
 Tensor = torch.Tensor
 
 _CLOSE_S = 30.0
+_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
+
+def open_groups() -> list[ProcessGroup]:
+    """Return this process's groups that are not closed, and to which something refers."""
+    return [group for group in list(_groups) if not group.is_closed]
 
 
 @untraced
@@ -96,6 +103,7 @@ class ProcessGroup:
         self._tables: dict[str, tuning.Table] = {}  # by device type
         self._windows: WindowChannel | None = None  # of the first window with a tensor
         watchdog.watch(state)
+        _groups.add(self)
 
     # --- collectives that move data ---
 

@@ -18,7 +18,13 @@ from mpidist.comm.execution.execution import Execution
 from mpidist.comm.execution.group_settings import ABORT, RAISE, GroupSettings
 from mpidist.comm.execution.operation import Operation, Tensors
 from mpidist.comm.execution.work import seconds
-from mpidist.comm.mpi import closed_communicators, creation_barrier, nonblocking, runtime
+from mpidist.comm.mpi import (
+    closed_communicators,
+    creation_barrier,
+    nonblocking,
+    revocation,
+    runtime,
+)
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import Mpi
@@ -259,14 +265,16 @@ def create(
         ValueError: ``on_timeout`` is unknown.
     """
     mpi.Set_errhandler(MPI.ERRORS_RETURN)
-    _require_same_end(mpi, settings.name, settings.on_timeout)
     world = runtime.world()
     comm = Communicator(
         mpi, world.nodes_of(settings.world_ranks), world.highest_tag, world.adds_in_rank_order
     )
-    if comm.shares_nodes:
-        # Collective, so at creation: later an all-reduce reads the table without communication.
-        tuning.agreed_table(comm, None)
+    # Nobody else revokes a communicator that is not a group's yet.
+    with revocation.on_error(mpi):
+        _require_same_end(mpi, settings.name, settings.on_timeout)
+        if comm.shares_nodes:
+            # Collective, so at creation: later an all-reduce reads the table without communication.
+            tuning.agreed_table(comm, None)
     return kind(comm, settings)
 
 

@@ -12,7 +12,7 @@ from mpidist.comm import subgroups
 from mpidist.comm.execution import group_state
 from mpidist.comm.execution.group_settings import ABORT, GroupSettings
 from mpidist.comm.execution.work import seconds
-from mpidist.comm.group import ProcessGroup
+from mpidist.comm.group import ProcessGroup, open_groups
 from mpidist.comm.group_types import AnyGroup
 from mpidist.comm.mpi import creation_barrier, runtime
 from mpidist.comm.mpi.library import MPI
@@ -97,7 +97,12 @@ def _drop() -> None:
     _default, _worlds = None, itertools.count(1)
 
 
-runtime.belongs_to_world(_drop, _uses)
+def _abandon() -> None:
+    for group in open_groups():
+        group.close()
+
+
+runtime.belongs_to_world(_drop, _uses, _abandon)
 
 
 def from_world(

@@ -15,7 +15,7 @@ from mpidist.comm.mpi import launcher_env, runtime
 from mpidist.comm.serialization.tensor_format import HOST
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import MpidistError
-from mpidist.rpc import current
+from mpidist.rpc import current, worker_gather
 from mpidist.rpc.options import RpcBackendOptions
 from mpidist.rpc.worker import WorkerInfo, Workers, duplicate_names
 
@@ -98,6 +98,14 @@ def _uses() -> list[str]:
     return [] if agent is None or agent.group is None else [f"RPC of {agent.workers.me.name}"]
 
 
+def _abandon() -> None:
+    agent = current.agent
+    if agent is not None and agent.group is not None:
+        agent.stop()
+        current.agent = None
+        worker_gather.reset()
+
+
 def _drop() -> None:
     with _lock:
         for ranks, transport in list(_transports.items()):
@@ -111,7 +119,7 @@ def _drop() -> None:
         _groups.clear()
 
 
-runtime.belongs_to_world(_drop, _uses)
+runtime.belongs_to_world(_drop, _uses, _abandon)
 
 
 class _Description(NamedTuple):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from mpidist.comm.execution.group_settings import RAISE, GroupSettings
 from mpidist.comm.execution.op_status import Journal
-from mpidist.comm.mpi import exited_ranks, mpi_errors, nonblocking, runtime
+from mpidist.comm.mpi import exited_ranks, mpi_errors, nonblocking, revocation, runtime
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.matched_probe import LengthError
 from mpidist.errors import DisagreementError, GroupError, MpidistError, RankFailureError
@@ -126,12 +126,7 @@ class GroupState:
         with self._revoking:
             if self.is_closed:
                 return False
-            try:
-                for mpi in (self.mpi, *self.comm.children()):
-                    mpi.Revoke()
-            except Exception:  # MPI without ULFM: NotImplementedError, or MPI's own error
-                return False
-            return True
+            return all([revocation.revoke(mpi) for mpi in (self.mpi, *self.comm.children())])
 
     def require_usable(self, operation: str) -> None:
         """Require a group that is neither closed nor failed.

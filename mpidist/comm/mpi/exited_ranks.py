@@ -6,6 +6,7 @@ transfer was under way may stay false for ever.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -36,6 +37,14 @@ def record_death(world_rank: int) -> None:
     """Record that MPI has reported a rank as dead (ULFM)."""
     _dead.add(world_rank)
     record(world_rank)
+
+
+def record_end_of_world() -> None:
+    """Record that the ranks of the world are about to leave it: no wait for one of them goes on."""
+    world = runtime.world()
+    for rank in range(world.size):
+        if rank != world.rank:
+            _exit_times[rank] = -math.inf
 
 
 def has_any() -> bool:

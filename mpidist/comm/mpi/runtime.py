@@ -22,7 +22,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from mpidist.comm.mpi import closed_communicators, cuda_context, launcher_env, rank_ranges
+from mpidist.comm.mpi import (
+    closed_communicators,
+    cuda_context,
+    exit_timer,
+    launcher_env,
+    rank_ranges,
+)
 from mpidist.comm.mpi.library import MPI, is_started
 from mpidist.comm.mpi.world import World, check_start, join, require_intracommunicator
 from mpidist.errors import CommTimeout, MpidistError
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
 _ABORT_CODE = 1
 _DRAIN_S = 5.0  # longest wait at exit for operations that were started and never waited for
 _FINALIZE_S = 5.0  # longest MPI_Finalize after that
+_RECOVERED_S = 2.0  # the same after a recovery, where nothing but MPI is left to end
 # On the world's communicators, for the barriers before they are freed.
 _WORLD_END_TAG = 2
 # "1": an uncaught exception also prints the stacks of all threads.
@@ -64,10 +71,12 @@ class _Part(NamedTuple):
     Attributes:
         drop: Ends its threads, gives up its communicators, and forgets the rest. Not collective.
         uses: Returns what the program still uses of it, in words.
+        abandon: Ends these uses without the other ranks, some of which are dead.
     """
 
     drop: Callable[[], None]
     uses: Callable[[], Sequence[str]]
+    abandon: Callable[[], None]
 
 
 @dataclass
@@ -76,9 +85,11 @@ class Unfinished:
 
     Attributes:
         dead: World ranks that died (ULFM).
+        status: Of a job that has gone on after deaths (``note_recovery``), else None.
     """
 
     dead: set[int] = field(default_factory=set)
+    status: int | None = None
 
 
 def world(timeout_s: float | None = None) -> World:
@@ -144,8 +155,27 @@ def leave_world() -> None:
         _world = _before_end = None
 
 
+def abandon_world() -> None:
+    """End all that this process uses of its world, some of whose ranks have died, and leave it.
+
+    Ends RPC, destroys torch's groups and closes the others, after which the process is as it was
+    before it joined the world. Not collective. The waits of all threads must have been ended
+    (``watchdog.interrupt``).
+    """
+    for part in reversed(_parts):
+        part.abandon()
+    leave_world()
+
+
+def uses_of_world() -> list[str]:
+    """Return what the program uses of its world, in words."""
+    return [] if _world is None else [use for part in _parts for use in part.uses()]
+
+
 def belongs_to_world(
-    drop: Callable[[], None], uses: Callable[[], Sequence[str]] = lambda: ()
+    drop: Callable[[], None],
+    uses: Callable[[], Sequence[str]] = lambda: (),
+    abandon: Callable[[], None] = lambda: None,
 ) -> None:
     """Register state of a module that belongs to the world; called when the module is imported.
 
@@ -154,8 +184,27 @@ def belongs_to_world(
             ``leave_world``, for modules before those that they import. Not collective.
         uses: Returns what the program still uses of the world, in words; anything keeps
             ``enter_world`` from leaving it.
+        abandon: Ends these uses where ranks have died; called by ``abandon_world`` before any
+            ``drop``, in the same order. Not collective.
     """
-    _parts.append(_Part(drop, uses))
+    _parts.append(_Part(drop, uses, abandon))
+
+
+def processes_of_job() -> MPI.Comm:
+    """Return the communicator of all processes of the job, in the world or not; starts MPI.
+
+    From here on an uncaught exception of this process ends the job, and the end of the program ends
+    MPI. Local.
+
+    Raises:
+        MpidistError: Called in a process forked from a rank.
+    """
+    global _pid_of_rank
+    whole = MPI.COMM_WORLD
+    if not _is_rank():
+        _install_hooks(whole.Get_size())
+        _pid_of_rank = os.getpid()
+    return whole
 
 
 def is_initialized() -> bool:
@@ -199,6 +248,17 @@ def note_failure(dead: Iterable[int] = ()) -> None:
     if _unfinished is None:
         _unfinished = Unfinished()
     _unfinished.dead.update(dead)
+
+
+def note_recovery(status: int) -> None:
+    """Record that the job has gone on after deaths, and ends well: MPI_Finalize could hang.
+
+    Args:
+        status: Of this process, should it hang there.
+    """
+    note_failure()
+    assert _unfinished is not None
+    _unfinished.status = status
 
 
 def unfinished() -> Unfinished | None:
@@ -286,15 +346,11 @@ def _is_rank() -> bool:
 
 def _join(comm: MPI.Comm, timeout_s: float | None) -> World:
     """Leave this process's world, if it has one, for that of a communicator."""
-    global _world, _pid_of_rank
-    whole = MPI.COMM_WORLD
-    is_first = not _is_rank()
-    launch = check_start(whole)
-    if is_first:
-        _install_hooks(whole.Get_size())
-        _pid_of_rank = os.getpid()
-    uses = [] if _world is None else [use for part in _parts for use in part.uses()]
-    joined = join(comm, whole, launch, timeout_s, uses)
+    global _world
+    _is_rank()
+    launch = check_start(MPI.COMM_WORLD)
+    whole = processes_of_job()
+    joined = join(comm, whole, launch, timeout_s, uses_of_world())
     leave_world()
     _world = joined
     return joined
@@ -363,6 +419,10 @@ def _finalize_in_time(unfinished: Unfinished) -> None:
         )
         logging.shutdown()
         _flush()
+    if unfinished.status is not None and not unfinished.dead:
+        with exit_timer.exiting_after(_RECOVERED_S, unfinished.status):
+            MPI.Finalize()
+        return
     # The timer is a thread outside Python, because MPI.Finalize keeps Python's lock.
     faulthandler.dump_traceback_later(_FINALIZE_S, exit=True)
     MPI.Finalize()

@@ -18,6 +18,7 @@ from mpidist.comm.mpi import (
     determinism,
     launcher_env,
     rank_ranges,
+    revocation,
     torchrun_env,
     trust,
 )
@@ -167,11 +168,18 @@ def join(
     is_job = parent.Get_size() == whole.Get_size()
     comm = _duplicate(parent, timeout_s, _everyone(is_job))
     comm.Set_errhandler(MPI.ERRORS_RETURN)
+    # Nobody else knows the duplicate yet.
+    with revocation.on_error(comm):
+        return _joined(comm, whole, launch, uses)
+
+
+def _joined(comm: MPI.Comm, whole: MPI.Comm, launch: Launch, uses: Sequence[str]) -> World:
     # Nodes come from MPI and not from the environment: ranks that mpirun starts inside an
     # allocation inherit Slurm's variables.
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
     local_rank, local_size = node.Get_rank(), node.Get_size()
-    nodes, processes, first, error = _gather_settings(comm, node, whole.Get_rank(), uses)
+    with revocation.on_error(node):
+        nodes, processes, first, error = _gather_settings(comm, node, whole.Get_rank(), uses)
     node.Free()
     if error is not None:
         comm.Free()
@@ -190,7 +198,7 @@ def join(
         local_rank=local_rank, local_size=local_size, launcher=launch.launcher,
         thread_level=level, highest_tag=highest_tag, nodes=nodes,
         adds_in_rank_order=determinism.code() in (determinism.ORDER, determinism.EXACT),
-        processes=processes, first=None if is_job else first,
+        processes=processes, first=None if comm.Get_size() == whole.Get_size() else first,
     )  # fmt: skip
 
 

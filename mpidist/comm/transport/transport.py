@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from mpidist.comm.group import ProcessGroup
 from mpidist.comm.memory.buffer_pool import BufferPool
-from mpidist.comm.mpi import mpi_errors, runtime
+from mpidist.comm.mpi import mpi_errors, revocation, runtime
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.serialization.tensor_format import Part
@@ -49,6 +49,9 @@ class Transport:
 
     Args:
         group: The transport uses its communicator, with reserved tags.
+
+    Attributes:
+        is_revoked: The communicator was revoked (ULFM): nothing is received any more.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
@@ -66,7 +69,7 @@ class Transport:
         self._consumed: Restartable | None = None  # the receive that was read last
         self._probed: eager_receives.ProbedReceive | None = None  # replaces the posted receives
         self._dead: set[int] = set()
-        self._is_closed = False
+        self._is_closed = self.is_revoked = False
         if group is not None:
             self._mpi = group._comm.plain
             self._isend, self._byte = self._mpi.Isend, MPI.BYTE
@@ -296,6 +299,11 @@ class Transport:
         """Return the library's error for an error of MPI, and keep the receives posted."""
         if not mpi_errors.is_mpi_error(error):
             return error
+        if revocation.is_revoked(self._mpi):
+            # No message comes or goes any more.
+            self._posted, self._consumed, self.is_revoked = [], None, True
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            return RankFailureError("the group of the workers was revoked", others)
         if request is not None and not mpi_errors.is_pending(error):
             request.Start()
             self._next = (self._next + 1) % _RECEIVES

@@ -35,7 +35,7 @@ from pathlib import Path
 from mpidist.comm.execution.group_settings import RAISE
 from mpidist.comm.execution.group_state import GroupState, open_groups
 from mpidist.comm.execution.op_status import Call, History
-from mpidist.comm.mpi import exited_ranks, runtime
+from mpidist.comm.mpi import exited_ranks, rank_ranges, revocation, runtime
 from mpidist.comm.watchdog import (
     call_difference,
     flight_record,
@@ -46,6 +46,7 @@ from mpidist.comm.watchdog import (
 from mpidist.comm.watchdog.dump_signal import DumpSignal
 from mpidist.comm.watchdog.watchdog_messages import FAILED, LEFT, PRINTED, Subject
 from mpidist.comm.watchdog.watchdog_peers import Peers, fail
+from mpidist.errors import MpidistError, RankFailureError
 
 _POLL_S = 0.1  # interval of the checks, and longest time until a question is answered
 _COLLECT_S = 1.0  # of the wait for answers
@@ -87,6 +88,27 @@ def _drop() -> None:
 runtime.belongs_to_world(_drop)
 
 
+def interrupt(error: MpidistError) -> None:
+    """End all waits of this process for ranks of its world, some of which have died (ULFM).
+
+    Fails and revokes all groups, and revokes the world's communicator, by which the watchdogs of
+    the other ranks do the same. Not collective.
+    """
+    for group in open_groups():
+        group.fail(error)
+        group.revoke()
+    # The waits that look for the ends of ranks: for the store, for a new group, for a call.
+    exited_ranks.record_end_of_world()
+    revocation.revoke(runtime.world().comm)
+
+
+def interrupt_at_death() -> None:
+    """Let the first death in this process's world end all waits in it; see ``interrupt``."""
+    start(runtime.world())
+    assert _watchdog is not None
+    _watchdog.interrupts_at_death = True
+
+
 def watch(group: GroupState) -> None:
     """Watch a group from now on, by a weak reference."""
     start(runtime.world())
@@ -116,12 +138,17 @@ class Reported:
 
 
 class Watchdog:
-    """The thread, the groups that it watches, and the watchdogs of the other ranks."""
+    """The thread, the groups that it watches, and the watchdogs of the other ranks.
+
+    Attributes:
+        interrupts_at_death: A death, or another rank's ``interrupt``, ends all waits.
+    """
 
     def __init__(self, world: runtime.World) -> None:
         self._linger_s = linger.limit_s(os.environ)
         self.world = world
         self.peers = Peers(world)
+        self.interrupts_at_death = False
         self._reported: weakref.WeakKeyDictionary[GroupState, Reported] = (
             weakref.WeakKeyDictionary()
         )
@@ -146,9 +173,12 @@ class Watchdog:
         if self._thread is None or self._stop.is_set():
             return
         self.leave(timeout_s)
-        if dead := self.peers.dead():
+        self.peers.serve()
+        # After a recovery a rank may have ended well without MPI_Finalize.
+        if dead := set(self.peers.dead()) - set(self.peers.left):
             runtime.note_failure(dead)
-        if runtime.unfinished() is not None:
+        unfinished = runtime.unfinished()
+        if unfinished is not None and unfinished.status is None:
             self.peers.await_ends()
 
     def leave(self, timeout_s: float) -> None:
@@ -167,8 +197,12 @@ class Watchdog:
     def _run(self) -> None:
         while not self._stop.wait(_POLL_S):
             self.peers.serve()
-            for rank in self.peers.dead():
+            dead = self.peers.dead()
+            for rank in dead:
                 exited_ranks.record_death(rank)
+            if self.interrupts_at_death and (dead or revocation.is_revoked(self.world.comm)):
+                self.interrupts_at_death = False
+                self._interrupt(dead)
             for subject in self.peers.printers.keys() - self._recorded.keys():
                 self._record_late(subject)
             if self._is_asked.is_set() and not self._is_told.is_set():
@@ -178,6 +212,10 @@ class Watchdog:
             for group in list(self.peers.groups):
                 if not group.is_closed:
                     self._check(group)
+
+    def _interrupt(self, dead: Sequence[int]) -> None:
+        text = rank_ranges.named(dead) if dead else "another rank"
+        interrupt(RankFailureError(f"rank {self.world.rank}: {text} of its job died", dead))
 
     def _tell_and_linger(self) -> None:
         """Print what the other ranks are in, then linger; called by a thread with a timeout."""

@@ -105,7 +105,8 @@ class Dispatcher:
         except RankFailureError as failure:
             for rank in failure.ranks:
                 workers = self._agent.workers
-                logger.error("%s: %s has died", workers.me, workers.infos[rank].name)
+                if not self._transport.is_revoked:
+                    logger.error("%s: %s has died", workers.me, workers.infos[rank].name)
                 workers.dead.add(rank)
                 self._mark_left(rank)
         except Exception as error:

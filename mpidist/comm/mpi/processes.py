@@ -1,0 +1,109 @@
+"""The living processes of a job, on a communicator that shrinks after deaths (ULFM).
+
+They are more than the world: a spare is one of them, and takes no part in the world's groups. The
+communicator serves the recovery after a death alone, so nothing that the program calls waits on it.
+
+Source: Bland, Bouteiller, Herault, Bosilca, Dongarra, "Post-failure recovery of MPI communication
+capability: design and rationale", 2013 (revoke, shrink, agree).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpidist.comm.mpi import backoff, mpi_errors, revocation, runtime
+from mpidist.comm.mpi.library import MPI
+from mpidist.errors import CommTimeout
+
+_START_SLEEP_S = 1e-3
+
+
+class Processes:
+    """Processes of the job, all that live at one time.
+
+    Args:
+        comm: Their communicator, for this object alone.
+
+    Attributes:
+        rank: This process among them.
+        size: Their number.
+    """
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self._comm = comm
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+
+    def gather(self, row: Sequence[int]) -> list[list[int]]:
+        """Return each process's row of whole numbers, by rank. Collective."""
+        mine = np.array(row, np.int64)
+        rows = np.empty((self.size, len(mine)), np.int64)
+        self._comm.Allgather(mine, rows)
+        found: list[list[int]] = rows.tolist()
+        return found
+
+    def split(self, number: int | None) -> MPI.Comm | None:
+        """Return a communicator of the processes that give a number, by these numbers.
+
+        Collective. None without a number.
+        """
+        color = MPI.UNDEFINED if number is None else 0
+        made = self._comm.Split(color, number or 0)
+        return None if made == MPI.COMM_NULL else made
+
+    def agree(self, is_done: bool, sleep_s: float) -> bool:
+        """Return whether all processes are done, and none has died; the same on all that live.
+
+        Collective: also for processes that have left another call because of an error.
+
+        Blocks: until all living processes have called it; sleeps between tests.
+
+        Args:
+            is_done: This process.
+            sleep_s: Longest time between two tests.
+        """
+        flag = np.array([is_done], np.int32)
+        try:
+            request = self._comm.Iagree(flag)
+            backoff.until(request.Test, longest_s=sleep_s)
+        except MPI.Exception as error:
+            if not mpi_errors.is_failure(error):
+                raise
+            return False
+        return bool(flag[0])
+
+    def has_death(self, wait_s: float) -> bool:
+        """Return whether one of them has died, as far as this process learns within some time."""
+        return backoff.until(
+            lambda: bool(mpi_errors.known_dead(self._comm, range(self.size))),
+            timeout_s=wait_s,
+            sleep_s=_START_SLEEP_S,
+        )
+
+    def interrupt(self) -> None:
+        """End the waits of all other processes in ``gather`` and ``split``; ``agree`` goes on."""
+        revocation.revoke(self._comm)
+
+    def shrunk(self) -> Processes:
+        """Return those that live. Collective: over them."""
+        return Processes(self._comm.Shrink())
+
+
+def all_processes(timeout_s: float | None) -> Processes:
+    """Return all processes of the job; starts MPI.
+
+    Collective: over them.
+
+    Raises:
+        CommTimeout: Not all have called it in time.
+    """
+    comm, request = runtime.processes_of_job().Idup()
+    if not backoff.until(request.Test, timeout_s=timeout_s, sleep_s=_START_SLEEP_S):
+        raise CommTimeout(
+            f"process {comm.Get_rank()} of {comm.Get_size()}: not all processes of the job came "
+            f"within {timeout_s:g} s"
+        )
+    return Processes(comm)

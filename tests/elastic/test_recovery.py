@@ -1,0 +1,119 @@
+"""Jobs whose ranks die: spares, fewer ranks, the ends of a job. Each job shows many things."""
+
+import json
+
+import pytest
+
+from tests.tools.support import short_job
+
+_ULFM = ("--with-ft", "ulfm")
+
+_LIFE = """
+    import json, os, signal, sys, time
+    from pathlib import Path
+    from mpidist import elastic
+    from mpidist.comm.mpi import runtime
+    from tests.elastic.training import Training, dies_at
+
+    def trained(name, where, kind="oss", **more):
+        folder = Path(FOLDER, name)
+        folder.mkdir(exist_ok=True)
+        training = Training(kind, folder, 20, dies_at(where, folder))
+        cpu_s, begin = time.process_time(), time.monotonic()
+        found = elastic.run(training, timeout_s=20, **more)
+        own = {"run": name, "starts": training.starts, "sizes": training.sizes}
+        used = {"cpu_s": time.process_time() - cpu_s, "wall_s": time.monotonic() - begin}
+        print(json.dumps({**own, **used, "found": found}), flush=True)
+
+    enter, entered = runtime.enter_world, []
+
+    def enters(*args):
+        # A spare that dies while the others begin the new world with it.
+        entered.append(enter(*args))
+        if os.environ.get("DIES") == "1" and len(entered) == 1 and runtime.world().rank == 1:
+            mark = Path(FOLDER, "died-entering")
+            if not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    trained("straight", {}, warm=lambda: None)
+    runtime.enter_world = enters
+    os.environ["DIES"] = "1"
+    trained("killed", {1: 13}, max_failures=2)
+    os.environ["DIES"] = "0"
+    trained("torch", {}, "torch")
+    trained("torch killed", {0: 14}, "torch")
+    trained("fewer", {2: 6})
+    trained("too few", {1: 6}, min_ranks=2)
+"""
+
+
+@pytest.mark.slow
+def test_a_job_outlives_its_ranks_until_too_few_are_left(tmp_path):
+    text = _LIFE.replace("FOLDER", repr(str(tmp_path)))
+    env = {"MPIDIST_SPARES": "3", "MPIDIST_JOB": f"test-{tmp_path.name}-{id(tmp_path)}"}
+    done = short_job(6, text, *_ULFM, env=env)
+    output = done.stdout + done.stderr
+    assert done.returncode == 75, output
+    runs = {}
+    for line in map(json.loads, filter(None, done.stdout.splitlines())):
+        runs.setdefault(line["run"], []).append(line)
+    found = {
+        name: {line["found"]["rank"]: line["found"]["digest"] for line in lines if line["found"]}
+        for name, lines in runs.items()
+    }
+    # No death: spares sleep, and return None.
+    assert set(found["straight"]) == {0, 1, 2}
+    idle = [line for line in runs["straight"] if line["found"] is None]
+    assert len(idle) == 3
+    assert all(line["cpu_s"] < 0.05 + 0.1 * line["wall_s"] for line in idle), idle
+    # A rank dies, and the spare that takes its place, in the recovery. The same bits.
+    assert found["killed"] == found["straight"], output
+    starts = sorted(line["starts"] for line in runs["killed"] if line["found"])
+    assert starts == [[0, 12], [0, 12], [12]]
+    assert "goes on after the death of rank 1: a spare takes the place of rank 1" in done.stderr
+    # A later run goes on with those that live. torch's groups, and rank 0, too.
+    assert found["torch killed"] == found["torch"] and set(found["torch"]) == {0, 1, 2}, output
+    # No spare is left: two ranks begin again, as the commits are of three.
+    assert set(found["fewer"]) == {0, 1}
+    assert all(line["sizes"] == [3, 2] and line["starts"] == [0, 0] for line in runs["fewer"])
+    assert "death of rank 2: 2 ranks go on; 0 spares left" in done.stderr
+    # Too few: the last one tells it.
+    assert "too few" not in runs
+    assert "with status 75: 5 of its 6 processes have died, and 1 of at least 2" in done.stderr
+
+
+_ERROR = """
+    import os, signal, sys, time
+    import mpidist.comm
+    from mpidist import elastic
+
+    def train():
+        world = mpidist.comm.init()
+        if world.rank == 1 and HOW == "error":
+            raise KeyError("of the program")
+        if world.rank == 1 and HOW == "stuck":
+            os.kill(os.getppid(), 0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if world.rank == 2 and HOW == "stuck":
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        world.barrier()
+
+    elastic.run(train, timeout_s=1.0)
+    print("ended", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("error", "KeyError: 'of the program'"),
+        ("stuck", "did not end within 1 s: another rank is stuck"),
+    ],
+)
+def test_what_is_no_death_ends_the_job(how, words):
+    done = short_job(3, _ERROR.replace("HOW", repr(how)), *_ULFM)
+    assert done.returncode not in (0, 75), done.stdout + done.stderr
+    assert words in done.stderr and "ended" not in done.stdout, done.stdout + done.stderr
