@@ -167,6 +167,12 @@ def run(
     ft: Annotated[
         bool, typer.Option("--ft", help="survive the death of ranks (ULFM; Open MPI 5)")
     ] = False,
+    spares: Annotated[
+        int,
+        typer.Option(
+            min=0, help="with --ft: processes more, each for the place of a rank that dies"
+        ),
+    ] = 0,
     mpi: Annotated[
         str,
         typer.Option(
@@ -192,6 +198,7 @@ def run(
         binding=bind_to.value if bind_to else "",
         tags=tag_output,
         ulfm=ft,
+        spares=spares,
         mpi_type=mpi,
     )
     start.start(request, dry_run)

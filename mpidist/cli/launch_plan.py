@@ -20,6 +20,7 @@ from mpidist.cli.launcher_options import (
 )
 from mpidist.comm.mpi import launcher_env
 from mpidist.comm.mpi.launcher_env import OPEN_MPI
+from mpidist.elastic.roles import VARIABLE as SPARES
 from mpidist.errors import LaunchError
 
 
@@ -51,9 +52,12 @@ def plan(request: Request, site: Site, environ: Mapping[str, str]) -> Plan:
             nodes; the launcher lacks an option.
     """
     _require_outside(environ)
+    _require_replaceable(request)
     variables = {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": "1"}
     if site.home and not environ.get("HOME"):
         variables["HOME"] = site.home
+    if request.spares:
+        variables[SPARES] = str(request.spares)
     if not in_allocation(environ):
         return _by_mpirun(request, site, environ, variables)
     _require_nodes(request, environ)
@@ -90,6 +94,14 @@ def _require_outside(environ: Mapping[str, str]) -> None:
             f"this is already one of {launch.size} ranks that {launch.launcher} started: "
             "mpidist starts the ranks by itself. Call it once, without mpirun or srun "
             "before it"
+        )
+
+
+def _require_replaceable(request: Request) -> None:
+    if request.spares and not request.ulfm:
+        raise LaunchError(
+            "--spares needs --ft: without ULFM a job ends with the first rank that dies, and no "
+            "spare takes its place"
         )
 
 
@@ -144,6 +156,7 @@ def _by_mpirun(
             f"{request.nodes} nodes are asked for outside a Slurm job: name them (--hosts a,b or "
             "--hostfile FILE), or take 'mpidist submit', sbatch or salloc"
         )
+    ranks = _with_spares(ranks, request)
     variables = dict(variables)
     options = (
         mpirun_options(request, site, environ, ranks, variables)
@@ -157,6 +170,16 @@ def _by_mpirun(
             "speed"
         )
     return Plan((site.mpirun, *options, *program_words(request.program)), variables, tuple(notes))
+
+
+def _with_spares(ranks: int, request: Request) -> int:
+    """Return the number of processes: of the tasks of an allocation, the last ones are spares."""
+    training = ranks if request.ranks is not None else ranks - request.spares
+    if request.spares > training:
+        raise LaunchError(
+            f"{request.spares} spares for {max(training, 0)} ranks: at most as many spares as ranks"
+        )
+    return training + request.spares
 
 
 def program_of(

@@ -162,6 +162,9 @@ def test_mpirun_inside_slurm_where_srun_cannot():
         (OPEN, SLURM, {"hosts": ("a",)}, "leave --hosts"),
         (OLD, {}, {"ranks": 2, "ulfm": True}, "Open MPI 5 or newer; this is Open MPI v4.1.6"),
         (MPICH, {}, {"ranks": 2, "ulfm": True}, "MPICH has no ULFM"),
+        (OPEN, {}, {"ranks": 2, "spares": 1}, "--spares needs --ft"),
+        (OPEN, {}, {"ranks": 1, "ulfm": True, "spares": 2}, "2 spares for 1 ranks"),
+        (OPEN, SLURM, {"ulfm": True, "spares": 5}, "5 spares for 3 ranks"),
     ],
 )
 def test_what_cannot_start_says_so(site, environ, wish, words):
@@ -181,6 +184,15 @@ def test_variables_are_set_unless_the_user_has():
         Request(TRAIN, 2, hosts=("a", "b")), root, {"MPIDIST_DEBUG": "1", "OMP_NUM_THREADS": "2"}
     )
     assert "-x MPIDIST_DEBUG -x OMP_NUM_THREADS python" in far
+
+
+def test_spares_are_processes_behind_the_ranks():
+    made = plan(Request(TRAIN, 3, ulfm=True, spares=1), OPEN, {})
+    assert made.argv[:3] == ("/m/bin/mpirun", "-n", "4") and "--with-ft" in made.argv
+    assert made.variables["MPIDIST_SPARES"] == "1"
+    # Of an allocation's tasks the last ones; other nodes get the variable, too.
+    made = plan(Request(TRAIN, ulfm=True, spares=2), OPEN, SLURM)
+    assert made.argv[:3] == ("/m/bin/mpirun", "-n", "8") and "MPIDIST_SPARES" in made.argv
 
 
 @pytest.mark.parametrize(
