@@ -18,6 +18,7 @@ PACKAGES = (
     "mpidist.optim",
     "mpidist.nn",
     "mpidist.checkpoint",
+    "mpidist.elastic",
     "mpidist.slurm",
     "mpidist.errors",
 )

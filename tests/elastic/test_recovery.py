@@ -1,10 +1,11 @@
 """Jobs whose ranks die: spares, fewer ranks, the ends of a job. Each job shows many things."""
 
 import json
+import re
 
 import pytest
 
-from tests.tools.support import short_job
+from tests.tools.support import ROOT, launcher, python, short_job, started
 
 _ULFM = ("--with-ft", "ulfm")
 
@@ -117,3 +118,26 @@ def test_what_is_no_death_ends_the_job(how, words):
     done = short_job(3, _ERROR.replace("HOW", repr(how)), *_ULFM)
     assert done.returncode not in (0, 75), done.stdout + done.stderr
     assert words in done.stderr and "ended" not in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_example_and_the_page(tmp_path):
+    """A rank of the example dies, and its loss is that of a run without a death."""
+    env = {"MPIDIST_SPARES": "1", "MPIDIST_JOB": f"test-{tmp_path.name}-{id(tmp_path)}"}
+
+    def ran(*words):
+        command = [*launcher(4, *_ULFM), *python(), *words]
+        done = started(command, 90, env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()
+
+    example = str(ROOT / "examples" / "elastic_training.py")
+    straight = ran(example, "--checkpoint", str(tmp_path / "straight"))
+    killed = ran(example, "--checkpoint", str(tmp_path / "killed"), "--kill", "1")
+    assert straight[0] == "step 0 on 3 ranks" and straight[-1] == killed[-1]
+    assert killed[:-1] == ["step 0 on 3 ranks", "step 30 on 3 ranks"]
+    page = (ROOT / "docs" / "when-ranks-die.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.DOTALL)
+    folder = repr(str(tmp_path / "page"))
+    printed = ran("-c", program.replace('"checkpoints"', folder))
+    assert sorted(printed) == ["0", "1", "2", "None"]
