@@ -35,7 +35,7 @@ ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchm
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint-beside-mpi-1 slurm-beside-others lint format unit slow torch-newest torch-versions slurm timing long repeat conformance peers fuzz fuzz-bytes gpu gpu-wheels bench bench-link dist docs clean distclean
+.PHONY: help demo test check lint-beside-mpi-1 slurm-beside-others lint format unit slow torch-newest torch-versions slurm timing long repeat conformance peers fuzz fuzz-bytes chaos gpu gpu-wheels bench bench-link dist docs clean distclean
 
 help:
 	@echo 'make demo     digits on two ranks, then the next word on two trainers and an embedding server; look into demo-output/'
@@ -55,6 +55,7 @@ help:
 	@echo '              prints a table, and keeps it in docs/peers.md (PEERS="--only examples --match rnn": some); an hour'
 	@echo 'make fuzz     random programs, and a tenth as many random models and programs of windows, against references (COUNT=1000 RANKS=3 SEED=0 WITHOUT=)'
 	@echo 'make fuzz-bytes  damaged and random messages, tables, frames and files, for all that reads foreign bytes (CASES=1000000 SEED=0)'
+	@echo 'make chaos    trainings whose ranks are killed at random times, against undisturbed ones (RUNS=200 SEED=0); half an hour'
 	@echo 'make gpu      GPU tests on two ranks, sanitizers, GPU benchmarks into gpu-results/ (CUDA=cuda12 for a torch built with CUDA 12)'
 	@echo '              what never ran or failed comes first; BUDGET=540: seconds, it says what it left out; DEVICE=cpu: a dry run'
 	@echo '              CUDA_MPI=PREFIX of a CUDA-aware Open MPI; PY=python3 without a network'
@@ -173,6 +174,11 @@ fuzz: $(READY) $(FUZZ_READY)
 	$(FUZZ) programs --seed $(SEED) --count $(COUNT) --without=$(WITHOUT)
 	$(FUZZ) models --seed $(SEED) --count $$(( ($(COUNT) + 9) / 10 )) --without=$(WITHOUT)
 	$(FUZZ) windows --seed $(SEED) --count $$(( ($(COUNT) + 9) / 10 ))
+
+# Each seed is a training whose ranks are killed and stopped from outside; its result is the undisturbed one's.
+RUNS ?= 200
+chaos: $(READY)
+	$(PY) -m tests.chaos --seed $(SEED) --count $(RUNS)
 
 # One process, and children that it watches: a crash, a hang or too much memory is told with its case as hex.
 CASES ?= 1000000

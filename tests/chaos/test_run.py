@@ -1,0 +1,28 @@
+"""A handful of chaos; ``make chaos`` runs 200."""
+
+import pytest
+
+from tests.chaos import run as chaos
+
+
+def test_cases_are_drawn_by_their_seeds():
+    cases = [chaos.drawn(seed) for seed in range(200)]
+    assert cases == [chaos.drawn(seed) for seed in range(200)]
+    blows = [blow for case in cases for blow in case.blows]
+    assert {blow.is_pause for blow in blows} == {False, True}
+    assert {blow.step for blow in blows} >= {0, 1, chaos.STEPS // 3}
+    for case in cases:
+        assert sum(not blow.is_pause for blow in case.blows) <= case.spares
+        assert all(blow.rank < case.ranks for blow in case.blows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["powersgd", "rpc"])
+def test_trainings_that_are_hit_end_with_the_same_bits(kind):
+    expected = None
+    for seed in (1, 2):
+        case = chaos.Case(seed, kind, 3, 1, chaos.drawn(seed).blows[:1])
+        expected = expected or chaos.undisturbed(case)
+        outcome = chaos.run(case)
+        wrong = chaos.problems(case, outcome, expected)
+        assert not wrong, f"seed {seed}: {case}: {wrong}\n{outcome.text}"
