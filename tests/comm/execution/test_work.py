@@ -76,7 +76,7 @@ def test_an_error_is_raised_by_every_wait_and_is_the_futures(work):
 def test_an_operations_own_timeout_is_raised_as_it_is(work):
     work.set_exception(CommTimeout("its own"))
     for limit in (None, 1.0):
-        with pytest.raises(CommTimeout, match="^its own$"):
+        with pytest.raises(CommTimeout, match=r"^its own$"):
             work.wait(limit)
 
 
