@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from collectives.case import FP32_BYTES
-from harness import benchmark_options, environment, report, timing
+from harness import benchmark_options, environment, plots, report, timing
 from harness.timing import Contender
 
 _SIDES = (256, 512, 1024, 2048, 4096)  # of a square weight: 256 KiB to 64 MiB
@@ -128,15 +128,15 @@ def main() -> None:
         for operation in dict.fromkeys(result["operation"] for result in results):
             same = [result for result in results if result["operation"] == operation]
             print(f"\n{operation}\n{report.table(same)}", flush=True)
-        name = f"allocate-{environment.library_name(about)}-{about['ranks']}.json"
+        path = options.output / f"allocate-{environment.library_name(about)}-{about['ranks']}.json"
         record = {
             "benchmark": "allocate",
             "environment": about,
             "rounds": rounds,
             "results": results,
         }
-        report.write_json(record, options.output / name)
-        print(f"\n{environment.binding(about)}; written: {name}")
+        report.write_json(record, path)
+        print(f"\n{environment.binding(about)}; {plots.beside(path)}")
     raw.Barrier()
     dist.destroy_process_group()
 

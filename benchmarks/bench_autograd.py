@@ -15,7 +15,7 @@ import torch
 
 import mpidist.comm
 import mpidist.rpc
-from harness import benchmark_options, environment, report, tables, timing
+from harness import benchmark_options, environment, plots, report, tables, timing
 from harness.goals import Goal, judge, judge_below
 from mpidist import progress_bar
 from rpc import autograd_cases, autograd_local
@@ -138,7 +138,7 @@ def _measure(
         / f"autograd-{environment.library_name(about)}-{workers}{'-part' * is_part}.json"
     )
     report.write_json(record, path)
-    print(f"\nwritten to {options.output.name}: {path.name}", flush=True)
+    print(f"\n{plots.beside(path)}", flush=True)
 
 
 def _timed(

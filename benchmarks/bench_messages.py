@@ -19,7 +19,7 @@ import mpidist.comm
 from collectives import messages as message_cases
 from collectives.case import Ways
 from collectives.messages import Case
-from harness import bandwidth, benchmark_options, environment, report, timing
+from harness import bandwidth, benchmark_options, environment, plots, report, timing
 
 _KI, _MI = 1 << 10, 1 << 20
 
@@ -100,7 +100,7 @@ def main() -> None:
             "results": [result for results in found.values() for result in results],
         }
         report.write_json(record, path)
-        print(f"\nwritten: {path.name}")
+        print(f"\n{plots.beside(path)}")
     ways.raw.Barrier()
     ways.raw.Free()
     mpidist.comm.default().close()

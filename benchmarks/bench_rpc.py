@@ -19,7 +19,7 @@ import torch
 
 import mpidist.comm
 import mpidist.rpc
-from harness import benchmark_options, environment, report, tables, timing
+from harness import benchmark_options, environment, plots, report, tables, timing
 from mpidist import progress_bar
 from rpc import cases as rpc_cases
 from rpc import goals as rpc_goals
@@ -98,7 +98,7 @@ def _report(run: rpc_run.Run, about: dict[str, Any], path: Path) -> None:
         "goals": verdicts,
     }
     report.write_json(record, path)
-    print(f"\nwritten to {path.parent.name}: {path.name}", flush=True)
+    print(f"\n{plots.beside(path)}", flush=True)
 
 
 def _threads_table(busy: dict[str, dict[str, float]], idle: dict[str, float]) -> str:

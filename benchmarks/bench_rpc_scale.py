@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import mpidist.comm
-from harness import benchmark_options, environment, process_memory, report, tables
+from harness import benchmark_options, environment, plots, process_memory, report, tables
 from rpc import workers as rpc_workers
 from rpc.workers import noop
 from scaling import jobs as scaling_jobs
@@ -159,7 +159,7 @@ def _run_jobs(options: argparse.Namespace) -> None:
     path = options.output / f"rpc-scale-{environment.library_name(jobs[0]['environment'])}.json"
     missed = [ranks for ranks in options.jobs if ranks not in [job["ranks"] for job in jobs]]
     report.write_json({"benchmark": "rpc-scale", "jobs": jobs, "jobs_without_result": missed}, path)
-    print(f"\nwritten to {options.output.name}: {path.name}", flush=True)
+    print(f"\n{plots.beside(path)}", flush=True)
     if missed:
         raise SystemExit(1)
 

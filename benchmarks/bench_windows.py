@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import mpidist.comm
-from harness import benchmark_options, environment, report, timing
+from harness import benchmark_options, environment, plots, report, timing
 from harness.goals import Goal, format_bytes, judge
 from optimizer import window_shards
 from rpc import window_references
@@ -233,7 +233,9 @@ def main() -> None:
             "goals": verdicts,
         }
         parts = ["windows", part, environment.library_name(about), str(group.size), options.link]
-        report.write_json(record, options.output / f"{'-'.join(filter(None, parts))}.json")
+        path = options.output / f"{'-'.join(filter(None, parts))}.json"
+        report.write_json(record, path)
+        print(f"\n{plots.beside(path)}", flush=True)
     raw.Barrier()
     raw.Free()
 

@@ -17,9 +17,11 @@ BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 # One record of each form of figure; all records have the same drawings.
 FORMS = (
-    "collectives-openmpi-2", "ddp-openmpi-2", "device-openmpi-2-nvidia-h100-80gb-hbm3",
-    "growth-openmpi-2", "kernels-nvidia-h100-80gb-hbm3", "oss-openmpi-2", "owners-openmpi-2",
-    "powersgd-mpich-2-1gbit", "scaling-openmpi",
+    "allocate-openmpi-2", "autograd-openmpi-3", "collectives-openmpi-2", "ddp-openmpi-2",
+    "device-openmpi-2-nvidia-h100-80gb-hbm3", "growth-openmpi-2", "kernels-nvidia-h100-80gb-hbm3",
+    "messages-openmpi-2", "oss-openmpi-2", "owners-openmpi-2", "powersgd-mpich-2-1gbit",
+    "rpc-openmpi-2", "rpc-scale-openmpi", "scaling-openmpi", "windows-openmpi-2",
+    "windows-references-openmpi-2",
 )  # fmt: skip
 
 NEWER = {
@@ -132,7 +134,7 @@ def drawn_together(record) -> list[list[str]]:
 def test_no_two_contenders_of_a_plot_look_alike(module):
     palette, plots = module("harness.palette"), module("harness.plots")
     plotted = [json.loads(path.read_text()) for path in plots.plotted(RESULTS)]
-    assert len(plotted) >= 18
+    assert len(plotted) >= 33
     found = {
         (record["benchmark"], *names) for record in plotted for names in drawn_together(record)
     }
@@ -142,7 +144,7 @@ def test_no_two_contenders_of_a_plot_look_alike(module):
         for benchmark, *names in found
         if benchmark in NEWER and len(names) > 8
     }
-    assert len(found) > 14
+    assert len(found) > 30
     for (benchmark, *names), theme in itertools.product(found, palette.THEMES):
         assert alike([palette.contender(benchmark, name) for name in names], theme) == []
     for theme in palette.THEMES:
@@ -268,12 +270,14 @@ def test_a_figure_is_legible_and_nothing_lies_on_its_data(module, made, name):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_every_axis_of_a_figure_has_a_unit(module, made, name):
-    units = ("s a step", "s a call", "µs an item", "ms", "bytes", "elements", "GB/s", "MiB of")
-    counts = ("ranks", "rank of PowerSGD", "number of items", "(1: perfect)", ", s")
+    units = ("s a step", "s a call", "µs a", "ms", "bytes", "elements", "GB/s", "MiB of", "calls/s")
+    counts = ("ranks", "rank of PowerSGD", "number of ", "(1: perfect)", ", s")
     for axes in made(module, name).axes:
         assert any(word in axes.get_xlabel() for word in units + counts), axes.get_title()
-        # A list of bars has the contenders' names there, or beside the panel at its left.
+        # A list of bars has the contenders' names there, or beside the panel at its left; rows of
+        # marks have the calls' names.
         is_list = any(bar.get_x() == 0 and bar.get_width() > 0 for bar in axes.patches)
+        is_list |= any(tick.get_text()[:1].isalpha() for tick in axes.get_yticklabels())
         assert is_list or any(word in axes.get_ylabel() for word in units + counts)
 
 

@@ -158,12 +158,18 @@ def panels(
     return axes[:count]
 
 
-def legend(made: Any, columns: int) -> None:
-    """Explain all lines and bars below the panels, each label once, as it was first drawn."""
+def legend(made: Any, columns: int, of: Any = None) -> None:
+    """Explain all lines and bars below the panels, each label once, as it was first drawn.
+
+    Args:
+        made: Figure, or part of one, below whose panels the legend stands.
+        columns: The most.
+        of: Figure whose lines and bars are meant; ``made`` if not given.
+    """
     from matplotlib.lines import Line2D
 
     found: dict[str, Any] = {}
-    for axes in made.axes:
+    for axes in (of or made).axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     # Equal rows: three and one look like a mistake.

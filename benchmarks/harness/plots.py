@@ -19,15 +19,21 @@ EXCERPTS = {
 }  # fmt: skip
 # Modules whose ``draw`` plots the records of a benchmark; the other records are tables alone.
 _MODULES = {
+    "allocate": "harness.calls",
+    "autograd": "harness.calls",
     "collectives": "harness.report",
     "ddp": "training.report",
     "device": "harness.report",
     "growth": "collectives.growth",
     "kernels": "cuda_kernels.report",
+    "messages": "harness.calls",
     "oss": "harness.report",
     "owners": "training.report",
     "powersgd": "training.report",
+    "rpc": "harness.calls",
+    "rpc-scale": "rpc.scale_figure",
     "scaling": "scaling.plot",
+    "windows": "harness.calls",
 }
 
 
@@ -69,9 +75,8 @@ def plotted(folder: Path) -> list[Path]:
     found = []
     for path in sorted(folder.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
-        # Only the report over all jobs of the scaling benchmark has a model to draw.
-        if record.get("benchmark") in _MODULES and not (
-            record["benchmark"] == "scaling" and "model" not in record
-        ):
+        # Of the records of one job and those over all jobs, only these are drawn.
+        over_jobs = {"scaling": "model", "rpc-scale": "jobs"}.get(record.get("benchmark"))
+        if record.get("benchmark") in _MODULES and (over_jobs is None or over_jobs in record):
             found.append(path)
     return found

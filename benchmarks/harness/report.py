@@ -197,7 +197,7 @@ def draw(record: Mapping[str, Any], theme: Theme) -> Any:
         pictures.panels(above, len(sized), columns) if sized else (), sized.items(), strict=True
     ):
         axes.set_title(operation)
-        _draw_lines(axes, theme, record["benchmark"], own)
+        draw_lines(axes, theme, record["benchmark"], own)
     for axes, (operation, own) in zip(
         pictures.panels(below, len(others), 1, bars_of_panel) if others else (),
         others.items(),
@@ -210,7 +210,8 @@ def draw(record: Mapping[str, Any], theme: Theme) -> Any:
     return made
 
 
-def _draw_lines(axes: Any, theme: Theme, benchmark: str, results: Sequence[dict[str, Any]]) -> None:
+def draw_lines(axes: Any, theme: Theme, benchmark: str, results: Sequence[dict[str, Any]]) -> None:
+    """Draw a line for each contender over the size, and a band from p10 to p90."""
     sizes = [result["size_bytes"] for result in results]
     in_elements = any("fp32" in name for result in results for name in result["contenders"])
     places = [result["numel"] for result in results] if in_elements else sizes

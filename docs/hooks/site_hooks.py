@@ -1,9 +1,10 @@
 """Events of MkDocs: pages from files of the repository, and contents for markers.
 
-``<!-- results: NAME [key=value …] -->`` shows a record of ``benchmarks/results``, ``<!-- scaling
--->`` all records of scaling, ``<!-- api: MODULE [NAME …] -->`` public names, ``<!-- command -->``
-the subcommands; ``<!-- decisions -->``, ``<!-- modules -->`` and ``<!-- job scripts -->`` their
-lists, ``<!-- text: FILE -->`` a text of the repository without its title.
+``<!-- results: NAME [key=value …] -->`` shows a record of ``benchmarks/results``, ``<!-- plot: NAME
+-->`` its plot alone, ``<!-- scaling -->`` all records of scaling, ``<!-- api: MODULE [NAME …] -->``
+public names, ``<!-- command -->`` the subcommands; ``<!-- decisions -->``, ``<!-- modules -->`` and
+``<!-- job scripts -->`` their lists, ``<!-- text: FILE -->`` a text of the repository without its
+title.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 _MARKER = re.compile(
-    r"<!-- (?P<kind>results|scaling|api|command|decisions|modules|job scripts|text)"
+    r"<!-- (?P<kind>results|plot|scaling|api|command|decisions|modules|job scripts|text)"
     r"(?:: (?P<text>.*?))? -->"
 )
 _SOURCES: dict[str, str] = {}
@@ -107,6 +108,8 @@ def _filled(found: re.Match[str], root: Path, uri: str) -> str:
         return _job_scripts(root)
     if found["kind"] == "scaling":
         return _scaling(root)
+    if found["kind"] == "plot":
+        return result_tables.plot(text.strip())
     return _record(root, *result_tables.parse(text))
 
 
