@@ -22,7 +22,7 @@ class MpidistError(RuntimeError):
         text = super().__str__()
         if len(self.calls) <= _ONE_CALL:
             return text
-        return f"{text} (calls: {' → '.join(self.calls)})"
+        return f"{text} (calls: {' -> '.join(self.calls)})"
 
 
 class LaunchError(MpidistError):

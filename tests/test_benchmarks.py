@@ -964,6 +964,6 @@ def test_a_record_is_plotted_later_where_matplotlib_is_missing(tmp_path, monkeyp
     names = f"{path.stem}.png", f"{path.stem}-dark.png"
     assert f"{path.name}, {', '.join(names)}" in capsys.readouterr().out
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
-    path.write_text('{"benchmark": "rpc"}')
-    with pytest.raises(ValueError, match="'rpc' have no plot"):
+    path.write_text('{"benchmark": "startup"}')
+    with pytest.raises(ValueError, match="'startup' have no plot"):
         plots.main([str(path)])

@@ -222,7 +222,7 @@ def test_with_ulfm_calls_to_a_dead_worker_fail_and_the_living_go_on():
         )
         assert len(line) == 8
         assert re.search(
-            r"\(calls: worker(0 → worker1|1 → worker0) → worker2, dead\)$", line["relay"][1]
+            r"\(calls: worker(0 -> worker1|1 -> worker0) -> worker2, dead\)$", line["relay"][1]
         )
         for place, (name, text) in line.items():
             assert name == "RankFailureError" and "worker2" in text, (place, name, text)

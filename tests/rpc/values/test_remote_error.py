@@ -46,11 +46,11 @@ def test_errors_of_broken_calls_name_the_chain():
             error = remote_error.rebuild(sent, workers[rank + 1])
             error = remote_error.called_by(workers[rank], error, workers[rank + 1])
         assert type(error) is kind and error.calls == ("w0", "w1", "w2", f"w3, {end}")
-        assert str(error) == f"f on w3: w3 has died (calls: w0 → w1 → w2 → w3, {end})"
+        assert str(error) == f"f on w3: w3 has died (calls: w0 -> w1 -> w2 -> w3, {end})"
         for _ in range(99):
             error = remote_error.called_by(workers[0], error, workers[0])
         assert len(error.calls) == 32 and error.calls[16] == "..."
-        assert str(error).endswith(f"w0 → w1 → w2 → w3, {end})")
+        assert str(error).endswith(f"w0 -> w1 -> w2 -> w3, {end})")
 
 
 def test_chains_that_other_workers_did_not_make_are_dropped():
