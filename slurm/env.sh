@@ -32,6 +32,12 @@ MPIDIST_MPI="auto"
 MPIDIST_CHECKPOINTS="checkpoints"
 # Largest number of requeues of a job that saves its state.
 MPIDIST_MAX_REQUEUES="20"
+# Largest number of restarts of the ranks within the allocation after a failure, each only if a
+# commit or checkpoint is newer than the last start; 0 for none.
+MPIDIST_MAX_RESTARTS="0"
+# Nodes that ranks use only in the place of lost ones (srun; sbatch --no-kill, and so many nodes
+# more than needed).
+MPIDIST_SPARE_NODES="0"
 
 # Network. The modules of most sites set it; uncomment lines if `mpidist doctor` or the log shows
 # the wrong network. InfiniBand, Open MPI over UCX: the ports, and no fallback to a slower network.

@@ -20,11 +20,12 @@ die() {
 check_values() {
     local name
     for name in ACCOUNT PARTITION GPUS_PER_NODE MODULES VENV IMAGE IMAGE_OPTIONS MPI CHECKPOINTS \
-        MAX_REQUEUES; do
+        MAX_REQUEUES MAX_RESTARTS SPARE_NODES; do
         name=MPIDIST_$name
         [[ -v $name ]] || die "edit $SITE: $name is missing (the shipped env.sh has all names)"
     done
-    for name in MPIDIST_GPUS_PER_NODE MPIDIST_MAX_REQUEUES; do
+    for name in MPIDIST_GPUS_PER_NODE MPIDIST_MAX_REQUEUES MPIDIST_MAX_RESTARTS \
+        MPIDIST_SPARE_NODES; do
         [[ ${!name} =~ ^[0-9]+$ ]] || die "edit $SITE: $name must be a whole number, not '${!name}'"
         # bash takes 08 for an octal number.
         printf -v "$name" '%d' "$((10#${!name}))"
@@ -150,20 +151,58 @@ check_gpus() {
         say "note: $ranks ranks and $gpus GPUs on a node; as many GPUs as ranks are used"
 }
 
-# Run the ranks and wait for them. Forward a signal to this shell (--signal=B:…); requeue after
-# status 75.
+# Print the highest step of a commit or checkpoint that the ranks have noted; -1 for none.
+saved_step() {
+    local step=''
+    [[ ! -r ${MPIDIST_PROGRESS:-} ]] || read -r step < "$MPIDIST_PROGRESS" || :
+    [[ $step =~ ^[0-9]+$ ]] && printf '%d' "$((10#$step))" || printf '%s' -1
+}
+
+# Set ON_NODES, options of srun: as many nodes as without the spare ones, none of them lost.
+choose_nodes() {
+    local spare=${MPIDIST_SPARE_NODES:-0} nodes lost
+    ON_NODES=()
+    [[ $1 == srun ]] || return 0
+    if ((spare > 0)); then
+        nodes=$((SLURM_JOB_NUM_NODES - spare))
+        ((nodes > 0)) || die "edit $SITE: MPIDIST_SPARE_NODES=$spare, and this job has" \
+            "$SLURM_JOB_NUM_NODES nodes"
+        ON_NODES+=(--nodes="$nodes" --ntasks="$((nodes * ${SLURM_NTASKS_PER_NODE:-1}))")
+    fi
+    if ((${MPIDIST_MAX_RESTARTS:-0} > 0)); then
+        lost=$(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format=%N \
+            --states=down,fail,drained,no_respond 2> /dev/null | sort -u | paste -sd, -) || lost=''
+        [[ ! $lost ]] || ON_NODES+=(--exclude="$lost")
+    fi
+}
+
+# Run the ranks and wait for them; after a failure start them again, at most MPIDIST_MAX_RESTARTS
+# times, if they have saved since the last start. Requeue after status 75.
 run_ranks() {
-    local status signalled=yes ranks
-    "$@" &
-    ranks=$!
-    # The ranks may have ended already, which is not an error.
-    trap 'signalled=yes; kill -USR1 "$ranks" || :' USR1
-    # A signal ends the wait, but not the ranks.
-    while [[ $signalled ]]; do
-        signalled=
-        wait "$ranks" && status=0 || status=$?
+    local status starts=0 before now most=${MPIDIST_MAX_RESTARTS:-0}
+    FORWARDED=
+    while :; do
+        before=$(saved_step)
+        starts=$((starts + 1))
+        choose_nodes "$@"
+        run_once "$1" ${ON_NODES[@]+"${ON_NODES[@]}"} "${@:2}" && status=0 || status=$?
+        if ((status == 0 || status == REQUEUE_STATUS || most == 0)); then break; fi
+        # The time limit is near.
+        if [[ $FORWARDED ]] || ((status == SIGNALLED_STATUS)); then break; fi
+        now=$(saved_step)
+        if ((now <= before)); then
+            say "the ranks ended with status $status, and no commit or checkpoint is newer than" \
+                "their last start: they are not started again"
+            break
+        fi
+        if ((starts > most)); then
+            say "the ranks ended with status $status after step $now; they were started $starts" \
+                "times (MPIDIST_MAX_RESTARTS=$most of $SITE)"
+            break
+        fi
+        say "the ranks ended with status $status after step $now: start $((starts + 1)) of at" \
+            "most $((most + 1))"
     done
-    trap - USR1
     if ((status == REQUEUE_STATUS)); then request_another_run; fi
     if ((status == SIGNALLED_STATUS)); then
         say "SIGUSR1 ended a rank: it came before the program had entered" \
@@ -171,6 +210,22 @@ run_ranks() {
             "program has none. This run saved nothing at the signal, and is not requeued. To go" \
             "on from an earlier checkpoint: MPIDIST_CHECKPOINT=$MPIDIST_CHECKPOINT sbatch …"
     fi
+    return "$status"
+}
+
+# Run a command and wait for it. Forward a signal to this shell (--signal=B:…).
+run_once() {
+    local status signalled=yes ranks
+    "$@" &
+    ranks=$!
+    # The ranks may have ended already, which is not an error.
+    trap 'signalled=yes FORWARDED=yes; kill -USR1 "$ranks" || :' USR1
+    # A signal ends the wait, but not the ranks.
+    while [[ $signalled ]]; do
+        signalled=
+        wait "$ranks" && status=0 || status=$?
+    done
+    trap - USR1
     return "$status"
 }
 
@@ -202,6 +257,11 @@ export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 # One folder for all runs of this job; another job can name it explicitly.
 export MPIDIST_CHECKPOINT=${MPIDIST_CHECKPOINT:-$MPIDIST_CHECKPOINTS/$SLURM_JOB_NAME-$JOB}
+# The highest step that the ranks have saved, next to that folder.
+if ((MPIDIST_MAX_RESTARTS > 0)); then
+    mkdir -p "$(dirname "$MPIDIST_CHECKPOINT")"
+    export MPIDIST_PROGRESS=${MPIDIST_PROGRESS:-$MPIDIST_CHECKPOINT.progress}
+fi
 # Write output at once, because the log is a file.
 export PYTHONUNBUFFERED=1
 say "job $JOB, run $((${SLURM_RESTART_COUNT:-0} + 1)), ${SLURM_JOB_NUM_NODES:-?} nodes from" \

@@ -18,7 +18,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mpidist.checkpoint import buddies, digested_file, files, manifest, model_state, replicas
+from mpidist.checkpoint import (
+    buddies,
+    digested_file,
+    files,
+    manifest,
+    model_state,
+    progress,
+    replicas,
+)
 from mpidist.checkpoint.manifest import TRAINING, Entry, Manifest
 from mpidist.checkpoint.saving import count, group_of, versions
 from mpidist.checkpoint.slots import ADVICE, Slots, job_name
@@ -193,6 +201,8 @@ class Commits:
                     }
                     written = Manifest(step, self.group.size, every, contents, versions())
                     self.slots.commit(slot, written)
+                if self.group.rank == 0:
+                    progress.note(step)
         except MpidistError:
             if self.is_first:
                 self.slots.drop(slot)
@@ -271,7 +281,7 @@ class Commits:
                 f"{where}: the memory of a node holds a commit of step {newest}, which the next "
                 f"start would take: load it first, or {ADVICE}"
             )
-        # The load has passed over them: some of their files are lost, or are of other ranks.
+        # The load has passed over them, because some of their files are lost.
         with self.same_error(where):
             for slot, found in steps.items():
                 if self.is_first and found >= step:

@@ -14,7 +14,7 @@ from typing import SupportsIndex
 import torch
 
 from mpidist import progress_bar
-from mpidist.checkpoint import digested_file, files, model_state
+from mpidist.checkpoint import digested_file, files, model_state, progress
 from mpidist.checkpoint.manifest import Contents, Entry, Manifest
 from mpidist.checkpoint.training import Stateful, Training
 from mpidist.comm.consistency import comparing, converting_errors, same_error_on_all
@@ -163,6 +163,7 @@ class _Saving:
                 every = {name: Entry(*row) for rows in gathered or () for name, row in rows.items()}
                 manifest = Manifest(self.step, self.group.size, every, self.contents, versions())
                 files.commit(part, manifest)
+                progress.note(self.step)
                 _prune(self.folder, self.step, self.keep)
 
     @property

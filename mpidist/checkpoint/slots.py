@@ -39,6 +39,11 @@ _JOB_VARIABLES = (
 ADVICE = "remove it with `mpidist clean`"
 
 
+def has_name(environ: Mapping[str, str]) -> bool:
+    """Return whether a new launch in this environment is of the same job (pure)."""
+    return any(environ.get(name) for name in _JOB_VARIABLES if name != "PMIX_NAMESPACE")
+
+
 def job_name(environ: Mapping[str, str], otherwise: str) -> str:
     """Return the name of a job in file names (pure).
 

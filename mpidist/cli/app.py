@@ -179,13 +179,18 @@ def run(
             metavar="TYPE", help="type of srun --mpi; chosen by the MPI library if not given"
         ),
     ] = "",
+    restarts: Annotated[
+        int,
+        typer.Option(min=0, help="start the ranks again after a failure, if they have saved since"),
+    ] = 0,
     dry_run: DryRun = False,
 ) -> None:
     """Start a Python script, a module or any program on several ranks.
 
     Inside a Slurm job srun starts them, elsewhere the mpirun of the MPI library that Python loads.
     The exit status is the job's; Ctrl-C and SIGTERM reach it. OMP_NUM_THREADS is 1 unless it is
-    set.
+    set. With --restarts they are started again as often, each time only if a commit or checkpoint
+    of mpidist.checkpoint is newer than the last start.
     """
     from mpidist.cli import run as start
 
@@ -201,7 +206,13 @@ def run(
         spares=spares,
         mpi_type=mpi,
     )
-    start.start(request, dry_run)
+    if not restarts:
+        start.start(request, dry_run)
+        return
+    from mpidist.cli import restarts as again
+
+    status = again.run(request, restarts, dry_run)
+    raise typer.Exit(status)
 
 
 @app.command(cls=BenchCommand, epilog=epilog(*EXAMPLES["bench"]), context_settings=_BEHIND)

@@ -180,3 +180,57 @@ def test_a_rank_that_sigusr1_ends_is_explained(ending, status, is_told):
     assert done.returncode == status
     assert ("SIGUSR1 ended a rank: it came before" in done.stdout) == is_told
     assert ("MPIDIST_CHECKPOINT=checkpoints/x-7 sbatch" in done.stdout) == is_told
+
+
+def restarted(tmp_path, ranks, most, **variables):
+    """Run a command as the ranks of a job of five nodes, of which one is lost; return the end."""
+    functions, _ = (FOLDER / "job.sh").read_text().split("\nSITE=")
+    for name, text in {
+        "sinfo": "echo node3; echo node3",
+        "srun": f'echo "srun $*" >> {tmp_path}/starts; shift $#; {ranks}',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "MPIDIST_PROGRESS": str(tmp_path / "progress"),
+        "MPIDIST_MAX_RESTARTS": str(most),
+        "MPIDIST_CHECKPOINT": "checkpoints/x-7",
+        "SLURM_JOB_NODELIST": "node[1-5]",
+        "SLURM_JOB_NUM_NODES": "5",
+        "SLURM_NTASKS_PER_NODE": "2",
+        **variables,
+    }
+    job = f"set -euo pipefail\n{functions}\nSITE=env.sh\nrun_ranks srun -x prog"
+    done = subprocess.run(
+        ["bash", "-c", job], capture_output=True, text=True, timeout=20, env=environ
+    )
+    starts = (tmp_path / "starts").read_text().splitlines()
+    (tmp_path / "starts").unlink()
+    (tmp_path / "progress").unlink(missing_ok=True)
+    return done, starts
+
+
+def test_ranks_are_started_again_if_they_have_saved(tmp_path):
+    saves = f"echo $(wc -l < {tmp_path}/starts) > {tmp_path}/progress;"
+    for ranks, most, status, starts, words in (
+        (f"{saves} exit 3", 2, 3, 3, "they were started 3 times (MPIDIST_MAX_RESTARTS=2"),
+        (f"{saves} test $(wc -l < {tmp_path}/starts) = 2", 2, 0, 2, "start 2 of at most 3"),
+        ("exit 3", 2, 3, 1, "no commit or checkpoint is newer"),
+        (f"{saves} exit 3", 0, 3, 1, ""),
+        (f"{saves} exit 138", 2, 138, 1, "SIGUSR1 ended a rank"),
+        # The time limit is near.
+        (f"{saves} trap '' USR1; kill -USR1 $PPID; sleep 0.2; exit 3", 2, 3, 1, ""),
+    ):
+        done, found = restarted(tmp_path, ranks, most)
+        assert (done.returncode, len(found)) == (status, starts), done.stdout + done.stderr
+        assert words in done.stdout and bool(words) == bool(done.stdout), done.stdout
+
+
+def test_ranks_are_started_on_healthy_nodes_in_the_place_of_lost_ones(tmp_path):
+    for variables, expected in (
+        ({}, "srun --exclude=node3 -x prog"),
+        ({"MPIDIST_SPARE_NODES": "1"}, "srun --nodes=4 --ntasks=8 --exclude=node3 -x prog"),
+        ({"MPIDIST_MAX_RESTARTS": "0"}, "srun -x prog"),
+    ):
+        assert restarted(tmp_path, "exit 0", 1, **variables)[1] == [expected]
