@@ -13,8 +13,10 @@ from typing import Protocol
 
 from mpidist.comm.mpi import runtime
 
-# Pauses between two rounds of probes; they double while nothing is matched.
+# Pauses between two rounds of probes; they double while nothing is matched, and go on to grow as a
+# share of the time since: a receive that is posted long before its message must not cost a core.
 _SHORTEST_S, _LONGEST_S = 5e-4, 2e-3
+_SHARE, _LONGEST_IDLE_S = 1 / 16, 8e-3
 # The thread stays awake between the receives of a loop, because waking it costs the posting thread
 # tens of microseconds.
 _LINGER_S = 0.1
@@ -59,12 +61,14 @@ class _Poller:
         self._thread: threading.Thread | None = None
         self._is_asleep = False
         self._is_stopped = False
+        self._active_at = 0.0  # a message was matched, or a queue came
 
     def watch(self, queue: Queue) -> None:
         """Add a queue; start or wake the thread."""
         with self._changed:
             self._queues.add(queue)
             queue.is_watched = True
+            self._active_at = time.monotonic()
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=runtime.guard_thread(self._run), name="mpidist-receives", daemon=True
@@ -97,7 +101,9 @@ class _Poller:
         while not self._is_stopped:
             time.sleep(pause_s)
             start = time.monotonic()
-            pause_s = _SHORTEST_S if self.match() else min(2 * pause_s, _LONGEST_S)
+            if self.match():
+                self._active_at, pause_s = start, 0.0
+            pause_s = _next_pause(pause_s, start - self._active_at)
             # Pause at least as long as the probes took: a round over thousands of patterns takes
             # longer than a pause, and threads that post receives need the queue in between.
             pause_s = max(pause_s, time.monotonic() - start)
@@ -116,6 +122,12 @@ class _Poller:
                     while not self._queues and not self._is_stopped:
                         self._changed.wait()
                     self._is_asleep = False
+
+
+def _next_pause(pause_s: float, idle_s: float) -> float:
+    """Return the pause after one of ``pause_s``, 0 where the round has matched a message."""
+    longest_s = max(_LONGEST_S, min(idle_s * _SHARE, _LONGEST_IDLE_S))
+    return max(_SHORTEST_S, min(2 * pause_s, longest_s))
 
 
 _poller = _Poller()
