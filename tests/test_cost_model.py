@@ -71,7 +71,8 @@ def synthetic(cost_model, operation="all_reduce", noise=0.0, rates=(math.inf,)):
 
 def test_known_parameters_are_found_again_through_noise(cost_model):
     points, truth = synthetic(cost_model, noise=0.1, rates=(math.inf, 10.0, 1.0, 0.1))
-    found = cost_model.fit(points)
+    # The ratios of the fitted points follow their noise.
+    found = replace(cost_model.fit(points), ratios=())
     for ranks, rate in ((8, math.inf), (4, 10.0), (2, 0.1)):
         for size in (8, 1 << 20, 1 << 25):
             n, p = (1, ranks) if rate == math.inf else (2, ranks // 2)
@@ -147,6 +148,75 @@ def test_ranks_that_share_a_core_take_turns(cost_model):
     assert made.seconds(replace(between, share=2.0)) == pytest.approx(
         made.seconds(between) + host + turns
     )
+
+
+def test_what_the_terms_miss_is_kept_between_fitted_sizes(cost_model):
+    """Times that rise and fall about those of the terms, more often than there are ranges."""
+    points, _ = synthetic(cost_model, rates=(math.inf, 1.0))
+    bumpy = [
+        replace(one, seconds=one.seconds * 2 ** math.sin(math.log2(one.nbytes) / 2.5))
+        for one in points
+    ]
+    fits, errors = cost_model.validate(bumpy)
+    found = fits["all_reduce"]
+    alone = replace(found, ratios=())
+    fitted, held_out = cost_model.split(bumpy)
+    assert sum(found.seconds(one) == pytest.approx(one.seconds) for one in fitted) > 10
+    by_terms = [{"relative_error": cost_model.relative_error(alone, one)} for one in held_out]
+    assert cost_model.median_error(errors) < 0.7 * cost_model.median_error(by_terms)
+    # Beyond the largest fitted size the terms count.
+    far = replace(fitted[0], nbytes=1 << 30)
+    assert found.seconds(replace(far, nbytes=1 << 31)) > found.seconds(far)
+
+
+def test_a_job_on_a_machine_that_computed_slower_is_told_by_its_pace(cost_model, models):
+    made = cost_model.Fit("all_reduce", (math.inf,), (TRUTH,))
+    at = cost_model.Point("all_reduce", 1, 4, 1 << 20)
+    assert made.seconds(replace(at, pace=1.5)) == pytest.approx(1.5 * made.seconds(at))
+    jobs = [of_job(1), of_job(2), of_job(4)]
+    jobs[2]["steps"][0]["us"]["noop"] *= 1.5
+    compute = {"512x4": {64: 0.1}}
+    paces = {one.ranks: one.pace for one in models.points_of(jobs, compute, 1.0)}
+    assert paces == {2: pytest.approx(1.0), 4: pytest.approx(1.5)}
+    assert {one.pace for one in models.points_of(jobs)} == {1.0}
+    between = of_job(2, 2, "1gbit")
+    between["steps"][0]["us"]["noop"] *= 1.5
+    assert {one.pace for one in models.points_of([between], compute, 1.0)} == {1.0}
+
+
+def test_the_time_that_transfers_take_from_computing_is_fitted_to_a_part_of_the_steps(
+    models, steps
+):
+    """Jobs whose steps take 5 ms a message more than their collectives say."""
+
+    def job(ranks, nodes=1, link=""):
+        made = of_job(ranks, nodes, link)
+        large = {**made["steps"][0], "network": "9x9", "parameters": 2_000_000}
+        for key in ("us", "exposed_us"):
+            large[key] = dict(large[key])
+        made["steps"] = [*made["steps"], large]
+        return made
+
+    jobs = [job(1), job(2), job(4), job(2, 2, "1gbit"), job(4, 2, "1gbit")]
+    plain = replace(models.fitted(jobs)[0], contention={})
+    wanted = steps.Contention(5e-3, 0.0)
+    known = replace(plain, contention={models.NODE: wanted, models.BETWEEN: wanted})
+    for one in jobs[1:]:
+        for entry in one["steps"]:
+            for hook in entry["exposed_us"]:
+                seconds = models.predicted(known, one, entry, hook).seconds
+                entry["us"][hook] = 1e6 * seconds
+                entry["exposed_us"][hook] = 1e6 * seconds - entry["us"]["noop"]
+    found = models.contention_of(plain, jobs, models.BETWEEN)
+    assert found.message_s == pytest.approx(5e-3, rel=0.05) and found.byte_s < 1e-10
+    model = replace(plain, contention={models.BETWEEN: found})
+    entries = [one for one in models.measured_steps(model, jobs) if one["ranks"] > 1]
+    assert {one["network"] for one in entries if one["fitted"]} == {"512x4"}
+    assert all(abs(one["relative_error"]) < 0.02 for one in entries if one["nodes"] == 2)
+    # Ranks with a machine each take no cores from each other.
+    apart = {**jobs[3], "machines": 2}
+    step = models.predicted(model, apart, apart["steps"][0], "none")
+    assert step == models.predicted(plain, apart, apart["steps"][0], "none")
 
 
 def test_points_that_nothing_can_be_fitted_to_are_refused(cost_model):

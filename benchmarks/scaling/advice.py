@@ -95,11 +95,10 @@ def processors(model: models.Model) -> list[Processor]:
 
 
 def without_host_bytes(fit: cost_model.Fit) -> cost_model.Fit:
-    """Return a fit without the cost of bytes on a node's processor."""
+    """Return a fit without the cost of bytes on a node's processor, and what its terms miss."""
     place = cost_model.TERMS.index("node bytes")
-    return replace(
-        fit, parameters=tuple((*row[:place], 0.0, *row[place + 1 :]) for row in fit.parameters)
-    )
+    parameters = tuple((*row[:place], 0.0, *row[place + 1 :]) for row in fit.parameters)
+    return replace(fit, parameters=parameters, ratios=())
 
 
 def gpu_costs(data: Mapping[str, Any]) -> dict[str, steps.HookCost]:

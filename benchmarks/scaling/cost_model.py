@@ -18,6 +18,10 @@ ranks than cores take turns: computing terms count ``share`` times (ranks per co
 log2 W consecutive messages waits for the turns of ``share - 1`` other ranks. ``Point`` states its
 share explicitly; predictions for other machines use ``share`` 1, without turns.
 
+What the terms miss, the switch of a protocol or a cache that overflows, is kept at the fitted sizes
+of each layout, as the measured time over that of the terms. Another layout between the fitted rates
+has the ratios of the nearest ones; the growth with ranks and nodes is that of the terms.
+
 Sources: Hockney (1994) for latency and bandwidth; Thakur, Rabenseifner and Gropp, "Optimization of
 Collective Communication Operations in MPICH" (2005), for the terms of the algorithms.
 
@@ -26,13 +30,16 @@ Letters: W ranks, n nodes, p ranks per node, N bytes (``scaling_measure`` define
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
+
+_Key = TypeVar("_Key")
 
 TRAINED_RANKS = (2, 4)
 TERMS = ("call", "node latency", "node bytes", "network latency", "network bytes", "turns")
@@ -40,6 +47,8 @@ _RANGES = 3
 _LEAST_POINTS = 3  # per range
 # Largest mean error, relative to the fit with fewer ranges, that justifies another range.
 _WORTH_A_RANGE = 0.9
+# Above all links; below them, and below all times by the terms.
+_MOST_GBIT_S, _LEAST_PLACE, _LEAST_S = 1e6, 1e-3, 1e-12
 # Share of the bytes per rank or link, relative to a reduce-scatter plus an all-gather.
 _PASSES = {
     "all_reduce": 2.0,
@@ -64,6 +73,9 @@ class Point:
     # Ranks per core.
     share: float = 1.0
     seconds: float = 0.0
+    # Slowdown of the machine's computing during the measurement, relative to that of the fitted
+    # points: of other work, and of the clock.
+    pace: float = 1.0
 
     @property
     def ranks(self) -> int:
@@ -99,6 +111,17 @@ def terms(point: Point, is_short: bool) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
+class Ratios:
+    """Measured time over that of the terms in one layout: logarithms at rising N."""
+
+    ranks_per_node: int
+    ranks: int
+    rate_gbit_s: float
+    sizes: tuple[int, ...]
+    logs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Fit:
     """Parameters of one operation on one class of links.
 
@@ -106,16 +129,53 @@ class Fit:
         ends: Per range the largest N of the range; the last is infinite.
         parameters: Per range one for each of ``TERMS``: seconds, seconds per byte, or a factor of
             the link's own time.
+        ratios: Of the fitted layouts; without any, the terms alone count.
     """
 
     operation: str
     ends: tuple[float, ...]
     parameters: tuple[tuple[float, ...], ...]
+    ratios: tuple[Ratios, ...] = ()
 
     def seconds(self, point: Point) -> float:
         """Return the time of a case; 0 for one rank. The time never falls as N grows."""
         if point.ranks == 1:
             return 0.0
+        if not self.ratios:
+            return point.pace * self._of_terms(point)
+        # Between the fitted sizes the time is straight over N, both logarithmic.
+        sizes, logs = _at_fitted_sizes(self, replace(point, nbytes=0, seconds=0.0, pace=1.0))
+        nearest = min(max(point.nbytes, sizes[0]), sizes[-1])
+        seconds = _straight(nearest, sizes, logs)
+        if point.nbytes != nearest:
+            at_end = max(self._of_terms(_sized(point, nearest)), _LEAST_S)
+            return point.pace * self._of_terms(point) / at_end * math.exp(seconds)
+        return point.pace * math.exp(seconds)
+
+    def at_fitted_size(self, point: Point, nbytes: int) -> float:
+        """Return the time of a case with another N, by the ratios of the nearest layouts."""
+        seconds = max(self._of_terms(_sized(point, nbytes)), _LEAST_S)
+        alike = [one for one in self.ratios if one.ranks_per_node == point.ranks_per_node]
+        known = alike or self.ratios
+        rates = [one.rate_gbit_s for one in known]
+        # Outside the fitted rates the ratios are no guide.
+        if not min(rates) <= point.rate_gbit_s <= max(rates):
+            return seconds
+        by_ranks: dict[int, list[Ratios]] = {}
+        for one in sorted(known, key=lambda one: (one.ranks, one.rate_gbit_s)):
+            by_ranks.setdefault(one.ranks, []).append(one)
+        logs = []
+        for own in by_ranks.values():
+            # Within a node the rate is infinite.
+            rates = [min(one.rate_gbit_s, _MOST_GBIT_S) for one in own]
+            here = [_straight(nbytes, one.sizes, one.logs) for one in own]
+            logs.append(_straight(min(point.rate_gbit_s, _MOST_GBIT_S), rates, here))
+        # Beyond the fitted ranks neither is what one number of ranks does.
+        is_inside = point.ranks <= max(by_ranks)
+        ratio = _straight(point.ranks, list(by_ranks), logs) if is_inside else float(np.mean(logs))
+        return seconds * math.exp(ratio)
+
+    def _of_terms(self, point: Point) -> float:
         longest = 0.0
         for place, end in enumerate(self.ends):
             inside = point.nbytes <= end
@@ -125,6 +185,15 @@ class Fit:
             if inside:
                 break
         return longest
+
+
+# Many sizes are asked for in each layout.
+@functools.lru_cache(maxsize=1 << 10)
+def _at_fitted_sizes(made: Fit, at: Point) -> tuple[Sequence[int], Sequence[float]]:
+    """Return the sizes of all ratios, and the logarithms of a layout's times, which never fall."""
+    sizes = sorted({nbytes for one in made.ratios for nbytes in one.sizes})
+    known = [made.at_fitted_size(at, nbytes) for nbytes in sizes]
+    return sizes, np.log(np.maximum.accumulate(known)).tolist()
 
 
 def fit(points: Iterable[Point]) -> Fit:
@@ -154,7 +223,28 @@ def fit(points: Iterable[Point]) -> Fit:
             best = least
     # One range accepts all points.
     assert best is not None
-    return best[1]
+    return replace(best[1], ratios=_ratios(best[1], known))
+
+
+def _ratios(terms_alone: Fit, points: Sequence[Point]) -> tuple[Ratios, ...]:
+    """Return what the terms miss at the fitted points."""
+    found = []
+    for (p, ranks, rate), own in _grouped(
+        points, lambda point: (point.ranks_per_node, point.ranks, point.rate_gbit_s)
+    ).items():
+        own.sort(key=lambda point: point.nbytes)
+        logs = [
+            math.log(point.seconds / max(terms_alone.seconds(point), _LEAST_S)) for point in own
+        ]
+        found.append(Ratios(p, ranks, rate, tuple(point.nbytes for point in own), tuple(logs)))
+    return tuple(found)
+
+
+def _straight(at: float, places: Sequence[float], values: Sequence[float]) -> float:
+    """Return the value at a place over the logarithm of the places; beyond them, that of an end."""
+    # N may be 0.
+    logs = np.log(np.maximum(places, _LEAST_PLACE))
+    return float(np.interp(math.log(max(at, _LEAST_PLACE)), logs, values))
 
 
 def _fitted(points: Sequence[Point], ends: tuple[float, ...]) -> tuple[float, Fit] | None:
@@ -169,7 +259,10 @@ def _fitted(points: Sequence[Point], ends: tuple[float, ...]) -> tuple[float, Fi
         if len(ends) > 1 and len(inside) < _LEAST_POINTS:
             return None
         rows = np.array(
-            [[term / point.seconds for term in terms(point, place == 0)] for point in inside]
+            [
+                [point.pace * term / point.seconds for term in terms(point, place == 0)]
+                for point in inside
+            ]
         )
         wanted = np.ones(len(inside))
         if place:
@@ -257,8 +350,8 @@ def _sized(point: Point, nbytes: int) -> Point:
     )
 
 
-def _grouped(points: Iterable[Point], key: Callable[[Point], str]) -> dict[str, list[Point]]:
-    found: dict[str, list[Point]] = {}
+def _grouped(points: Iterable[Point], key: Callable[[Point], _Key]) -> dict[_Key, list[Point]]:
+    found: dict[_Key, list[Point]] = {}
     for point in points:
         found.setdefault(key(point), []).append(point)
     return found

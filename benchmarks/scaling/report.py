@@ -12,10 +12,17 @@ from harness.goals import format_bytes
 from scaling import advice as scaling_advice
 from scaling import answer as scaling_answer
 from scaling import model as models
-from scaling.cost_model import median_error, rate_of
+from scaling.cost_model import TRAINED_RANKS, median_error, rate_of
 
 # Titles, rows, and the number of leading columns that name a row.
 Table = tuple[Sequence[str], list[list[Any]], int]
+# Medians of a part of the held-out points, in ``validation``.
+PARTS = {
+    "without_oversubscribed": "… of ranks with a core each",
+    "at_fitted_ranks": "… at 2 and 4 ranks, between fitted sizes",
+    "at_other_ranks": "… at other numbers of ranks",
+    "without_the_jobs_pace": "… each job's own pace of computing not given",
+}
 # Marks numbers of ranks larger than the number of cores.
 MARK = "*"
 _SHOWN_SIZES = 6
@@ -60,7 +67,18 @@ def validation(
     errors: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return the median errors on held-out points, of collectives and of steps."""
-    steps = [one for one in measured if "relative_error" in one]
+    steps = [one for one in measured if "relative_error" in one and not one["fitted"]]
+    # A step that was fast by chance has no exposed time to compare with.
+    exposed = [
+        {**one, "relative_error": one["predicted_exposed_seconds"] / one["exposed_seconds"] - 1}
+        for one in steps
+        if one["exposed_seconds"] > 0
+    ]
+    blind = [
+        {"relative_error": one["predicted_seconds"] / one["pace"] / one["seconds"] - 1}
+        for one in errors
+    ]
+    at_fitted = [one for one in errors if one["ranks"] in TRAINED_RANKS]
     middle = median_error(errors)
     return {
         "what": "median of |predicted / measured - 1| on points that nothing was fitted to",
@@ -76,6 +94,12 @@ def validation(
         "by_ranks": _medians(errors, lambda one: (one["class"], f"{one['ranks']} ranks")),
         "by_rate": _medians(errors, lambda one: (f"{one['rate_gbit_s']:g} Gbit/s",)),
         "without_oversubscribed": median_error([one for one in errors if one["share"] == 1]),
+        "at_fitted_ranks": median_error(at_fitted),
+        "at_other_ranks": median_error([one for one in errors if one not in at_fitted]),
+        "without_the_jobs_pace": median_error(blind),
+        "steps_judged": len(steps),
+        "exposed": median_error(exposed),
+        "exposed_by_link": _medians(exposed, lambda one: (one["link"] or models.NODE,)),
         "steps": median_error(steps),
         "steps_without_oversubscribed": median_error(
             [one for one in steps if not one["oversubscribed"]]
@@ -189,10 +213,12 @@ def _validation(found: Mapping[str, Any]) -> Table:
             found["median_error"],
         ]
     ]
-    rows.append(["… of ranks with a core each", found["without_oversubscribed"]])
+    rows += [[title, found[key]] for key, title in PARTS.items()]
     for group in ("by_operation", "by_ranks", "by_rate"):
         rows += [[name, value] for name, value in found[group].items()]
-    rows += [["steps (none was fitted to)", found["steps"]]]
+    rows += [[f"exposed time of {found['steps_judged']} held-out steps", found["exposed"]]]
+    rows += [[f"exposed, {name}", value] for name, value in found["exposed_by_link"].items()]
+    rows += [["held-out steps", found["steps"]]]
     rows += [["… of ranks with a core each", found["steps_without_oversubscribed"]]]
     rows += [[f"steps, {name}", value] for name, value in found["steps_by_link"].items()]
     shown = [[name, f"{value:.0%}"] for name, value in rows if value is not None]

@@ -58,6 +58,18 @@ class HookCost:
 
 
 @dataclass(frozen=True)
+class Contention:
+    """Computing that a transfer delays beyond its own time, on ranks that share a machine's cores.
+
+    A message wakes the group's thread and the peer's, which take the core that computes, and finds
+    its gradients in no cache; between nodes the kernel's copies take cores as well.
+    """
+
+    message_s: float = 0.0
+    byte_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Layout:
     """Placement of the ranks.
 
@@ -161,6 +173,7 @@ def step(
     layout: Layout,
     fits: Mapping[str, Fit],
     costs: Mapping[str, HookCost],
+    contention: Contention = Contention(),
 ) -> Step:
     """Predict a step.
 
@@ -168,12 +181,17 @@ def step(
         compute_s: Forward and backward pass of one rank with its own core or GPU.
         fits: ``all_reduce`` of the layout's class of links; on one node also ``average``, which DDP
             uses there without a hook.
+        contention: Of the layout's class of links; none where each rank has a machine.
     """
     sent = [messages(bucket, hook) for bucket in buckets]
     slower = layout.share * layout.crowding
     compute_s *= slower
     cost = costs.get(hook, HookCost())
-    host = [slower * (cost.element_s * bucket.numel + cost.bucket_s) for bucket in buckets]
+    host = [
+        slower * (cost.element_s * bucket.numel + cost.bucket_s)
+        + layout.share * (contention.message_s * len(each) + contention.byte_s * sum(each))
+        for bucket, each in zip(buckets, sent, strict=True)
+    ]
     operation = (
         "average" if layout.nodes == 1 and hook == "none" and "average" in fits else "all_reduce"
     )

@@ -130,7 +130,18 @@ def _errors(found: Record) -> str:
         for group in ("by_operation", "by_ranks", "by_rate")
         for name, value in found[group].items()
     ]
-    rows += [("steps, none of which it was fitted to", found["steps"])]
+    parts = {
+        "of ranks with a core each": "without_oversubscribed",
+        "at 2 and 4 ranks, between fitted sizes": "at_fitted_ranks",
+        "at other numbers of ranks": "at_other_ranks",
+        "each job's own pace of computing not given": "without_the_jobs_pace",
+    }
+    rows = [(name, found.get(key)) for name, key in parts.items()] + rows
+    rows += [("exposed time of held-out steps", found.get("exposed"))]
+    rows += [
+        (f"exposed, {name}", value) for name, value in found.get("exposed_by_link", {}).items()
+    ]
+    rows += [("held-out steps", found["steps"])]
     rows += [(f"steps, {name}", value) for name, value in found["steps_by_link"].items()]
     return _table(
         ["points", "median error"],
