@@ -16,8 +16,14 @@ from mpidist import shipped
 from mpidist.errors import LaunchError
 from mpidist.slurm import job_script
 from mpidist.slurm.job_script import Options
-from mpidist.slurm.job_shape import completed, objections, own_objections, shape_of
-from mpidist.slurm.partition import Partition, counted
+from mpidist.slurm.job_shape import (
+    completed,
+    cpus_for_memory,
+    objections,
+    own_objections,
+    shape_of,
+)
+from mpidist.slurm.partition import Partition, counted, in_words
 
 _ENV = "env.sh"
 # Similarity of two names, from 0 to 1, from which on one counts as a misspelling of the other.
@@ -170,11 +176,31 @@ def _notes(
             f"{counted(shape.nodes * shape.ranks, 'rank')}, where the script alone starts "
             f"{least.nodes * least.ranks}: the partition has no more"
         )
+    notes += filter(None, (_memory_note(asked, partition) for partition in where))
     if shape.gpus and shape.ranks < shape.gpus:
         unused = shape.gpus - shape.ranks
         verb = "stays" if unused == 1 else "stay"
         notes.append(f"{counted(unused, 'GPU')} of each node {verb} unused")
     return tuple(notes)
+
+
+def _memory_note(header: Mapping[str, str | None], partition: Partition) -> str:
+    """Return what the partition makes of the job's memory; empty if that is as asked for."""
+    shape = shape_of(header)
+    own = shape.ranks * shape.cpus
+    if (cpus := cpus_for_memory(shape, partition)) > own:
+        return (
+            f"partition {partition.name} gives at most {partition.memory.most_per_cpu}M for each "
+            f"CPU: the job takes, and pays for, {cpus} CPUs of a node in place of {own}"
+        )
+    if shape.memory_mb or any(header.get(option) for option in job_script.MEMORY):
+        return ""
+    default_mb = partition.memory.default_mb(own)
+    return (
+        f"partition {partition.name} gives {in_words(default_mb)} on a node: --mem for more"
+        if default_mb
+        else ""
+    )
 
 
 def _read(file: Path) -> str:

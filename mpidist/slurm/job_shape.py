@@ -168,6 +168,8 @@ def objections(header: Mapping[str, str | None], partition: Partition) -> list[s
     if not fitting:
         reasons = _too_large(shape, partition), _too_much_memory(header, shape, partition)
         found += filter(None, reasons)
+    elif objection := _above_memory_limit(header, shape, partition):
+        found.append(objection)
     elif shape.nodes > (has := sum(kind.nodes for kind in fitting)):
         of_them = "" if len(fitting) == len(partition.kinds) else " that the job fits on"
         found.append(f"it has {has} nodes{of_them}, {shape.nodes} are asked for: --nodes {has}")
@@ -229,6 +231,48 @@ def _too_much_memory(header: Mapping[str, str | None], shape: Shape, partition: 
         f"--{option} {header[option]} is {shape.memory_mb}M on a node, and no node{that} has more "
         f"than {most}M: --{option} {most // units[option]}M"
     )
+
+
+def _above_memory_limit(
+    header: Mapping[str, str | None], shape: Shape, partition: Partition
+) -> str:
+    """Return why the partition gives no job this memory, or its default to this one; else empty."""
+    limits, cpus = partition.memory, shape.ranks * shape.cpus
+    without = replace(shape, memory_mb=0)
+    kinds = [kind for kind in partition.kinds if _fits(without, kind)]
+    units = _memory_units(shape.ranks, shape.cpus, shape.gpus)
+    option = next((one for one in units if megabytes(header.get(one) or "0")), None)
+    if option is None:
+        default_mb = 0 if any(header.get(one) for one in units) else limits.default_mb(cpus)
+        most = max(kind.memory_mb for kind in kinds)
+        if default_mb <= most or not all(kind.memory_mb for kind in kinds):
+            return ""
+        each = f" for each of {counted(cpus, 'CPU')}" if limits.default_per_cpu else ""
+        return (
+            f"without --mem a job gets {limits.default_per_cpu or default_mb}M{each}, "
+            f"and no node that it fits on has more than {most}M: --mem {most}M"
+        )
+    asked = f"--{option} {header[option]} is {shape.memory_mb}M on a node"
+    if limits.most_per_node and shape.memory_mb > limits.most_per_node:
+        return (
+            f"{asked}, and jobs get at most {limits.most_per_node}M: "
+            f"--{option} {limits.most_per_node // units[option]}M"
+        )
+    most = max(kind.cpus for kind in kinds)
+    needed = cpus_for_memory(shape, partition)
+    if needed > most:
+        given = limits.most_per_cpu * most
+        return (
+            f"{asked}, and jobs get at most {limits.most_per_cpu}M for each CPU: {needed} CPUs, "
+            f"where no node has more than {most}: --{option} {given // units[option]}M"
+        )
+    return ""
+
+
+def cpus_for_memory(shape: Shape, partition: Partition) -> int:
+    """Return the CPUs of a node that a job gets for its memory, if these are more; else its own."""
+    cpus, most = shape.ranks * shape.cpus, partition.memory.most_per_cpu
+    return max(cpus, -(-shape.memory_mb // most)) if most else cpus
 
 
 def _memory_units(ranks: int, cpus: int, gpus: int | None) -> dict[str, int]:

@@ -1,14 +1,14 @@
-"""Partitions of a Slurm cluster as ``sinfo`` prints them: kinds of nodes, time limit; pure.
+"""Partitions of a Slurm cluster: kinds of nodes, limits of time and memory; pure.
 
 ``FORMAT`` is sinfo's ``-o`` format, which every version of Slurm has. sinfo prints a line for the
-nodes of one kind in one partition.
+nodes of one kind in one partition; ``scontrol show partition`` alone has the limits of memory.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 # Partition with * for the default, availability, nodes, CPUs, sockets, cores of a socket, MB of
 # memory, generic resources, time limit.
@@ -53,6 +53,27 @@ class NodeKind:
 
 
 @dataclass(frozen=True)
+class MemoryLimits:
+    """Memory of a job in a partition, in MB; 0 where Slurm was told nothing.
+
+    Attributes:
+        default_per_cpu: Of a job that asks for none, for each CPU.
+        default_per_node: The same for each node.
+        most_per_cpu: Largest; Slurm gives a job that asks for more the CPUs that it would need.
+        most_per_node: Largest; Slurm refuses a job that asks for more.
+    """
+
+    default_per_cpu: int = 0
+    default_per_node: int = 0
+    most_per_cpu: int = 0
+    most_per_node: int = 0
+
+    def default_mb(self, cpus: int) -> int:
+        """Return the memory of a node for a job that asks for none there; 0: all, or unknown."""
+        return self.default_per_cpu * cpus or self.default_per_node
+
+
+@dataclass(frozen=True)
 class Partition:
     """One partition.
 
@@ -62,6 +83,7 @@ class Partition:
         is_up: The partition starts jobs.
         limit_s: Largest time limit in seconds; None for no limit.
         kinds: Kinds of its nodes.
+        memory: Of its jobs.
     """
 
     name: str
@@ -69,6 +91,7 @@ class Partition:
     is_up: bool
     limit_s: int | None
     kinds: Sequence[NodeKind]
+    memory: MemoryLimits = MemoryLimits()
 
     def __str__(self) -> str:
         return f"partition {self.name} ({'; '.join(map(str, self.kinds)) or 'no nodes'})"
@@ -98,6 +121,28 @@ def parse(text: str) -> dict[str, Partition]:
             name, fields[0].endswith("*"), fields[1] == "up", seconds(fields[8]), kinds
         )
     return found
+
+
+def with_memory_limits(found: Mapping[str, Partition], text: str) -> dict[str, Partition]:
+    """Return the partitions with the limits that ``scontrol --oneliner show partition`` prints.
+
+    Partitions that it does not name, and limits that it does not have, stay as they are.
+    """
+    limited = dict(found)
+    for line in text.splitlines():
+        pairs = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        name = pairs.get("PartitionName")
+        if name not in limited:
+            continue
+        limits = MemoryLimits(
+            *(
+                # Without a limit: UNLIMITED.
+                int(amount) if (amount := pairs.get(key, "")).isdecimal() else 0
+                for key in ("DefMemPerCPU", "DefMemPerNode", "MaxMemPerCPU", "MaxMemPerNode")
+            )
+        )
+        limited[name] = replace(limited[name], memory=limits)
+    return limited
 
 
 def seconds(text: str) -> int | None:

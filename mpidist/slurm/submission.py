@@ -1,4 +1,4 @@
-"""Submission of a planned job: asks sinfo for the partitions, calls sbatch."""
+"""Submission of a planned job: asks sinfo and scontrol for the partitions, calls sbatch."""
 
 from __future__ import annotations
 
@@ -99,7 +99,10 @@ def submit(
 
 
 def partitions() -> dict[str, Partition] | None:
-    """Return the cluster's partitions by name as sinfo prints them; None if it does not."""
+    """Return the cluster's partitions by name as sinfo prints them; None if it does not.
+
+    Their limits of memory are scontrol's; without it they are unknown.
+    """
     sinfo = shutil.which("sinfo")
     if sinfo is None:
         return None
@@ -113,10 +116,30 @@ def partitions() -> dict[str, Partition] | None:
         )
         if done.returncode != 0:
             raise ValueError(" ".join(done.stderr.split()) or f"status {done.returncode}")
-        return partition.parse(done.stdout) or None
+        found = partition.parse(done.stdout)
+        return partition.with_memory_limits(found, _shown_partitions()) or None
     except (OSError, subprocess.TimeoutExpired, ValueError) as error:
         _log.warning("sinfo does not say what the partitions have: %s", error)
         return None
+
+
+def _shown_partitions() -> str:
+    """Return what ``scontrol show partition`` prints; nothing if it fails."""
+    scontrol = shutil.which("scontrol")
+    if scontrol is None:
+        return ""
+    try:
+        done = subprocess.run(
+            [scontrol, "--oneliner", "--all", "show", "partition"],
+            capture_output=True,
+            text=True,
+            timeout=_SINFO_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        _log.warning("scontrol does not say how much memory jobs may have: %s", error)
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def call_sbatch(plan: JobPlan, is_captured: bool = False) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ from mpidist import shipped
 from mpidist.errors import LaunchError
 from mpidist.slurm import job_plan
 from mpidist.slurm.job_script import Options
-from mpidist.slurm.partition import NodeKind, parse
+from mpidist.slurm.partition import MemoryLimits, NodeKind, parse
 
 _DDP = """#!/bin/bash
 #SBATCH --nodes=1
@@ -197,6 +197,14 @@ def test_what_was_not_checked_is_said(site):
     assert "partition old starts no jobs at present" in notes(CLUSTER, partition="old")
     assert "2 ranks, where the script alone starts 4: the partition has no more" in notes(
         {"one": replace(CLUSTER["cpu"], kinds=[NodeKind(1, 8, 2)])}
+    )
+    few = replace(CLUSTER["cpu"], memory=MemoryLimits(default_per_cpu=2048))
+    assert "partition cpu gives 4 GiB on a node: --mem for more" in notes({"cpu": few})
+    assert "--mem for more" not in notes({"cpu": few}, mem="4G")
+    few = replace(CLUSTER["cpu"], memory=MemoryLimits(most_per_cpu=2048))
+    text = notes({"cpu": few}, mem="80G", **{"cpus-per-task": "2", "ntasks-per-node": "2"})
+    assert (
+        "2048M for each CPU: the job takes, and pays for, 40 CPUs of a node in place of 4" in text
     )
     assert "1 GPU of each node stays unused" in notes(
         CLUSTER, partition="gpu", **{"gpus-per-node": "2", "ntasks-per-node": "1"}

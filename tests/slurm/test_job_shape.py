@@ -1,11 +1,19 @@
 """Shape of a job: defaults from a partition, and what would never start."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
-from mpidist.slurm.job_shape import Shape, completed, objections, own_objections, shape_of
-from mpidist.slurm.partition import NodeKind, Partition
+from mpidist.slurm.job_shape import (
+    Shape,
+    completed,
+    cpus_for_memory,
+    objections,
+    own_objections,
+    shape_of,
+)
+from mpidist.slurm.partition import MemoryLimits, NodeKind, Partition
 
 SHIPPED = {"nodes": "1", "ntasks-per-node": "1", "gpus-per-node": "1", "cpus-per-task": "4"}
 RPC = {**SHIPPED, "ntasks-per-node": "2", "gpus-per-node": "2"}
@@ -169,3 +177,37 @@ def test_what_is_sound_has_no_objection():
         {"ntasks-per-node": "9"},
     ):
         assert own_objections(header) == []
+
+
+@pytest.mark.parametrize(
+    ("limits", "asked", "reason"),
+    [
+        ({"most_per_node": 48000}, {"mem": "60G"}, "jobs get at most 48000M: --mem 48000M"),
+        ({"most_per_node": 48000}, {"mem": "48000"}, ""),
+        # All of the node, as sbatch reads it.
+        ({"most_per_node": 48000, "default_per_cpu": 9000}, {"mem": "0"}, ""),
+        ({"most_per_node": 48000}, {"mem-per-cpu": "4000"}, "--mem-per-cpu 3000M"),
+        ({"default_per_cpu": 9000}, {}, "9000M for each of 16 CPUs, and no node .*: --mem 128000M"),
+        ({"default_per_cpu": 8000}, {}, ""),
+        ({"default_per_node": 200000}, {}, "without --mem a job gets 200000M, and no node"),
+        # Slurm would take more CPUs for it than a node has.
+        ({"most_per_cpu": 1000}, {"mem": "100G"}, "at most 1000M for each CPU: 103 CPUs, .*64000M"),
+        ({"most_per_cpu": 2000}, {"mem": "100G"}, ""),
+    ],
+)
+def test_limits_of_the_partitions_memory(limits, asked, reason):
+    partition = replace(LARGE, kinds=LARGE.kinds[:1], memory=MemoryLimits(**limits))
+    header = {"nodes": "1", "ntasks-per-node": "2", "cpus-per-task": "8", **asked}
+    found = objections(header, partition)
+    if not reason:
+        assert found == []
+        return
+    (text,) = found
+    assert re.search(reason, text), text
+
+
+def test_a_job_gets_the_cpus_of_its_memory():
+    partition = replace(LARGE, memory=MemoryLimits(most_per_cpu=2000))
+    assert cpus_for_memory(Shape(1, 2, 8, 0, "", 102400), partition) == 52
+    assert cpus_for_memory(Shape(1, 2, 8, 0, "", 32000), partition) == 16
+    assert cpus_for_memory(Shape(1, 2, 8, 0, "", 102400), LARGE) == 16

@@ -2,7 +2,14 @@
 
 import pytest
 
-from mpidist.slurm.partition import NodeKind, megabytes, parse, seconds
+from mpidist.slurm.partition import (
+    MemoryLimits,
+    NodeKind,
+    megabytes,
+    parse,
+    seconds,
+    with_memory_limits,
+)
 
 # As printed by Slurm 22.05 and 23.11, with kinds of nodes in one partition.
 PRINTED = """\
@@ -12,6 +19,30 @@ gpu|up|3|64|2|32|900|gpu:v100:2,gpu:a100:1|1-00:00:00
 plain|drain|2|4|4|1|1|gpu:6|infinite
 empty|up|0|0|0|0|0|(null)|infinite
 """
+
+
+# As printed by Slurm 22.05 and 23.11, shortened where nothing is read.
+SHOWN = """\
+PartitionName=batch AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=YES \
+QoS=N/A DefaultTime=NONE MaxTime=2-00:00:00 MinNodes=0 Nodes=n[001-120] State=UP \
+TotalCPUs=7680 TotalNodes=120 JobDefaults=(null) DefMemPerCPU=2900 MaxMemPerNode=180000
+PartitionName=gpu AllowGroups=ALL AllowAccounts=ALL JobDefaults=DefCpuPerGPU=16 \
+DefMemPerNode=64000 MaxMemPerCPU=4000 TRES=cpu=1728,mem=6M,node=15,gres/gpu=57
+PartitionName=plain Default=NO DefMemPerNode=UNLIMITED MaxMemPerNode=UNLIMITED
+PartitionName=other DefMemPerCPU=1
+"""
+
+
+def test_limits_of_memory_come_from_scontrol():
+    found = with_memory_limits(parse(PRINTED), SHOWN)
+    assert list(found) == list(parse(PRINTED))
+    assert found["batch"].memory == MemoryLimits(default_per_cpu=2900, most_per_node=180000)
+    assert found["gpu"].memory == MemoryLimits(default_per_node=64000, most_per_cpu=4000)
+    assert found["plain"].memory == found["empty"].memory == MemoryLimits()
+    assert found["batch"].memory.default_mb(10) == 29000
+    assert found["gpu"].memory.default_mb(10) == 64000
+    for nothing in ("", "slurm_load_partitions: Unable to contact slurm controller"):
+        assert with_memory_limits(parse(PRINTED), nothing) == parse(PRINTED)
 
 
 def test_kinds_of_nodes_are_kept_apart():

@@ -53,6 +53,17 @@ def test_a_sinfo_that_fails_leaves_the_partitions_unknown(commands, text):
     assert submission.partitions() is None
 
 
+def test_a_job_above_the_partitions_memory_is_refused_before_sbatch(commands):
+    shown = "PartitionName=gpu DefMemPerCPU=3000 MaxMemPerNode=48000"
+    commands("scontrol", f'[ "$*" = "--oneliner --all show partition" ] && echo "{shown}"')
+    commands("sbatch", "touch called; echo 4711")
+    with pytest.raises(LaunchError, match=r"jobs get at most 48000M: --mem 48000M"):
+        slurm.submit("ddp", "train.py", mem="60G")
+    commands("scontrol", "exit 1")
+    assert submission.partitions()["gpu"].memory.most_per_node == 0
+    assert slurm.submit("ddp", "train.py", mem="60G").id == "4711"
+
+
 def test_no_sinfo_leaves_the_partitions_unknown(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert submission.partitions() is None
