@@ -51,6 +51,8 @@ def run(
     than ``min_ranks``, or is one more than ``max_failures``, all processes end with status 75.
     Without a death in the last world, or without one at all, the job's status is the program's.
 
+    What Python's garbage collector knows when it is called, it leaves alone until it returns.
+
     Without ULFM, or a switched-off one, ``train()`` is called once, and a death ends the job.
 
     A later call goes on with the processes that live: the dead are not replaced, and a spare that

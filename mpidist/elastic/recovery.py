@@ -22,6 +22,7 @@ from mpidist.comm.mpi.processes import Processes
 from mpidist.comm.watchdog import watchdog
 from mpidist.elastic import roles
 from mpidist.elastic.roles import SPARE, Limits, Plan
+from mpidist.elastic.warm_up import import_late_modules
 from mpidist.errors import RankFailureError
 
 T = TypeVar("T")
@@ -90,11 +91,25 @@ class Recovery(Generic[T]):
         if self._is_spare and not self._is_warm:
             warm()
             self._is_warm = True
+        # What lives on (modules, data) is left out of the collection in a recovery, which takes a
+        # second with all of torch.
+        import_late_modules()
+        gc.collect()
+        gc.freeze()
+        try:
+            return self._until_all_have_ended(train)
+        finally:
+            gc.unfreeze()
+
+    def _until_all_have_ended(self, train: Callable[[], T]) -> T | None:
         while True:
             has_ended_well = self._work(train)
             sleep_s = _SPARE_SLEEP_S if self._is_spare else _RANK_SLEEP_S
             if self.processes.agree(has_ended_well, sleep_s):
                 self._deadline.stop()
+                if runtime.is_initialized():
+                    # A rank whose program ends before this one's is not lost.
+                    watchdog.interrupt_at_death(False)
                 if self._has_lost():
                     runtime.note_recovery(0)
                 return self._result
@@ -108,17 +123,18 @@ class Recovery(Generic[T]):
     def _work(self, train: Callable[[], T]) -> bool:
         """Take part in one world; return False if it ends by a death."""
         try:
-            if self._enters_world():
-                self._deadline.stop()
+            trains = self._enters_world()
+            # A spare that is left waits for as long as the others train.
+            self._deadline.stop()
+            if trains:
                 self._result = train()
                 self._is_done = True
         except Exception as error:
-            if not isinstance(error, RankFailureError) and not self.processes.has_death(_NEWS_S):
+            if not self.processes.is_of_death(error, _NEWS_S):
                 raise
             self._deadline.start()
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            # The frames hold the model.
-            self._error = error.with_traceback(None), text
+            self._error = _without_frames(error), text
             self.processes.interrupt()
             if runtime.is_initialized():
                 watchdog.interrupt(_failure(error))
@@ -151,7 +167,7 @@ class Recovery(Generic[T]):
             return False
         runtime.enter_world(comm, self._deadline.timeout_s)
         comm.Free()
-        watchdog.interrupt_at_death()
+        watchdog.interrupt_at_death(True)
         if plan.lost and self._roles[self._me] == 0:
             self._tell(plan)
         return True
@@ -207,6 +223,17 @@ class Deadline:
         )
 
 
+def _without_frames(error: Exception) -> Exception:
+    """Take the frames, which hold the model, from an error and those that have led to it."""
+    links: list[BaseException | None] = [error]
+    while links:
+        link = links.pop()
+        if link is not None and link.__traceback__ is not None:
+            link.__traceback__ = None
+            links += [link.__cause__, link.__context__]
+    return error
+
+
 def _failure(error: Exception) -> RankFailureError:
     """Return the error that the calls of other threads raise."""
     if isinstance(error, RankFailureError):
@@ -220,5 +247,5 @@ def _leave_world() -> None:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     runtime.abandon_world()
-    # Modules refer to their hooks, and these to them.
+    # Models refer to their hooks, and these to them: their memory is needed for the next ones.
     gc.collect()

@@ -24,10 +24,15 @@ _MODULES = (
 )
 
 
-def warm_up() -> None:
-    """Import what the first step of a training would import, and take one on a small model."""
+def import_late_modules() -> None:
+    """Import what torch and mpidist import at their first use in a training."""
     for name in _MODULES:
         importlib.import_module(name)
+
+
+def warm_up() -> None:
+    """Import what the first step of a training would import, and take one on a small model."""
+    import_late_modules()
     # With torch's own generator untouched: the program may have seeded it.
     with torch.random.fork_rng(devices=()):
         model = torch.nn.Linear(2, 2)

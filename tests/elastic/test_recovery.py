@@ -2,10 +2,66 @@
 
 import json
 import re
+import sys
 
 import pytest
 
+from mpidist.elastic.recovery import Recovery, _without_frames
+from mpidist.elastic.roles import Limits
 from tests.tools.support import ROOT, launcher, python, short_job, started
+
+
+class Living:
+    """Processes that have what each call of a test returns."""
+
+    rank, size = 2, 3
+
+    def __init__(self, recovery=None):
+        self.agreed = []
+        self.timers = []
+        self.recovery = recovery
+
+    def gather(self, row):
+        self.row = row
+        return [[process, *row[1:]] for process in range(3)]
+
+    def split(self, number):
+        assert number is None
+        return None
+
+    def agree(self, is_done, sleep_s):
+        self.agreed.append(is_done)
+        self.timers.append(self.recovery._deadline._timer)
+        return len(self.agreed) == 3
+
+    def shrunk(self):
+        return self
+
+
+def test_a_spare_that_is_left_waits_without_a_limit():
+    living = Living()
+    living.recovery = recovery = Recovery(living, 1)
+    warmed = []
+    assert recovery.run(list, lambda: warmed.append(1), Limits(), 30.0) is None
+    assert living.agreed == [True] * 3 and warmed == [1]
+    # Not even while others are trained with again.
+    assert living.timers == [None] * 3 and recovery._deadline._timer is None
+
+
+def test_an_error_loses_its_frames():
+    def raises():
+        try:
+            raise KeyError
+        except KeyError:
+            raise ValueError from TypeError().with_traceback(sys.exc_info()[2])
+
+    try:
+        raises()
+    except ValueError as error:
+        found = _without_frames(error)
+    for link in (found, found.__cause__, found.__context__):
+        assert link.__traceback__ is None
+
 
 _ULFM = ("--with-ft", "ulfm")
 

@@ -97,7 +97,8 @@ class Execution:
         state = self.state
         if not state.is_closed and state.size > 1:
             self.progress.abandon()
-            if not sys.is_finalizing():
+            # Without ``sys`` the interpreter has cleared this module.
+            if sys is not None and not sys.is_finalizing():
                 warnings.warn(
                     f'group "{state.name}" was dropped without close(); its communicator is lost',
                     ResourceWarning,

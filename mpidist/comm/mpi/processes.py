@@ -15,7 +15,7 @@ import numpy as np
 
 from mpidist.comm.mpi import backoff, mpi_errors, revocation, runtime
 from mpidist.comm.mpi.library import MPI
-from mpidist.errors import CommTimeout
+from mpidist.errors import CommTimeout, RankFailureError
 
 _START_SLEEP_S = 1e-3
 
@@ -75,13 +75,24 @@ class Processes:
             return False
         return bool(flag[0])
 
-    def has_death(self, wait_s: float) -> bool:
-        """Return whether one of them has died, as far as this process learns within some time."""
-        return backoff.until(
-            lambda: bool(mpi_errors.known_dead(self._comm, range(self.size))),
-            timeout_s=wait_s,
-            sleep_s=_START_SLEEP_S,
-        )
+    def is_of_death(self, error: Exception, wait_s: float) -> bool:
+        """Return whether an error may come of a death: it says so, or one of them has died.
+
+        Args:
+            error: Of any call.
+            wait_s: How long to wait for the news of a death.
+        """
+        if isinstance(error, RankFailureError):
+            return True
+        if mpi_errors.is_mpi_error(error) and mpi_errors.is_failure(error):
+            return True
+        return backoff.until(self._has_death, timeout_s=wait_s, sleep_s=_START_SLEEP_S)
+
+    def _has_death(self) -> bool:
+        # MPI hears of a death within its calls that make progress, of which the look is none.
+        with mpi_errors.death_tolerated():
+            self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+        return bool(mpi_errors.known_dead(self._comm, range(self.size)))
 
     def interrupt(self) -> None:
         """End the waits of all other processes in ``gather`` and ``split``; ``agree`` goes on."""

@@ -102,11 +102,14 @@ def interrupt(error: MpidistError) -> None:
     revocation.revoke(runtime.world().comm)
 
 
-def interrupt_at_death() -> None:
-    """Let the first death in this process's world end all waits in it; see ``interrupt``."""
+def interrupt_at_death(is_on: bool) -> None:
+    """Let the first death in this process's world end all waits in it, or no more.
+
+    See ``interrupt``.
+    """
     start(runtime.world())
     assert _watchdog is not None
-    _watchdog.interrupts_at_death = True
+    _watchdog.interrupts_at_death = is_on
 
 
 def watch(group: GroupState) -> None:

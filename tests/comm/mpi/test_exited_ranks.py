@@ -74,3 +74,11 @@ def test_a_rank_that_died_counts_as_ended_and_is_named_dead(clock, monkeypatch):
     assert exited_ranks.all_ended((2,))
     assert "world rank 2, which died" in str(exited_ranks.failure("recv", (2,)))
     assert "world rank 1, which exited" in str(exited_ranks.failure("recv", (1,)))
+
+
+def test_at_the_end_of_a_world_all_others_have_ended(clock, monkeypatch):
+    world = SimpleNamespace(rank=1, size=4)
+    monkeypatch.setattr(exited_ranks, "runtime", SimpleNamespace(world=lambda: world))
+    exited_ranks.record(3)
+    exited_ranks.record_end_of_world()
+    assert exited_ranks.ended(range(4)) == (0, 2, 3)

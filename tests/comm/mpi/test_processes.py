@@ -2,7 +2,9 @@
 
 import pytest
 
-from mpidist.comm.mpi import processes
+from mpidist.comm.mpi import mpi_errors, processes
+from mpidist.comm.mpi.library import MPI
+from mpidist.errors import RankFailureError
 from tests.tools.support import agree
 
 
@@ -19,3 +21,16 @@ def test_rows_and_splits(group):
     if made is not None:
         assert (made.Get_rank(), made.Get_size()) == (last - 1 - group.rank, last)
         made.Free()
+
+
+@pytest.mark.mpi
+def test_errors_that_may_come_of_a_death(group, monkeypatch):
+    everyone = processes.all_processes(30.0)
+    revoked = [MPI.Exception(MPI.ERR_REVOKED)] if MPI.ERR_REVOKED != MPI.ERR_UNKNOWN else []
+    for error in (RankFailureError("it"), *revoked):
+        assert everyone.is_of_death(error, 0.0)
+    own = KeyError("of the program")
+    assert not everyone.is_of_death(own, 0.0)
+    looks = iter([None, (), (), (2,)])
+    monkeypatch.setattr(mpi_errors, "known_dead", lambda *args: next(looks))
+    assert everyone.is_of_death(own, 20.0)

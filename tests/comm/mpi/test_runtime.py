@@ -42,3 +42,27 @@ def test_an_exception_of_a_guarded_thread_ends_the_job(monkeypatch, error):
     assert kind is type(error) and raised is error and where.startswith("in thread 'MainThread")
     runtime.guard_thread(lambda: None)()
     assert len(ended) == 1
+
+
+def test_uses_are_abandoned_before_any_state_is_dropped(monkeypatch):
+    done = []
+    monkeypatch.setattr(runtime, "_parts", [])
+    monkeypatch.setattr(runtime, "_world", None)
+    for name in ("lower", "upper"):
+        runtime.belongs_to_world(
+            lambda name=name: done.append(("drop", name)),
+            lambda: ["a use"],
+            lambda name=name: done.append(("abandon", name)),
+        )
+    assert runtime.uses_of_world() == []
+    # Without a world nothing is dropped.
+    runtime.abandon_world()
+    assert done == [("abandon", "upper"), ("abandon", "lower")]
+    monkeypatch.setattr(runtime, "_world", object())
+    assert runtime.uses_of_world() == ["a use", "a use"]
+
+
+def test_a_recovery_is_recorded_with_its_status(monkeypatch):
+    monkeypatch.setattr(runtime, "_unfinished", None)
+    runtime.note_recovery(75)
+    assert runtime.unfinished() == runtime.Unfinished(set(), 75)
