@@ -218,6 +218,7 @@ bench: $(VENV)/.stamp-bench $(VENV)/.stamp-peers timing long
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_rpc.py
 	$(PY) benchmarks/bench_rpc_scale.py --jobs 2 4 8 16 32
 	$(PY) benchmarks/bench_values.py
+	$(PY) benchmarks/bench_recovery.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_growth.py
 	$(PY) benchmarks/bench_scaling.py startup --jobs 2 4 8 16 32
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_autograd.py

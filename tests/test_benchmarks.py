@@ -177,6 +177,18 @@ def test_starts_of_whole_jobs_are_timed(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_libraries")
+def test_a_recovery_is_timed(tmp_path):
+    program = [str(BENCHMARKS / "bench_recovery.py"), "--quick", "--output", str(tmp_path)]
+    done = started([sys.executable, *program], 100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ((times,),) = record_of(tmp_path, "recovery-openmpi.json", has_picture=False)[
+        "seconds"
+    ].values()
+    assert 0 < times["error_s"] < times["step_s"]
+
+
+@pytest.mark.slow
 def test_quick_run_records_all_contenders_and_the_environment(of_collectives):
     record = record_of(of_collectives[0], "collectives-*-2.json")
     assert record["results_checked"] is True

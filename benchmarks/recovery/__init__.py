@@ -1,0 +1,1 @@
+"""Recovery: jobs whose ranks are killed, and calls under ULFM."""
