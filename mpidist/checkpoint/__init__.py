@@ -1,8 +1,10 @@
 """Checkpoints of training runs: saving, loading → reading → training, files → manifest.
 
-``commits`` → ``slots``, ``buddies``: state in the nodes' memory. ``digested_file`` writes files
-with their digests, ``sampler`` keeps the position in an epoch, ``rng`` the generators' states,
-``preemption`` handles the scheduler's signals. An import of the package starts nothing.
+``commits`` → ``slots``, ``buddies``, ``replicas``: state in the nodes' memory. ``dtensors`` has a
+rank's part of sharded parameters, ``digested_file`` writes files with their digests, ``progress``
+notes what is saved for a restart, ``sampler`` keeps the position in an epoch, ``rng`` the
+generators' states, ``preemption`` handles the scheduler's signals. An import of the package starts
+nothing.
 """
 
 from __future__ import annotations
