@@ -11,6 +11,7 @@ import os
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -25,12 +26,40 @@ _INSTALLED = tuple({_PATHS[name] + os.sep for name in ("purelib", "platlib")})
 _LENGTH = 80  # of a path
 _HANDLERS = "mpidist-rpc-"  # names of the threads that run handlers of calls
 _MOST = 8  # handlers
+# Processor time of a thread that computes, and how long it may take: ranks may share a core, whose
+# turns last milliseconds.
+_COMPUTES_S, _LOOK_S = 0.01, 0.2
 
 
 def places() -> list[str]:
-    """Return the place of the main thread, and those of handlers of calls."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return [*([] if frame is None else [f"main thread: {describe(frame)}"]), *of_handlers()]
+    """Return the place of the main thread, and those of handlers of calls.
+
+    A main thread outside mpidist that takes processor time is said to compute: it is slow, where
+    another sleeps or waits for something.
+    """
+    thread = threading.main_thread()
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None:
+        return of_handlers()
+    # A thread in mpidist may look at MPI all the time, and waits all the same.
+    is_outside = not frame.f_code.co_filename.startswith(_OURS)
+    computing = ", computing" if is_outside and _is_computing(thread) else ""
+    return [f"main thread{computing}: {describe(frame)}", *of_handlers()]
+
+
+def _is_computing(thread: threading.Thread) -> bool:
+    """Return whether a thread takes a processor."""
+    clock_of = getattr(time, "pthread_getcpuclockid", None)
+    if clock_of is None or thread.ident is None or not thread.is_alive():
+        return False
+    clock = clock_of(thread.ident)
+    enough_s, end = time.clock_gettime(clock) + _COMPUTES_S, time.monotonic() + _LOOK_S
+    while time.monotonic() < end:
+        if time.clock_gettime(clock) >= enough_s:
+            return True
+        # A loop here would take the interpreter from the other thread.
+        time.sleep(_COMPUTES_S)
+    return False
 
 
 def of_handlers() -> list[str]:

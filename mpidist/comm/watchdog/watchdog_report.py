@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpidist.comm.execution.op_status import History
 from mpidist.comm.mpi import exited_ranks
-from mpidist.comm.watchdog import call_difference, rank_states
+from mpidist.comm.watchdog import call_difference, process_state, rank_states
 from mpidist.comm.watchdog.rank_states import RankState
 from mpidist.comm.watchdog.watchdog_messages import Answer
 
@@ -50,6 +51,7 @@ def report(
         processes: By world rank.
         collect_s: Time for which the reporter waited for answers.
     """
+    host = socket.gethostname()
     histories = {rank: answer.history for rank, answer in answers.items()}
     histories |= {rank: last[group.key] for rank, last in left.items() if group.key in last}
     states = []
@@ -57,12 +59,12 @@ def report(
         answer, history = answers.get(world_rank), histories.get(world_rank, History())
         unknown = "does not know this group (closed, or not made yet)"
         if exited_ranks.have_died((world_rank,)):
-            state = RankState(rank, world_rank, "has died")
+            state = RankState(rank, world_rank, _of_dead(processes[world_rank], host))
         elif world_rank in missing or (answer is None and exited_ranks.among((world_rank,))):
             last = _last(group, history, world_rank in missing)
             state = RankState(rank, world_rank, f"has exited{last}")
         else:
-            state = _living(rank, world_rank, answer, processes, unknown, collect_s)
+            state = _living(rank, world_rank, answer, processes, unknown, collect_s, host)
         states.append(state)
     listed, named = rank_states.listing(states)
     lines = [
@@ -84,16 +86,19 @@ def ranks_at_timeout(
         processes: By world rank.
         collect_s: Time for which the reporter waited for answers.
     """
+    host = socket.gethostname()
     states = []
     for rank in range(len(processes)):
         if rank == reporter and rank not in answers:
             continue
         if exited_ranks.among((rank,)):
-            how = "died" if exited_ranks.have_died((rank,)) else "exited"
-            states.append(RankState(rank, rank, f"has {how}"))
+            has_died = exited_ranks.have_died((rank,))
+            words = _of_dead(processes[rank], host) if has_died else "has exited"
+            states.append(RankState(rank, rank, words))
         else:
             idle = "outside any call of a group"
-            states.append(_living(rank, rank, answers.get(rank), processes, idle, collect_s))
+            answer = answers.get(rank)
+            states.append(_living(rank, rank, answer, processes, idle, collect_s, host))
     listed, named = rank_states.listing(states)
     title = f"mpidist: what the ranks are in, at the timeout of rank {reporter}:"
     return Report("\n".join([title, *listed]) + "\n", named)
@@ -106,18 +111,26 @@ def _living(
     processes: Sequence[Process],
     unknown: str,
     collect_s: float,
+    host: str,
 ) -> RankState:
     """Return the state of a rank that lives, as far as is known."""
     process = processes[world_rank]
     if answer is None:
-        words = (
-            f"no answer within {collect_s:g} s; the process is stopped, dead, or holds the "
-            "interpreter"
-        )
+        unknown = "the process is stopped, dead, or holds the interpreter"
+        known = process_state.words(process, host) or unknown
+        words = f"no answer within {collect_s:g} s; {known}"
         return RankState(rank, world_rank, words, process)
     return RankState(
         rank, world_rank, unknown, process, tuple(answer.entries), tuple(answer.places)
     )
+
+
+def _of_dead(process: Process, host: str) -> str:
+    """Return the words on a rank that MPI knows to be dead."""
+    # Of processes on this host the kernel may still have the signal.
+    known = process_state.words(process, host)
+    signal = f": {known}" if known.startswith("it was killed") else ""
+    return f"has died{signal} (process {process.pid} on {process.host})"
 
 
 def _difference(group: GroupState, histories: Mapping[int, History]) -> list[str]:

@@ -81,3 +81,34 @@ def test_another_thread_reads_the_main_thread_and_handlers():
     )
     assert handling.startswith("mpidist-rpc-w1-0: tests/comm/watchdog/test_thread_places.py:")
     assert "in handler(), within threading.py:" in handling
+
+
+def test_a_main_thread_that_computes_is_told_from_one_that_waits(monkeypatch):
+    def main_of(work):
+        """Return the places while a thread that stands for the main thread works."""
+        started, stop = threading.Event(), threading.Event()
+
+        def run():
+            started.set()
+            work(stop)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        started.wait()
+        monkeypatch.setattr(thread_places.threading, "main_thread", lambda: thread)
+        try:
+            return thread_places.places()[0]
+        finally:
+            stop.set()
+            thread.join()
+            monkeypatch.undo()
+
+    def compute(stop):
+        while not stop.is_set():
+            sum(range(100))
+
+    assert main_of(compute).startswith("main thread, computing: ")
+    assert main_of(threading.Event.wait).startswith("main thread: ")
+    # A look at MPI that goes on all the time is a wait.
+    monkeypatch.setattr(thread_places, "_OURS", str(Path(__file__).parent))
+    assert thread_places.places()[0].startswith("main thread: ")

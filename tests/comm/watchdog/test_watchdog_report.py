@@ -2,6 +2,7 @@
 
 from mpidist.comm.execution.op_status import History
 from mpidist.comm.mpi import exited_ranks
+from mpidist.comm.watchdog import process_state
 from mpidist.comm.watchdog.watchdog_messages import Answer
 from tests.comm.watchdog.conftest import Group
 from tests.comm.watchdog.test_watchdog import report
@@ -41,3 +42,19 @@ def test_a_report_names_operation_process_and_place_of_each_rank(clock, monkeypa
     left = {0: {group.key: History(0)}}
     text = report(group, {2: late, 4: late}, [0], left)
     assert "rank 1 (world rank 0): has exited, and never called this\n" in text
+
+
+def test_a_report_has_what_the_kernel_knows_of_silent_and_dead_ranks(monkeypatch):
+    group = Group((4, 0, 2))
+    group.journal.enter("barrier")
+    known = {0: "it is stopped: kill -CONT 100", 2: "it was killed by signal 9 (SIGKILL)"}
+    monkeypatch.setattr(
+        process_state, "words", lambda process, host: known.get(process.pid - 100, "")
+    )
+    monkeypatch.setattr(exited_ranks, "_dead", {2})
+    lines = report(group, {}).splitlines()
+    assert "rank 0 (world rank 4): no answer within 1 s; the process is stopped, dead" in lines[1]
+    assert lines[3].endswith("no answer within 1 s; it is stopped: kill -CONT 100")
+    assert lines[5].endswith("has died: it was killed by signal 9 (SIGKILL) (process 102 on node2)")
+    known[2] = "it has ended: no process 102"
+    assert report(group, {}).splitlines()[5].endswith("has died (process 102 on node2)")
