@@ -50,7 +50,7 @@ def block(when: str, rows_of: Iterable[tuple[str, list[Row]]], *, all_rows: bool
     parts = [when]
     for label, rows in rows_of:
         title = f"**{label}**: " if label else ""
-        kind = "programs" if all_rows else "tests"
+        kind = ("program" if all_rows else "test") + "s" * (len(rows) != 1)
         said = summary(rows)
         parts.append(f"{title}{len(rows)} {kind}. {said[:1].upper()}{said[1:]}.")
         if text := table(rows, all_rows=all_rows):

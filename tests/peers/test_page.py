@@ -25,7 +25,7 @@ def test_a_block_has_its_date_its_counts_and_its_rows():
     assert text.startswith("Today.\n\n2 programs. Passed: 1, fails on mpidist: 1.\n\n| program")
     text = page.block("Today.", [("First", rows), ("Second", rows[:1])], all_rows=False)
     assert "**First**: 2 tests. Passed: 1, fails on mpidist: 1.\n\n| test" in text
-    assert text.endswith("**Second**: 1 tests. Passed: 1.")
+    assert text.endswith("**Second**: 1 test. Passed: 1.")
 
 
 def test_totals():
