@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import warnings
@@ -182,6 +183,7 @@ def _prune(folder: Path, step: int, keep: int) -> None:
         warnings.warn(f"an old checkpoint could not be removed: {error}", stacklevel=5)
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Return the versions of mpidist and torch, for a manifest."""
     try:
