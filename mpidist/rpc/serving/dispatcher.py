@@ -107,7 +107,7 @@ class Dispatcher:
                 workers = self._agent.workers
                 if not self._transport.is_revoked:
                     logger.error("%s: %s has died", workers.me, workers.infos[rank].name)
-                workers.dead.add(rank)
+                    workers.dead.add(rank)
                 self._mark_left(rank)
         except Exception as error:
             if incoming is None:
