@@ -131,9 +131,9 @@ def test_a_job_outlives_its_ranks_until_too_few_are_left(tmp_path):
     assert "goes on after the death of rank 1: a spare takes the place of rank 1" in done.stderr
     # A later run goes on with those that live. torch's groups, and rank 0, too.
     assert found["torch killed"] == found["torch"] and set(found["torch"]) == {0, 1, 2}, output
-    # No spare is left: two ranks begin again, as the commits are of three.
+    # No spare is left: two ranks go on from a commit of three.
     assert set(found["fewer"]) == {0, 1}
-    assert all(line["sizes"] == [3, 2] and line["starts"] == [0, 0] for line in runs["fewer"])
+    assert all(line["sizes"] == [3, 2] and line["starts"] == [0, 4] for line in runs["fewer"])
     assert "death of rank 2: 2 ranks go on; 0 spares left" in done.stderr
     # Too few: the last one tells it.
     assert "too few" not in runs
