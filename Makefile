@@ -97,7 +97,7 @@ unit: $(READY)
 # that of its test (tests/tools/test_support.py).
 # hipcc compiles the kernels for AMD's devices; where it cannot be installed, their test says so.
 slow: WORKERS := 3
-slow: $(READY) $(VENV)/.stamp-docs $(VENV)/.stamp-frameworks $(if $(BESIDE_SLURM),,$(VENV)/.stamp-hipcc)
+slow: $(READY) $(MPICH)/.stamp $(VENV)/.stamp-docs $(VENV)/.stamp-frameworks $(if $(BESIDE_SLURM),,$(VENV)/.stamp-hipcc)
 	$(LIMIT) $(PYTEST_ONE) -o faulthandler_timeout=240 -m 'slow and not mpi and $(ELSEWHERE)' $(BESIDE_SLURM:%=--ignore=%) $(TESTS)
 
 mpi-%: $(READY)

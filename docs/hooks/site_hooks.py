@@ -109,7 +109,9 @@ def _filled(found: re.Match[str], root: Path, uri: str) -> str:
     if found["kind"] == "scaling":
         return _scaling(root)
     if found["kind"] == "plot":
-        return result_tables.plot(text.strip())
+        return repository_links.rebased(
+            result_tables.plot(text.strip()), "docs/figures.md", f"docs/{uri}"
+        )
     return _record(root, *result_tables.parse(text))
 
 

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import mpidist.comm
 import mpidist.ddp
@@ -28,7 +30,8 @@ from mpidist import elastic
 from mpidist.checkpoint import commit, load
 from mpidist.optim import OSS
 
-KINDS = ("ddp", "powersgd", "oss", "torch", "rpc")
+KINDS = ("ddp", "powersgd", "oss", "torch", "rpc", "fsdp")
+_OF_TORCH = ("torch", "fsdp")  # on torch's default group
 _MOST_RANKS = 16
 _EVERY = 4  # steps between two commits
 
@@ -74,7 +77,7 @@ class Training:
     def __call__(self) -> dict[str, Any]:
         """Train on, and return rank and digest."""
         self.counts.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
-        if self.kind == "torch":
+        if self.kind in _OF_TORCH:
             dist.init_process_group("mpidist")
             rank, size = dist.get_rank(), dist.get_world_size()
         else:
@@ -102,8 +105,13 @@ class Training:
             torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh(),
             torch.nn.Linear(64, 4),
         )  # fmt: skip
-        wrapped = torch.nn.parallel.DistributedDataParallel
         state: dict[str, Any] = {}
+        if self.kind == "fsdp":
+            for layer in (net[0], net[2], net[4], net):
+                fully_shard(layer, mesh=dist.init_device_mesh("cpu", (size,)))
+            torch.manual_seed(100 + rank)
+            return {"model": net, "optimizer": torch.optim.Adam(net.parameters(), lr=0.01)}
+        wrapped = torch.nn.parallel.DistributedDataParallel
         if self.kind != "torch":
             wrapped = mpidist.ddp.DistributedDataParallel
         # Without unused parameters torch orders its buckets anew after a start's first step, and
@@ -143,7 +151,7 @@ class Training:
     def _end(self) -> None:
         if self.kind == "rpc":
             mpidist.rpc.shutdown()
-        if self.kind == "torch":
+        if self.kind in _OF_TORCH:
             dist.destroy_process_group()
         else:
             mpidist.comm.default().close()
@@ -158,8 +166,10 @@ def _digest(state: dict[str, Any]) -> str:
         if isinstance(optimizer, OSS)
         else optimizer.state_dict()
     )
-    for value in [*state["model"].module.state_dict().values(), *_tensors(moments["state"])]:
-        found.update(value.detach().contiguous().numpy().tobytes())
+    net = getattr(state["model"], "module", state["model"])
+    for value in [*net.state_dict().values(), *_tensors(moments["state"])]:
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        found.update(whole.detach().contiguous().numpy().tobytes())
     return found.hexdigest()[:16]
 
 

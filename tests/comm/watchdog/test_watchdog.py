@@ -336,6 +336,7 @@ def test_a_deadlock_of_calls_names_the_lines_of_both_handlers():
                 pass
         def update():
             with lock:
+                world.barrier()
                 rpc.rpc_sync(1 - world.rank, read, timeout=20)
         rpc.init_rpc(f"worker{world.rank}")
         world.barrier()
