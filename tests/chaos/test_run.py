@@ -17,7 +17,7 @@ def test_cases_are_drawn_by_their_seeds():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["powersgd", "rpc"])
+@pytest.mark.parametrize("kind", ["powersgd", "rpc", "fsdp"])
 def test_trainings_that_are_hit_end_with_the_same_bits(kind):
     expected = None
     for seed in (1, 2):
