@@ -35,7 +35,7 @@ ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchm
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint-beside-mpi-1 slurm-beside-others lint format unit slow torch-newest torch-versions slurm timing long repeat conformance peers fuzz fuzz-bytes chaos gpu gpu-wheels bench bench-link dist docs clean distclean
+.PHONY: help demo test check lint-beside-mpi-1 slurm-beside-install lint format unit slow torch-newest torch-versions slurm timing long repeat conformance peers fuzz fuzz-bytes chaos gpu gpu-wheels bench bench-link dist docs clean distclean
 
 help:
 	@echo 'make demo     digits on two ranks, then the next word on two trainers and an embedding server; look into demo-output/'
@@ -72,9 +72,7 @@ demo: $(READY)
 
 # Of a product, each case at one number of ranks or on MPICH (tests/tools/mpi_marks.py); mpi-N and mpich-N by themselves run them all.
 test: export ALTERNATE := --alternate
-# What `slow` leaves to the time of Slurm's jobs, which wait more than they compute: compilers, and training under frameworks.
-test: export BESIDE_SLURM := tests/frameworks tests/kernels
-test: unit slow lint-beside-mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3 slurm-beside-others torch-newest
+test: unit slow lint-beside-mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3 slurm-beside-install torch-newest
 check: test
 
 # One rank leaves a core to the linters.
@@ -97,8 +95,8 @@ unit: $(READY)
 # that of its test (tests/tools/test_support.py).
 # hipcc compiles the kernels for AMD's devices; where it cannot be installed, their test says so.
 slow: WORKERS := 3
-slow: $(READY) $(MPICH)/.stamp $(VENV)/.stamp-docs $(VENV)/.stamp-frameworks $(if $(BESIDE_SLURM),,$(VENV)/.stamp-hipcc)
-	$(LIMIT) $(PYTEST_ONE) -o faulthandler_timeout=240 -m 'slow and not mpi and $(ELSEWHERE)' $(BESIDE_SLURM:%=--ignore=%) $(TESTS)
+slow: $(READY) $(MPICH)/.stamp $(VENV)/.stamp-docs $(VENV)/.stamp-frameworks $(VENV)/.stamp-hipcc
+	$(LIMIT) $(PYTEST_ONE) -o faulthandler_timeout=240 -m 'slow and not mpi and $(ELSEWHERE)' $(TESTS)
 
 mpi-%: $(READY)
 	$(OPENMPI_RUN) -n $* $(PYTEST_MPI) $(ALTERNATE) -m 'mpi and $(ELSEWHERE)' $(TESTS)
@@ -125,12 +123,11 @@ torch-versions:
 slurm: $(READY) $(MPICH)/.stamp
 	$(LIMIT) $(PY) -m pytest -q -o faulthandler_timeout=600 -m slurm tests/slurm
 
-# Beside Slurm's jobs torch's five gigabytes are unpacked, and the rest of the slow tests run. An install that fails is done again, and
+# Slurm's jobs wait more than they compute; torch's five gigabytes are unpacked meanwhile. An install that fails is done again, and
 # reported, by torch-newest.
-slurm-beside-others: $(READY) $(VENV)/.stamp-hipcc
+slurm-beside-install: $(READY)
 	PYTHON=$(PYTHON) tests/torch_versions.sh --install $(NEWEST_TORCH) & install=$$!; \
-	$(MAKE) slow TESTS='$(BESIDE_SLURM)' BESIDE_SLURM= WORKERS=1 & others=$$!; \
-	$(MAKE) slurm; slurm=$$?; wait $$install; wait $$others && exit $$slurm
+	$(MAKE) slurm; slurm=$$?; wait $$install; exit $$slurm
 
 timing: $(READY)
 	$(LIMIT) $(PY) -m pytest -q -m 'timing and not mpi and not gpu' $(TESTS)

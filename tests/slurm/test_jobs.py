@@ -308,7 +308,7 @@ def test_the_time_limit_requeues(jobs, name):
     [("rpc", 1, "mpirun"), ("rpc-het", 2, "openmpi by 'srun --mpi=pmix")],
 )
 def test_servers_and_trainers_are_one_world(jobs, name, trainers, words):
-    assert jobs[name].exit_code() == 0
+    assert jobs[name].exit_code() == 0, jobs[name].log()
     assert f"{trainers} trainer(s), 50 steps" in jobs[name].log() and words in jobs[name].log()
 
 
