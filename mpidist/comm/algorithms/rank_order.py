@@ -29,8 +29,6 @@ from mpidist.comm.mpi.scratch import Scratch
 
 # Up to so many bytes of all ranks, one message fewer costs more than the additions.
 GATHER_BYTES = 1 << 20
-# Up to so many bytes of all ranks, the memory is prepared.
-PREPARED_BYTES = 1 << 20
 
 
 def applies(comm: Communicator, dtype: torch.dtype, plan: Reduction) -> bool:
@@ -63,11 +61,11 @@ def prepared(
 ) -> Callable[[torch.Tensor], None] | None:
     """Return ``all_reduce`` prepared for this tensor's memory, size and dtype.
 
-    None where Python's share of the time is small, or nothing can be prepared.
+    None where the tensor is not gathered, or nothing can be prepared.
     """
     numel, dtype, nbytes = tensor.numel(), tensor.dtype, tensor.nbytes
     if (
-        not 0 < nbytes * comm.size <= PREPARED_BYTES
+        not 0 < nbytes * comm.size <= GATHER_BYTES
         or plan.factor is not None
         or not (plan.wide is None or dtype in reduce_op.HALVES)
     ):
