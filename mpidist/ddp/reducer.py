@@ -26,6 +26,7 @@ from mpidist.ddp.buckets.layout import Layout
 from mpidist.ddp.buckets.owned_bucket import Owners
 from mpidist.ddp.buckets.ownership import Bounds, Ownership, bounds_by_place, ownership_of
 from mpidist.ddp.buckets.settings import Settings
+from mpidist.ddp.buckets.weak_hook import weak_hook
 from mpidist.ddp.hooks.stages import Hook
 from mpidist.ddp.readiness import ParameterUsage
 from mpidist.ddp.shadowing import OwnGradients
@@ -103,7 +104,7 @@ class Reducer:
         self.layout = Layout(
             self.parameters, self._names, list(expects_sparse), group, settings, local
         )
-        mark_ready = _weak_hook(self)
+        mark_ready = weak_hook(self, Reducer.mark_ready)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(mark_ready, place))
             for place, parameter in enumerate(self.parameters)
@@ -314,19 +315,6 @@ class Reducer:
         futures, self._futures = self._futures, []
         for future in futures:
             future.wait()
-
-
-def _weak_hook(reducer: Reducer) -> Callable[[int, Tensor], None]:
-    # Parameters outlive a reducer, and Python's garbage collector does not see the references of
-    # autograd's hooks.
-    reference = weakref.ref(reducer)
-
-    def mark_ready(place: int, parameter: Tensor) -> None:
-        owner = reference()
-        if owner is not None:
-            owner.mark_ready(place, parameter)
-
-    return mark_ready
 
 
 def _call_weak(method: weakref.WeakMethod[Callable[[], bool]]) -> bool:

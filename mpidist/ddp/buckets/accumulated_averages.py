@@ -11,7 +11,6 @@ Letters: W ranks of the group.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +18,8 @@ from functools import partial
 import torch
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
+
+from mpidist.ddp.buckets.weak_hook import weak_hook
 
 Tensor = torch.Tensor
 
@@ -71,7 +72,7 @@ class AccumulatedAverages:
             self.marks = before.marks
             for place in self.marks.places():
                 self._forget_if_gone(place)
-        addition = _weak_hook(self)
+        addition = weak_hook(self, AccumulatedAverages.before_addition)
         for place in self.marks.places().union(places):
             if not parameters[place].requires_grad:
                 continue
@@ -130,8 +131,8 @@ class AccumulatedAverages:
         if place in copies:
             copies[place] = (copies[place][0], gradient.data_ptr(), gradient._version)
 
-    def before_addition(self, place: int) -> None:
-        """Weight an average, or copy it, before autograd adds to it."""
+    def before_addition(self, place: int, _gradients: object) -> None:
+        """Weight an average, or copy it, before autograd adds to it; a hook of its node."""
         addresses, copies = self.marks.addresses, self.marks.copies
         if (place not in addresses and place not in copies) or self._forget_if_gone(place):
             return
@@ -156,16 +157,3 @@ class AccumulatedAverages:
         if not is_there:
             self.forget(place)
         return not is_there
-
-
-def _weak_hook(averages: AccumulatedAverages) -> Callable[[int, object], None]:
-    # Autograd's nodes keep their hooks, and Python's garbage collector does not see the hooks'
-    # references.
-    reference = weakref.ref(averages)
-
-    def before(place: int, gradients: object) -> None:
-        owner = reference()
-        if owner is not None:
-            owner.before_addition(place)
-
-    return before

@@ -14,7 +14,6 @@ Letters: W ranks; N elements of a bucket.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
@@ -23,6 +22,7 @@ import torch
 
 from mpidist.comm.algorithms.reduce_op import MAX, SUM
 from mpidist.comm.group_types import Group
+from mpidist.ddp.buckets.weak_hook import weak_hook
 from mpidist.ddp.hooks.exact_sums import MOST_TERMS, ExactSum, blocks_of, cut, tops_of
 from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.stages import in_order, run_stages
@@ -64,7 +64,7 @@ class ExactAverage:
         self._own_terms = 0  # accumulated passes since the last averaging one
         self._is_counted = False  # the running one is among them
         self._memory: dict[tuple[int, torch.dtype], Tensor] = {}
-        take = _weak_hook(self)
+        take = weak_hook(self, ExactAverage.take)
         for name, parameter in named:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(take, name))
@@ -198,16 +198,3 @@ def _parts_of(bucket: GradBucket) -> tuple[list[_Part], int]:
         parts.append(_Part(name, gradient, blocks, blocks_before, start, end))
         blocks_before, start = blocks_before + len(blocks), end
     return parts, start
-
-
-def _weak_hook(state: ExactAverage) -> Callable[[str, Tensor], None]:
-    # Parameters outlive a module, and Python's garbage collector does not see the references of
-    # autograd's hooks.
-    reference = weakref.ref(state)
-
-    def take(name: str, parameter: Tensor) -> None:
-        owner = reference()
-        if owner is not None:
-            owner.take(name, parameter)
-
-    return take
