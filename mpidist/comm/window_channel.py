@@ -210,13 +210,14 @@ class WindowChannel:
 
     Attributes:
         is_watched: See ``receive_poller``, which sets it.
+        is_in_use: False: other ranks write while this rank makes no calls.
     """
 
     def __init__(self, mpi: Mpi) -> None:
         self._mpi = mpi
         self.rank: int = mpi.Get_rank()
         self.size: int = mpi.Get_size()
-        self.is_watched = False
+        self.is_watched = self.is_in_use = False
         self.registrations = 0  # so far
         self._is_closed = False
         self._answers = False  # puts to windows that are gone

@@ -129,11 +129,12 @@ class PieceTransfers:
 
     Attributes:
         is_watched: See ``receive_poller``, which sets it.
+        is_in_use: False: pieces go on while their owner computes.
     """
 
     def __init__(self, comm: Communicator, mpi: Mpi) -> None:
         self.mpi = mpi
-        self.is_watched = False
+        self.is_watched = self.is_in_use = False
         self._first_tag = comm.own_tag(Tag.MESSAGE_PIECE)
         self._lock = threading.Lock()
         self._slots = list(range(PIECE_TAGS))

@@ -136,6 +136,7 @@ class Messages:
             operation: The name in errors and reports.
         """
         state, direct = self._state, self._direct
+        self.receives.is_in_use = True
         if state.is_closed or state.failure is not None:
             state.require_usable(operation)
         if direct.take(tensor, dst, tag):

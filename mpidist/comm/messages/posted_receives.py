@@ -152,6 +152,7 @@ class ReceiveQueue:
 
     Attributes:
         is_watched: See ``receive_poller``, which sets it.
+        is_in_use: See ``receive_poller``, which clears it; set by each call of a message.
     """
 
     def __init__(self, mpi: Mpi, pieces: PieceTransfers | None = None) -> None:
@@ -166,7 +167,7 @@ class ReceiveQueue:
         self._enter, self._leave = self._lock.acquire, self._lock.release
         self._next_number = itertools.count().__next__
         self._status = MPI.Status()  # guarded by the lock
-        self.is_watched = False
+        self.is_watched = self.is_in_use = False
 
     def post(
         self,
@@ -191,7 +192,7 @@ class ReceiveQueue:
 
     def add(self, receive: Posted, waits: bool) -> None:
         """Post a receive; see ``post``."""
-        pattern = receive.pattern
+        pattern, self.is_in_use = receive.pattern, True
         self._enter()
         try:
             receive.number = self._next_number()
@@ -222,6 +223,7 @@ class ReceiveQueue:
             count = len(self._posted)
             if receive is None:
                 return self._match_all(count)
+            self.is_in_use = True
             if count > _MANY_PATTERNS and self._match_arrived():
                 return True
             return self._match(receive.pattern, _PROBES if count == 1 else 1)

@@ -22,6 +22,46 @@ def test_pauses_grow_while_nothing_is_matched():
     assert receive_poller._next_pause(0.0, 0.0) == 5e-4
 
 
+class Queue:
+    """A queue that counts the rounds of probes."""
+
+    def __init__(self, is_in_use=False):
+        self.is_watched, self.is_in_use, self.rounds = True, is_in_use, 0
+
+    def match(self):
+        self.rounds += 1
+        return False
+
+    def is_empty(self):
+        return False
+
+
+def test_a_queue_in_use_is_left_to_its_owner():
+    poller, used, unused = receive_poller._Poller(), Queue(is_in_use=True), Queue()
+    poller._queues |= {used, unused}
+    assert poller._match_unused(may_leave=True) is None
+    assert (used.rounds, used.is_in_use, unused.rounds) == (0, False, 1)
+    # The owner has made no call since.
+    assert poller._match_unused(may_leave=True) is False
+    assert (used.rounds, unused.rounds) == (1, 2)
+    used.is_in_use = True
+    assert poller._match_unused(may_leave=False) is False
+    assert used.rounds == 2
+
+
+@pytest.mark.mpi(min_size=1)
+def test_calls_of_messages_mark_their_queue(group, monkeypatch):
+    # The thread would clear the mark.
+    monkeypatch.setattr(receive_poller, "watch", lambda queue: None)
+    queue = group._messages.receives
+    work = group.irecv(torch.zeros(3), group.rank)
+    was_marked, queue.is_in_use = queue.is_in_use, False
+    group.isend(torch.ones(3), group.rank).wait()
+    is_marked = queue.is_in_use
+    work.wait()
+    agree(group, was_marked and is_marked)
+
+
 @two_ranks
 def test_a_posted_receive_is_matched_while_its_owner_is_in_a_collective(group):
     """The sender of a long message enters the collective only after the match."""
