@@ -152,5 +152,9 @@ class ReplicaError(MpidistError):
         self.ranks = tuple(ranks)
 
 
+class RecordingError(MpidistError):
+    """A file is no recording of operations, of another version, or cut."""
+
+
 class KernelError(MpidistError):
     """A CUDA kernel could not be found or compiled."""

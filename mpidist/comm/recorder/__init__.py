@@ -1,0 +1,1 @@
+"""Recorder: the last operations of this process, in memory that outlives it."""

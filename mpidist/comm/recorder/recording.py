@@ -1,0 +1,270 @@
+"""Recording: what a recorder's file says, read while its process runs or after its death."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from mpidist.comm.recorder import file_format
+from mpidist.comm.recorder.file_format import HEADER, HEADER_BYTES, SLOT, SLOT_BYTES, UNDER_WAY
+from mpidist.comm.recorder.ring import start_ticks
+from mpidist.errors import RecordingError
+
+MEMORY = Path("/dev/shm")
+_PREFIX = "recorder-"
+_LARGEST = 1 << 32  # bytes of a file that is read
+
+
+class Kind(str, Enum):
+    """Kind of an operation."""
+
+    COLLECTIVE = "collective"
+    SEND = "send"
+    RECEIVE = "receive"
+    CALL = "call"  # an RPC, at its caller
+    HANDLER = "handler"  # a call that is executed here
+    BACKWARD = "backward"  # of distributed autograd
+    STEP = "step"  # of an optimizer
+    COMMIT = "commit"
+
+    __str__ = str.__str__
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One operation of a process.
+
+    Attributes:
+        number: Of this process, from 1, in the order of begins.
+        kind: Its kind.
+        operation: Its name: of the collective, the message's function, the called function, the
+            optimizer's class.
+        group: Label of its group, as in ``Recording.groups``; empty without one.
+        sequence: Number among the group's collectives; 0 for what is none.
+        dtype: Of its tensor; empty without one.
+        shape: Of its tensor.
+        size_bytes: Of its data.
+        peer: World rank of the other side; -1 where there is none, or any.
+        tag: Of a message; the number of a call, the same at caller and callee; else 0.
+        thread: Native thread id.
+        begin_ns: ``time.monotonic_ns`` at its begin.
+        end_ns: At its end; None while it is under way, also if its process died in it.
+        failed: It ended by an exception.
+    """
+
+    number: int
+    kind: Kind
+    operation: str
+    group: str
+    sequence: int
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    peer: int
+    tag: int
+    thread: int
+    begin_ns: int
+    end_ns: int | None
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The last operations of one process, and what the process was.
+
+    Attributes:
+        path: Of the file.
+        version: Of its format.
+        job: Name of the job.
+        rank: World rank, and ``size`` the number of ranks.
+        pid: Process id on ``host``.
+        program: Its command line.
+        started_wall_ns: ``time.time_ns`` at the recorder's start.
+        started_monotonic_ns: ``time.monotonic_ns`` at the same moment.
+        groups: World ranks of each group, by its label: its name, with a number behind it where
+            another group of this process has that name.
+        keys: Key of each group, the same on all its ranks, by its label.
+        entries: By number. Those under way are kept longer than the others.
+        overwritten: Number of entries that the file no longer holds.
+        started_ticks: Start of the process, in clock ticks since the boot of its node.
+    """
+
+    path: Path
+    version: int
+    job: str
+    rank: int
+    size: int
+    pid: int
+    host: str
+    program: str
+    started_wall_ns: int
+    started_monotonic_ns: int
+    groups: dict[str, tuple[int, ...]]
+    entries: list[Entry]
+    overwritten: int
+    keys: dict[str, str] = field(default_factory=dict)
+    started_ticks: int = 0
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether the process runs on this node."""
+        return (
+            self.host == socket.gethostname()
+            and self.started_ticks != 0
+            and start_ticks(self.pid) == self.started_ticks
+        )
+
+
+def read(path: Path) -> Recording:
+    """Return what a file says, at any time: its process may write it meanwhile.
+
+    Raises:
+        RecordingError: It is no recording, of another version, or cut.
+        OSError: It cannot be read.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        header = _header(path, os.pread(file, HEADER_BYTES, 0), os.fstat(file).st_size)
+        slots_bytes = (header.slots + header.kept) * SLOT_BYTES
+        before, copy, after = (os.pread(file, slots_bytes, HEADER_BYTES) for _ in range(3))
+        # Behind the slots: the table has every signature that they name.
+        published = _header(path, os.pread(file, HEADER_BYTES, 0), header.file_bytes).published
+        table = os.pread(file, published, HEADER_BYTES + slots_bytes)
+    finally:
+        os.close(file)
+    try:
+        signatures, groups, keys = _tables(table)
+        entries = _entries(before, copy, after, signatures)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise RecordingError(f"{path} is a damaged recording: {error!r}") from error
+    return Recording(
+        path=path, version=file_format.VERSION, job=header.job, rank=header.rank,
+        size=header.size, pid=header.pid, host=header.host, program=header.program,
+        started_wall_ns=header.wall_ns, started_monotonic_ns=header.monotonic_ns,
+        groups=groups, entries=entries,
+        overwritten=(entries[-1].number if entries else 0) - len(entries),
+        keys=keys, started_ticks=header.ticks,
+    )  # fmt: skip
+
+
+def recordings(job: str | None = None) -> list[Recording]:
+    """Return the recordings of a job on this node, by rank.
+
+    Files that are no recordings, or were removed meanwhile, are left out.
+
+    Args:
+        job: Name of a job of this user, or a folder; None for the job that started last.
+    """
+    if job is None:
+        found = [read_all(folder) for folder in sorted(MEMORY.glob(f"mpidist-{os.geteuid()}-*"))]
+        return max(found, key=_last_start, default=[])
+    if os.sep in job:
+        return read_all(Path(job))
+    return read_all(MEMORY / f"mpidist-{os.geteuid()}-{job}")
+
+
+def read_all(folder: Path) -> list[Recording]:
+    """Return the recordings of a folder, by rank."""
+    found = []
+    for path in folder.glob(f"{_PREFIX}*"):
+        if path.name.removeprefix(_PREFIX).isdigit():
+            try:
+                found.append(read(path))
+            except (RecordingError, OSError):
+                continue
+    return sorted(found, key=lambda recording: recording.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    slots: int
+    kept: int
+    table_bytes: int
+    published: int
+    wall_ns: int
+    monotonic_ns: int
+    ticks: int
+    rank: int
+    size: int
+    pid: int
+    job: str
+    host: str
+    program: str
+
+    @property
+    def file_bytes(self) -> int:
+        return file_format.file_bytes(self.slots, self.kept, self.table_bytes)
+
+
+def _header(path: Path, data: bytes, file_bytes: int) -> _Header:
+    if len(data) < HEADER.size or not data.startswith(file_format.MAGIC):
+        raise RecordingError(f"{path} is no recording of mpidist")
+    _, version, *numbers, job, host, program = HEADER.unpack_from(data)
+    if version != file_format.VERSION:
+        raise RecordingError(
+            f"{path} is a recording of version {version}; this mpidist reads version "
+            f"{file_format.VERSION}"
+        )
+    header = _Header(*numbers, *map(_text, (job, host, program)))
+    if header.file_bytes > _LARGEST or not 0 <= header.published <= header.table_bytes:
+        raise RecordingError(f"{path} is a damaged recording: its header has impossible sizes")
+    if file_bytes != header.file_bytes:
+        raise RecordingError(
+            f"{path} is cut: {file_bytes} bytes of {header.file_bytes} of a recording"
+        )
+    return header
+
+
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode(errors="replace")
+
+
+def _tables(
+    table: bytes,
+) -> tuple[list[Sequence[object]], dict[str, tuple[int, ...]], dict[str, str]]:
+    """Return the signatures, the groups' ranks, and the groups' keys."""
+    signatures: list[Sequence[object]] = []
+    groups: dict[str, tuple[int, ...]] = {}
+    keys: dict[str, str] = {}
+    at = 0
+    while at < len(table):
+        begin = at + file_format.LENGTH.size
+        (length,) = file_format.LENGTH.unpack_from(table, at)
+        at = begin + length
+        what, *fields = json.loads(table[begin:at])
+        if what == "signature":
+            kind, operation, group, dtype, shape = fields
+            signatures.append((Kind(kind), operation, group, dtype, tuple(shape)))
+        elif what == "group":
+            label, key, ranks = fields
+            groups[label] = tuple(range(*ranks["range"]) if isinstance(ranks, dict) else ranks)
+            keys[label] = key
+    return signatures, groups, keys
+
+
+def _entries(
+    before: bytes, copy: bytes, after: bytes, signatures: list[Sequence[object]]
+) -> list[Entry]:
+    found: dict[int, Entry] = {}
+    for fields, first, last in zip(*map(SLOT.iter_unpack, (copy, before, after)), strict=True):
+        begin, end, sequence, size_bytes, tag, peer, signature, thread, number = fields
+        if not number or not first[-1] == number == last[-1]:
+            continue
+        kind, operation, group, dtype, shape = signatures[signature]
+        entry = Entry(
+            number, kind, operation, group, sequence, dtype, shape, size_bytes, peer, tag, thread,
+            begin, None if end == UNDER_WAY else abs(end), end < UNDER_WAY,
+        )  # fmt: skip
+        # An entry may be in its slot and kept for a moment; its end is in both.
+        if number not in found or found[number].end_ns is None:
+            found[number] = entry
+    return [found[number] for number in sorted(found)]
+
+
+def _last_start(found: list[Recording]) -> int:
+    return max((recording.started_wall_ns for recording in found), default=0)

@@ -1,0 +1,325 @@
+"""Ring of the last operations of this process, in a mapped file or in its own memory.
+
+``begin`` stores an entry in the slot of its number, ``end`` the time in that slot; neither takes a
+lock, allocates a slot or calls the system. Numbers come from ``itertools.count``, whose step is one
+instruction of the interpreter. An entry that is still under way when the ring has come around moves
+to one of the kept slots, so a rank that hangs still tells in what.
+
+The memory is a shared mapping of a file: the kernel keeps what was stored whatever becomes of the
+process, and another process reads it at any time. See ``file_format``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpidist.comm.recorder import file_format
+from mpidist.comm.recorder.file_format import END_WORD, NUMBER_WORD, SLOT_WORDS, UNDER_WAY
+
+SLOTS = 4096
+_KEPT = 64
+_TABLE_BYTES = 256 * 1024
+_LONGEST = 200  # of a name in a signature
+_WORD = 8
+
+
+class _Thread(threading.local):
+    """Native id of this thread, which is a call of the system the first time alone."""
+
+    def __init__(self) -> None:
+        self.native_id = threading.get_native_id()
+
+
+class Ring:
+    """Ring of entries, and the table of their signatures.
+
+    Args:
+        path: Of the file, which is replaced; None for memory of this process alone.
+        job: Name of the job.
+        rank: World rank.
+        size: Number of ranks in the world.
+        slots: Number of entries that are kept.
+
+    Raises:
+        OSError: The file cannot be made, or its memory not be had.
+
+    Attributes:
+        path: Of the file.
+    """
+
+    __slots__ = (
+        "_buffer",
+        "_clock",
+        "_ends",
+        "_groups",
+        "_is_full",
+        "_kept",
+        "_lock",
+        "_next",
+        "_numbers",
+        "_pack",
+        "_published",
+        "_signatures",
+        "_slots",
+        "_table_bytes",
+        "_table_offset",
+        "_thread",
+        "_words",
+        "path",
+    )
+
+    def __init__(
+        self, path: Path | None, job: str = "", rank: int = 0, size: int = 1, slots: int = SLOTS
+    ) -> None:
+        self.path = path
+        self._slots = slots
+        self._table_offset = file_format.file_bytes(slots, _KEPT, 0)
+        self._table_bytes = _TABLE_BYTES
+        self._buffer = _mapped(path, self._table_offset + self._table_bytes)
+        self._words = memoryview(self._buffer).cast("q")
+        first = file_format.HEADER_BYTES // _WORD
+        slot_words = self._words[first : first + (slots + _KEPT) * SLOT_WORDS]
+        self._ends = slot_words[END_WORD::SLOT_WORDS]
+        self._numbers = slot_words[NUMBER_WORD::SLOT_WORDS]
+        # Looked up once: an attribute of a module costs as much as the store.
+        self._pack, self._clock = file_format.SLOT.pack_into, time.monotonic_ns
+        self._next = itertools.count(1).__next__
+        self._thread = _Thread()
+        self._published = 0
+        self._is_full = False
+        self._signatures: dict[tuple[str, str, str, str, tuple[int, ...]], int] = {}
+        self._groups: dict[tuple[str, str, tuple[int, ...]], str] = {}  # label
+        self._kept: dict[int, int] = {}  # slot, by the number of an entry under way
+        self._lock = threading.Lock()  # of the table and of the kept slots
+        self._write_header(job, rank, size)
+        for kind in file_format.KINDS:
+            self.signature(kind, file_format.UNLISTED)
+
+    def begin(
+        self,
+        signature: int,
+        sequence: int = 0,
+        size_bytes: int = 0,
+        peer: int = -1,
+        tag: int = 0,
+    ) -> int:
+        """Store the begin of an operation in this thread; return its number for ``end``.
+
+        Args:
+            signature: A result of ``signature``.
+            sequence: Number of the collective on its group; 0 for what is none.
+            size_bytes: Of the data.
+            peer: World rank of the other side; -1 if there is none, or any.
+            tag: Of a message, or the number of a call.
+        """
+        number = self._next()
+        slot = number % self._slots
+        if self._ends[slot] == UNDER_WAY:
+            self._keep(slot)
+        self._pack(
+            self._buffer,
+            slot * 64 + 4096,
+            self._clock(),
+            UNDER_WAY,
+            sequence,
+            size_bytes,
+            tag,
+            peer,
+            signature,
+            self._thread.native_id,
+            number,
+        )
+        return number
+
+    def end(self, number: int) -> None:
+        """Store the end of an operation; called once, by any thread."""
+        # No call stands between the look at the number and the store, so no thread runs in between.
+        now = self._clock()
+        slot = number % self._slots
+        if self._numbers[slot] == number:
+            self._ends[slot] = now
+        if self._kept:
+            self._end_kept(number, now)
+
+    def fail(self, number: int) -> None:
+        """Store the end of an operation by an exception; called in place of ``end``."""
+        now = -self._clock()
+        slot = number % self._slots
+        if self._numbers[slot] == number:
+            self._ends[slot] = now
+        if self._kept:
+            self._end_kept(number, now)
+
+    def signature(
+        self,
+        kind: str,
+        operation: str,
+        group: str = "",
+        dtype: str = "",
+        shape: Sequence[int] = (),
+    ) -> int:
+        """Return the number of a signature, which is written to the table the first time.
+
+        Args:
+            kind: One of ``recording.Kind``.
+            operation: Its name.
+            group: A result of ``group``; empty without one.
+            dtype: Of its tensor without ``torch.``; empty without one.
+            shape: Of its tensor.
+        """
+        key = (kind, operation, group, dtype, tuple(shape))
+        number = self._signatures.get(key)
+        return self._listed(key) if number is None else number
+
+    def group(self, name: str, key: str, world_ranks: Sequence[int]) -> str:
+        """Return the label of a group, which is written to the table the first time."""
+        identity = (name, key, tuple(world_ranks))
+        with self._lock:
+            label = self._groups.get(identity)
+            if label is not None:
+                return label
+            same = sum(known[0] == name for known in self._groups)
+            label = _short(f"{name}#{same + 1}" if same else name)
+            self._groups[identity] = label
+            self._append(["group", label, key, _as_json(identity[2])])
+            return label
+
+    def move(self, rank: int, size: int) -> None:
+        """Store the rank of this process in another world."""
+        with self._lock:
+            fields = list(file_format.HEADER.unpack_from(self._buffer))
+            fields[9:11] = rank, size
+            file_format.HEADER.pack_into(self._buffer, 0, *fields)
+
+    def close(self) -> None:
+        """Unmap the memory; nothing may be recorded any more."""
+        for view in (self._ends, self._numbers, self._words):
+            view.release()
+        self._buffer.close()
+
+    def _keep(self, slot: int) -> None:
+        """Move an entry under way to a kept slot; of more such entries the ring forgets some."""
+        with self._lock:
+            ends, buffer, number = self._ends, self._buffer, self._numbers[slot]
+            free = range(self._slots, self._slots + _KEPT)
+            kept = next((place for place in free if ends[place] != UNDER_WAY), None)
+            if kept is None:
+                return
+            # Listed before it is copied: an end that comes in between is stored in the copy, or in
+            # what is copied.
+            self._kept[number] = kept
+            offset, other = _offset(slot), _offset(kept)
+            buffer[other : other + 64] = buffer[offset : offset + 64]
+            if ends[kept] != UNDER_WAY:
+                self._kept.pop(number, None)
+
+    def _end_kept(self, number: int, now: int) -> None:
+        with self._lock:
+            slot = self._kept.pop(number, None)
+            if slot is not None:
+                self._ends[slot] = now
+
+    def _listed(self, key: tuple[str, str, str, str, tuple[int, ...]]) -> int:
+        kind, operation, group, dtype, shape = key
+        with self._lock:
+            number = self._signatures.get(key)
+            if number is None:
+                number = len(self._signatures)
+                if self._is_full or not self._append(
+                    ["signature", kind, _short(operation), group, dtype, list(shape)]
+                ):
+                    self._is_full = True
+                    return file_format.KINDS.index(kind)
+                self._signatures[key] = number
+            return number
+
+    def _append(self, record: object) -> bool:
+        """Publish a record of the table; return whether there was room for it."""
+        data = json.dumps(record).encode()
+        begin, length = self._published, file_format.LENGTH.size + len(data)
+        if begin + length > self._table_bytes:
+            return False
+        at = self._table_offset + begin
+        self._buffer[at : at + length] = file_format.LENGTH.pack(len(data)) + data
+        self._published += length
+        # One word, after what it publishes.
+        self._words[file_format.PUBLISHED_OFFSET // _WORD] = self._published
+        return True
+
+    def _write_header(self, job: str, rank: int, size: int) -> None:
+        file_format.HEADER.pack_into(
+            self._buffer,
+            0,
+            file_format.MAGIC,
+            file_format.VERSION,
+            self._slots,
+            _KEPT,
+            self._table_bytes,
+            0,
+            time.time_ns(),
+            time.monotonic_ns(),
+            start_ticks(os.getpid()),
+            rank,
+            size,
+            os.getpid(),
+            job.encode()[:96],
+            socket.gethostname().encode()[:64],
+            " ".join(sys.argv).encode(errors="replace")[:1024],
+        )
+
+
+def start_ticks(pid: int) -> int:
+    """Return when a process of this node has begun, in clock ticks since the boot; 0 if none runs.
+
+    A process that has ended and waits for its parent does not run.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    # The name of the program, in parentheses, may hold blanks.
+    fields = text.rpartition(")")[2].split()
+    return 0 if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def _mapped(path: Path | None, length: int) -> mmap.mmap:
+    if path is None:
+        return mmap.mmap(-1, length)
+    path.unlink(missing_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        # Reserved here, because a store to memory that cannot be had kills the process.
+        os.posix_fallocate(file, 0, length)
+        return mmap.mmap(file, length)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(file)
+
+
+def _offset(slot: int) -> int:
+    return file_format.HEADER_BYTES + slot * file_format.SLOT_BYTES
+
+
+def _as_json(ranks: tuple[int, ...]) -> object:
+    """Return ranks as a list, or as a range where they are one: a table of a large job is short."""
+    if len(ranks) > 1:
+        step = ranks[1] - ranks[0]
+        span = range(ranks[0], ranks[-1] + (step > 0) - (step < 0), step or 1)
+        if tuple(span) == ranks:
+            return {"range": [span.start, span.stop, span.step]}
+    return list(ranks)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -1,0 +1,136 @@
+"""Ring: entries, kept ones, the table, and the memory behind them."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from mpidist.comm.recorder import file_format, recording, ring
+from mpidist.comm.recorder.ring import Ring
+
+
+@pytest.fixture
+def made(tmp_path):
+    ring = Ring(tmp_path / "recorder-2", "job", 2, 4, slots=8)
+    yield ring
+    ring.close()
+
+
+def entries(ring):
+    return recording.read(ring.path).entries
+
+
+def test_an_entry_has_what_was_recorded(made):
+    world = made.group("world", "world1", range(4))
+    one = made.signature("collective", "all_reduce", world, "float32", (3, 2))
+    assert made.signature("collective", "all_reduce", world, "float32", (3, 2)) == one
+    number = made.begin(one, 7, 24)
+    made.end(number)
+    failed = made.begin(made.signature("send", "send", world, "int64", ()), 0, 8, 3, 11)
+    made.fail(failed)
+    open_ = made.begin(made.signature("call", "f"), peer=1, tag=99)
+    first, second, third = entries(made)
+    assert (first.number, second.number, third.number) == (number, failed, open_) == (1, 2, 3)
+    assert first.kind is recording.Kind.COLLECTIVE and first.operation == "all_reduce"
+    assert (first.group, first.sequence, first.dtype) == ("world", 7, "float32")
+    assert (first.shape, first.size_bytes, first.peer, first.tag) == ((3, 2), 24, -1, 0)
+    assert first.thread == threading.get_native_id() and not first.failed
+    assert 0 < first.begin_ns <= first.end_ns <= second.begin_ns <= second.end_ns
+    assert (second.kind, second.peer, second.tag, second.shape) == ("send", 3, 11, ())
+    assert second.failed and third.end_ns is None and not third.failed
+    assert (third.tag, third.group, third.dtype) == (99, "", "")
+
+
+def test_the_ring_holds_the_last_entries_and_those_under_way(made):
+    signature = made.signature("collective", "barrier")
+    slow = made.begin(signature)
+    for _ in range(20):
+        made.end(made.begin(signature))
+    kept = entries(made)
+    assert [one.number for one in kept] == [slow, *range(14, 22)]
+    assert kept[0].end_ns is None and all(one.end_ns for one in kept[1:])
+    assert recording.read(made.path).overwritten == 12
+    made.end(slow)
+    assert entries(made)[0].end_ns >= kept[-1].end_ns
+    # The place is free again.
+    assert not made._kept
+    late = [made.begin(signature) for _ in range(8 + ring._KEPT + 3)]
+    assert len(entries(made)) == 8 + ring._KEPT and entries(made)[0].number == late[0]
+    # An end of what the ring has forgotten changes nothing.
+    made.end(late[ring._KEPT])
+    assert all(one.end_ns is None for one in entries(made))
+    made.fail(late[0])
+    assert entries(made)[0].failed
+
+
+def test_a_full_table_has_one_signature_for_each_kind(tmp_path, monkeypatch):
+    monkeypatch.setattr(ring, "_TABLE_BYTES", 1024)
+    made = Ring(tmp_path / "recorder-0", slots=4)
+    for length in range(30):
+        made.end(made.begin(made.signature("step", "SGD", shape=(length,))))
+    made.begin(made.signature("commit", "x" * 300))
+    *_, step, commit = entries(made)
+    assert (step.kind, step.operation) == ("step", file_format.UNLISTED)
+    assert (commit.kind, commit.operation, commit.shape) == ("commit", "unlisted", ())
+    made.close()
+
+
+def test_groups_of_one_name_have_labels_of_their_own(made):
+    labels = [
+        made.group("tp", "world1/a", (0, 2)),
+        made.group("tp", "world1/b", (0, 3)),
+        made.group("tp", "world1/a", (0, 2)),
+        made.group("odd", "world1/c", (1, 2, 5)),
+        made.group("down", "world1/d", (9, 6, 3)),
+        made.group("one", "world1/e", (4,)),
+    ]
+    assert labels == ["tp", "tp#2", "tp", "odd", "down", "one"]
+    read = recording.read(made.path)
+    assert read.groups == {
+        "tp": (0, 2), "tp#2": (0, 3), "odd": (1, 2, 5), "down": (9, 6, 3), "one": (4,),
+    }  # fmt: skip
+    assert read.keys["tp#2"] == "world1/b"
+
+
+def test_another_world_changes_the_rank(made):
+    made.move(0, 3)
+    read = recording.read(made.path)
+    assert (read.rank, read.size, read.job, read.pid) == (0, 3, "job", os.getpid())
+
+
+def test_memory_of_the_process_alone_needs_no_file(tmp_path):
+    made = Ring(None, slots=4)
+    made.end(made.begin(made.signature("step", "SGD")))
+    assert made.path is None and not list(tmp_path.iterdir())
+    made.close()
+
+
+def test_memory_that_cannot_be_had_leaves_no_file(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"):
+        Ring(tmp_path / "recorder-0")
+    assert not list(tmp_path.iterdir())
+
+
+def test_threads_have_numbers_of_their_own(made):
+    signature, numbers = made.signature("step", "SGD"), []
+
+    def record():
+        for _ in range(200):
+            number = made.begin(signature)
+            made.end(number)
+            numbers.append(number)
+
+    threads = [threading.Thread(target=record) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(numbers) == list(range(1, 801))
+    # A thread with the id of an older one may have preempted this one for a whole round.
+    assert sum(one.end_ns is not None for one in entries(made)) >= 6
