@@ -29,12 +29,13 @@ from mpidist.checkpoint import (
 )
 from mpidist.checkpoint.manifest import TRAINING, Entry, Manifest
 from mpidist.checkpoint.saving import count, group_of, versions
-from mpidist.checkpoint.slots import ADVICE, Slots, job_name
+from mpidist.checkpoint.slots import Slots
 from mpidist.checkpoint.training import Stateful, Training
 from mpidist.comm.consistency import comparing, same_error_on_all
 from mpidist.comm.execution.work import Work
 from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.comm.mpi import runtime
+from mpidist.comm.mpi.job_folder import ADVICE
 from mpidist.ddp.hooks import checkpoint as powersgd
 from mpidist.errors import CheckpointError, MpidistError
 
@@ -136,10 +137,8 @@ class Commits:
 
     def __init__(self, group: Group, folder: Path) -> None:
         world = runtime.world()
-        first = world.processes[0]
-        job = group.broadcast_object(job_name(os.environ, f"{first.host}-{first.pid}"), 0)
         self.group = group
-        self.slots = Slots(job, folder)
+        self.slots = Slots(world.job, folder)
         self.nodes = world.nodes_of(group.world_ranks)
         here = buddies.members(self.nodes[group.rank], self.nodes)
         self.place, self.neighbours = here.index(group.rank), len(here)

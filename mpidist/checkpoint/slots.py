@@ -2,151 +2,24 @@
 
 ``/dev/shm/mpidist-<uid>-<job>/<run>/slot-0`` and ``slot-1``. A slot counts from the moment at which
 it has its manifest, which is written last and removed first, so a process that dies within a commit
-leaves the commit before. The memory belongs to the node, not to a process: a new process of the job
-finds it. Each process holds a shared lock on the job's folder; the last one that ends removes the
-folder, and ``mpidist clean`` those without a process. Nothing here communicates.
+leaves the commit before. The memory belongs to the node, not to a process (``job_folder``). Nothing
+here communicates.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
-import re
 import shutil
-import stat
-import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 from mpidist.checkpoint import files, manifest
 from mpidist.checkpoint.manifest import Manifest
-from mpidist.comm.mpi import runtime
+from mpidist.comm.mpi import job_folder
+from mpidist.comm.mpi.job_folder import ADVICE
 from mpidist.errors import CheckpointError
-
-MEMORY = Path("/dev/shm")
-_LOCK = "lock"
-# Identify the job, also for processes that are started again in it; the first one that is set.
-_JOB_VARIABLES = (
-    "MPIDIST_JOB",
-    "SLURM_JOB_ID",
-    "PBS_JOBID",
-    "LSB_JOBID",
-    "FLUX_JOB_ID",
-    "PMIX_NAMESPACE",
-)
-ADVICE = "remove it with `mpidist clean`"
-
-
-def has_name(environ: Mapping[str, str]) -> bool:
-    """Return whether a new launch in this environment is of the same job (pure)."""
-    return any(environ.get(name) for name in _JOB_VARIABLES if name != "PMIX_NAMESPACE")
-
-
-def job_name(environ: Mapping[str, str], otherwise: str) -> str:
-    """Return the name of a job in file names (pure).
-
-    Args:
-        environ: Usually ``os.environ``.
-        otherwise: The name of a job without one of its own.
-    """
-    found = next((environ[name] for name in _JOB_VARIABLES if environ.get(name)), otherwise)
-    return re.sub(r"[^A-Za-z0-9.-]", "_", found)[:80]
-
-
-def jobs_folders() -> list[Path]:
-    """Return the folders of this user's jobs in this node's memory."""
-    return sorted(MEMORY.glob(f"mpidist-{os.geteuid()}-*"))
-
-
-def clean() -> tuple[list[Path], list[Path]]:
-    """Remove the folders that no process uses; return them, and those in use."""
-    removed: list[Path] = []
-    used: list[Path] = []
-    for folder in jobs_folders():
-        (removed if _removed_if_unused(folder) else used).append(folder)
-    return removed, used
-
-
-def _removed_if_unused(folder: Path) -> bool:
-    try:
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        lock = -1
-    try:
-        if lock != -1:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-        return True
-    finally:
-        if lock != -1:
-            os.close(lock)
-
-
-class JobFolder:
-    """Folder of a job in this node's memory, and this process's lock on it.
-
-    Args:
-        path: The folder; made by ``open``.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = -1
-
-    def open(self) -> None:
-        """Make the folder, and hold its lock until the process ends.
-
-        Raises:
-            CheckpointError: The folder is another user's, or open to others.
-            OSError: It cannot be made.
-        """
-        if self._lock != -1:
-            return
-        self.path.mkdir(mode=0o700, exist_ok=True)
-        self.require_own()
-        self._lock = os.open(
-            self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-        )
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
-        runtime.close_at_exit(self, stage=3)
-
-    def require_own(self) -> None:
-        """Require a folder of this user alone.
-
-        Raises:
-            CheckpointError: It is another user's, open to others, or a link.
-        """
-        status = self.path.lstat()
-        is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-        if not is_own or stat.S_IMODE(status.st_mode) & 0o077:
-            raise CheckpointError(
-                f"{self.path} is no folder of this user alone, and may hold anything; {ADVICE}, or "
-                "set MPIDIST_JOB to another name"
-            )
-
-    def close(self, timeout_s: float) -> None:
-        """Give up the lock at the process's end; the last process of the node removes the folder.
-
-        After an uncaught exception the folder stays, for the job's next start.
-        """
-        if self._lock == -1:
-            return
-        lock, self._lock = self._lock, -1
-        # The call gives up the shared lock also where it fails.
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if getattr(sys, "last_value", None) is None:
-                shutil.rmtree(self.path, ignore_errors=True)
-        os.close(lock)
-
-
-# Of this process, by path: kept when the process leaves its world, because its next one goes on.
-_jobs: dict[Path, JobFolder] = {}
 
 
 class Slots:
@@ -158,10 +31,9 @@ class Slots:
     """
 
     def __init__(self, job: str, folder: Path) -> None:
-        path = MEMORY / f"mpidist-{os.geteuid()}-{job}"
-        self._job = _jobs.setdefault(path, JobFolder(path))
+        self._job = job_folder.of_job(job)
         run = hashlib.blake2b(os.path.abspath(folder).encode(), digest_size=8).hexdigest()
-        self._run = path / run
+        self._run = self._job.path / run
 
     def path(self, slot: int) -> Path:
         """Return the folder of a slot."""

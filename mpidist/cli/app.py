@@ -277,14 +277,14 @@ def tune(context: typer.Context, ranks: Ranks = None, dry_run: DryRun = False) -
 @app.command(cls=Command, epilog=epilog(*EXAMPLES["clean"]))
 @_reporting_errors
 def clean() -> None:
-    """Remove the commits that killed jobs have left in this node's memory.
+    """Remove the commits and recordings that killed jobs have left in this node's memory.
 
-    A job that still runs keeps its own. The commits are those of mpidist.checkpoint.commit, and of
-    this user.
+    A job that still runs keeps its own. The commits are those of mpidist.checkpoint.commit, the
+    recordings those that mpidist report reads, and both of this user.
     """
-    from mpidist.checkpoint import slots
+    from mpidist.comm.mpi import job_folder
 
-    removed, used = slots.clean()
+    removed, used = job_folder.clean()
     for folder in removed:
         print(f"removed {folder}")
     for folder in used:

@@ -16,11 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from mpidist.checkpoint import progress, slots
+from mpidist.checkpoint import progress
 from mpidist.checkpoint.preemption import REQUEUE_EXIT_CODE
 from mpidist.cli.launch_plan import Plan, plan
 from mpidist.cli.launch_request import Request
 from mpidist.cli.run import site, text_of
+from mpidist.comm.mpi import launcher_env
 from mpidist.errors import LaunchError
 
 _JOB = "MPIDIST_JOB"
@@ -39,7 +40,7 @@ def run(request: Request, most: int, is_dry: bool) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="mpidist-run-") as folder:
         own = {progress.VARIABLE: os.environ.get(progress.VARIABLE) or f"{folder}/progress"}
-        if not slots.has_name(os.environ):
+        if not launcher_env.has_job_name(os.environ):
             own[_JOB] = f"run-{socket.gethostname()}-{os.getpid()}-{os.path.basename(folder)[-8:]}"
         environ = {**os.environ, **own}
         planned = plan(request, site(environ), environ)

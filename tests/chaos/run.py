@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpidist.checkpoint import slots
+from mpidist.comm.mpi import job_folder
 from mpidist.comm.mpi.launcher_env import without_launcher
 from tests.elastic.training import KINDS, Steps
 from tests.tools.support import END_S, ROOT, VARIABLES, launcher, python
@@ -137,7 +137,7 @@ def run(case: Case) -> Outcome:
     killer.join()
     shutil.rmtree(folder)
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    left = [str(path) for path in slots.MEMORY.glob(f"*{name}*")]
+    left = [str(path) for path in job_folder.MEMORY.glob(f"*{name}*")]
     for path in left:
         shutil.rmtree(path, ignore_errors=True)
     return Outcome(status, {line["rank"]: line for line in lines}, out + err, killed, left)

@@ -8,10 +8,10 @@ import warnings
 import pytest
 import torch
 
-from mpidist.checkpoint import commit, commits, digested_file, load, save, slots
+from mpidist.checkpoint import commit, commits, digested_file, load, save
 from mpidist.checkpoint.commits import _whole
 from mpidist.checkpoint.manifest import MODEL, TRAINING, Contents, Entry, Manifest, to_json
-from mpidist.comm.mpi import runtime
+from mpidist.comm.mpi import job_folder, runtime
 from mpidist.errors import CheckpointError, DisagreementError, ReplicaError
 from tests.checkpoint.runs import Run
 from tests.tools.support import agree, printed, raises_on_all
@@ -36,8 +36,8 @@ def node_memory(group, folder, monkeypatch):
 
 def _simulated(path, group, monkeypatch):
     path.mkdir(exist_ok=True)
-    monkeypatch.setattr(slots, "MEMORY", path)
-    monkeypatch.setattr(slots, "_jobs", {})
+    monkeypatch.setattr(job_folder, "MEMORY", path)
+    monkeypatch.setattr(job_folder, "_jobs", {})
     monkeypatch.setenv("MPIDIST_JOB", "test")
     group.barrier()
     return path
@@ -90,7 +90,7 @@ def test_a_lost_node_gets_its_state_from_the_others(group, folder, node_memory, 
     if group.rank == 1:
         shutil.rmtree(node_memory)
         node_memory.mkdir()
-        slots._jobs.clear()
+        job_folder._jobs.clear()
         commits._commits.clear()
     else:
         commits._commits.clear()
@@ -306,16 +306,16 @@ def test_a_killed_job_goes_on_from_the_memory_of_its_node(tmp_path):
         return run(2, text, env=env)
 
     straight = printed(started("straight", -1))
-    assert not list(slots.MEMORY.glob(f"mpidist-*-{name}"))  # a good end
+    assert not list(job_folder.MEMORY.glob(f"mpidist-*-{name}"))  # a good end
     killed = started("run", 3)
     assert killed.returncode != 0
-    assert list(slots.MEMORY.glob(f"mpidist-*-{name}"))
+    assert list(job_folder.MEMORY.glob(f"mpidist-*-{name}"))
     resumed = printed(started("run", -1))
     assert {line["start"] for line in resumed.values()} <= {3, 4}
     assert [resumed[rank]["weights"] for rank in (0, 1)] == [
         straight[rank]["weights"] for rank in (0, 1)
     ]
-    assert not list(slots.MEMORY.glob(f"mpidist-*-{name}"))
+    assert not list(job_folder.MEMORY.glob(f"mpidist-*-{name}"))
     assert torch.tensor(resumed[0]["weights"][0]).isfinite().all()
 
 

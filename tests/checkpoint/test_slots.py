@@ -1,12 +1,12 @@
-"""Slots in a node's memory: names, order of writes, owners, and the folder's end."""
+"""Slots in a node's memory: names, order of writes, and owners."""
 
 import os
 
 import pytest
 
-from mpidist.checkpoint import slots
 from mpidist.checkpoint.manifest import MODEL, TRAINING, Entry, Manifest
-from mpidist.checkpoint.slots import JobFolder, Slots, clean, job_name
+from mpidist.checkpoint.slots import Slots
+from mpidist.comm.mpi import job_folder
 from mpidist.errors import CheckpointError
 
 ENTRY = Entry(1, "0" * 64)
@@ -14,21 +14,15 @@ ENTRY = Entry(1, "0" * 64)
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(slots, "MEMORY", tmp_path)
-    monkeypatch.setattr(slots, "_jobs", {})
+    monkeypatch.setattr(job_folder, "MEMORY", tmp_path)
+    monkeypatch.setattr(job_folder, "_jobs", {})
     yield tmp_path
-    for job in slots._jobs.values():
+    for job in job_folder._jobs.values():
         job.close(0)
 
 
 def written(step):
     return Manifest(step, 1, {MODEL: ENTRY, TRAINING: ENTRY})
-
-
-def test_a_job_is_named_by_the_first_variable_that_is_set():
-    assert job_name({"SLURM_JOB_ID": "7", "PMIX_NAMESPACE": "x"}, "here") == "7"
-    assert job_name({"MPIDIST_JOB": "../a b", "SLURM_JOB_ID": "7"}, "here") == ".._a_b"
-    assert job_name({"SLURM_JOB_ID": ""}, "node3-77") == "node3-77"
 
 
 def test_a_slot_counts_while_it_has_its_manifest(tmp_path):
@@ -76,26 +70,3 @@ def test_a_folder_that_is_open_to_others_is_refused(memory, tmp_path):
     folder.symlink_to(memory / "elsewhere")
     with pytest.raises(CheckpointError, match="no folder of this user alone"):
         made.open()
-
-
-def test_the_last_process_removes_the_folder(memory):
-    path = memory / f"mpidist-{os.geteuid()}-job"
-    first, second = JobFolder(path), JobFolder(path)
-    first.open()
-    second.open()
-    assert clean() == ([], [path])
-    first.close(0)
-    assert path.exists()
-    second.close(0)
-    second.close(0)
-    assert not path.exists()
-
-
-def test_clean_removes_what_dead_jobs_have_left(memory):
-    dead, never_locked = (memory / f"mpidist-{os.geteuid()}-{name}" for name in ("a", "b"))
-    other = memory / f"mpidist-{os.geteuid() + 1}-c"
-    for folder in (dead, never_locked, other):
-        (folder / "run").mkdir(parents=True)
-    (dead / "lock").touch()
-    assert clean() == ([dead, never_locked], [])
-    assert other.exists() and not dead.exists() and not never_locked.exists()

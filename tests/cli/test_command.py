@@ -12,10 +12,10 @@ from typer.main import get_command
 
 import mpidist
 from mpidist import shipped
-from mpidist.checkpoint import slots
 from mpidist.cli import app as cli
 from mpidist.cli import command, doctor, run
 from mpidist.cli.finding import PROBLEM, WARNING, Finding
+from mpidist.comm.mpi import job_folder
 from mpidist.errors import LaunchError
 from tests.cli.test_findings import alone, job
 from tests.tools.support import started
@@ -139,8 +139,8 @@ def test_without_typer_the_command_says_what_to_install(monkeypatch, capsys):
 def test_clean_names_what_it_removes_and_what_it_leaves(call, tmp_path, monkeypatch):
     dead, used = (tmp_path / f"mpidist-{os.geteuid()}-{name}" for name in ("a", "b"))
     dead.mkdir()
-    monkeypatch.setattr(slots, "MEMORY", tmp_path)
-    job = slots.JobFolder(used)
+    monkeypatch.setattr(job_folder, "MEMORY", tmp_path)
+    job = job_folder.JobFolder(used)
     job.open()
     done = call("clean")
     assert (done.exit_code, done.output) == (

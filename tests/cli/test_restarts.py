@@ -9,9 +9,10 @@ import time
 
 import pytest
 
-from mpidist.checkpoint import progress, slots
+from mpidist.checkpoint import progress
 from mpidist.cli import restarts
 from mpidist.comm.discovery import installed
+from mpidist.comm.mpi import job_folder
 from mpidist.comm.mpi.launcher_env import without_launcher
 from tests.tools.support import ROOT, missing, started
 
@@ -108,7 +109,7 @@ def test_killed_ranks_are_started_again_from_their_commits(tmp_path, library):
     (tmp_path / "train.py").write_text(textwrap.dedent(_TRAIN))
     environ = {**without_launcher(os.environ), **variables}
     command = [sys.executable, "-m", "mpidist", "run", "-n", "2", "--restarts", "2"]
-    before = set(slots.MEMORY.glob(f"mpidist-{os.geteuid()}-run-*"))
+    before = set(job_folder.MEMORY.glob(f"mpidist-{os.geteuid()}-run-*"))
     done = started([*command, str(tmp_path / "train.py")], 80, environ)
     text = done.stdout + done.stderr
     assert done.returncode == 0, text
@@ -122,4 +123,4 @@ def test_killed_ranks_are_started_again_from_their_commits(tmp_path, library):
         assert words in done.stdout, text
     assert done.stdout.count("begins at") == 4, text
     assert done.stderr.count("after step 3: start 2 of at most 3") == 1, text
-    assert set(slots.MEMORY.glob(f"mpidist-{os.geteuid()}-run-*")) <= before, text
+    assert set(job_folder.MEMORY.glob(f"mpidist-{os.geteuid()}-run-*")) <= before, text

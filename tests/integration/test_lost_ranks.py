@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from mpidist.checkpoint import slots
+from mpidist.comm.mpi import job_folder
 from tests.tools.support import short_job as run
 
 pytestmark = pytest.mark.slow
@@ -469,7 +469,7 @@ _OPERATIONS = """
 def test_each_operation_names_the_rank_that_has_died(tmp_path):
     text = _MEET + _OPERATIONS.replace("FOLDER", repr(str(tmp_path)))
     done = run(3, text, *_ULFM, env={"MPIDIST_JOB": f"lost-{tmp_path.name}"})
-    for folder in slots.MEMORY.glob(f"mpidist-*-lost-{tmp_path.name}"):
+    for folder in job_folder.MEMORY.glob(f"mpidist-*-lost-{tmp_path.name}"):
         shutil.rmtree(folder)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert sorted(line.pop("rank") for line in lines) == [0, 1], done.stdout + done.stderr

@@ -5,6 +5,7 @@ Pure: works before MPI starts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -88,6 +89,16 @@ _DEVICE_PREFIXES = (
     "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF",
 )  # fmt: skip
 
+# Identify the job, also for processes that are started again in it; the first one that is set.
+_JOB_VARIABLES = (
+    "MPIDIST_JOB",
+    "SLURM_JOB_ID",
+    "PBS_JOBID",
+    "LSB_JOBID",
+    "FLUX_JOB_ID",
+    "PMIX_NAMESPACE",
+)
+
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for a job that a rank starts.
@@ -125,6 +136,22 @@ def from_environment(environ: Mapping[str, str]) -> Launch:
         if mark in environ:
             return Launch(launcher, *(_number(environ.get(name)) for name in names))
     return Launch("python", None, None)
+
+
+def has_job_name(environ: Mapping[str, str]) -> bool:
+    """Return whether a new launch in this environment is of the same job (pure)."""
+    return any(environ.get(name) for name in _JOB_VARIABLES if name != "PMIX_NAMESPACE")
+
+
+def job_name(environ: Mapping[str, str], otherwise: str) -> str:
+    """Return the name of a job in file names (pure).
+
+    Args:
+        environ: Usually ``os.environ``.
+        otherwise: The name of a job without one of its own.
+    """
+    found = next((environ[name] for name in _JOB_VARIABLES if environ.get(name)), otherwise)
+    return re.sub(r"[^A-Za-z0-9.-]", "_", found)[:80]
 
 
 def is_on_one_node(environ: Mapping[str, str]) -> bool:

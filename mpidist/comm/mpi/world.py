@@ -29,8 +29,8 @@ from mpidist.comm.mpi.serialized import serialized
 from mpidist.errors import CommTimeout, GroupError, LaunchError, MpidistError
 
 # What each rank tells: first rank of its node, MPIDIST_TRUST, MPIDIST_DETERMINISTIC, whether it
-# uses another world, process id, rank among all of the job, host.
-_ROW = struct.Struct("<qqqqqq64s")
+# uses another world, process id, rank among all of the job, host, name of the job.
+_ROW = struct.Struct("<qqqqqq64s80s")
 _INT = struct.Struct("<q")
 _SLEEP_S = 1e-3  # between two tests whether all ranks have started
 
@@ -61,6 +61,7 @@ class World:
         adds_in_rank_order: Sums are in the order of the ranks (``determinism``).
         processes: Process of each rank.
         first: Rank 0's rank among all of the job; None if those are the world's ranks.
+        job: Name of the job in file names, the same on all ranks.
         pid: The process that joined the world.
     """
 
@@ -77,6 +78,7 @@ class World:
     adds_in_rank_order: bool = False
     processes: tuple[Process, ...] = ()
     first: int | None = None
+    job: str = ""
     pid: int = field(default_factory=os.getpid)
 
     @property
@@ -179,7 +181,7 @@ def _joined(comm: MPI.Comm, whole: MPI.Comm, launch: Launch, uses: Sequence[str]
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
     local_rank, local_size = node.Get_rank(), node.Get_size()
     with revocation.on_error(node):
-        nodes, processes, first, error = _gather_settings(comm, node, whole.Get_rank(), uses)
+        nodes, processes, first, job, error = _gather_settings(comm, node, whole.Get_rank(), uses)
     node.Free()
     if error is not None:
         comm.Free()
@@ -198,7 +200,7 @@ def _joined(comm: MPI.Comm, whole: MPI.Comm, launch: Launch, uses: Sequence[str]
         local_rank=local_rank, local_size=local_size, launcher=launch.launcher,
         thread_level=level, highest_tag=highest_tag, nodes=nodes,
         adds_in_rank_order=determinism.code() in (determinism.ORDER, determinism.EXACT),
-        processes=processes, first=None if comm.Get_size() == whole.Get_size() else first,
+        processes=processes, first=None if comm.Get_size() == whole.Get_size() else first, job=job,
     )  # fmt: skip
 
 
@@ -210,10 +212,10 @@ def number_alike(keys: Iterable[int]) -> tuple[int, ...]:
 
 def _gather_settings(
     comm: MPI.Comm, node: MPI.Comm, own: int, uses: Sequence[str]
-) -> tuple[tuple[int, ...], tuple[Process, ...], int, MpidistError | None]:
+) -> tuple[tuple[int, ...], tuple[Process, ...], int, str, MpidistError | None]:
     """Return each rank's node number and process, and the error that all ranks must raise.
 
-    Before the error stands rank 0's rank among all of the job.
+    Before the error stand rank 0's rank among all of the job, and its name of the job.
 
     Collective: over both communicators.
 
@@ -223,12 +225,13 @@ def _gather_settings(
     first = bytearray(_INT.pack(comm.Get_rank()))
     node.Bcast((first, len(first), MPI.BYTE), 0)
     host = socket.gethostname().encode()
+    job = launcher_env.job_name(os.environ, f"{socket.gethostname()}-{os.getpid()}").encode()
     settings = trust.code(), determinism.code()
-    mine = _ROW.pack(*_INT.unpack(first), *settings, bool(uses), os.getpid(), own, host)
+    mine = _ROW.pack(*_INT.unpack(first), *settings, bool(uses), os.getpid(), own, host, job)
     gathered = bytearray(len(mine) * comm.Get_size())
     comm.Allgather((mine, len(mine), MPI.BYTE), (gathered, len(mine), MPI.BYTE))
     facts = zip(*_ROW.iter_unpack(gathered), strict=True)
-    nodes, trusts, orders, users, pids, job_ranks, hosts = facts
+    nodes, trusts, orders, users, pids, job_ranks, hosts, jobs = facts
     names = [host.rstrip(b"\0").decode(errors="replace") for host in hosts]
     problem = trust.problem(trusts) or determinism.problem(orders)
     error: MpidistError | None = LaunchError(problem) if problem else None
@@ -240,7 +243,8 @@ def _gather_settings(
             f"{where} is called while groups of another world are open on {ranks} of the new "
             f"one{what}; close them first"
         )
-    return number_alike(nodes), tuple(map(Process, pids, names)), job_ranks[0], error
+    processes, job_of_first = tuple(map(Process, pids, names)), jobs[0].rstrip(b"\0").decode()
+    return number_alike(nodes), processes, job_ranks[0], job_of_first, error
 
 
 def _everyone(is_job: bool) -> str:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from mpidist.comm.mpi import job_folder
 from mpidist.comm.recorder import file_format
 from mpidist.comm.recorder.file_format import HEADER, HEADER_BYTES, SLOT, SLOT_BYTES, UNDER_WAY
 from mpidist.comm.recorder.ring import start_ticks
 from mpidist.errors import RecordingError
 
-MEMORY = Path("/dev/shm")
 _PREFIX = "recorder-"
 _LARGEST = 1 << 32  # bytes of a file that is read
 
@@ -161,11 +161,11 @@ def recordings(job: str | None = None) -> list[Recording]:
         job: Name of a job of this user, or a folder; None for the job that started last.
     """
     if job is None:
-        found = [read_all(folder) for folder in sorted(MEMORY.glob(f"mpidist-{os.geteuid()}-*"))]
+        found = [read_all(folder) for folder in job_folder.jobs_folders()]
         return max(found, key=_last_start, default=[])
     if os.sep in job:
         return read_all(Path(job))
-    return read_all(MEMORY / f"mpidist-{os.geteuid()}-{job}")
+    return read_all(job_folder.path_of(job))
 
 
 def read_all(folder: Path) -> list[Recording]:

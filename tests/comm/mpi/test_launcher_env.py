@@ -8,6 +8,7 @@ from mpidist.comm.mpi.launcher_env import (
     Launch,
     device_settings,
     from_environment,
+    job_name,
     library_problem,
     singleton_problem,
     without_launcher,
@@ -135,3 +136,9 @@ def test_a_library_that_the_launcher_does_not_start_is_a_problem():
         ("srun", OPEN_MPI, 4), ("python", MPICH, None), ("flux run", OPEN_MPI, 4),
     ):  # fmt: skip
         assert library_problem(Launch(launcher, size, 0), library) is None, (launcher, library)
+
+
+def test_a_job_is_named_by_the_first_variable_that_is_set():
+    assert job_name({"SLURM_JOB_ID": "7", "PMIX_NAMESPACE": "x"}, "here") == "7"
+    assert job_name({"MPIDIST_JOB": "../a b", "SLURM_JOB_ID": "7"}, "here") == ".._a_b"
+    assert job_name({"SLURM_JOB_ID": ""}, "node3-77") == "node3-77"

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from mpidist.comm.mpi import job_folder
 from mpidist.comm.recorder import file_format, recording
 from mpidist.comm.recorder.ring import Ring
 from mpidist.errors import RecordingError
@@ -32,7 +33,7 @@ while True:
 
 @pytest.fixture
 def memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(recording, "MEMORY", tmp_path)
+    monkeypatch.setattr(job_folder, "MEMORY", tmp_path)
     return tmp_path
 
 

@@ -1,0 +1,145 @@
+"""Folder of a job in a node's memory, and this process's lock on it.
+
+``/dev/shm/mpidist-<uid>-<job>`` holds the commits of the job's runs and the recordings of its
+processes. The memory belongs to the node, not to a process: a new process of the job finds it. Each
+process holds a shared lock on the folder; the last one that ends removes the folder, and ``mpidist
+clean`` those without a process. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import sys
+from pathlib import Path
+
+from mpidist.comm.mpi import runtime
+from mpidist.errors import CheckpointError
+
+MEMORY = Path("/dev/shm")
+_LOCK = "lock"
+ADVICE = "remove it with `mpidist clean`"
+
+
+def jobs_folders() -> list[Path]:
+    """Return the folders of this user's jobs in this node's memory."""
+    return sorted(MEMORY.glob(f"mpidist-{os.geteuid()}-*"))
+
+
+def path_of(job: str) -> Path:
+    """Return the folder of a job, which need not exist."""
+    return MEMORY / f"mpidist-{os.geteuid()}-{job}"
+
+
+def clean() -> tuple[list[Path], list[Path]]:
+    """Remove the folders that no process uses; return them, and those in use."""
+    removed: list[Path] = []
+    used: list[Path] = []
+    for folder in jobs_folders():
+        (removed if _removed_if_unused(folder) else used).append(folder)
+    return removed, used
+
+
+def remove_recordings(kept: int) -> None:
+    """Remove the oldest folders of dead jobs that hold recordings alone, but for ``kept`` others.
+
+    A job that is killed leaves the recordings of its processes, at half a MiB each, which nobody
+    may ever ask for. A commit stays.
+    """
+    found: list[tuple[float, Path]] = []
+    for folder in jobs_folders():
+        # Another process may remove it meanwhile.
+        with contextlib.suppress(OSError):
+            if (folder / _LOCK).exists() and not any(path.is_dir() for path in folder.iterdir()):
+                found.append((folder.stat().st_mtime, folder))
+    for _, folder in sorted(found)[: -kept or None]:
+        _removed_if_unused(folder)
+
+
+def _removed_if_unused(folder: Path) -> bool:
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        lock = -1
+    try:
+        if lock != -1:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+        return True
+    finally:
+        if lock != -1:
+            os.close(lock)
+
+
+class JobFolder:
+    """Folder of a job in this node's memory, and this process's lock on it.
+
+    Args:
+        path: The folder; made by ``open``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = -1
+
+    def open(self) -> None:
+        """Make the folder, and hold its lock until the process ends.
+
+        Raises:
+            CheckpointError: The folder is another user's, or open to others.
+            OSError: It cannot be made.
+        """
+        if self._lock != -1:
+            return
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        self.require_own()
+        self._lock = os.open(
+            self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        runtime.close_at_exit(self, stage=3)
+
+    def require_own(self) -> None:
+        """Require a folder of this user alone.
+
+        Raises:
+            CheckpointError: It is another user's, open to others, or a link.
+        """
+        status = self.path.lstat()
+        is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+        if not is_own or stat.S_IMODE(status.st_mode) & 0o077:
+            raise CheckpointError(
+                f"{self.path} is no folder of this user alone, and may hold anything; {ADVICE}, or "
+                "set MPIDIST_JOB to another name"
+            )
+
+    def close(self, timeout_s: float) -> None:
+        """Give up the lock at the process's end; the last process of the node removes the folder.
+
+        After an uncaught exception the folder stays, for the job's next start.
+        """
+        if self._lock == -1:
+            return
+        lock, self._lock = self._lock, -1
+        # The call gives up the shared lock also where it fails.
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if getattr(sys, "last_value", None) is None:
+                shutil.rmtree(self.path, ignore_errors=True)
+        os.close(lock)
+
+
+# Of this process, by path: kept when the process leaves its world, because its next one goes on.
+_jobs: dict[Path, JobFolder] = {}
+
+
+def of_job(job: str) -> JobFolder:
+    """Return this process's folder of a job."""
+    path = path_of(job)
+    return _jobs.setdefault(path, JobFolder(path))

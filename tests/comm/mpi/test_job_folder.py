@@ -1,0 +1,37 @@
+"""Folder of a job in a node's memory: its owner, its lock and its end."""
+
+import os
+
+import pytest
+
+from mpidist.comm.mpi import job_folder
+from mpidist.comm.mpi.job_folder import JobFolder, clean
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(job_folder, "MEMORY", tmp_path)
+    return tmp_path
+
+
+def test_the_last_process_removes_the_folder(memory):
+    path = memory / f"mpidist-{os.geteuid()}-job"
+    first, second = JobFolder(path), JobFolder(path)
+    first.open()
+    second.open()
+    assert clean() == ([], [path])
+    first.close(0)
+    assert path.exists()
+    second.close(0)
+    second.close(0)
+    assert not path.exists()
+
+
+def test_clean_removes_what_dead_jobs_have_left(memory):
+    dead, never_locked = (memory / f"mpidist-{os.geteuid()}-{name}" for name in ("a", "b"))
+    other = memory / f"mpidist-{os.geteuid() + 1}-c"
+    for folder in (dead, never_locked, other):
+        (folder / "run").mkdir(parents=True)
+    (dead / "lock").touch()
+    assert clean() == ([dead, never_locked], [])
+    assert other.exists() and not dead.exists() and not never_locked.exists()
