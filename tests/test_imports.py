@@ -18,7 +18,7 @@ LAYERS = [
     ["future", "progress_bar", "saved_file", "shipped", "state_scalars", "whole_file"],
     ["kernels"],
     ["comm"],
-    ["c10d", "ddp", "zero", "rpc"],
+    ["c10d", "ddp", "reports", "rpc", "zero"],
     ["autograd"],
     ["optim"],
     ["nn", "checkpoint", "elastic", "frameworks", "slurm", "trace", "tune"],
@@ -33,7 +33,7 @@ LEVEL = {part: level for level, row in enumerate(LAYERS) for part in row}
 STOREYS = {
     "comm": [
         ["mpi"],
-        ["memory"],
+        ["memory", "recorder"],
         ["discovery", "serialization"],
         ["algorithms"],
         ["execution"],

@@ -19,6 +19,7 @@ from mpidist.autograd.parts import Parts, plan_of
 from mpidist.autograd.passes import Pass
 from mpidist.autograd.recording import Edge, Tensor
 from mpidist.autograd.smart import Summary, Survey, closure, summary
+from mpidist.comm.recorder import recorder
 from mpidist.errors import FrameError, MpidistError, RankFailureError
 from mpidist.rpc import current
 from mpidist.rpc.agent import Agent
@@ -165,28 +166,29 @@ class Initiator:
         key = self._contexts.make_id(me) | (SMART if mode == "smart" else 0)
         running = self._passes[key] = Pass(key, number, me)
         before, thread_state.waits = thread_state.waits, True
-        try:
-            start = (self.parts, running, context, retain, plan_of(context, edges), roots)
-            if mode == "smart":
-                smart = self._surveying[key] = SmartStart(*start)
-                smart.ask()
-            else:
-                Start(*start).begin()
-            running.wait(
-                agent.polling.wait,
-                agent.calls.rpc_timeout,
-                self._probe,
-                [info.name for info in agent.workers.infos],
-            )
-        except BaseException:
-            self.parts.stop(context, key)
-            if running.survey is not None:
-                notify_all(running.survey.asked - {me}, Notice.STOP, number, key)
-            raise
-        finally:
-            thread_state.waits = before
-            del self._passes[key]
-            self._surveying.pop(key, None)
+        with recorder.recorded("backward", "backward", key):
+            try:
+                start = (self.parts, running, context, retain, plan_of(context, edges), roots)
+                if mode == "smart":
+                    smart = self._surveying[key] = SmartStart(*start)
+                    smart.ask()
+                else:
+                    Start(*start).begin()
+                running.wait(
+                    agent.polling.wait,
+                    agent.calls.rpc_timeout,
+                    self._probe,
+                    [info.name for info in agent.workers.infos],
+                )
+            except BaseException:
+                self.parts.stop(context, key)
+                if running.survey is not None:
+                    notify_all(running.survey.asked - {me}, Notice.STOP, number, key)
+                raise
+            finally:
+                thread_state.waits = before
+                del self._passes[key]
+                self._surveying.pop(key, None)
 
     def add_summary(
         self, worker: int, number: int, key: int, found: Summary, peers: Sequence[int]

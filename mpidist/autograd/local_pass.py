@@ -27,6 +27,7 @@ from mpidist.autograd.fence import Fence
 from mpidist.autograd.recording import LEAF, Edge, Gradient, Leaf, Tensor
 from mpidist.autograd.reductions import Reductions
 from mpidist.autograd.single_node import run_alone
+from mpidist.comm.recorder import recorder
 from mpidist.errors import MpidistError
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
@@ -99,6 +100,9 @@ class LocalPass:
         self._since = time.monotonic()
         self._lock = threading.Lock()
         self._reductions = Reductions(context, plan)
+        self._recorder = recorder.of_process()
+        signature = self._recorder.signature("backward", "part of a backward pass")
+        self._entry = self._recorder.begin(signature, tag=key)
 
     @property
     def since(self) -> float:
@@ -112,6 +116,7 @@ class LocalPass:
     def stop(self) -> None:
         """Stop yielding results and release the gradients."""
         self.is_stopped = True
+        self._recorder.fail(self._entry)
         with self._lock:
             self._inbox.clear()
             if not self._is_busy:
@@ -208,6 +213,7 @@ class LocalPass:
         if found:
             self.context.gradients.add(found)
         if not waits_for:
+            self._recorder.end(self._entry)
             self._outlet.complete(self)
 
     def _run_together(

@@ -36,6 +36,7 @@ from mpidist.comm.execution.work import Work
 from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.comm.mpi import runtime
 from mpidist.comm.mpi.job_folder import ADVICE
+from mpidist.comm.recorder import recorder
 from mpidist.ddp.hooks import checkpoint as powersgd
 from mpidist.errors import CheckpointError, MpidistError
 
@@ -89,7 +90,8 @@ def commit(
         step = count(_WHERE, "step", step, 0)
         training.require_usable(native.rank, native.size)
         rows += [("folder", os.path.abspath(folder)), ("step", step)]
-    _of(native, folder).write(step, training, extra, bool(rng))
+    with recorder.recorded("commit", _WHERE):
+        _of(native, folder).write(step, training, extra, bool(rng))
 
 
 def held(group: Group, folder: str | os.PathLike[str]) -> Held | None:

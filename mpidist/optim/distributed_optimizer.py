@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from mpidist.comm.recorder import recorder
 from mpidist.dynamo import untraced
 from mpidist.optim import gradients
 from mpidist.optim.local_optimizer import LocalOptimizer
@@ -103,7 +104,8 @@ class DistributedOptimizer(Optimizer):
         """
         gradients.require_context(context_id)
         changes = self._changes()
-        self._remote.step(context_id, changes)
+        with recorder.recorded("step", "DistributedOptimizer"):
+            self._remote.step(context_id, changes)
         for number, settings in changes.items():
             self._sent[number].update(snapshot(settings))
 

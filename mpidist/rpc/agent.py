@@ -15,16 +15,20 @@ import torch
 
 from mpidist.comm.memory.stream import device_at
 from mpidist.comm.mpi import exited_ranks, runtime
+from mpidist.comm.recorder import recorder
+from mpidist.comm.recorder.file_format import WORKER
 from mpidist.comm.serialization.tensor_format import HOST
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import CommTimeout, RankFailureError
 from mpidist.rpc import message
+from mpidist.rpc.calls.call_entries import CallEntries
 from mpidist.rpc.calls.engine_messages import EngineMessages
 from mpidist.rpc.calls.pending import PendingCalls
 from mpidist.rpc.calls.reader import Reader
 from mpidist.rpc.calls.references import References
 from mpidist.rpc.calls.wire import Wire
 from mpidist.rpc.message import Kind
+from mpidist.rpc.names import callee
 from mpidist.rpc.names.allowlist import Allowed
 from mpidist.rpc.options import RpcBackendOptions
 from mpidist.rpc.serving.dispatcher import Dispatcher
@@ -92,6 +96,9 @@ class Agent:
             allowed,
             lambda late: self.references.drop(late),
         )
+        self.handled = CallEntries("handler", callee.title)
+        me = workers.me
+        recorder.of_process().group(me.name, WORKER, (workers.world_ranks[me.id],))
         self.engine_messages = EngineMessages(workers, self.wire, self.reader)
         self.references = References(
             workers,

@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from mpidist.comm.consistency import comparing, maximum, raising_on_all, require_same
 from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.comm.mpi import autograd_mode
+from mpidist.comm.recorder import recorder
 from mpidist.comm.world_group import default_group, native_group
 from mpidist.dynamo import untraced
 from mpidist.zero import clipping
@@ -167,6 +168,8 @@ class OSS(torch.optim.Optimizer, Joinable):
             self.optim = self._local.optim
             groups.sync(self.optim.param_groups, self.param_groups)
             self._local.flatten()
+            self._recorder = recorder.of_process()
+            self._signature = self._recorder.signature("step", f"OSS({optim.__name__})")
             self._code = torch.zeros(1, dtype=torch.int32, device="cpu")
         self.defaults = dict(self.optim.defaults)  # schedulers read momentum or betas there
         self.state = self.optim.state
@@ -204,7 +207,14 @@ class OSS(torch.optim.Optimizer, Joinable):
         with autograd_mode.allocating(), torch.no_grad():
             if not self._policy.enters(self, self.before_step):
                 return None
-            return self._step(closure, kwargs)
+            end, number = self._recorder.end, self._recorder.begin(self._signature)
+            try:
+                return self._step(closure, kwargs)
+            except BaseException:
+                end = self._recorder.fail
+                raise
+            finally:
+                end(number)
 
     def _step(self, closure: Callable[[], T] | None, kwargs: dict[str, Any]) -> T | None:
         shards, local, policy = self._shards, self._local, self._policy

@@ -55,7 +55,10 @@ def sgd(group, parameters=None, **settings):
 
 
 def test_a_step_on_one_node_passes_few_functions(group):
-    """Counts calls of ours in the calling thread; one of them copies the shard of another rank."""
+    """Counts calls of ours in the calling thread; one of them copies the shard of another rank.
+
+    Two are the recorder's for each of the step and its three collectives.
+    """
     parameters = nets.matrices()
     sharded, package = sgd(group, parameters, momentum=0.9), os.path.dirname(mpidist.__file__)
     calls = []
@@ -70,7 +73,7 @@ def test_a_step_on_one_node_passes_few_functions(group):
         sharded.step()
         sys.setprofile(None)
     modules = {call.split()[0] for call in calls}
-    agree(group, len(calls) <= 36 + group.size and len(modules) <= 13, "\n".join(calls))
+    agree(group, len(calls) <= 44 + group.size and len(modules) <= 14, "\n".join(calls))
 
 
 def test_positional_arguments_are_fairscales(group):

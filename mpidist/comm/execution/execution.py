@@ -210,7 +210,7 @@ class Execution:
         if state.failure is not None:
             state.raise_failure()
         inputs, outputs, journal = operation.inputs, operation.outputs, state.journal
-        journal.enter(operation.name, inputs, outputs)
+        number, is_failed = journal.enter(operation.name, inputs, outputs), False
         try:
             if self.is_debug:
                 line = fingerprint.describe(operation.name, journal.sequence, operation.facts)
@@ -222,12 +222,13 @@ class Execution:
             with autograd_mode.writing(inputs, outputs):
                 return execute(comm, inputs, outputs, *operation.args)
         except Exception as error:
+            is_failed = True
             explained = state.explain(error, operation.name)
             if explained is error:
                 raise
             raise explained from error
         finally:
-            journal.leave()
+            journal.leave(number, is_failed)
 
     def _report_refusal(self, operation: str, error: Exception) -> None:
         """Compare this rank's refusal of its arguments with the other ranks (debug mode).

@@ -44,6 +44,7 @@ class Call:
         mpi_op: MPI's operation of that call.
         run: Reduces the tensor if ``message`` is None.
         description: The call in the group's journal.
+        signature: The call in the recorder.
     """
 
     nbytes: int
@@ -53,6 +54,7 @@ class Call:
     mpi_op: Any
     run: Callable[[torch.Tensor], None] | None
     description: Description
+    signature: int
 
 
 class FastPath:
@@ -80,6 +82,8 @@ class FastPath:
         self._queued = progress.items
         self._help = progress.help
         self._note = state.journal.ended.append
+        self._begin, self._end = state.recorder.begin, state.recorder.end
+        self._fail = state.recorder.fail
 
     def close(self) -> None:
         """Return False from every later call."""
@@ -158,16 +162,19 @@ class FastPath:
         journal.sequence += 1
         journal.operation = "all_reduce"
         journal.tensor = tensor
+        end, number = self._end, self._begin(call.signature, journal.sequence, call.nbytes)
         try:
             if call.run is None:
                 self._mpi_allreduce(self._in_place, call.message, call.mpi_op)
             else:
                 call.run(tensor)
         except Exception as error:
+            end = self._fail
             raise self._state.explain(error, "all_reduce") from error
         finally:
             journal.tensor = IDLE
             self._note(call.description)
+            end(number)
 
     def _run_later(self, call: Call, tensor: torch.Tensor) -> tuple[torch.Tensor]:
         if self._state.failure is not None:
@@ -192,14 +199,15 @@ class FastPath:
             return None  # the normal path raises the error
         both = (Form(tensor.shape, dtype),)
         description = Description("all_reduce", both, both)
+        signature = self._journal.signatures["all_reduce", dtype, tensor.shape]
         if reductions.is_one_call(self._comm, tensor, plan):
             message = (buffer.memory(address, tensor.nbytes), mpi_types.datatypes()[dtype])
             mpi_op = mpi_types.datatype_and_op(dtype, plan)[1]
-            call = Call(tensor.nbytes, dtype, op, message, mpi_op, None, description)
+            call = Call(tensor.nbytes, dtype, op, message, mpi_op, None, description, signature)
         else:
             of = rank_order if rank_order.applies(self._comm, dtype, plan) else low_precision
             run = of.prepared(self._comm, tensor, plan) or partial(_all_reduce, self._comm, op)
-            call = Call(tensor.nbytes, dtype, op, None, None, run, description)
+            call = Call(tensor.nbytes, dtype, op, None, None, run, description, signature)
         if len(self._calls) >= _CACHED:
             self._calls.clear()
         self._calls[address] = call

@@ -14,6 +14,7 @@ from mpidist.comm.execution.op_status import Journal
 from mpidist.comm.mpi import exited_ranks, mpi_errors, nonblocking, revocation, runtime
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.matched_probe import LengthError
+from mpidist.comm.recorder import recorder
 from mpidist.errors import DisagreementError, GroupError, MpidistError, RankFailureError
 
 _states: weakref.WeakSet[GroupState] = weakref.WeakSet()
@@ -60,6 +61,8 @@ class GroupState:
         on_timeout: ``ABORT`` or ``RAISE``, the same on all ranks.
         comm: The communicator.
         mpi: Its form that messages call.
+        recorder: The process's recorder.
+        label: Of the group in the recorder.
         journal: The operation that the group executes, and the waits for messages.
         failure: Raised by every later call; None as long as the group has not failed.
         is_closed: The group was closed.
@@ -79,7 +82,9 @@ class GroupState:
         self.on_timeout = settings.on_timeout
         self.comm = comm
         self.mpi = comm.plain
-        self.journal = Journal(self.name, self.key, queued)
+        self.recorder = recorder.of_process()
+        self.label = self.recorder.group(self.name, self.key, self.world_ranks)
+        self.journal = Journal(self.name, self.key, queued, self.recorder, self.label)
         self.failure: MpidistError | None = None
         self.is_closed = False
         self.ends_with_world = False

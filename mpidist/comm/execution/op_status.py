@@ -10,7 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from mpidist.comm.recorder.recorder import Off, Recorder
+from mpidist.comm.recorder.signatures import Signatures
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +25,7 @@ T = TypeVar("T")
 _ENV_KEPT = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _KEPT = 2000
 _HISTORY = 32  # calls that another rank compares with its own
+_nbytes = attrgetter("nbytes")
 # To read a journal between two operations of another thread.
 _ATTEMPTS = 10
 
@@ -170,9 +175,16 @@ IDLE: Any = _Idle()
 class Journal:
     """The collective that a group executes, and the waits for messages.
 
-    Every collective calls ``enter`` and ``leave``, which store its description and read no clock.
-    The watchdog calls ``observe`` ten times a second, which records the time at which it first sees
-    a collective; so the times in ``recorded`` are bounds.
+    Every collective calls ``enter`` and ``leave``, which store its description, and its begin and
+    end in the process's recorder. The watchdog calls ``observe`` ten times a second, which records
+    the time at which it first sees a collective; so the times in ``recorded`` are bounds.
+
+    Args:
+        group: The group's name.
+        key: The group's key.
+        queued: Returns the number of queued operations.
+        recorder: The process's.
+        label: Of the group in the recorder.
 
     Attributes:
         group: The group's name.
@@ -184,10 +196,14 @@ class Journal:
         description: Its description.
         ended: Descriptions of the last operations that ended, the newest last.
         queued: Returns the number of queued operations.
+        signatures: Signatures of the group's collectives in the recorder.
     """
 
     __slots__ = (
+        "_begin",
         "_creations",
+        "_end",
+        "_fail",
         "_outer",
         "_own_sequence",
         "_seen",
@@ -201,10 +217,18 @@ class Journal:
         "own",
         "queued",
         "sequence",
+        "signatures",
         "tensor",
     )
 
-    def __init__(self, group: str, key: str, queued: Callable[[], int] = int) -> None:
+    def __init__(
+        self,
+        group: str,
+        key: str,
+        queued: Callable[[], int] = int,
+        recorder: Recorder | None = None,
+        label: str = "",
+    ) -> None:
         self.group = group
         self.key = key
         self.sequence = 0
@@ -222,6 +246,9 @@ class Journal:
         # The collective that ``observe`` saw last, and the time at which it saw it first.
         self._seen = (0, 0.0)
         self._waits: dict[int, Wait] = {}
+        recorder = recorder or Off()
+        self._begin, self._end, self._fail = recorder.begin, recorder.end, recorder.fail
+        self.signatures = Signatures(recorder, "collective", label)
         self._creations = itertools.count(1)
 
     def enter(
@@ -229,20 +256,35 @@ class Journal:
         operation: str,
         inputs: Sequence[torch.Tensor] = (),
         outputs: Sequence[torch.Tensor] = (),
-    ) -> None:
-        """Record the start of a collective; one of its tensors is referenced until ``leave``."""
+    ) -> int:
+        """Record the start of a collective; one of its tensors is referenced until ``leave``.
+
+        Returns:
+            The number of its entry in the recorder.
+        """
         read = _forms(inputs) if inputs else ()
         # The same tensors where they are reduced in place.
         written = read if outputs is inputs else _forms(outputs) if outputs else ()
         self.description = Description(operation, read, written)
         self.sequence += 1
         self.operation = operation
-        self.tensor = outputs[0] if outputs else inputs[0] if inputs else None
+        tensor = self.tensor = outputs[0] if outputs else inputs[0] if inputs else None
+        if tensor is None:
+            return self._begin(self.signatures[operation, None, ()], self.sequence)
+        signature = self.signatures[operation, tensor.dtype, tensor.shape]
+        # Of lists the longer one: of a gather, a scatter and their kin it has all data.
+        tensors = inputs if len(inputs) > len(outputs) else outputs
+        size = tensor.nbytes if len(tensors) == 1 else sum(map(_nbytes, tensors))
+        return self._begin(signature, self.sequence, size)
 
-    def leave(self) -> None:
-        """Record the end of the collective."""
+    def leave(self, number: int = 0, is_failed: bool = False) -> None:
+        """Record the end of the collective of an entry."""
         self.tensor = IDLE
         self.ended.append(self.description)
+        if is_failed:
+            self._fail(number)
+        else:
+            self._end(number)
 
     def note_own(self) -> None:
         """Count the next collective that this thread issues as mpidist's own."""

@@ -117,6 +117,7 @@ class DirectReceive(RequestWork):
         src: The sender's rank in the group; None for any.
         tag: The message's tag.
         queue: The group's queue, to which the caller adds the receive.
+        entry: See ``RequestWork``.
 
     Attributes:
         pattern: See ``Posted``.
@@ -134,9 +135,10 @@ class DirectReceive(RequestWork):
         src: int | None,
         tag: int,
         queue: ReceiveQueue,
+        entry: int,
     ) -> None:
         # Not super(), which costs twice as much.
-        RequestWork.__init__(self, state, operation, tensor, None, src)
+        RequestWork.__init__(self, state, operation, tensor, None, src, None, entry)
         self._queue = queue
         self.pattern = (MPI.ANY_SOURCE if src is None else src, tag)
         self.number = self._sender = -1
@@ -168,6 +170,7 @@ class DirectReceive(RequestWork):
             with contextlib.suppress(Exception):
                 backoff.until(partial(is_over, self._request))
         self._done = True
+        self._state.recorder.fail(self._entry)
         self._error = self._error or CommTimeout(f"{self.where} was withdrawn")
 
     def _test(self) -> bool:
@@ -186,6 +189,7 @@ class DirectReceive(RequestWork):
             self._fail(error)
             return True
         self._done = True
+        self._state.recorder.end(self._entry)
         if self._future is not None:
             self._complete_future()
         return True

@@ -15,6 +15,7 @@ from mpidist.comm.execution.group_state import GroupState
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.buffer_pool import zeroed
 from mpidist.comm.messages.matched_receive import MatchedReceive
+from mpidist.comm.messages.message_entries import MessageEntries
 from mpidist.comm.messages.request_work import RequestWork
 from mpidist.comm.mpi import backoff, exited_ranks, trust
 from mpidist.comm.mpi.communicator import Communicator
@@ -126,6 +127,7 @@ class ObjectMessages:
         self._receiver = ObjectReceiver()
         # Held while the parts of one object are posted, which arrive in the order of posting.
         self._posting = threading.Lock()
+        self._entries = MessageEntries(state.recorder, state.label, state.world_ranks)
 
     def send(self, obj: object, dst: int, data_only: bool | None) -> None:
         """Send an object; see ``ProcessGroup.send_object``."""
@@ -133,7 +135,16 @@ class ObjectMessages:
         state.require_usable("send_object")
         arguments.rank(state.where("send_object"), dst, "dst", state.size)
         with state.explained("send_object", is_collective=False):
-            self._post(frame.encode(obj, trust.is_data_only(data_only)), dst)
+            message = header, body = frame.encode(obj, trust.is_data_only(data_only))
+            entry = self._entries.send_object(
+                sum([len(header), *(part.nbytes for part in body)]), dst
+            )
+            try:
+                self._post(message, dst)
+            except BaseException:
+                self._entries.fail(entry)
+                raise
+            self._entries.end(entry)
 
     def receive(self, src: int | None, data_only: bool | None) -> tuple[Any, int]:
         """Receive an object; see ``ProcessGroup.recv_object``."""
@@ -143,13 +154,19 @@ class ObjectMessages:
         if src is not None:
             arguments.rank(where, src, "src", state.size)
         with state.explained("recv_object", is_collective=False):
-            header, body, source = self._receiver.receive(
-                state.comm,
-                MPI.ANY_SOURCE if src is None else src,
-                Tag.OBJECT_MESSAGE,
-                (where, state.timeout_s, state.peers_of(src)),
-                self._wait_for_part,
-            )
+            entry = self._entries.receive_object(src)
+            try:
+                header, body, source = self._receiver.receive(
+                    state.comm,
+                    MPI.ANY_SOURCE if src is None else src,
+                    Tag.OBJECT_MESSAGE,
+                    (where, state.timeout_s, state.peers_of(src)),
+                    self._wait_for_part,
+                )
+            except BaseException:
+                self._entries.fail(entry)
+                raise
+            self._entries.end(entry)
         return accepted(where, header, body, is_data), source
 
     def _post(self, message: Message, dst: int) -> None:

@@ -26,6 +26,7 @@ from mpidist.comm.messages.direct_messages import (
     ends_soon,
     length_error,
 )
+from mpidist.comm.messages.message_entries import MessageEntries
 from mpidist.comm.messages.message_pieces import HEAD_BYTES, PieceTransfers
 from mpidist.comm.messages.posted_receives import PostedReceive, ReceiveQueue
 from mpidist.comm.messages.request_work import RequestWork, release_orphans
@@ -73,6 +74,7 @@ class Messages:
         self.pieces = PieceTransfers(comm, state.mpi)
         self.receives = ReceiveQueue(state.mpi, self.pieces)
         self._direct = DirectMessages(state.mpi, comm, is_open=not checks_nan)
+        self._entries = MessageEntries(state.recorder, state.label, state.world_ranks)
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> None:
         """Send a tensor; see ``ProcessGroup.send``."""
@@ -80,13 +82,16 @@ class Messages:
         if not self._direct.take(tensor, dst, tag):
             self.isend("send", tensor, dst, tag).wait()
             return
+        entry = self._entries.send("send", tensor, dst, tag)
         try:
             request = self._direct.start_send(tensor, dst, tag)
             if request.Test() or ends_soon(request):
+                self._entries.end(entry)
                 return
         except MPI.Exception as error:
+            self._entries.fail(entry)
             raise self._state.message_error(error, "send") from None
-        RequestWork(self._state, "send", tensor, request, dst).wait()
+        RequestWork(self._state, "send", tensor, request, dst, None, entry).wait()
 
     def recv(self, tensor: Tensor, src: int | None, tag: int) -> int:
         """Receive a tensor; see ``ProcessGroup.recv``."""
@@ -96,10 +101,18 @@ class Messages:
             and self._direct.take(tensor, 0 if src is None else src, tag)
             and not tensor.requires_grad
         ):
-            sender = self._receive_soon(tensor, src, tag)
+            entry = self._entries.receive("recv", tensor, src, tag)
+            try:
+                sender = self._receive_soon(tensor, src, tag)
+            except BaseException:
+                self._entries.fail(entry)
+                raise
             if sender is not None:
+                self._entries.end(entry)
                 return sender
-        work = self.irecv("recv", tensor, src, tag, waits=True)
+        else:
+            entry = 0
+        work = self.irecv("recv", tensor, src, tag, waits=True, entry=entry)
         try:
             work.wait()
         finally:
@@ -141,8 +154,13 @@ class Messages:
             state.require_usable(operation)
         if direct.take(tensor, dst, tag):
             release_orphans()
-            request = direct.start_send(tensor, dst, tag)
-            return RequestWork(state, operation, tensor, request, dst)
+            entry = self._entries.send(operation, tensor, dst, tag)
+            try:
+                request = direct.start_send(tensor, dst, tag)
+            except BaseException:
+                self._entries.fail(entry)
+                raise
+            return RequestWork(state, operation, tensor, request, dst, None, entry)
         where = state.where(operation)
         arguments.tensor(where, tensor, "tensor")
         arguments.rank(where, dst, "dst", self._state.size)
@@ -150,11 +168,21 @@ class Messages:
         if self._checks_nan:
             nan_check.require_none(where, (tensor,))
         release_orphans()
+        entry = self._entries.send(operation, tensor, dst, tag)
+        try:
+            request, kept = self._start_send(tensor, dst, tag)
+        except BaseException:
+            self._entries.fail(entry)
+            raise
+        return RequestWork(state, operation, tensor, request, dst, kept, entry)
+
+    def _start_send(self, tensor: Tensor, dst: int, tag: int) -> tuple[Request, object]:
+        """Start the send of any tensor; return its request, and the memory that MPI works on."""
         staged = device_p2p.to_send_in_pieces(tensor)
         if staged is not None:
             parts = self.pieces.send(staged, list(buffer.pieces(tensor.nbytes)), dst, tag)
             if parts is not None:
-                return RequestWork(self._state, operation, tensor, _as_one(parts), dst, staged)
+                return _as_one(parts), staged
         memory, device = device_p2p.to_send(tensor)
         requests = [
             start_request(
@@ -162,23 +190,31 @@ class Messages:
             )
             for start, length in buffer.pieces(memory.nbytes)
         ]
-        return RequestWork(self._state, operation, tensor, _as_one(requests), dst, memory)
+        return _as_one(requests), memory
 
     def irecv(
-        self, operation: str, tensor: Tensor, src: int | None, tag: int, waits: bool = False
+        self,
+        operation: str,
+        tensor: Tensor,
+        src: int | None,
+        tag: int,
+        waits: bool = False,
+        entry: int = 0,
     ) -> RequestWork:
         """Start a receive.
 
         Args:
             operation: The name in errors and reports.
             waits: The calling thread will wait at once.
+            entry: Number of its entry in the recorder, if that has begun.
         """
         state = self._state
         if state.is_closed or state.failure is not None:
             state.require_usable(operation)
         if self._direct.take(tensor, 0 if src is None else src, tag) and not tensor.requires_grad:
             release_orphans()
-            receive = DirectReceive(state, operation, tensor, src, tag, self.receives)
+            entry = entry or self._entries.receive(operation, tensor, src, tag)
+            receive = DirectReceive(state, operation, tensor, src, tag, self.receives, entry)
             self.receives.add(receive, waits)
             return receive
         where = self._state.where(operation)
@@ -195,6 +231,7 @@ class Messages:
                 f"{where} from any source takes at most {buffer.MAX_COUNT} bytes; got "
                 f"{memory.nbytes}; name src"
             )
+        entry = entry or self._entries.receive(operation, tensor, src, tag)
         source = MPI.ANY_SOURCE if src is None else src
         target = device_p2p.target_of(arrive, tensor)
         receives = [
@@ -208,7 +245,7 @@ class Messages:
             )
             for start, length in spans
         ]
-        return _Receive(self._state, operation, tensor, receives, src, memory, arrive)
+        return _Receive(self._state, operation, tensor, receives, src, memory, arrive, entry)
 
 
 class _Receive(RequestWork):
@@ -218,6 +255,7 @@ class _Receive(RequestWork):
         receives: The receives of the tensor's memory, in its order.
         arrive: Stores the message in the memory of a device, and returns the events behind which it
             is complete; None for the host.
+        entry: See ``RequestWork``.
     """
 
     __slots__ = ("_arrive", "_receives")
@@ -231,8 +269,9 @@ class _Receive(RequestWork):
         src: int | None,
         memory: Tensor | None = None,
         arrive: Callable[[], Sequence[Event]] | None = None,
+        entry: int = 0,
     ) -> None:
-        super().__init__(state, operation, tensor, _as_one(receives), src, memory)
+        super().__init__(state, operation, tensor, _as_one(receives), src, memory, entry)
         self._receives = receives
         self._arrive = arrive
 
@@ -242,6 +281,7 @@ class _Receive(RequestWork):
                 self._request.Cancel()
                 self._request.Wait()
             self._done = True
+            self._state.recorder.fail(self._entry)
             self._error = self._error or CommTimeout(f"{self.where} was withdrawn")
 
     def _store(self) -> None:

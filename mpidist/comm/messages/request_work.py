@@ -64,13 +64,14 @@ class RequestWork:
         request: The request of MPI, or one with its methods; None until there is one.
         peer: The other rank in the group; None for any.
         kept: Memory that MPI works on, kept alive as long as the request.
+        entry: Number of the message's entry in the recorder; 0 for none.
     """
 
     # What is needed for an error or a long wait alone is asked of the group, because most messages
     # have ended before: each attribute of a handle costs a message 30 ns.
     __slots__ = (
-        "_done", "_error", "_events", "_future", "_kept", "_peer", "_request", "_source",
-        "_state",
+        "_done", "_entry", "_error", "_events", "_future", "_kept", "_peer", "_request",
+        "_source", "_state",
         "operation", "tensor",
     )  # fmt: skip
 
@@ -82,6 +83,7 @@ class RequestWork:
         request: Request | MatchedReceive | None,
         peer: int | None,
         kept: object = None,
+        entry: int = 0,
     ) -> None:
         self._state = state
         self.operation = operation
@@ -89,6 +91,7 @@ class RequestWork:
         self._request: Any = request
         self._peer = peer
         self._kept = kept
+        self._entry = entry
         # On a device the data is complete behind the events.
         self._events: list[Event] = []
         self._done = False
@@ -97,8 +100,11 @@ class RequestWork:
         self._future: Future[Sequence[torch.Tensor]] | None = None
 
     def __del__(self) -> None:
-        if not self._done and self._request is not None:
-            _orphans.append((self._request, (self._kept, self.tensor)))
+        if not self._done:
+            if self._entry:
+                self._state.recorder.end(self._entry)
+            if self._request is not None:
+                _orphans.append((self._request, (self._kept, self.tensor)))
 
     @property
     def tensors(self) -> Sequence[Any]:
@@ -169,6 +175,8 @@ class RequestWork:
             self._fail(error)
             return True
         self._done = True
+        if self._entry:
+            self._state.recorder.end(self._entry)
         if self._future is not None:
             self._complete_future()
         return True
@@ -176,6 +184,8 @@ class RequestWork:
     def _fail(self, error: Exception) -> None:
         self._error = self._state.message_error(error, self.operation)
         self._done = True
+        if self._entry:
+            self._state.recorder.fail(self._entry)
         self._complete_future()
 
     def _store(self) -> None:

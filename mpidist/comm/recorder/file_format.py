@@ -17,7 +17,8 @@ A slot (``SLOT``): begin, end, sequence, bytes, tag, peer, signature, thread, an
 The writer clears the slot before it fills it, and the number is stored last, so a slot without a
 number is being written. A reader takes the number before and after it copies the slot; if they
 differ, the slot was written in between and does not count. The end is one word, which is stored by
-itself: ``UNDER_WAY``, a time of ``time.monotonic_ns``, or its negative where the operation failed.
+itself: 0 while the operation is under way, a time of ``time.monotonic_ns``, or its negative where
+the operation failed.
 
 Records of the table, which is only appended to:
 
@@ -26,7 +27,7 @@ Records of the table, which is only appended to:
   ``KINDS``, which stand for what came after the table was full.
 - ``["group", label, key, ranks]`` with world ranks as a list, or as ``{"range": [start, stop,
   step]}``. The label is the group's name, made different from those of the process's other groups;
-  the key is the same on all ranks.
+  the key is the same on all ranks. A worker of RPC is a group of itself, whose key is ``WORKER``.
 """
 
 from __future__ import annotations
@@ -41,15 +42,17 @@ HEADER_BYTES = 4096
 PUBLISHED_OFFSET = 24  # of the bytes of the table that are published
 
 SLOT = struct.Struct("<qqqqqiII4xq")
+# The same as it is begun: its end is 0, which is one argument less.
+BEGUN = struct.Struct("<q8xqqqiII4xq")
 SLOT_BYTES = 64
 SLOT_WORDS = SLOT_BYTES // 8
 END_WORD, NUMBER_WORD = 1, 7  # of a slot
-UNDER_WAY = -1
 
 LENGTH = struct.Struct("<I")
 
 KINDS = ("collective", "send", "receive", "call", "handler", "backward", "step", "commit")
 UNLISTED = "unlisted"
+WORKER = "worker of RPC"
 
 
 def file_bytes(slots: int, kept: int, table_bytes: int) -> int:

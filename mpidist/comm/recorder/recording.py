@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mpidist.comm.mpi import job_folder
 from mpidist.comm.recorder import file_format
-from mpidist.comm.recorder.file_format import HEADER, HEADER_BYTES, SLOT, SLOT_BYTES, UNDER_WAY
+from mpidist.comm.recorder.file_format import HEADER, HEADER_BYTES, SLOT, SLOT_BYTES
 from mpidist.comm.recorder.ring import start_ticks
 from mpidist.errors import RecordingError
 
@@ -50,7 +50,8 @@ class Entry:
         shape: Of its tensor.
         size_bytes: Of its data.
         peer: World rank of the other side; -1 where there is none, or any.
-        tag: Of a message; the number of a call, the same at caller and callee; else 0.
+        tag: Of a message; the number of a call, the same at caller and callee; that of a backward
+            pass, the same on all workers; else 0.
         thread: Native thread id.
         begin_ns: ``time.monotonic_ns`` at its begin.
         end_ns: At its end; None while it is under way, also if its process died in it.
@@ -258,7 +259,7 @@ def _entries(
         kind, operation, group, dtype, shape = signatures[signature]
         entry = Entry(
             number, kind, operation, group, sequence, dtype, shape, size_bytes, peer, tag, thread,
-            begin, None if end == UNDER_WAY else abs(end), end < UNDER_WAY,
+            begin, abs(end) or None, end < 0,
         )  # fmt: skip
         # An entry may be in its slot and kept for a moment; its end is in both.
         if number not in found or found[number].end_ns is None:

@@ -1,9 +1,9 @@
 """Ring of the last operations of this process, in a mapped file or in its own memory.
 
 ``begin`` stores an entry in the slot of its number, ``end`` the time in that slot; neither takes a
-lock, allocates a slot or calls the system. Numbers come from ``itertools.count``, whose step is one
-instruction of the interpreter. An entry that is still under way when the ring has come around moves
-to one of the kept slots, so a rank that hangs still tells in what.
+lock or calls the system. Numbers come from ``itertools.count``, whose step no other thread divides.
+An entry that is still under way when the ring has come around moves to one of the kept slots, so a
+rank that hangs still tells in what.
 
 The memory is a shared mapping of a file: the kernel keeps what was stored whatever becomes of the
 process, and another process reads it at any time. See ``file_format``.
@@ -19,11 +19,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from mpidist.comm.recorder import file_format
-from mpidist.comm.recorder.file_format import END_WORD, NUMBER_WORD, SLOT_WORDS, UNDER_WAY
+from mpidist.comm.recorder.file_format import (
+    END_WORD,
+    HEADER_BYTES,
+    NUMBER_WORD,
+    SLOT_BYTES,
+    SLOT_WORDS,
+)
 
 SLOTS = 4096
 _KEPT = 64
@@ -32,11 +39,9 @@ _LONGEST = 200  # of a name in a signature
 _WORD = 8
 
 
-class _Thread(threading.local):
-    """Native id of this thread, which is a call of the system the first time alone."""
-
-    def __init__(self) -> None:
-        self.native_id = threading.get_native_id()
+# begin(signature, sequence=0, size_bytes=0, peer=-1, tag=0) -> number, and end(number)
+Begin: TypeAlias = Callable[..., int]
+End: TypeAlias = Callable[[int], None]
 
 
 class Ring:
@@ -54,28 +59,13 @@ class Ring:
 
     Attributes:
         path: Of the file.
+        begin: Stores the begin of an operation in this thread, and returns its number. Takes its
+            signature; the number of the collective on its group (0); the bytes of its data (0);
+            the world rank of the other side (-1 for none, or any); a message's tag or a call's
+            number (0).
+        end: Stores the end of the operation of a number; called once, by any thread.
+        fail: Called in its place: the operation has ended by an exception.
     """
-
-    __slots__ = (
-        "_buffer",
-        "_clock",
-        "_ends",
-        "_groups",
-        "_is_full",
-        "_kept",
-        "_lock",
-        "_next",
-        "_numbers",
-        "_pack",
-        "_published",
-        "_signatures",
-        "_slots",
-        "_table_bytes",
-        "_table_offset",
-        "_thread",
-        "_words",
-        "path",
-    )
 
     def __init__(
         self, path: Path | None, job: str = "", rank: int = 0, size: int = 1, slots: int = SLOTS
@@ -86,78 +76,23 @@ class Ring:
         self._table_bytes = _TABLE_BYTES
         self._buffer = _mapped(path, self._table_offset + self._table_bytes)
         self._words = memoryview(self._buffer).cast("q")
-        first = file_format.HEADER_BYTES // _WORD
+        first = HEADER_BYTES // _WORD
         slot_words = self._words[first : first + (slots + _KEPT) * SLOT_WORDS]
         self._ends = slot_words[END_WORD::SLOT_WORDS]
         self._numbers = slot_words[NUMBER_WORD::SLOT_WORDS]
-        # Looked up once: an attribute of a module costs as much as the store.
-        self._pack, self._clock = file_format.SLOT.pack_into, time.monotonic_ns
-        self._next = itertools.count(1).__next__
-        self._thread = _Thread()
         self._published = 0
         self._is_full = False
         self._signatures: dict[tuple[str, str, str, str, tuple[int, ...]], int] = {}
         self._groups: dict[tuple[str, str, tuple[int, ...]], str] = {}  # label
         self._kept: dict[int, int] = {}  # slot, by the number of an entry under way
         self._lock = threading.Lock()  # of the table and of the kept slots
+        self.begin: Begin
+        self.end: End
+        self.fail: End
+        self.begin, self.end, self.fail = self._writers()
         self._write_header(job, rank, size)
         for kind in file_format.KINDS:
             self.signature(kind, file_format.UNLISTED)
-
-    def begin(
-        self,
-        signature: int,
-        sequence: int = 0,
-        size_bytes: int = 0,
-        peer: int = -1,
-        tag: int = 0,
-    ) -> int:
-        """Store the begin of an operation in this thread; return its number for ``end``.
-
-        Args:
-            signature: A result of ``signature``.
-            sequence: Number of the collective on its group; 0 for what is none.
-            size_bytes: Of the data.
-            peer: World rank of the other side; -1 if there is none, or any.
-            tag: Of a message, or the number of a call.
-        """
-        number = self._next()
-        slot = number % self._slots
-        if self._ends[slot] == UNDER_WAY:
-            self._keep(slot)
-        self._pack(
-            self._buffer,
-            slot * 64 + 4096,
-            self._clock(),
-            UNDER_WAY,
-            sequence,
-            size_bytes,
-            tag,
-            peer,
-            signature,
-            self._thread.native_id,
-            number,
-        )
-        return number
-
-    def end(self, number: int) -> None:
-        """Store the end of an operation; called once, by any thread."""
-        # No call stands between the look at the number and the store, so no thread runs in between.
-        now = self._clock()
-        slot = number % self._slots
-        if self._numbers[slot] == number:
-            self._ends[slot] = now
-        if self._kept:
-            self._end_kept(number, now)
-
-    def fail(self, number: int) -> None:
-        """Store the end of an operation by an exception; called in place of ``end``."""
-        now = -self._clock()
-        slot = number % self._slots
-        if self._numbers[slot] == number:
-            self._ends[slot] = now
-        if self._kept:
-            self._end_kept(number, now)
 
     def signature(
         self,
@@ -206,20 +141,76 @@ class Ring:
             view.release()
         self._buffer.close()
 
+    def _writers(self) -> tuple[Begin, End, End]:
+        """Return ``begin``, ``end`` and ``fail``.
+
+        What they need is in their cells: fifteen attributes of an object cost a fifth of an entry.
+        """
+        buffer, ends, numbers, slots, kept = (
+            self._buffer, self._ends, self._numbers, self._slots, self._kept,
+        )  # fmt: skip
+        keep, end_kept = self._keep, self._end_kept
+        pack, clock, native_id = (
+            file_format.BEGUN.pack_into, time.monotonic_ns, threading.get_native_id,
+        )  # fmt: skip
+        here = threading.local()
+        # Number, slot and offset of the next entry, in one step that no other thread divides.
+        order = [*range(1, slots), 0]
+        following = zip(
+            itertools.count(1),
+            itertools.cycle(order),
+            itertools.cycle([_offset(slot) for slot in order]),
+            strict=False,
+        ).__next__
+
+        def begin(
+            signature: int, sequence: int = 0, size_bytes: int = 0, peer: int = -1, tag: int = 0
+        ) -> int:
+            number, slot, offset = following()
+            if not ends[slot] and numbers[slot]:
+                keep(slot)
+            try:
+                thread = here.native_id
+            except AttributeError:
+                thread = here.native_id = native_id()
+            pack(
+                buffer, offset, clock(), sequence, size_bytes, tag, peer, signature, thread, number
+            )
+            return number
+
+        # No call stands between the look at the number and the store: no thread runs in between.
+        def end(number: int) -> None:
+            now = clock()
+            slot = number % slots
+            if numbers[slot] == number:
+                ends[slot] = now
+            if kept:
+                end_kept(number, now)
+
+        def fail(number: int) -> None:
+            now = -clock()
+            slot = number % slots
+            if numbers[slot] == number:
+                ends[slot] = now
+            if kept:
+                end_kept(number, now)
+
+        return begin, end, fail
+
     def _keep(self, slot: int) -> None:
         """Move an entry under way to a kept slot; of more such entries the ring forgets some."""
         with self._lock:
-            ends, buffer, number = self._ends, self._buffer, self._numbers[slot]
-            free = range(self._slots, self._slots + _KEPT)
-            kept = next((place for place in free if ends[place] != UNDER_WAY), None)
+            ends, numbers, buffer = self._ends, self._numbers, self._buffer
+            number, free = numbers[slot], range(self._slots, self._slots + _KEPT)
+            kept = next((one for one in free if ends[one] or not numbers[one]), None)
             if kept is None:
                 return
             # Listed before it is copied: an end that comes in between is stored in the copy, or in
             # what is copied.
             self._kept[number] = kept
             offset, other = _offset(slot), _offset(kept)
-            buffer[other : other + 64] = buffer[offset : offset + 64]
-            if ends[kept] != UNDER_WAY:
+            buffer[other : other + SLOT_BYTES] = buffer[offset : offset + SLOT_BYTES]
+            if ends[kept]:
                 self._kept.pop(number, None)
 
     def _end_kept(self, number: int, now: int) -> None:
@@ -308,7 +299,7 @@ def _mapped(path: Path | None, length: int) -> mmap.mmap:
 
 
 def _offset(slot: int) -> int:
-    return file_format.HEADER_BYTES + slot * file_format.SLOT_BYTES
+    return HEADER_BYTES + slot * SLOT_BYTES
 
 
 def _as_json(ranks: tuple[int, ...]) -> object:

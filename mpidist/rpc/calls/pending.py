@@ -12,6 +12,7 @@ import torch
 
 from mpidist.comm.transport.incoming import Incoming
 from mpidist.errors import FrameError, MpidistError, RankFailureError
+from mpidist.rpc.calls.call_entries import CallEntries
 from mpidist.rpc.calls.reader import Reader
 from mpidist.rpc.calls.wire import Wire
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
@@ -79,6 +80,9 @@ class PendingCalls:
         self._drop = drop
         self._post = wire.post
         self._codecs = wire.codecs
+        self._entries = CallEntries("call")
+        self._begin, self._end = self._entries.begin, self._entries.end
+        self._world_ranks = workers.world_ranks
         self._numbers = itertools.count(1)
         self._pending: dict[int, Call] = {}  # by number
         self._next_deadline = _NEVER  # the earliest among the pending calls, or an earlier time
@@ -149,6 +153,8 @@ class PendingCalls:
         """
         to = call.to
         self.started = call.sequence = sequence = next(self._numbers)
+        signature, peer = self._entries[call.what], self._world_ranks[to]
+        call.entry = self._begin(signature, 0, 0, peer, sequence)
         self._pending[sequence] = call
         if call.deadline < self._next_deadline:
             self._next_deadline = call.deadline
@@ -169,14 +175,16 @@ class PendingCalls:
             )
         except BaseException:
             self._pending.pop(sequence, None)
+            self._entries.fail(call.entry)
             raise
 
     def _refuse(self, call: Call) -> None:
         if self._pending.pop(call.sequence, None) is None:
             return  # another thread fails it
         if self.is_stopped:
+            self._entries.fail(call.entry)
             raise MpidistError(f"{self.stop_reason}; {self._describe(call)} cannot be sent")
-        self._run_action(call.fail(self._left_error(call)))
+        self._fail(call, self._left_error(call))
 
     def pace(self) -> None:
         """Let others be answered first, after an asynchronous call of a user's thread.
@@ -216,13 +224,8 @@ class PendingCalls:
                 self.expire()
             if not call.done:
                 if self.is_stopped and self._pending.pop(call.sequence, None) is not None:
-                    self._run_action(
-                        call.fail(
-                            MpidistError(
-                                f"{self.stop_reason} before {self._describe(call)} was answered"
-                            )
-                        )
-                    )
+                    text = f"{self.stop_reason} before {self._describe(call)} was answered"
+                    self._fail(call, MpidistError(text))
                 # Another thread has removed the call and completes it.
                 call.park(0.01)
 
@@ -263,6 +266,10 @@ class PendingCalls:
         if call is None:  # timed out
             self._drop(incoming)
             return HANDLED
+        if incoming.kind == _EXCEPTION:
+            self._entries.fail(call.entry)
+        else:
+            self._end(call.entry)
         if type(call) is not Call:
             return call.complete(incoming) or HANDLED
         call.incoming = incoming
@@ -274,23 +281,20 @@ class PendingCalls:
     def fail_to(self, rank: int) -> None:
         """Fail the calls to a worker that has left."""
         for call in self._remove_where(lambda call: call.to == rank):
-            self._run_action(call.fail(self._left_error(call)))
+            self._fail(call, self._left_error(call))
 
     def stop(self) -> None:
         """Fail all calls, and reject new ones."""
         self.is_stopped = True
         for call in self._remove_where(lambda call: True):
-            self._run_action(
-                call.fail(
-                    MpidistError(f"{self._describe(call)}: {self.stop_reason} on this worker")
-                )
-            )
+            text = f"{self._describe(call)}: {self.stop_reason} on this worker"
+            self._fail(call, MpidistError(text))
 
     def fail(self, sequence: int, error: BaseException, source: int) -> None:
         """Fail a call by its number if it is pending and its callee is rank ``source``."""
         call = self._pending.get(sequence)
         if call is not None and call.to == source and self._pending.pop(sequence, None) is not None:
-            self._run_action(call.fail(error))
+            self._fail(call, error)
 
     def has_expired(self) -> bool:
         """Return whether a deadline may have passed."""
@@ -307,12 +311,17 @@ class PendingCalls:
         for call in late:
             error = call.timed_out(self._describe(call))
             error.calls = self._broken(call, "timed out")
-            self._run_action(call.fail(error))
+            self._fail(call, error)
 
     def _remove_where(self, concerns: Callable[[Call], bool]) -> list[Call]:
         """Remove and return the calls for which ``concerns`` returns True."""
         matching = [call for call in list(self._pending.values()) if concerns(call)]
         return [call for call in matching if self._pending.pop(call.sequence, None) is not None]
+
+    def _fail(self, call: Call, error: BaseException) -> None:
+        """Fail a call that was removed."""
+        self._entries.fail(call.entry)
+        self._run_action(call.fail(error))
 
     def _run_action(self, action: Action | None) -> None:
         if action is None:

@@ -94,7 +94,12 @@ def method(name: str) -> Method:
 
 def display_name(name: bytes) -> str:
     """Return the name of a function for messages to users."""
-    text = name[COUNT.size :].decode(errors="replace")
+    return title(name[COUNT.size :])
+
+
+def title(name: bytes) -> str:
+    """Return the same of a name without its length."""
+    text = name.decode(errors="replace")
     return text.partition(":")[2] or text if ":" in text and "::" not in text else text
 
 

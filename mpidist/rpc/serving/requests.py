@@ -14,6 +14,7 @@ import torch
 from mpidist.comm.transport.incoming import Incoming
 from mpidist.errors import MpidistError
 from mpidist.rpc import functions, message
+from mpidist.rpc.calls.call_entries import CallEntries
 from mpidist.rpc.calls.engine_messages import EngineMessages
 from mpidist.rpc.calls.pending import PendingCalls
 from mpidist.rpc.calls.reader import Reader
@@ -53,6 +54,7 @@ class Server(Protocol):
     reader: Reader
     references: References
     calls: PendingCalls
+    handled: CallEntries
     engine_messages: EngineMessages
     quiescence: Quiescence
     polling: Polling
@@ -133,6 +135,9 @@ class Request:
         if agent.gil_waits is not None:
             _measure_lock(agent.gil_waits)
         engine = interceptor.engine if incoming.context else None
+        handled = agent.handled
+        peer = agent.workers.world_ranks[incoming.source]
+        entry = handled.begin(handled[key], 0, 0, peer, incoming.sequence)
         start = time.monotonic()
         try:
             if engine is None:
@@ -143,22 +148,27 @@ class Request:
             if hasattr(function, functions.MARK):
                 result = functions.deferred_result(function, result)
         except BaseException as error:
+            handled.fail(entry)
             self._log(error)
             self.fail(error)
             return
         finally:
             agent.policy.record(key, time.monotonic() - start)
         if type(result) is functions.DeferredResult:
-            result.future.add_done_callback(self._finish)
+            result.future.add_done_callback(partial(self._finish, entry))
         else:
+            handled.end(entry)
             self.succeed(result)
 
-    def _finish(self, future: torch._C.Future) -> None:
+    def _finish(self, entry: int, future: torch._C.Future) -> None:
+        handled = self._agent.handled
         try:
             value = future.value()
         except BaseException as error:
+            handled.fail(entry)
             self.fail(error)
         else:
+            handled.end(entry)
             self.succeed(value)
 
     def succeed(self, value: object) -> None:

@@ -35,6 +35,7 @@ class Call:
         deadline: The time at which it fails (``time.monotonic``); infinite for no timeout.
         incoming: The answer, not decoded.
         error: Why the call has failed without an answer.
+        entry: Number of its entry in the recorder.
         done: An answer or an error is there; for a call with a future, the future is complete.
         latches: One for each thread that sleeps until the call is done.
         action_number: While its thread leads (``polling``): the number of the action that the
@@ -45,6 +46,7 @@ class Call:
         "action_number",
         "deadline",
         "done",
+        "entry",
         "error",
         "function",
         "incoming",
@@ -63,6 +65,7 @@ class Call:
         self, to: int, what: str | bytes, timeout_s: float, function: object = None
     ) -> None:
         self.sequence = -1
+        self.entry = 0
         self.to = to
         # Not one tuple: the garbage collector scans every container of an outstanding call.
         self.what = what

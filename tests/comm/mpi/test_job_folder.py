@@ -35,3 +35,20 @@ def test_clean_removes_what_dead_jobs_have_left(memory):
     (dead / "lock").touch()
     assert clean() == ([dead, never_locked], [])
     assert other.exists() and not dead.exists() and not never_locked.exists()
+
+
+def test_the_newest_recordings_of_dead_jobs_stay_and_all_commits(memory):
+    folders = [memory / f"mpidist-{os.geteuid()}-{name}" for name in "abcde"]
+    for age, folder in enumerate(folders):
+        folder.mkdir(mode=0o700)
+        for name in ("lock", "recorder-0"):
+            (folder / name).touch()
+        os.utime(folder, (age, age))
+    (folders[0] / "run").mkdir()
+    os.utime(folders[0], (0, 0))
+    (folders[2] / "lock").unlink()  # of a job that is about to lock it
+    used = JobFolder(folders[1])
+    used.open()
+    job_folder.remove_recordings(1)
+    assert sorted(memory.iterdir()) == [folders[0], folders[1], folders[2], folders[4]]
+    used.close(0)

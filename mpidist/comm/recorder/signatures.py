@@ -1,0 +1,38 @@
+"""Signatures of one kind of operations on one group, as the writer looks them up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from mpidist.comm.recorder.file_format import KINDS
+from mpidist.comm.recorder.recorder import Recorder
+
+if TYPE_CHECKING:
+    import torch
+
+Form: TypeAlias = "tuple[str, torch.dtype | None, tuple[int, ...]]"
+
+
+class Signatures(dict[Form, int]):
+    """Numbers of signatures by operation, dtype and shape; a lookup is one instruction.
+
+    Args:
+        recorder: The process's.
+        kind: Of the operations.
+        label: Of the group; empty without one.
+    """
+
+    def __init__(self, recorder: Recorder, kind: str, label: str = "") -> None:
+        super().__init__()
+        self._signature = recorder.signature
+        self._kind, self._label = kind, label
+
+    def __missing__(self, form: Form) -> int:
+        """List a signature in the recorder; return its number."""
+        operation, dtype, shape = form
+        name = "" if dtype is None else str(dtype).removeprefix("torch.")
+        number = self._signature(self._kind, operation, self._label, name, shape)
+        # What the table has no room for is looked up again, so that this one does not grow either.
+        if number >= len(KINDS):
+            self[form] = number
+        return number
