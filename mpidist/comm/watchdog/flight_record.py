@@ -26,12 +26,12 @@ import torch
 from mpidist import torch_version, whole_file
 from mpidist.comm.execution.op_status import Form, Journal, Recorded
 
-_FORMAT = "2.10"  # version of the form, as torch 2.13 to 2.15 write it
+FORMAT = "2.10"  # version of the form, as torch 2.13 to 2.15 write it
 # torch's variables, the older name second.
 _ENV_PREFIX = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _ENV_ON_TIMEOUT = ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT")
 # torchfrtrace's names of collectives, by those of mpidist.
-_KINDS = {
+KINDS = {
     "all_reduce": "all_reduce",
     "all_reduce_coalesced": "allreduce_coalesced",
     "broadcast": "broadcast",
@@ -47,10 +47,10 @@ _KINDS = {
 }
 # NCCL's name of a barrier; also of an operation that torchfrtrace has no name for, and of tensors
 # that differ between ranks. The entry's frame has the operation's own name.
-_OTHER = "all_reduce_barrier"
+OTHER = "all_reduce_barrier"
 # torchfrtrace of torch <= 2.14 reads entries of certain libraries alone, among which NCCL is in all
 # versions, and no message whose sender is not known.
-_LIBRARY, _HAS_ANY_SOURCE = (
+LIBRARY, HAS_ANY_SOURCE = (
     ("mpidist", True) if torch_version.numbers(torch.__version__) >= (2, 15) else ("nccl", False)
 )
 
@@ -102,7 +102,7 @@ def record(
         for place, entry in enumerate(sorted(entries, key=lambda entry: entry["time_created_ns"]))
     ]
     return {
-        "version": _FORMAT,
+        "version": FORMAT,
         "comm_lib_version": "",
         "pg_config": config,
         "pg_status": status,
@@ -163,14 +163,14 @@ def _config(key: str, name: str, ranks: Sequence[int]) -> dict[str, str]:
 
 def _collective(group: Group, recorded: Recorded) -> Entry:
     described = recorded.description
-    kind = _KINDS.get(described.operation, _OTHER)
+    kind = KINDS.get(described.operation, OTHER)
     inputs, outputs = described.inputs, described.outputs
     if kind in ("broadcast", "reduce"):
         # torch gives each rank the tensor as both, ours has it on the ranks that read or write it.
         inputs = outputs = inputs or outputs
     if kind in ("all_gather", "reduce_scatter") and not _are_alike((*inputs, *outputs)):
-        kind = _OTHER
-    if kind == _OTHER:
+        kind = OTHER
+    if kind == OTHER:
         inputs = outputs = ()
     is_flat = kind in ("all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
     return {
@@ -194,7 +194,7 @@ def _messages(group: Group) -> Iterator[tuple[dict[str, str], Entry]]:
             continue
         is_send, other = "send" in wait.operation, wait.peers[0]
         is_any = len(wait.peers) > 1
-        if is_any and not _HAS_ANY_SOURCE:
+        if is_any and not HAS_ANY_SOURCE:
             continue
         ranks = group.world_ranks if is_any else tuple(sorted((own, other)))
         # Of the ranks in the group that the entry names.
@@ -218,7 +218,7 @@ def _messages(group: Group) -> Iterator[tuple[dict[str, str], Entry]]:
 def _about(key: str, name: str, kind: str, operation: str) -> Entry:
     return {
         "process_group": (key, name),
-        "profiling_name": f"{_LIBRARY}:{kind}",
+        "profiling_name": f"{LIBRARY}:{kind}",
         "frames": [{"name": f"mpidist {operation}", "filename": "", "line": 0}],
     }
 
