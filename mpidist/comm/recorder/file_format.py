@@ -17,7 +17,7 @@ A slot (``SLOT``): begin, end, sequence, bytes, tag, peer, signature, thread, an
 The writer clears the slot before it fills it, and the number is stored last, so a slot without a
 number is being written. A reader takes the number before and after it copies the slot; if they
 differ, the slot was written in between and does not count. The end is one word, which is stored by
-itself: 0 while the operation is under way, a time of ``time.monotonic_ns``, or its negative where
+itself: ``UNDER_WAY``, a time of ``time.monotonic_ns``, or its negative where
 the operation failed.
 
 Records of the table, which is only appended to:
@@ -42,11 +42,12 @@ HEADER_BYTES = 4096
 PUBLISHED_OFFSET = 24  # of the bytes of the table that are published
 
 SLOT = struct.Struct("<qqqqqiII4xq")
-# The same as it is begun: its end is 0, which is one argument less.
+# The same as it is begun: its end is ``UNDER_WAY``, which is one argument less.
 BEGUN = struct.Struct("<q8xqqqiII4xq")
 SLOT_BYTES = 64
 SLOT_WORDS = SLOT_BYTES // 8
 END_WORD, NUMBER_WORD = 1, 7  # of a slot
+UNDER_WAY = 0
 
 LENGTH = struct.Struct("<I")
 

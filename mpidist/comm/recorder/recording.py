@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mpidist.comm.mpi import job_folder
 from mpidist.comm.recorder import file_format
-from mpidist.comm.recorder.file_format import HEADER, HEADER_BYTES, SLOT, SLOT_BYTES
+from mpidist.comm.recorder.file_format import HEADER, HEADER_BYTES, SLOT, SLOT_BYTES, UNDER_WAY
 from mpidist.comm.recorder.ring import start_ticks
 from mpidist.errors import RecordingError
 
@@ -259,7 +259,7 @@ def _entries(
         kind, operation, group, dtype, shape = signatures[signature]
         entry = Entry(
             number, kind, operation, group, sequence, dtype, shape, size_bytes, peer, tag, thread,
-            begin, abs(end) or None, end < 0,
+            begin, None if end == UNDER_WAY else abs(end), end < UNDER_WAY,
         )  # fmt: skip
         # An entry may be in its slot and kept for a moment; its end is in both.
         if number not in found or found[number].end_ns is None:
