@@ -82,6 +82,7 @@ _OF_COLLECTIVES = [
     ["tree_job.py", "collectives", "--quick"],
     ["bench_collectives.py", "--quick"],
     ["bench_execution.py", "--rounds", "1"],
+    ["bench_recorder.py", "--rounds", "2", "--burst-s", "0", "--entries", "100", "--width", "8"],
     ["bench_determinism.py", "--sizes", "8", "65536", "--exact", "65536", "--rounds", "2"],
 ]
 _OF_TRAINING = [
@@ -231,6 +232,18 @@ def test_sums_in_rank_order_are_compared_and_recorded(of_collectives):
     assert [row["bytes"] for row in record["rows"]] == [8, 65536]
     assert all(row["order_us"] > 0 and row["over_plain"] > 0 for row in record["rows"])
     assert [row["bytes"] for row in record["exact"]] == [65536]
+
+
+@pytest.mark.slow
+def test_operations_with_the_recorder_and_without_are_compared_and_recorded(of_collectives):
+    record = record_of(of_collectives[0], "recorder-*-2.json", has_picture=False)
+    assert 0 < record["entry"]["clock_us"] < record["entry"]["us"]
+    assert [row["what"] for row in record["rows"]] == [
+        "all_reduce of 8 bytes",
+        "message of 8 bytes",
+        "rpc_sync of a no-op",
+        "step of DDP",
+    ]
 
 
 @pytest.mark.slow
