@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from mpidist.comm.mpi import job_folder
 from mpidist.comm.recorder import file_format
@@ -33,6 +34,10 @@ class Kind(str, Enum):
     COMMIT = "commit"
 
     __str__ = str.__str__
+
+
+# Kind, operation, group, dtype and shape.
+Signature = tuple[Kind, str, str, str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +144,7 @@ def read(path: Path) -> Recording:
     finally:
         os.close(file)
     try:
-        signatures, groups, keys = _tables(table)
+        signatures, groups, keys = tables(table)
         entries = _entries(before, copy, after, signatures)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise RecordingError(f"{path} is a damaged recording: {error!r}") from error
@@ -225,11 +230,11 @@ def _text(field: bytes) -> str:
     return field.rstrip(b"\0").decode(errors="replace")
 
 
-def _tables(
+def tables(
     table: bytes,
-) -> tuple[list[Sequence[object]], dict[str, tuple[int, ...]], dict[str, str]]:
-    """Return the signatures, the groups' ranks, and the groups' keys."""
-    signatures: list[Sequence[object]] = []
+) -> tuple[list[Signature], dict[str, tuple[int, ...]], dict[str, str]]:
+    """Return the signatures of a table, the groups' ranks, and the groups' keys."""
+    signatures: list[Signature] = []
     groups: dict[str, tuple[int, ...]] = {}
     keys: dict[str, str] = {}
     at = 0
@@ -248,8 +253,23 @@ def _tables(
     return signatures, groups, keys
 
 
+def entry(slot: tuple[Any, ...], signatures: Sequence[Signature]) -> Entry:
+    """Return the entry of a slot.
+
+    Args:
+        slot: Its fields, as ``file_format.SLOT`` unpacks them.
+        signatures: Of the table.
+    """
+    begin, end, sequence, size_bytes, tag, peer, signature, thread, number = slot
+    kind, operation, group, dtype, shape = signatures[signature]
+    return Entry(
+        number, kind, operation, group, sequence, dtype, shape, size_bytes, peer, tag, thread,
+        begin, None if end == UNDER_WAY else abs(end), end < UNDER_WAY,
+    )  # fmt: skip
+
+
 def _entries(
-    before: bytes, copy: bytes, after: bytes, signatures: list[Sequence[object]]
+    before: bytes, copy: bytes, after: bytes, signatures: Sequence[Signature]
 ) -> list[Entry]:
     found: dict[int, Entry] = {}
     for fields, first, last in zip(*map(SLOT.iter_unpack, (copy, before, after)), strict=True):

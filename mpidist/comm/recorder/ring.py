@@ -128,6 +128,19 @@ class Ring:
             self._append(["group", label, key, _as_json(identity[2])])
             return label
 
+    @property
+    def slots(self) -> int:
+        """Return the number of entries that the ring holds."""
+        return self._slots
+
+    def copied_slots(self) -> bytes:
+        """Return a copy of all slots, the kept ones last, that no thread writes meanwhile."""
+        return self._buffer[file_format.HEADER_BYTES : self._table_offset]
+
+    def copied_table(self) -> bytes:
+        """Return a copy of the table; it has the signatures of all slots copied before."""
+        return self._buffer[self._table_offset : self._table_offset + self._published]
+
     def move(self, rank: int, size: int) -> None:
         """Store the rank of this process in another world."""
         with self._lock:
