@@ -1,0 +1,56 @@
+"""Offsets and clocks of made round trips, whose truth is known."""
+
+import random
+
+import pytest
+
+from mpidist.trace.clocks import Clock, Offset, RoundTrip, offset_of
+
+
+def trips(offset_ns, start_ns, seed, count=50):
+    """Return round trips with a clock that is behind rank 0's by an offset; each way 2 to 40 us."""
+    draw = random.Random(seed)
+    now = start_ns
+    for _ in range(count):
+        there, back = draw.randint(2000, 40000), draw.randint(2000, 40000)
+        yield RoundTrip(now, now + there - offset_ns, now + there + back)
+        now += there + back
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_error_of_an_offset_is_within_its_bound(seed):
+    found = offset_of(trips(-7_000_000, 10**9, seed))
+    assert abs(found.offset_ns + 7_000_000) <= found.error_ns <= 40000
+
+
+@pytest.mark.parametrize("drift", [0.0, 5e-5, -1e-4])
+def test_drift_is_removed(drift):
+    """A clock of a second a minute: rank 0's time t is this clock's (t - 3 s) * (1 + drift)."""
+
+    def own(time_ns):
+        return int((time_ns - 3 * 10**9) * (1 + drift))
+
+    def true(moment_ns):
+        start = 10**10 + moment_ns
+        sent, received = start, start + 8000
+        return offset_of([RoundTrip(sent, own(start + 4000), received)])
+
+    length = 60 * 10**9
+    clock = Clock(true(0), true(length))
+    assert not clock.has_jumped and clock.error_ns == 4000
+    common = clock.common()
+    for moment in range(0, length, length // 10):
+        time_ns = 10**10 + moment
+        assert abs(common(own(time_ns)) - time_ns) <= 2  # of rounding
+
+
+def test_jump_is_said_and_bounds_the_error():
+    clock = Clock(Offset(0, 500, 10), Offset(10**9, 5_000_500, 10))
+    assert clock.has_jumped and clock.error_ns == 5_000_010
+    assert clock.common()(123) == 623
+    assert Clock(Offset(10, 0, 1), Offset(5, 0, 1)).has_jumped  # back
+
+
+def test_one_moment_has_no_drift():
+    clock = Clock(Offset(0, 7, 1), Offset(0, 7, 1))
+    assert clock.common()(10) == 17 and not clock.has_jumped
