@@ -21,8 +21,8 @@ def reference(name: str | None = None) -> str:
     )
 
 
-def _section(name: str, command: Any) -> str:
-    parts = [f"### mpidist {name}", _plain(command.help)]
+def _section(name: str, command: Any, level: int = 3) -> str:
+    parts = [f"{'#' * level} mpidist {name}", _plain(command.help)]
     if examples := [
         line for line in (command.epilog or "").split("\n\n") if line.startswith(("mpi", "srun"))
     ]:
@@ -30,6 +30,8 @@ def _section(name: str, command: Any) -> str:
     rows = [row for parameter in command.params if (row := _row(parameter))]
     if rows:
         parts.append("\n".join(["| argument | does |", "| --- | --- |", *rows]))
+    for one, inner in getattr(command, "commands", {}).items():
+        parts.append(_section(f"{name} {one}", inner, level + 1))
     return "\n\n".join(parts)
 
 

@@ -291,6 +291,52 @@ def clean() -> None:
         print(f"left {folder}, which a process uses")
 
 
+trace = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    help="Timelines of mpidist.trace.record and MPIDIST_TRACE, which ui.perfetto.dev shows.",
+    epilog=epilog(*EXAMPLES["trace"]),
+)
+app.add_typer(trace, name="trace")
+
+
+@trace.command("merge", cls=Command)
+@_reporting_errors
+def trace_merge(
+    out: Annotated[Path, typer.Argument(help="trace to write; .gz packs it")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="one timeline, or its ranks' parts, and traces of torch's profiler"),
+    ],
+) -> None:
+    """Lay traces of torch's profiler (export_chrome_trace) on the clock of a timeline.
+
+    The rank of a profile is in it if torch.distributed was initialized, or by its process; else the
+    file's name needs it, as in rank3.json.
+    """
+    from mpidist.trace import torch_profiles
+
+    for remark in torch_profiles.merge(out, files):
+        print(f"mpidist: {remark}", file=sys.stderr)
+
+
+@trace.command("summary", cls=Command)
+@_reporting_errors
+def trace_summary(
+    file: Annotated[Path, typer.Argument(help="timeline of mpidist.trace.record or MPIDIST_TRACE")],
+) -> None:
+    """Print late ranks, exposed communication, bandwidths and the longest waits of a timeline.
+
+    last: share of the collectives that the rank entered last. late: median time after the middle
+    rank. waited: for the last rank, in all. communicates: share of the time that the main thread
+    spent in collectives, messages and calls. tuned: the fastest by mpidist tune's table.
+    """
+    from mpidist.cli import tables, trace_tables
+    from mpidist.trace import summary
+
+    trace_tables.print_summary(summary.read(file), tables.console())
+
+
 @app.command(cls=SubmitCommand, epilog=epilog(*EXAMPLES["submit"]), context_settings=_BEHIND)
 @_reporting_errors
 def submit(

@@ -16,6 +16,10 @@ EXAMPLES = {
     ],
     "tune": ["srun mpidist tune", "mpidist tune -n 4 --device host"],
     "clean": ["mpidist clean", "srun --ntasks-per-node=1 mpidist clean"],
+    "trace": [
+        "mpidist trace summary run.json.gz",
+        "mpidist trace merge all.json.gz run.json.gz rank0.json rank1.json",
+    ],
     "submit": [
         "mpidist submit ddp --nodes 2 --time 1:00:00 -- train.py",
         "mpidist submit test --gpus-per-node 0 --dry-run",

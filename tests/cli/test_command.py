@@ -17,8 +17,10 @@ from mpidist.cli import command, doctor, run
 from mpidist.cli.finding import PROBLEM, WARNING, Finding
 from mpidist.comm.mpi import job_folder
 from mpidist.errors import LaunchError
+from mpidist.trace import chrome_file
 from tests.cli.test_findings import alone, job
 from tests.tools.support import started
+from tests.trace.made import facts
 
 
 def test_every_help_has_examples_that_parse(call):
@@ -209,3 +211,18 @@ def test_zsh_and_fish_complete_as_bash_does(shell):
     }
     done = started([sys.executable, "-m", "mpidist"], 60, environ)
     assert re.findall(r"\w+", done.stdout.split("((")[-1]) == ["ddp"], done.stdout + done.stderr
+
+
+def test_timelines_are_merged_and_summed_up(call, tmp_path):
+    profile = tmp_path / "rank0.json"
+    profile.write_text('{"traceEvents": []}')
+    done = call("trace", "summary", str(profile))
+    assert done.exit_code == 2 and "no trace of mpidist.trace.record" in done.stderr
+    done = call("trace", "merge", str(tmp_path / "out.json"), str(profile))
+    assert done.exit_code == 2 and "merge needs one trace" in done.stderr
+    own = tmp_path / "own.json"
+    with chrome_file.written(own) as file:
+        file.begin(facts(1))
+    assert "node0" in call("trace", "summary", str(own)).stdout
+    done = call("trace", "merge", str(tmp_path / "out.json"), str(own), str(profile))
+    assert done.exit_code == 0, done.output
