@@ -272,18 +272,13 @@ def _entries(
     before: bytes, copy: bytes, after: bytes, signatures: Sequence[Signature]
 ) -> list[Entry]:
     found: dict[int, Entry] = {}
-    for fields, first, last in zip(*map(SLOT.iter_unpack, (copy, before, after)), strict=True):
-        begin, end, sequence, size_bytes, tag, peer, signature, thread, number = fields
+    for slot, first, last in zip(*map(SLOT.iter_unpack, (copy, before, after)), strict=True):
+        number = slot[-1]
         if not number or not first[-1] == number == last[-1]:
             continue
-        kind, operation, group, dtype, shape = signatures[signature]
-        entry = Entry(
-            number, kind, operation, group, sequence, dtype, shape, size_bytes, peer, tag, thread,
-            begin, None if end == UNDER_WAY else abs(end), end < UNDER_WAY,
-        )  # fmt: skip
         # An entry may be in its slot and kept for a moment; its end is in both.
         if number not in found or found[number].end_ns is None:
-            found[number] = entry
+            found[number] = entry(slot, signatures)
     return [found[number] for number in sorted(found)]
 
 
