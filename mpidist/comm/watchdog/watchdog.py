@@ -44,6 +44,7 @@ from mpidist.comm.watchdog import (
     watchdog_report,
 )
 from mpidist.comm.watchdog.dump_signal import DumpSignal
+from mpidist.comm.watchdog.straggler_watch import StragglerWatch
 from mpidist.comm.watchdog.watchdog_messages import FAILED, LEFT, PRINTED, Subject
 from mpidist.comm.watchdog.watchdog_peers import Peers, fail
 from mpidist.errors import MpidistError, RankFailureError
@@ -151,6 +152,7 @@ class Watchdog:
         self._linger_s = linger.limit_s(os.environ)
         self.world = world
         self.peers = Peers(world)
+        self._stragglers = StragglerWatch(world, self.peers)
         self.interrupts_at_death = False
         self._reported: weakref.WeakKeyDictionary[GroupState, Reported] = (
             weakref.WeakKeyDictionary()
@@ -215,6 +217,7 @@ class Watchdog:
             for group in list(self.peers.groups):
                 if not group.is_closed:
                     self._check(group)
+            self._stragglers.look()
 
     def _interrupt(self, dead: Sequence[int]) -> None:
         text = rank_ranges.named(dead) if dead else "another rank"

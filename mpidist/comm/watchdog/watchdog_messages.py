@@ -11,9 +11,11 @@ from typing import Any
 
 from mpidist.comm.execution.op_status import Call, Entry, History
 from mpidist.comm.serialization import frame
+from mpidist.comm.watchdog.arrivals import Arrivals
 from mpidist.errors import FrameError
 
 ASK, ANSWER, PRINTED, FAILED, LEFT = "ask", "answer", "printed", "failed", "left"
+ARRIVALS = "arrivals"
 
 Subject = tuple[str, str]  # a group's key and the late operation
 
@@ -42,7 +44,8 @@ def encoded(kind: str, number: int, content: Any) -> bytes:
     Args:
         kind: ASK with (subject, the printer's world rank); ANSWER with an ``Answer``; PRINTED
             with a subject; FAILED with (a group's key, the report, world ranks that are missing);
-            LEFT with the ``History`` of each group by its key.
+            LEFT with the ``History`` of each group by its key; ARRIVALS with the ``Arrivals`` of
+            each group.
         number: The number of the question.
     """
     if kind == ANSWER:
@@ -53,6 +56,8 @@ def encoded(kind: str, number: int, content: Any) -> bytes:
         )
     elif kind == LEFT:
         content = {key: _plain(history) for key, history in content.items()}
+    elif kind == ARRIVALS:
+        content = [tuple(one) for one in content]
     return bytes(frame.to_bytes((kind, number, content), data_only=True))
 
 
@@ -73,6 +78,8 @@ def decoded(data: bytearray) -> tuple[str, int, Any]:
         content = Answer([Entry(*row) for row in rows], places, _history(history))
     elif kind == LEFT:
         content = {key: _history(history) for key, history in content.items()}
+    elif kind == ARRIVALS:
+        content = [Arrivals(*row) for row in content]
     return kind, number, content
 
 
@@ -149,5 +156,8 @@ _CONTENTS: dict[str, Callable[[Any], bool]] = {
     LEFT: lambda value: (
         type(value) is dict
         and all(type(key) is str and _is_history(history) for key, history in value.items())
+    ),
+    ARRIVALS: lambda value: (
+        type(value) is list and all(_are(row, str, str, int, int, bytes) for row in value)
     ),
 }

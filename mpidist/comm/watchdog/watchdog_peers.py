@@ -17,8 +17,10 @@ from mpidist.comm.execution.op_status import History
 from mpidist.comm.mpi import exited_ranks, mpi_errors, nonblocking, runtime
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.watchdog import thread_places, watchdog_messages
+from mpidist.comm.watchdog.arrivals import AllArrivals
 from mpidist.comm.watchdog.watchdog_messages import (
     ANSWER,
+    ARRIVALS,
     ASK,
     FAILED,
     LEFT,
@@ -45,6 +47,7 @@ class Peers:
         answers: Answers to the last question by world rank.
         printers: The world rank that prints the report on a subject, as far as this rank knows.
         printed: Subjects whose report is printed.
+        arrivals: Arrivals at collectives that the ranks have told this one.
         is_ending: Whether a thread of this process has a timeout that ends the job.
     """
 
@@ -55,6 +58,7 @@ class Peers:
         self.answers: dict[int, Answer] = {}
         self.printers: dict[Subject, int] = {}
         self.printed: set[Subject] = set()
+        self.arrivals = AllArrivals()
         self.is_ending = False
         self._mpi = world.watchdogs
         self._sends: list[tuple[MPI.Request, bytes]] = []
@@ -158,6 +162,8 @@ class Peers:
         elif kind == LEFT:
             self.left[source] = content
             exited_ranks.record(source)
+        elif kind == ARRIVALS:
+            self.arrivals.add(source, content)
         elif number == self._round:
             self.answers[source] = content
 

@@ -6,6 +6,7 @@ from mpidist.comm.execution import op_status as journals
 from mpidist.comm.execution.op_status import Call, History
 from mpidist.comm.serialization import frame
 from mpidist.comm.watchdog import watchdog_messages
+from mpidist.comm.watchdog.arrivals import Arrivals
 from mpidist.comm.watchdog.watchdog_messages import Answer
 from mpidist.errors import FrameError
 from tests.tools.support import EndsProcess
@@ -34,6 +35,7 @@ FOREIGN = {
     "an answer without a history": bytes_of("answer", 1, ([], (), (0, [("barrier", None)]))),
     "a failure of no group": bytes_of("failed", 0, ("key", "text", ["a"])),
     "an end with other values": bytes_of("left", 0, {"group": "3"}),
+    "arrivals at no group": bytes_of("arrivals", 0, [("key", "label", 2, 0)]),
     "an end with other calls": bytes_of("left", 0, {"group": (1, [("barrier", "x", None)])}),
 }
 
@@ -52,6 +54,7 @@ FOREIGN = {
         ),
         ("printed", ("key", "barrier number 1")),
         ("failed", ("key", "text", (0, 2))),
+        ("arrivals", [Arrivals("key", "label", 2, 0, b"times")]),
         ("left", {"key": History(3, (Call("barrier"),)), "other": History()}),
     ],
 )
