@@ -21,6 +21,7 @@ _PACKAGES = (
     "optim",
     "rpc",
     "slurm",
+    "trace",
     "tune",
 )
 

@@ -31,6 +31,7 @@ MODULES = (
     "mpidist.rpc",
     "mpidist.rpc.functions",
     "mpidist.slurm",
+    "mpidist.trace",
 )
 # Their frameworks may be missing, so that they are read and not imported.
 READ = ("mpidist.frameworks.fabric", "mpidist.frameworks.lightning")

@@ -60,8 +60,10 @@ OWNED_LIBRARIES = {"mpi4py": "comm", "cupy": "kernels", "cupyx": "kernels"}
 OWNED_NAMES = {"COMM_WORLD": "mpidist.comm.mpi.runtime"}
 
 # Names that a lower part may look up at run time: a module that registers there, loaded by the
-# first message that needs it; a replacement of torch's class, loaded by its first use.
+# first message that needs it; a replacement of torch's class, loaded by its first use; the trace of
+# a program that asks for one.
 LOADED_LATE = {
+    ("mpidist.comm.world_group", "mpidist.trace.timeline"),
     ("mpidist.rpc.threads.interceptor", "mpidist.autograd.api"),
     ("mpidist.c10d.ddp_name", "mpidist.ddp.module"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from mpidist.comm.execution.group_settings import ABORT, GroupSettings
 from mpidist.comm.execution.work import seconds
 from mpidist.comm.group import ProcessGroup, open_groups
 from mpidist.comm.group_types import AnyGroup
-from mpidist.comm.mpi import creation_barrier, runtime
+from mpidist.comm.mpi import creation_barrier, runtime, tracing
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.world import require_intracommunicator
 from mpidist.comm.subgroups import ENV_ON_TIMEOUT
@@ -126,7 +127,10 @@ def from_world(
     mpi = world.comm.Split(0, world.rank if key is None else key)
     places = tuple(creation_barrier.ranks_in(mpi, world.comm))
     settings = GroupSettings(name, f"world{next(_worlds)}", places, limit, debug, on_timeout)
-    return subgroups.create(ProcessGroup, mpi, settings)
+    group = subgroups.create(ProcessGroup, mpi, settings)
+    if tracing.file():
+        importlib.import_module("mpidist.trace.timeline").begin_program()
+    return group
 
 
 def from_members(

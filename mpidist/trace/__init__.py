@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOMES = {"merge": "torch_profiles"}
-__all__ = ["merge"]
+_HOMES = {"merge": "torch_profiles", "record": "timeline"}
+__all__ = ["merge", "record"]
 
 
 def __getattr__(name: str) -> Any:

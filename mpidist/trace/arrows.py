@@ -1,8 +1,8 @@
 """Arrows between the slices of ranks: who waits for whom.
 
 * a message: the send's begin to the receive's end. Messages of one sender, receiver, group and tag
-  do not overtake (MPI-4.1 §3.5), so the k-th send is that of the k-th receive; a receive from any
-  source takes the oldest send that is left.
+  do not overtake (MPI-4.1 §3.5), so the k-th send is that of the k-th receive, of tensors and of
+  objects; a receive from any source takes the oldest send that is left.
 * a call: its begin to the handler's begin, and the handler's end to the call's end.
 * a collective: the begin of its last rank to the ends of all others, as soon as all members are in.
 
@@ -52,7 +52,7 @@ class _Side(NamedTuple):
     size_bytes: int
 
 
-_Channel = tuple[Group, int]  # with the tag
+_Channel = tuple[Group, int, bool]  # with the tag, and whether objects are sent
 
 
 class Arrows:
@@ -71,8 +71,9 @@ class Arrows:
         # By caller, callee and the call's number.
         self._calls: dict[tuple[int, int, int], _Side] = {}
         self._handlers: dict[tuple[int, int, int], _Side] = {}
-        # By group and number within it.
-        self._collectives: dict[tuple[Group, int], list[_Side]] = {}
+        # By group and number within it, then by rank.
+        self._collectives: dict[tuple[Group, int], dict[int, _Side]] = {}
+        self._drawn: set[tuple[Group, int]] = set()
 
     def add(self, rank: int, placed: Slice, group: Group) -> Iterator[Arrow]:
         """Take a slice; yield the arrows that it completes.
@@ -88,18 +89,19 @@ class Arrows:
             if entry.sequence and len(group.members) > 1:
                 side = _Side(spot_of_begin(rank, placed), spot_of_end(rank, placed), 0)
                 key = (group, entry.sequence)
-                sides = self._collectives.get(key)
-                if sides is None:
-                    self._collectives[key] = [side]
-                elif len(sides) + 1 < len(group.members):
-                    sides.append(side)
-                else:
-                    yield from _from_last([*self._collectives.pop(key), side])
+                # What a collective executes in turn may have its number, and comes behind it.
+                if key in self._drawn:
+                    return
+                sides = self._collectives.setdefault(key, {})
+                sides.setdefault(rank, side)
+                if len(sides) == len(group.members):
+                    self._drawn.add(key)
+                    yield from _from_last(list(self._collectives.pop(key).values()))
             return
         if kind not in _PAIRED:
             return
         side = _Side(spot_of_begin(rank, placed), spot_of_end(rank, placed), entry.size_bytes)
-        channel = (group, entry.tag)
+        channel = (group, entry.tag, entry.operation.endswith("_object"))
         if kind is Kind.SEND:
             self._sends[rank, entry.peer, channel].append(side)
         elif kind is Kind.RECEIVE and entry.peer >= 0:

@@ -171,7 +171,8 @@ class _Figures:
             if group is None:
                 return
             key = group, args["sequence"]
-            self._collectives.setdefault(key, {})[rank] = _Call(begin, end, size)
+            # An operation within this one may have its number, and comes behind it.
+            self._collectives.setdefault(key, {}).setdefault(rank, _Call(begin, end, size))
             self._names.setdefault(key, event["name"])
             self._labels.setdefault(group, label)
         elif kind in _COMMUNICATION:

@@ -31,6 +31,11 @@ def test_last_arrival_points_to_all_others():
     assert arrows(slices) == [("last", 2, 20, 0, 49), ("last", 2, 20, 1, 50)]
 
 
+def test_operation_within_a_collective_does_not_stand_for_another_rank():
+    slices = [(rank, entry(10 + rank, 50), WORLD) for rank in (0, 0, 1, 1, 2, 2)]
+    assert arrows(slices) == [("last", 2, 12, 0, 49), ("last", 2, 12, 1, 49)]
+
+
 def test_groups_of_one_name_are_told_apart():
     slices = [
         (rank, entry(rank, 50, group="half"), members)
@@ -45,8 +50,8 @@ def test_collective_without_all_ranks_has_no_arrow():
     assert not arrows([(0, entry(0, 50), (0,))])
 
 
-def message(kind, begin, end, peer, tag=5, group="g"):
-    return entry(begin, end, kind, kind.value, group=group, peer=peer, tag=tag)
+def message(kind, begin, end, peer, tag=5, operation=""):
+    return entry(begin, end, kind, operation or kind.value, group="g", peer=peer, tag=tag)
 
 
 def test_messages_pair_in_their_order():
@@ -62,6 +67,16 @@ def test_messages_pair_in_their_order():
     assert arrows(slices) == [
         ("message", 0, 10, 1, 29), ("message", 0, 21, 1, 59), ("message", 0, 26, 1, 39),
     ]  # fmt: skip
+
+
+def test_objects_pair_apart_from_tensors():
+    slices = [
+        (0, message(Kind.SEND, 10, 11, 1, operation="send"), ()),
+        (0, message(Kind.SEND, 20, 21, 1, operation="send_object"), ()),
+        (1, message(Kind.RECEIVE, 30, 35, 0, operation="recv_object"), ()),
+        (1, message(Kind.RECEIVE, 40, 45, 0, operation="recv"), ()),
+    ]
+    assert arrows(slices) == [("message", 0, 10, 1, 44), ("message", 0, 20, 1, 34)]
 
 
 def test_receive_of_a_send_before_the_trace_has_no_arrow():

@@ -20,6 +20,7 @@ from mpidist.comm.mpi import (
     rank_ranges,
     revocation,
     torchrun_env,
+    tracing,
     trust,
 )
 from mpidist.comm.mpi.launcher_env import Launch
@@ -28,9 +29,10 @@ from mpidist.comm.mpi.nonblocking import Mpi
 from mpidist.comm.mpi.serialized import serialized
 from mpidist.errors import CommTimeout, GroupError, LaunchError, MpidistError
 
-# What each rank tells: first rank of its node, MPIDIST_TRUST, MPIDIST_DETERMINISTIC, whether it
-# uses another world, process id, rank among all of the job, host, name of the job.
-_ROW = struct.Struct("<qqqqqq64s80s")
+# What each rank tells: first rank of its node, MPIDIST_TRUST, MPIDIST_DETERMINISTIC, whether it has
+# MPIDIST_TRACE, whether it uses another world, process id, rank among all of the job, host, name of
+# the job.
+_ROW = struct.Struct("<qqqqqqq64s80s")
 _INT = struct.Struct("<q")
 _SLEEP_S = 1e-3  # between two tests whether all ranks have started
 
@@ -164,7 +166,7 @@ def join(
     Raises:
         CommTimeout: Not all ranks called it in time.
         LaunchError: ``MPIDIST_TRUST`` or ``MPIDIST_DETERMINISTIC`` cannot be read or differs
-            between ranks (all ranks).
+            between ranks, or some have ``MPIDIST_TRACE`` (all ranks).
         GroupError: A rank still uses another world (all ranks).
     """
     is_job = parent.Get_size() == whole.Get_size()
@@ -226,14 +228,14 @@ def _gather_settings(
     node.Bcast((first, len(first), MPI.BYTE), 0)
     host = socket.gethostname().encode()
     job = launcher_env.job_name(os.environ, f"{socket.gethostname()}-{os.getpid()}").encode()
-    settings = trust.code(), determinism.code()
+    settings = trust.code(), determinism.code(), bool(tracing.file())
     mine = _ROW.pack(*_INT.unpack(first), *settings, bool(uses), os.getpid(), own, host, job)
     gathered = bytearray(len(mine) * comm.Get_size())
     comm.Allgather((mine, len(mine), MPI.BYTE), (gathered, len(mine), MPI.BYTE))
     facts = zip(*_ROW.iter_unpack(gathered), strict=True)
-    nodes, trusts, orders, users, pids, job_ranks, hosts, jobs = facts
+    nodes, trusts, orders, traces, users, pids, job_ranks, hosts, jobs = facts
     names = [host.rstrip(b"\0").decode(errors="replace") for host in hosts]
-    problem = trust.problem(trusts) or determinism.problem(orders)
+    problem = trust.problem(trusts) or determinism.problem(orders) or tracing.problem(traces)
     error: MpidistError | None = LaunchError(problem) if problem else None
     if any(users):
         where = f"rank {comm.Get_rank()} of {comm.Get_size()}: init(comm=...)"

@@ -1,0 +1,87 @@
+"""Spool of one rank's entries while a trace is recorded: a thread that empties the ring in time."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+
+from mpidist.comm.mpi import runtime
+from mpidist.comm.recorder.ring import Ring
+from mpidist.comm.recorder.tail import Tail
+
+_MEMORY_BYTES = 1 << 26  # of the spool; more goes to a file in the folder for temporary files
+# Between two looks at the ring: longer while little comes, shorter while much does.
+_LONGEST_S, _SHORTEST_S = 0.02, 1e-3
+_FULL, _EMPTY = 1 / 8, 1 / 32  # of the ring since the last look
+
+
+class Spool:
+    """Entries of this process from now on.
+
+    The thread is not the watchdog's, which may wait a second for the answers of other ranks, and
+    which a job of one rank has not.
+
+    Args:
+        ring: This process's ring.
+
+    Attributes:
+        threads: Names of the threads that were seen, by native id.
+        problem: Why entries are missing: the spool's disk is full.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self._tail = Tail(ring)
+        self._slots = ring.slots
+        self._file = tempfile.SpooledTemporaryFile(_MEMORY_BYTES)  # noqa: SIM115
+        self.threads: dict[int, str] = {}
+        self.problem = ""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=runtime.guard_thread(self._run), name="mpidist-trace", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def lost(self) -> int:
+        """Return the number of entries that were overwritten before they were read."""
+        return self._tail.lost
+
+    def end(self) -> bytes:
+        """Stop the thread; return the slots of all entries, those under way the last."""
+        self._stop.set()
+        self._thread.join()
+        self._read()
+        self._file.seek(0)
+        slots = self._file.read() + self._tail.under_way()
+        self._file.close()
+        return slots
+
+    def _run(self) -> None:
+        wait_s = _LONGEST_S
+        while not self._stop.wait(wait_s):
+            wait_s = next_wait_s(wait_s, self._read() / self._slots)
+
+    def _read(self) -> int:
+        """Read the ring; return the number of entries that have begun since the last time."""
+        before = self._tail.last
+        slots = self._tail.read()
+        try:
+            self._file.write(slots)
+        except OSError as error:
+            self.problem = f"the folder for temporary files took no more: {error}"
+        for thread in threading.enumerate():
+            if thread.native_id is not None:
+                self.threads[thread.native_id] = thread.name
+        return self._tail.last - before
+
+
+def next_wait_s(wait_s: float, share: float) -> float:
+    """Return the next time between two looks.
+
+    Args:
+        wait_s: The last one.
+        share: Of the ring that was filled in it.
+    """
+    if share > _FULL:
+        return max(wait_s / 2, _SHORTEST_S)
+    return min(wait_s * 2, _LONGEST_S) if share < _EMPTY else wait_s
