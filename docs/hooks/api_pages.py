@@ -19,6 +19,7 @@ PACKAGES = (
     "mpidist.nn",
     "mpidist.checkpoint",
     "mpidist.elastic",
+    "mpidist.trace",
     "mpidist.slurm",
     "mpidist.errors",
 )
