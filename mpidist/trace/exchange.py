@@ -1,4 +1,4 @@
-"""What the ranks of a recording exchange: on a communicator of their own, beside all groups."""
+"""Exchange between the ranks of a recording, on a communicator of their own beside all groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a recording exchange."""
+"""Exchange between the ranks of a recording: texts, parts, clocks, the end."""
 
 import pytest
 
