@@ -12,11 +12,13 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 import torch
+
+from mpidist.comm.watchdog import thread_stacks
+from mpidist.comm.watchdog.thread_stacks import Line
 
 _OURS = str(Path(__file__).resolve().parents[2]) + os.sep
 _TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
@@ -44,7 +46,7 @@ def places() -> list[str]:
     # A thread in mpidist may look at MPI all the time, and waits all the same.
     is_outside = not frame.f_code.co_filename.startswith(_OURS)
     computing = ", computing" if is_outside and _is_computing(thread) else ""
-    return [f"main thread{computing}: {describe(frame)}", *of_handlers()]
+    return [f"main thread{computing}: {described(thread_stacks.of_frame(frame))}", *of_handlers()]
 
 
 def _is_computing(thread: threading.Thread) -> bool:
@@ -66,50 +68,67 @@ def of_handlers() -> list[str]:
     """Return the places of threads that run handlers of calls."""
     frames = sys._current_frames()
     found = [
-        f"{thread.name}: {describe(frame)}"
+        f"{thread.name}: {described(lines)}"
         for thread in threading.enumerate()
         if thread.name.startswith(_HANDLERS)
-        and (frame := frames.get(thread.ident or 0)) is not None
-        and not all(map(_is_library, _stack(frame)))
+        and (lines := thread_stacks.of_frame(frames.get(thread.ident or 0)))
+        and not is_idle(lines)
     ]
     return sorted(found)[:_MOST]
 
 
-def describe(innermost: FrameType) -> str:
+def locks() -> dict[int, str]:
+    """Return, by the kernel's number of each thread, the place of the lock it waits for, or ""."""
+    frames = sys._current_frames()
+    return {
+        thread.native_id: awaited(thread_stacks.of_frame(frames.get(thread.ident or 0)))
+        for thread in threading.enumerate()
+        if thread.native_id is not None
+    }
+
+
+def awaited(lines: Sequence[Line]) -> str:
+    """Return the place of the lock for which a thread waits; "" if it waits for none."""
+    line = thread_stacks.awaited_lock(lines)
+    return "" if line is None else _place(line)
+
+
+def is_idle(lines: Sequence[Line]) -> bool:
+    """Return whether a stack has no line of a program: a thread of ours that waits for work."""
+    return all(map(_is_library, lines))
+
+
+def described(lines: Sequence[Line]) -> str:
     """Return the line of a stack: ``train.py:5 in load_data()``, and the innermost frame if other.
 
     The place in the user's program is the innermost frame outside all installed packages and
     Python's own modules, else outside mpidist, torch and Python's own modules.
+
+    Args:
+        lines: The innermost first; one at least.
     """
-    frames = list(_stack(innermost))
-    users = next((frame for frame in frames if not _is_installed(frame)), None)
-    users = users or next((frame for frame in frames if not _is_library(frame)), None)
-    if users is None or users is innermost:
-        return _place(innermost)
-    return f"{_place(users)}, within {_place(innermost)}"
+    users = next((line for line in lines if not _is_installed(line)), None)
+    users = users or next((line for line in lines if not _is_library(line)), None)
+    if users is None or users is lines[0]:
+        return _place(lines[0])
+    return f"{_place(users)}, within {_place(lines[0])}"
 
 
-def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def _is_installed(line: Line) -> bool:
+    return _is_library(line) or line.file.startswith(_INSTALLED)
 
 
-def _is_installed(frame: FrameType) -> bool:
-    return _is_library(frame) or frame.f_code.co_filename.startswith(_INSTALLED)
-
-
-def _is_library(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
+def _is_library(line: Line) -> bool:
+    file = line.file
     if file.startswith(_INSTALLED):  # within the folder of Python's own modules
         return file.startswith((_OURS, _TORCH))
     return file.startswith(("<frozen", _OURS, _TORCH, *_STANDARD))
 
 
-def _place(frame: FrameType) -> str:
-    name = frame.f_code.co_name
+def _place(line: Line) -> str:
+    name = line.function
     function = "" if name == "<module>" else f" in {name}" + ("" if name[0] == "<" else "()")
-    return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}{function}"
+    return f"{_short(line.file)}:{line.number}{function}"
 
 
 def _short(file: str) -> str:

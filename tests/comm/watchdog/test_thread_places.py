@@ -3,13 +3,13 @@
 import sysconfig
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import mpidist
 from mpidist.comm.watchdog import thread_places
+from mpidist.comm.watchdog.thread_stacks import Line
 
 STANDARD = sysconfig.get_path("stdlib")
 INSTALLED = sysconfig.get_path("purelib")
@@ -19,11 +19,8 @@ TORCH = str(Path(torch.__file__).parent)
 
 def described(*files):
     """Return the line of a stack whose frames are in these files, the innermost last."""
-    frame = None
-    for place, file in enumerate(files, 1):
-        code = SimpleNamespace(co_filename=file, co_name=f"level{place}")
-        frame = SimpleNamespace(f_back=frame, f_code=code, f_lineno=2)
-    return thread_places.describe(frame)
+    lines = [Line(file, 2, f"level{place}") for place, file in enumerate(files, 1)]
+    return thread_places.described(lines[::-1])
 
 
 @pytest.mark.parametrize(
@@ -112,3 +109,22 @@ def test_a_main_thread_that_computes_is_told_from_one_that_waits(monkeypatch):
     # A look at MPI that goes on all the time is a wait.
     monkeypatch.setattr(thread_places, "_OURS", str(Path(__file__).parent))
     assert thread_places.places()[0].startswith("main thread: ")
+
+
+def test_threads_that_wait_for_a_lock_are_found_by_their_numbers():
+    lock, begun = threading.Lock(), threading.Event()
+
+    def wait():
+        begun.set()
+        with lock:
+            pass
+
+    with lock:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        begun.wait()
+        while not (place := thread_places.locks()[thread.native_id]):
+            pass
+    thread.join()
+    assert place.startswith("tests/comm/watchdog/test_thread_places.py:")
+    assert place.endswith("in wait()") and not thread_places.locks()[threading.get_native_id()]
