@@ -1,0 +1,182 @@
+"""Findings about a job (pure): what most likely keeps it, the most important first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import NamedTuple
+
+from mpidist.comm.mpi import rank_ranges
+from mpidist.comm.recorder.recording import Kind
+from mpidist.comm.watchdog import call_waits
+from mpidist.comm.watchdog.last_operations import described, duration
+from mpidist.reports import collectives
+from mpidist.reports.collectives import Difference, Late
+from mpidist.reports.job import ENDED, STOPPED, Job
+
+_MOST = 4  # findings of one kind
+_STUCK_S = 1.0  # a call of a living job that takes less is none to name
+
+
+class Finding(NamedTuple):
+    """One finding.
+
+    Attributes:
+        remedy: Advice.
+        text: The finding.
+        details: Further lines.
+    """
+
+    remedy: str
+    text: str
+    details: tuple[str, ...] = ()
+
+
+def findings(job: Job) -> list[Finding]:
+    """Return what keeps a job, or had kept it at its end."""
+    late = collectives.late(job.recordings)
+    return [
+        *_processes(job),
+        *(_different(one) for one in collectives.differences(job.recordings)[:_MOST]),
+        *(_missing(job, one) for one in late[:_MOST] if one.missing),
+        *_calls(job),
+        *_messages(job),
+        *(_entered_by_all(job, one) for one in late[:1] if not (one.missing or one.unknown)),
+    ]
+
+
+def _processes(job: Job) -> Iterator[Finding]:
+    if not job.is_alive:
+        return
+    if stopped := job.with_state(STOPPED):
+        pids = " ".join(str(job.recordings[rank].pid) for rank in stopped)
+        yield Finding(
+            f"kill -CONT {pids}, or end the debugger that holds the process",
+            f"{rank_ranges.named(stopped)} {_is(stopped)} stopped",
+            _in(job, stopped),
+        )
+    if ended := job.with_state(ENDED):
+        yield Finding(
+            "dmesg and the launcher's last lines say what ended a process: a full memory, a person",
+            f"{rank_ranges.named(ended)} {_has(ended)} ended, and others of the job have not",
+            _in(job, ended),
+        )
+
+
+def _different(difference: Difference) -> Finding:
+    *others, usual = collectives.sentence(difference)
+    called = [f"{rank_ranges.named(ranks)} called {text}" for ranks, text in others]
+    order = "; the next one is the other way round" if difference.is_order else ""
+    return Finding(
+        "all ranks of a group call the same collectives in the same order, with tensors of one "
+        "size; MPIDIST_DEBUG=1 raises at the first difference, with the line",
+        f"{', '.join(called)} where {rank_ranges.named(usual[0])} called {usual[1]}, as number "
+        f'{difference.sequence} of group "{difference.group}"{order}',
+    )
+
+
+def _missing(job: Job, late: Late) -> Finding:
+    ranks = sorted(late.inside)
+    first = late.inside[ranks[0]]
+    age = max(job.age_s(rank, entry.begin_ns) for rank, entry in late.inside.items())
+    return Finding(
+        f"look at what {rank_ranges.named(late.missing)} "
+        f"{'is in, and its' if len(late.missing) == 1 else 'are in, and their'} stack",
+        f"{rank_ranges.named(late.missing)} {_has(late.missing)} not called {first.operation} "
+        f'number {late.sequence} of group "{late.group}", which {rank_ranges.named(ranks)} '
+        f"{_is(ranks)} in for {duration(age)}"
+        + (f"; of {rank_ranges.named(late.unknown)} there is no file" if late.unknown else ""),
+        _in(job, late.missing),
+    )
+
+
+def _entered_by_all(job: Job, late: Late) -> Finding:
+    ranks = sorted(late.inside)
+    age = max(job.age_s(rank, entry.begin_ns) for rank, entry in late.inside.items())
+    return Finding(
+        "a transfer is under way, or the network does not carry it",
+        f"{rank_ranges.named(ranks)} {_is(ranks)} in {late.inside[ranks[0]].operation} number "
+        f'{late.sequence} of group "{late.group}" for {duration(age)}, and all others have come',
+    )
+
+
+def _calls(job: Job) -> Iterator[Finding]:
+    names = job.workers
+    chains = [
+        chain
+        for chain in call_waits.chains(job.under_way, job.locks)
+        if not job.is_alive
+        or all(job.age_s(rank, call.begin_ns) >= _STUCK_S for rank, call, _ in chain.steps)
+    ]
+    seen = set()
+    for chain in chains:
+        # Each call of a circle begins a chain of its own; threads may wait alike.
+        key = frozenset(chain.circle) or (
+            *chain.ranks,
+            *(step.call.operation for step in chain.steps),
+        )
+        if key in seen or len(seen) >= _MOST:
+            continue
+        seen.add(key)
+        lines = tuple(call_waits.sentences(chain, names, job.now_ns))
+        if chain.circle:
+            yield Finding(
+                "give up the lock before the call, or make the call without waiting (rpc_async)"
+                if chain.lock
+                else "a handler that calls back must not wait for what its caller holds",
+                f"calls wait for each other: {call_waits.arrows(chain.circle, names)}",
+                lines,
+            )
+        else:
+            yield Finding(
+                "look at the handler's stack",
+                f"a call waits for its answer: {call_waits.arrows(chain.ranks, names)}",
+                lines,
+            )
+
+
+def _messages(job: Job) -> Iterator[Finding]:
+    """Yield the circle of ranks that wait for messages of each other, and nothing else."""
+    waits = {
+        rank: entries[-1]
+        for rank, entries in job.under_way.items()
+        if entries and entries[-1].kind in (Kind.SEND, Kind.RECEIVE) and entries[-1].peer >= 0
+    }
+    for rank in sorted(waits):
+        path = [rank]
+        while path[-1] in waits and (peer := waits[path[-1]].peer) not in path:
+            path.append(peer)
+        if path[-1] in waits and waits[path[-1]].peer == rank and len(path) > 1:
+            yield Finding(
+                "one of them sends first, or all send without waiting (isend)",
+                "ranks wait for messages of each other: " + call_waits.arrows((*path, rank), {}),
+                tuple(f"rank {each}: {described(waits[each])}" for each in path),
+            )
+            return
+
+
+def _in(job: Job, ranks: tuple[int, ...]) -> tuple[str, ...]:
+    """Return what each of these ranks is in, or what it did last."""
+    return tuple(f"rank {rank}: {words(job, rank)}" for rank in ranks[:_MOST])
+
+
+def words(job: Job, rank: int) -> str:
+    """Return what a rank is in, or what it did last."""
+    inside = job.innermost(rank)
+    if inside:
+        return "in " + "; in ".join(
+            f"{described(entry)} for {duration(job.age_s(rank, entry.begin_ns))}"
+            for entry in inside[:_MOST]
+        )
+    last = job.last(rank)
+    if last is None:
+        return "nothing was recorded"
+    ended = duration(job.age_s(rank, last.end_ns or 0))
+    return f"in none; {described(last)} ended {ended} ago"
+
+
+def _is(ranks: Sized) -> str:
+    return "is" if len(ranks) == 1 else "are"
+
+
+def _has(ranks: Sized) -> str:
+    return "has" if len(ranks) == 1 else "have"

@@ -1,0 +1,162 @@
+"""Files of a job on this node: recordings, and stacks, for which living processes are asked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from mpidist.comm.mpi import job_folder
+from mpidist.comm.recorder.recording import Recording, read_all
+from mpidist.comm.watchdog import thread_stacks
+from mpidist.comm.watchdog.stack_file import path_beside
+from mpidist.comm.watchdog.thread_stacks import Stack
+from mpidist.errors import MpidistError
+from mpidist.reports.job import ELSEWHERE, ENDED, RUNS, STOPPED, Job
+
+_ASK_S = 2.0  # longest wait for the stacks of living processes
+_LOOK_S = 0.02
+_NUMBER = signal.SIGUSR2
+
+
+class Found(NamedTuple):
+    """A job with files on this node.
+
+    Attributes:
+        name: Its name.
+        folder: Of its files.
+        first: Recording of its lowest rank here.
+    """
+
+    name: str
+    folder: Path
+    first: Recording
+
+
+def jobs() -> list[Found]:
+    """Return this user's jobs that have recordings on this node, the newest first."""
+    found = []
+    for folder in job_folder.jobs_folders():
+        if recordings := _recordings(folder):
+            first = min(recordings.values(), key=lambda each: each.rank)
+            found.append(Found(first.job, folder, first))
+    return sorted(found, key=lambda job: -job.first.started_wall_ns)
+
+
+def chosen(name: str | None, found: Collection[Found]) -> Found:
+    """Return the job of a name, or of the only one that begins with it; the newest for None.
+
+    Raises:
+        MpidistError: There is none, or several begin so.
+    """
+    if not found:
+        raise MpidistError(
+            "no job of yours has left a recording on this node: a job that ends well removes its "
+            "own, and one with MPIDIST_RECORDER=0 has none"
+        )
+    alike = [job for job in found if name is None or job.name == name]
+    alike = alike or [job for job in found if name is not None and job.name.startswith(name)]
+    if not alike or (name is not None and len(alike) > 1):
+        names = ", ".join(job.name for job in found)
+        problem = "several jobs begin with" if alike else "there is no recording here of job"
+        raise MpidistError(f"{problem} {name!r}; jobs of this node: {names}")
+    return alike[0]
+
+
+def read(folder: Path, *, asks: bool = True) -> Job:
+    """Return the job whose files are in a folder.
+
+    Blocks: up to two seconds, until living processes have written their stacks.
+
+    Args:
+        asks: Ask living processes of this node for their stacks; else take those that are there.
+
+    Raises:
+        MpidistError: The folder has no recording.
+    """
+    found = _recordings(folder)
+    if not found:
+        raise MpidistError(f"{folder} has no recording (recorder-0, recorder-1, ...)")
+    host = os.uname().nodename
+    states = {rank: _state(each, host) for rank, each in found.items()}
+    if asks:
+        _ask([found[rank] for rank, state in states.items() if state == RUNS])
+        # Of the same moment as the stacks.
+        found |= _recordings(folder)
+    stacks = {rank: stacks_of(each) for rank, each in found.items()}
+    seen = {rank: path_beside(each.path) for rank, each in found.items() if stacks[rank]}
+    return Job(
+        found,
+        {rank: _state(each, host) for rank, each in found.items()},
+        {rank: each for rank, each in stacks.items() if each},
+        {host: time.monotonic_ns()},
+        {rank: path.stat().st_mtime_ns for rank, path in seen.items()},
+    )
+
+
+def stacks_of(each: Recording) -> list[Stack]:
+    """Return the stacks that a process has written last."""
+    with contextlib.suppress(OSError):
+        text = path_beside(each.path).read_text(encoding="utf-8", errors="replace")
+        return thread_stacks.parsed(text)
+    return []
+
+
+def _recordings(folder: Path) -> dict[int, Recording]:
+    """Return the newest recording of each rank of the job's last start, by world rank.
+
+    A job that was started again in its allocation may have had more ranks before, whose files are
+    still there; and a spare that has taken the place of a dead rank has that rank.
+    """
+    ordered = sorted(read_all(folder), key=lambda each: each.started_wall_ns)
+    newest = {each.rank: each for each in ordered}
+    return {rank: newest[rank] for rank in sorted(newest) if rank < ordered[-1].size}
+
+
+def _state(each: Recording, host: str) -> str:
+    if each.host != host:
+        return ELSEWHERE
+    if not each.is_alive:
+        return ENDED
+    return STOPPED if _field(each.pid, "State:").startswith(("T", "t")) else RUNS
+
+
+def _field(pid: int, name: str) -> str:
+    """Return a field of a process's status; "" if the kernel does not say it."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+            if line.startswith(name):
+                return line[len(name) :].strip()
+    return ""
+
+
+def _ask(recordings: Iterable[Recording]) -> None:
+    """Have processes write their stacks; wait until they have, or the time is over."""
+    waiting = [each for each in recordings if _can_be_asked(each)]
+    for each in waiting:
+        with contextlib.suppress(OSError):
+            os.truncate(path_beside(each.path), 0)
+            os.kill(each.pid, _NUMBER)
+    end = time.monotonic() + _ASK_S
+    while waiting and time.monotonic() < end:
+        time.sleep(_LOOK_S)
+        waiting = [each for each in waiting if not _has_answered(each)]
+
+
+def _can_be_asked(each: Recording) -> bool:
+    """Return whether the signal has the process write its stacks; it ends one without a handler."""
+    caught = int(_field(each.pid, "SigCgt:") or "0", 16)
+    return bool(caught >> (_NUMBER - 1) & 1) and path_beside(each.path).exists()
+
+
+def _has_answered(each: Recording) -> bool:
+    try:
+        text = path_beside(each.path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
+    # A process whose Python lock is kept writes no table.
+    return thread_stacks.has_table(text)

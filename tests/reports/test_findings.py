@@ -1,0 +1,113 @@
+"""Findings about made jobs: the most important first."""
+
+import time
+
+import pytest
+
+from mpidist.comm.recorder.recording import Kind
+from mpidist.comm.watchdog.thread_stacks import Line, Stack
+from mpidist.reports import findings as of
+from mpidist.reports import operations
+from mpidist.reports.job import ENDED, RUNS, STOPPED
+from tests.reports.made import collective, entry, job
+
+BEFORE = collective(1, 1, 2)
+
+
+def said(made):
+    return [finding.text for finding in of.findings(made)]
+
+
+def test_a_good_job_has_none():
+    assert said(job([BEFORE], [BEFORE])) == []
+
+
+def test_a_missing_rank_is_named_with_what_it_is_in():
+    made = job([BEFORE, collective(2, 3)], [BEFORE, collective(2, 4)], [BEFORE])
+    (finding,) = of.findings(made)
+    assert finding.text == (
+        'rank 2 has not called all_reduce number 2 of group "world", which ranks 0, 1 are in for '
+        "17 s"
+    )
+    assert finding.details == (
+        'rank 2: in none; all_reduce number 1 of "world" (5,) float32 ended 18 s ago',
+    )
+    assert finding.remedy == "look at what rank 2 is in, and its stack"
+
+
+def test_a_rank_without_a_file_is_said_to_have_none():
+    made = job([BEFORE, collective(2, 3)], [BEFORE], size=3)
+    assert said(made)[0].endswith("of rank 2 there is no file")
+
+
+@pytest.mark.parametrize(("state", "word"), [(STOPPED, "is stopped"), (ENDED, "has ended")])
+def test_a_process_that_is_stopped_or_killed_comes_first(state, word):
+    made = job([BEFORE, collective(2, 3)], [BEFORE], states=(RUNS, state))
+    first, second = said(made)
+    assert first.startswith(f"rank 1 {word}") and "rank 1 has not called" in second
+    # A job that has ended as a whole has no dead among the living.
+    ended = job([BEFORE, collective(2, 3)], [BEFORE], states=(ENDED, ENDED))
+    assert len(said(ended)) == 1
+
+
+def test_other_calls_come_before_the_wait_that_they_cause():
+    made = job([BEFORE, collective(2, 3, shape=(6,))], [BEFORE, collective(2, 3)], [BEFORE])
+    first, second = said(made)
+    assert first == (
+        "rank 1 called all_reduce (5,) float32 where rank 0 called all_reduce (6,) float32, as "
+        'number 2 of group "world"'
+    ) or first.startswith("rank 0 called")
+    assert "rank 2 has not called" in second
+
+
+def test_calls_in_a_circle_are_named_with_their_lock():
+    f = dict(peer=1, tag=7, thread=1)
+    g = dict(peer=0, tag=3, thread=2)
+    made = job(
+        [entry(1, Kind.CALL, "f", 1, **f), entry(2, Kind.HANDLER, "g", 3, peer=1, tag=3, thread=4)],
+        [entry(1, Kind.HANDLER, "f", 2, peer=0, tag=7, thread=2), entry(2, Kind.CALL, "g", 3, **g)],
+        workers=["worker0"],
+        stacks={0: [Stack((Line("x/threading.py", 9, "wait"), Line("train.py", 5, "g")), 4)]},
+    )
+    (finding,) = of.findings(made)
+    assert finding.text == "calls wait for each other: worker0 -> rank 1 -> worker0"
+    assert finding.details[-1] == (
+        "worker0 waits for a lock there, at train.py:5 in g(); the thread in f may hold it"
+    )
+    assert "rpc_async" in finding.remedy
+
+
+def test_a_call_of_a_moment_is_no_finding_while_the_job_runs():
+    made = [entry(1, Kind.CALL, "f", 19.5, peer=1, tag=7)], []
+    assert said(job(*made)) == []
+    assert said(job(*made, states=(ENDED, ENDED))) == [
+        "a call waits for its answer: rank 0 -> rank 1"
+    ]
+
+
+def test_receives_that_wait_for_each_other_are_named():
+    made = job(
+        [entry(1, Kind.RECEIVE, "recv", 1, peer=1, tag=2)],
+        [entry(1, Kind.RECEIVE, "recv", 1, peer=0, tag=2)],
+        [entry(1, Kind.RECEIVE, "recv", 1, peer=0, tag=2)],
+    )
+    (finding,) = of.findings(made)
+    assert finding.text == "ranks wait for messages of each other: rank 0 -> rank 1 -> rank 0"
+    assert finding.details[0] == "rank 0: recv from rank 1 tag 2"
+
+
+def test_a_collective_that_all_have_entered_is_named_last():
+    assert said(job([collective(1, 1)], [collective(1, 2)])) == [
+        'ranks 0, 1 are in all_reduce number 1 of group "world" for 19 s, and all others have come'
+    ]
+
+
+def test_a_large_job_is_read_in_seconds():
+    """64 ranks with whole rings; the time is told, and has no limit here."""
+    ring = [collective(number, number, number + 0.5) for number in range(1, 4096)]
+    made = job(*([*ring, collective(4096, 4097)] if rank else ring for rank in range(64)))
+    start = time.perf_counter()
+    texts = said(made)
+    operations.rows(made, 20)
+    print(f"{time.perf_counter() - start:.2f} s")
+    assert texts[0].startswith("rank 0 has not called all_reduce number 4096")

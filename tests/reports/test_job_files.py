@@ -1,0 +1,119 @@
+"""Files of jobs: which there are, the last start of each, processes, and stacks on request."""
+
+import faulthandler
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+
+import pytest
+
+from mpidist.comm.mpi import job_folder
+from mpidist.comm.recorder import ring as rings
+from mpidist.comm.recorder.ring import Ring
+from mpidist.comm.watchdog.dump_signal import DumpSignal
+from mpidist.comm.watchdog.stack_file import StackFile
+from mpidist.errors import MpidistError
+from mpidist.reports import job_files
+from mpidist.reports.job import ELSEWHERE, ENDED, RUNS, STOPPED
+from tests.reports.made import recording
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """Return a function that makes the recording of a rank in the folder of a job."""
+    monkeypatch.setattr(job_folder, "MEMORY", tmp_path)
+    made = []
+
+    def one(job="first", rank=0, size=2, pid=None):
+        folder = job_folder.path_of(job)
+        folder.mkdir(exist_ok=True)
+        with monkeypatch.context() as patched:
+            if pid is not None:
+                patched.setattr(rings.os, "getpid", lambda: pid)
+            made.append(Ring(folder / f"recorder-{rank}", job, rank, size, 64))
+        return folder
+
+    yield one
+    for each in made:
+        each.close()
+
+
+def test_the_newest_job_is_chosen_and_others_by_their_beginnings(make):
+    with pytest.raises(MpidistError, match="no job of yours has left a recording"):
+        job_files.chosen(None, job_files.jobs())
+    for name in ("job-12", "job-13", "other"):
+        make(name)
+    (job_folder.MEMORY / f"mpidist-{os.geteuid()}-empty").mkdir()
+    found = job_files.jobs()
+    assert [job.name for job in found] == ["other", "job-13", "job-12"]
+    assert job_files.chosen(None, found).name == "other"
+    assert job_files.chosen("job-12", found).folder == job_folder.path_of("job-12")
+    assert job_files.chosen("oth", found).name == "other"
+    with pytest.raises(
+        MpidistError, match="several jobs begin with 'job'; jobs of this node: other, job-13"
+    ):
+        job_files.chosen("job", found)
+    with pytest.raises(MpidistError, match=r"no recording here of job 'x'.*other, job-13, job-12"):
+        job_files.chosen("x", found)
+
+
+def test_the_last_start_of_a_job_counts(make, tmp_path):
+    """A start of three ranks, and one of two."""
+    for size in (3, 2):
+        for rank in range(size):
+            folder = make(rank=rank, size=size)
+    job = job_files.read(folder, asks=False)
+    assert sorted(job.recordings) == [0, 1] and job.unknown == () and not job.stacks
+    with pytest.raises(MpidistError, match="has no recording"):
+        job_files.read(tmp_path / "none")
+
+
+def test_processes_run_are_stopped_have_ended_or_are_elsewhere(make):
+    folder = make()
+    make(rank=1, pid=2**22)
+    assert job_files.read(folder, asks=False).states == {0: RUNS, 1: ENDED}
+    sleeping = subprocess.Popen(["sleep", "60"])
+    try:
+        sleeping.send_signal(signal.SIGSTOP)
+        host, ticks = socket.gethostname(), rings.start_ticks(sleeping.pid)
+        stopped = recording(0, [], pid=sleeping.pid, host=host, started_ticks=ticks)
+        end = time.monotonic() + 10
+        while job_files._state(stopped, host) != STOPPED and time.monotonic() < end:
+            time.sleep(0.01)
+        assert job_files._state(stopped, host) == STOPPED
+        assert not job_files._can_be_asked(stopped)
+        assert job_files._state(stopped, "there") == ELSEWHERE
+    finally:
+        sleeping.kill()
+        sleeping.wait()
+
+
+def test_a_living_process_writes_its_stacks(make, monkeypatch):
+    handler, descriptor = signal.getsignal(signal.SIGUSR2), signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    folder = make(size=1)
+    # Without a handler the signal would end the process.
+    assert job_files.read(folder).stacks == {}
+    DumpSignal()
+    file, stop = StackFile(folder / "stacks-0"), threading.Event()
+
+    def watch():
+        while not stop.wait(0.01):
+            file.serve()
+
+    thread = threading.Thread(target=watch, name="watching")
+    thread.start()
+    try:
+        job = job_files.read(folder)
+    finally:
+        stop.set()
+        thread.join()
+        faulthandler.unregister(signal.SIGUSR2)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGUSR2, handler)
+        signal.set_wakeup_fd(descriptor)
+    names = {stack.name: stack for stack in job.stacks[0]}
+    assert names["watching"].thread and names["MainThread"].lines[0].function == "_ask"
