@@ -337,6 +337,44 @@ def trace_summary(
     trace_tables.print_summary(summary.read(file), tables.console())
 
 
+@app.command(cls=Command, epilog=epilog(*EXAMPLES["report"]))
+@_reporting_errors
+def report(
+    job: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help="name of the job; the newest one's here")
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="recordings that were collected from several nodes"),
+    ] = None,
+    stacks: Annotated[
+        bool,
+        typer.Option("--stacks/--no-stacks", help="ask living ranks for the stacks of all threads"),
+    ] = True,
+    last: Annotated[int, typer.Option(min=0, help="number of the last operations")] = 20,
+) -> None:
+    """Say what the ranks of a job on this node did last, who waits for whom, and what for.
+
+    The job may run, hang, or be dead: its files outlive it until mpidist clean removes them. On
+    several nodes run it on each, or copy the files of all into one folder. The exit status is 1 if
+    something keeps the job.
+    """
+    from mpidist.cli import report as page
+    from mpidist.cli.tables import console
+    from mpidist.reports import findings, job_files
+
+    to, jobs = console(), []
+    if folder is None:
+        jobs = job_files.jobs()
+        chosen = job_files.chosen(job, jobs)
+        folder = chosen.folder
+    read = job_files.read(folder, asks=stacks)
+    found = findings.findings(read)
+    page.print_report(read, found, last, to)
+    page.print_jobs([each for each in jobs if each.folder != folder], to)
+    raise typer.Exit(int(bool(found)))
+
+
 @app.command(cls=SubmitCommand, epilog=epilog(*EXAMPLES["submit"]), context_settings=_BEHIND)
 @_reporting_errors
 def submit(

@@ -20,6 +20,11 @@ EXAMPLES = {
         "mpidist trace summary run.json.gz",
         "mpidist trace merge all.json.gz run.json.gz rank0.json rank1.json",
     ],
+    "report": [
+        "mpidist report",
+        "mpidist report 4711 --last 50",
+        "srun --jobid 4711 --ntasks-per-node=1 mpidist report 4711",
+    ],
     "submit": [
         "mpidist submit ddp --nodes 2 --time 1:00:00 -- train.py",
         "mpidist submit test --gpus-per-node 0 --dry-run",
