@@ -12,6 +12,8 @@ import torch
 from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm.group import ProcessGroup
+from mpidist.comm.recorder import recorder
+from mpidist.comm.recorder.file_format import WORKER
 from mpidist.comm.transport.transport import Transport
 from mpidist.dynamo import untraced
 from mpidist.errors import MpidistError
@@ -97,6 +99,8 @@ def _make_agent(
     workers, device_maps = membership.gather_workers(
         transport, name, options, allowlist is not None, problem
     )
+    # So that a report names the worker, not its rank.
+    recorder.of_process().group(name, WORKER, (workers.world_ranks[workers.me.id],))
     return Agent(transport, workers, device_maps, options, allowlist, rref.from_wire)
 
 

@@ -122,7 +122,8 @@ class JobFolder:
     def close(self, timeout_s: float) -> None:
         """Give up the lock at the process's end; the last process of the node removes the folder.
 
-        After an uncaught exception the folder stays, for the job's next start.
+        After an uncaught exception, or the death of another rank, the folder stays, for the job's
+        next start and for ``mpidist report``.
         """
         if self._lock == -1:
             return
@@ -130,7 +131,9 @@ class JobFolder:
         # The call gives up the shared lock also where it fails.
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if getattr(sys, "last_value", None) is None:
+            failure = runtime.unfinished()
+            has_lost = failure is not None and bool(failure.dead)
+            if getattr(sys, "last_value", None) is None and not has_lost:
                 shutil.rmtree(self.path, ignore_errors=True)
         os.close(lock)
 

@@ -1,18 +1,21 @@
-"""Last operations of a rank, as the answer to another rank's watchdog carries them (pure).
+"""Last operations of a rank, as the answer to another rank's watchdog carries them.
 
 Times are relative to the moment of the answer, because each node has a clock of its own.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Any
 
+from mpidist.comm.recorder import recorder
 from mpidist.comm.recorder.file_format import WORKER
-from mpidist.comm.recorder.recording import Entry, Kind, Recording
-from mpidist.comm.watchdog import call_waits
+from mpidist.comm.recorder.recording import Entry, Kind, Recording, read
+from mpidist.comm.watchdog import call_waits, thread_places
 from mpidist.comm.watchdog.call_waits import Thread
+from mpidist.errors import RecordingError
 
 _LAST = 5  # operations that have ended
 _UNDER_WAY = 32
@@ -45,6 +48,17 @@ class LastOperations:
     def under_way(self) -> list[Entry]:
         """Return the entries that have not ended."""
         return [entry for entry in self.entries if entry.end_ns is None]
+
+
+def own() -> LastOperations:
+    """Return those of this process; none if its recorder has no file."""
+    path = recorder.of_process().path
+    if path is None:
+        return LastOperations()
+    try:
+        return of(read(path), time.monotonic_ns(), thread_places.locks())
+    except (RecordingError, OSError):
+        return LastOperations()
 
 
 def worker_of(recording: Recording) -> str:

@@ -36,6 +36,7 @@ from mpidist.comm.execution.group_settings import RAISE
 from mpidist.comm.execution.group_state import GroupState, open_groups
 from mpidist.comm.execution.op_status import Call, History
 from mpidist.comm.mpi import exited_ranks, rank_ranges, revocation, runtime
+from mpidist.comm.recorder import recorder
 from mpidist.comm.watchdog import (
     call_difference,
     flight_record,
@@ -44,9 +45,10 @@ from mpidist.comm.watchdog import (
     watchdog_report,
 )
 from mpidist.comm.watchdog.dump_signal import DumpSignal
+from mpidist.comm.watchdog.stack_file import StackFile, path_beside
 from mpidist.comm.watchdog.straggler_watch import StragglerWatch
 from mpidist.comm.watchdog.watchdog_messages import FAILED, LEFT, PRINTED, Subject
-from mpidist.comm.watchdog.watchdog_peers import Peers, fail
+from mpidist.comm.watchdog.watchdog_peers import END, Peers, fail
 from mpidist.errors import MpidistError, RankFailureError
 
 _POLL_S = 0.1  # interval of the checks, and longest time until a question is answered
@@ -164,8 +166,12 @@ class Watchdog:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._signal: DumpSignal | None = None
+        self._stacks: StackFile | None = None
         if world.size > 1:
             self._signal = _dump_signal()
+            # Behind the handler of the signal, which it calls.
+            if (path := recorder.of_process().path) is not None:
+                self._stacks = StackFile(path_beside(path))
             self._thread = threading.Thread(
                 target=runtime.guard_thread(self._run), name="mpidist-watchdog", daemon=True
             )
@@ -214,6 +220,8 @@ class Watchdog:
                 self._tell()
             if self._signal is not None and self._signal.has_arrived():
                 self._write_record("SIGUSR2")
+            if self._stacks is not None:
+                self._stacks.serve()
             for group in list(self.peers.groups):
                 if not group.is_closed:
                     self._check(group)
@@ -240,6 +248,7 @@ class Watchdog:
         printer = peers.printers.setdefault(subject, world.rank)
         peers.ask(others, subject, printer)
         peers.serve_until(lambda: len(peers.answers) >= len(others), _COLLECT_S)
+        self._record_late(subject)
         # The lowest rank of those whose timeouts come together prints, and the first of others.
         if peers.printers[subject] == world.rank and subject not in peers.printed:
             if thread_places.of_handlers():
@@ -248,7 +257,9 @@ class Watchdog:
                 world.rank, peers.answers, world.processes, _COLLECT_S
             )
             alive = {rank: world.processes[rank] for rank in {world.rank, *named}}
-            runtime.write_stderr(text + linger.commands(self._linger_s, alive))
+            runtime.write_stderr(
+                text + self._how_to_read() + linger.commands(self._linger_s, alive)
+            )
             peers.printed.add(subject)
             peers.send(others, PRINTED, subject)
         self._is_told.set()
@@ -366,6 +377,7 @@ class Watchdog:
             runtime.write_stderr(
                 text
                 + flight_record.how_to_read(file, self.world.rank)
+                + self._how_to_read()
                 + self._commands(group, named)
             )
             peers.printed.add(subject)
@@ -383,9 +395,16 @@ class Watchdog:
         }
         return linger.commands(self._linger_s, processes)
 
+    def _how_to_read(self) -> str:
+        """Return the line that names the command for more, if this process has a recording."""
+        has_file = recorder.of_process().path is not None
+        return watchdog_report.how_to_read(self.world.job) if has_file else ""
+
     def _record_late(self, subject: Subject) -> Path | None:
-        """Write the flight record once for a late operation; return its file, None if not."""
+        """Write flight record and stacks once for a late operation; return the record's file."""
         if subject not in self._recorded:
+            if self._stacks is not None and subject != END:
+                self._stacks.write()
             # The question at the end of a program names no group.
             is_wanted = subject[0] and flight_record.is_written_on_timeout(os.environ)
             self._recorded[subject] = self._write_record(subject[1]) if is_wanted else None

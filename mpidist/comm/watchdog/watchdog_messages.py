@@ -11,7 +11,9 @@ from typing import Any
 
 from mpidist.comm.execution.op_status import Call, Entry, History
 from mpidist.comm.serialization import frame
+from mpidist.comm.watchdog import last_operations
 from mpidist.comm.watchdog.arrivals import Arrivals
+from mpidist.comm.watchdog.last_operations import LastOperations
 from mpidist.errors import FrameError
 
 ASK, ANSWER, PRINTED, FAILED, LEFT = "ask", "answer", "printed", "failed", "left"
@@ -20,7 +22,7 @@ ARRIVALS = "arrivals"
 Subject = tuple[str, str]  # a group's key and the late operation
 
 
-_UNKNOWN = History()
+_UNKNOWN, _NONE = History(), LastOperations()
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,13 @@ class Answer:
         entries: Its operations on the group of the question, and those under way on others.
         places: Lines on its threads.
         history: Its last collectives on the group of the question.
+        last: What its recorder has.
     """
 
     entries: list[Entry]
     places: tuple[str, ...] = ()
     history: History = _UNKNOWN
+    last: LastOperations = _NONE
 
 
 def encoded(kind: str, number: int, content: Any) -> bytes:
@@ -53,6 +57,7 @@ def encoded(kind: str, number: int, content: Any) -> bytes:
             [astuple(entry) for entry in content.entries],
             content.places,
             _plain(content.history),
+            last_operations.plain(content.last),
         )
     elif kind == LEFT:
         content = {key: _plain(history) for key, history in content.items()}
@@ -74,8 +79,9 @@ def decoded(data: bytearray) -> tuple[str, int, Any]:
     if kind not in _CONTENTS or not _CONTENTS[kind](content):
         raise FrameError("its kind is unknown, or its content none of that kind")
     if kind == ANSWER:
-        rows, places, history = content
-        content = Answer([Entry(*row) for row in rows], places, _history(history))
+        rows, places, history, last = content
+        entries = [Entry(*row) for row in rows]
+        content = Answer(entries, places, _history(history), last_operations.from_plain(last))
     elif kind == LEFT:
         content = {key: _history(history) for key, history in content.items()}
     elif kind == ARRIVALS:
@@ -132,14 +138,15 @@ def _is_history(value: object) -> bool:
 
 
 def _is_answer(value: object) -> bool:
-    if not _are(value, list, tuple, tuple):
+    if not _are(value, list, tuple, tuple, tuple):
         return False
     assert isinstance(value, tuple)
-    entries, places, history = value
+    entries, places, history, last = value
     return (
         all(map(_is_entry, entries))
         and all(type(place) is str for place in places)
         and _is_history(history)
+        and last_operations.is_plain(last)
     )
 
 

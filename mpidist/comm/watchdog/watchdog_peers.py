@@ -16,7 +16,7 @@ from mpidist.comm.execution.group_state import GroupState
 from mpidist.comm.execution.op_status import History
 from mpidist.comm.mpi import exited_ranks, mpi_errors, nonblocking, runtime
 from mpidist.comm.mpi.library import MPI
-from mpidist.comm.watchdog import thread_places, watchdog_messages
+from mpidist.comm.watchdog import last_operations, thread_places, watchdog_messages
 from mpidist.comm.watchdog.arrivals import AllArrivals
 from mpidist.comm.watchdog.watchdog_messages import (
     ANSWER,
@@ -34,6 +34,7 @@ _SILENT_S = 10.0  # a rank without an answer for this time is stopped or dead
 _LONGEST_END_S = 300.0  # of the wait at the end of a rank that has left a call of MPI
 _LEAVING_S = 1.0  # longest wait for the last messages, of a few bytes, when a world is left
 _TAG = 1
+END: Subject = ("", "the end")  # of a program, where nothing is late
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class Peers:
         """
         start = time.monotonic()
         while others := self._unended():
-            self.ask(sorted(others), ("", "the end"), self.world.rank)
+            self.ask(sorted(others), END, self.world.rank)
             self.serve_until(lambda: not self._unended(), _SILENT_S)
             others = self._unended()
             waited = time.monotonic() - start
@@ -186,7 +187,7 @@ class Peers:
             places = ["ended by a timeout of its own", *thread_places.of_handlers()]
         else:
             places = thread_places.places()
-        return Answer(entries, tuple(places), history)
+        return Answer(entries, tuple(places), history, last_operations.own())
 
 
 def fail(group: GroupState, text: str, missing: Sequence[int]) -> None:

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mpidist.comm.execution.op_status import History
 from mpidist.comm.mpi import exited_ranks
-from mpidist.comm.watchdog import call_difference, process_state, rank_states
+from mpidist.comm.watchdog import (
+    call_difference,
+    last_operations,
+    process_state,
+    rank_states,
+)
 from mpidist.comm.watchdog.rank_states import RankState
 from mpidist.comm.watchdog.watchdog_messages import Answer
 
@@ -71,6 +76,7 @@ def report(
         f'mpidist: {operation} of group "{group.name}" {problem}. What each rank is in:',
         *_difference(group, histories),
         *listed,
+        *_last_operations(answers, _awaited(group, histories)),
     ]
     return Report("\n".join(lines) + "\n", named)
 
@@ -101,7 +107,13 @@ def ranks_at_timeout(
             states.append(_living(rank, rank, answer, processes, idle, collect_s, host))
     listed, named = rank_states.listing(states)
     title = f"mpidist: what the ranks are in, at the timeout of rank {reporter}:"
-    return Report("\n".join([title, *listed]) + "\n", named)
+    last = _last_operations(answers, ())
+    return Report("\n".join([title, *listed, *last]) + "\n", named)
+
+
+def how_to_read(job: str) -> str:
+    """Return the line of a report that names the command for more; empty without a job's name."""
+    return f"  all last operations and stacks, on each node: mpidist report {job}\n" if job else ""
 
 
 def _living(
@@ -146,6 +158,21 @@ def _difference(group: GroupState, histories: Mapping[int, History]) -> list[str
     before = group.journal.sequence - number
     where = f" ({before} calls earlier)" if before > 1 else " (the call before)" if before else ""
     return [f"  {rank_states.safe(call_difference.sentence(calls))}{where}"]
+
+
+def _last_operations(answers: Mapping[int, Answer], awaited: Sequence[int]) -> list[str]:
+    """Return the lines on calls under way, and on the last operations of ranks."""
+    last = {rank: answer.last for rank, answer in answers.items()}
+    return [rank_states.safe(line) for line in last_operations.lines(last, awaited)]
+
+
+def _awaited(group: GroupState, histories: Mapping[int, History]) -> list[int]:
+    """Return the world ranks that have not called what the others are in."""
+    return [
+        rank
+        for rank in group.world_ranks
+        if rank in histories and histories[rank].sequence < group.journal.sequence
+    ]
 
 
 def _last(group: GroupState, history: History, is_missing: bool) -> str:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from mpidist.comm.mpi import job_folder
+from mpidist.comm.mpi import job_folder, runtime
 from mpidist.comm.mpi.job_folder import JobFolder, clean
 
 
@@ -25,6 +25,14 @@ def test_the_last_process_removes_the_folder(memory):
     second.close(0)
     second.close(0)
     assert not path.exists()
+
+
+def test_the_files_of_a_job_that_has_lost_ranks_stay(memory, monkeypatch):
+    job = JobFolder(memory / f"mpidist-{os.geteuid()}-job")
+    job.open()
+    monkeypatch.setattr(runtime, "_unfinished", runtime.Unfinished({1}))
+    job.close(0)
+    assert job.path.exists() and clean() == ([job.path], [])
 
 
 def test_clean_removes_what_dead_jobs_have_left(memory):

@@ -7,11 +7,14 @@ from mpidist.comm.execution.op_status import Call, History
 from mpidist.comm.serialization import frame
 from mpidist.comm.watchdog import watchdog_messages
 from mpidist.comm.watchdog.arrivals import Arrivals
+from mpidist.comm.watchdog.last_operations import LastOperations
 from mpidist.comm.watchdog.watchdog_messages import Answer
 from mpidist.errors import FrameError
+from tests.reports.made import collective
 from tests.tools.support import EndsProcess
 
 ENTRY = journals.Entry("group", "key", 3, "barrier", (2, 3), "float32", 1.5, 0)
+NONE = ([], {}, "")
 
 
 def bytes_of(*content):
@@ -28,11 +31,15 @@ FOREIGN = {
     "a number that is none": bytes_of("printed", "0", ("a", "b")),
     "a question without a subject": bytes_of("ask", 1, (("a",), 0)),
     "an answer without entries": bytes_of(
-        "answer", 1, ([("group", "key", 3, "barrier", [], None, None, 0, 0, False)], (), (0, []))
+        "answer",
+        1,
+        ([("group", "key", 3, "barrier", [], None, None, 0, 0, False)], (), (0, []), NONE),
     ),
-    "an answer that is cut": bytes_of("answer", 1, ([("group",)], (), (0, []))),
-    "an answer without a place": bytes_of("answer", 1, ([], (3,), (0, []))),
-    "an answer without a history": bytes_of("answer", 1, ([], (), (0, [("barrier", None)]))),
+    "an answer that is cut": bytes_of("answer", 1, ([("group",)], (), (0, []), NONE)),
+    "an answer without a place": bytes_of("answer", 1, ([], (3,), (0, []), NONE)),
+    "an answer without a history": bytes_of("answer", 1, ([], (), (0, [("barrier", None)]), NONE)),
+    "an answer without last operations": bytes_of("answer", 1, ([], (), (0, []))),
+    "an answer with others": bytes_of("answer", 1, ([], (), (0, []), ([("x",)], {}, ""))),
     "a failure of no group": bytes_of("failed", 0, ("key", "text", ["a"])),
     "an end with other values": bytes_of("left", 0, {"group": "3"}),
     "arrivals at no group": bytes_of("arrivals", 0, [("key", "label", 2, 0)]),
@@ -50,6 +57,7 @@ FOREIGN = {
                 [ENTRY, journals.Entry("group", "key", 0, "none", None, None, None, 0, 1, True)],
                 ("main thread: train.py:3 in load_data()",),
                 History(3, (Call("all_reduce", (2, 3), "float32"), Call("barrier"))),
+                LastOperations((collective(1, -2, -1), collective(2, -1)), {7: ""}, "worker0"),
             ),
         ),
         ("printed", ("key", "barrier number 1")),

@@ -2,10 +2,13 @@
 
 from mpidist.comm.execution.op_status import History
 from mpidist.comm.mpi import exited_ranks
-from mpidist.comm.watchdog import process_state
+from mpidist.comm.recorder.recording import Kind
+from mpidist.comm.watchdog import process_state, watchdog_report
+from mpidist.comm.watchdog.last_operations import LastOperations
 from mpidist.comm.watchdog.watchdog_messages import Answer
 from tests.comm.watchdog.conftest import Group
 from tests.comm.watchdog.test_watchdog import report
+from tests.reports.made import collective, entry
 
 
 def test_a_report_names_operation_process_and_place_of_each_rank(clock, monkeypatch):
@@ -42,6 +45,30 @@ def test_a_report_names_operation_process_and_place_of_each_rank(clock, monkeypa
     left = {0: {group.key: History(0)}}
     text = report(group, {2: late, 4: late}, [0], left)
     assert "rank 1 (world rank 0): has exited, and never called this\n" in text
+
+
+def test_a_report_has_the_last_operations_of_the_ranks_that_others_wait_for():
+    group = Group((4, 0, 2))
+    for _ in range(2):
+        group.journal.enter("barrier")
+    group.journal.observe()
+
+    def answer(sequence, *entries):
+        last = LastOperations(entries, worker="w\x1b")
+        return Answer(group.journal.snapshot(), (), History(sequence), last)
+
+    call = entry(7, Kind.CALL, "f", -3, peer=2, tag=1)
+    answers = {4: answer(2, call), 0: answer(1, collective(1, -9, -8)), 2: answer(2)}
+    lines = report(group, answers).splitlines()
+    assert lines[-5:] == [
+        "  a call waits: w? -> w?",
+        "    w? waits 3.0 s for f of w?",
+        "    w? has not begun it",
+        "  last operations of rank 0:",
+        '    all_reduce number 1 of "world" (5,) float32: ended 8 s ago',
+    ]
+    assert watchdog_report.how_to_read("job-1").endswith(": mpidist report job-1\n")
+    assert watchdog_report.how_to_read("") == ""
 
 
 def test_a_report_has_what_the_kernel_knows_of_silent_and_dead_ranks(monkeypatch):
