@@ -347,6 +347,10 @@ def report(
         Path | None,
         typer.Option(metavar="DIR", help="recordings that were collected from several nodes"),
     ] = None,
+    torch: Annotated[
+        Path | None,
+        typer.Option("--torch", metavar="DIR", help="also write rank_<r> for torchfrtrace there"),
+    ] = None,
     stacks: Annotated[
         bool,
         typer.Option("--stacks/--no-stacks", help="ask living ranks for the stacks of all threads"),
@@ -372,6 +376,11 @@ def report(
     found = findings.findings(read)
     page.print_report(read, found, last, to)
     page.print_jobs([each for each in jobs if each.folder != folder], to)
+    if torch is not None:
+        from mpidist.reports import flight_recorder
+
+        written = flight_recorder.write_dumps(read.recordings.values(), torch)
+        print(f"{len(written)} files of the flight recorder: torchfrtrace -p rank_ {torch}")
     raise typer.Exit(int(bool(found)))
 
 

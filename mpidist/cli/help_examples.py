@@ -22,7 +22,7 @@ EXAMPLES = {
     ],
     "report": [
         "mpidist report",
-        "mpidist report 4711 --last 50",
+        "mpidist report 4711 --torch dumps",
         "srun --jobid 4711 --ntasks-per-node=1 mpidist report 4711",
     ],
     "submit": [

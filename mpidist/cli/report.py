@@ -31,12 +31,12 @@ def print_report(job: Job, found: Sequence[Finding], last: int, to: Console) -> 
         found: What keeps it.
         last: Number of the last operations.
     """
-    to.print(escape(_title(job)), style="bold", soft_wrap=True)
+    to.print(_safe(_title(job)), style="bold", soft_wrap=True)
     for finding in found:
-        to.print(f"[bold red]found[/]: {escape(finding.text)}")
+        to.print(f"[bold red]found[/]: {_safe(finding.text)}")
         for line in finding.details:
-            to.print(f"    {escape(line)}")
-        to.print(f"    [green]do[/]: {escape(finding.remedy)}")
+            to.print(f"    {_safe(line)}")
+        to.print(f"    [green]do[/]: {_safe(finding.remedy)}")
     if not found:
         to.print("[green]nothing keeps it[/], as far as its files say")
     to.print(_ranks_table(job))
@@ -44,7 +44,7 @@ def print_report(job: Job, found: Sequence[Finding], last: int, to: Console) -> 
         to.print(_operations_table(job, last))
     for line in _stack_lines(job):
         to.print(line, soft_wrap=True)
-    to.print(f"files: {escape(str(job.first.path.parent))}", soft_wrap=True, style="dim")
+    to.print(f"files: {_safe(str(job.first.path.parent))}", soft_wrap=True, style="dim")
 
 
 def print_jobs(others: Sequence[Found], to: Console) -> None:
@@ -56,7 +56,7 @@ def print_jobs(others: Sequence[Found], to: Console) -> None:
     for job in others[:_MOST]:
         began = time.strftime("%d %b %H:%M:%S", time.localtime(job.first.started_wall_ns / 1e9))
         ranks = f"{job.first.size} rank{'s' * (job.first.size != 1)}"
-        table.add_row(escape(job.name), escape(f"{ranks}, {began}, {_short(job.first.program)}"))
+        table.add_row(_safe(job.name), _safe(f"{ranks}, {began}, {_short(job.first.program)}"))
     to.print(table)
 
 
@@ -65,6 +65,11 @@ def _short(program: str) -> str:
     name, blank, arguments = program.partition(" ")
     text = name.rpartition("/")[2] + blank + arguments
     return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}..."
+
+
+def _safe(text: str) -> str:
+    """Return text of a file as rich prints it: no markup, no characters that move the cursor."""
+    return escape("".join(each if each.isprintable() else "?" for each in text))
 
 
 def _title(job: Job) -> str:
@@ -105,8 +110,8 @@ def _ranks_table(job: Job) -> Table:
         process = f"{job.recordings[rank].pid} {state}" if len(ranks) == 1 else state
         table.add_row(
             rank_ranges.numbers(ranks),
-            f"[{style}]{escape(process)}[/]",
-            escape(findings.words(job, rank)),
+            f"[{style}]{_safe(process)}[/]",
+            _safe(findings.words(job, rank)),
         )
     if hidden := [rank for ranks in ordered[_MOST:] for rank in ranks]:
         table.add_row(rank_ranges.numbers(hidden), "", f"in {len(ordered) - _MOST} other states")
@@ -121,8 +126,8 @@ def _operations_table(job: Job, last: int) -> Table:
         table.add_row(
             f"{clock}.{ns // 1000:06d}",
             rank_ranges.numbers(row.entries),
-            escape(row.text),
-            escape(row.ending),
+            _safe(row.text),
+            _safe(row.ending),
         )
     return table
 
@@ -135,10 +140,10 @@ def _stack_lines(job: Job) -> Iterator[str]:
     for threads, ranks in sorted(shared.items(), key=lambda item: len(item[1]))[:_MOST]:
         yield f"[bold]threads of {rank_ranges.named(ranks)}[/]"
         assert isinstance(threads, tuple)
-        yield from (f"  {escape(line)}" for line in threads)
+        yield from (f"  {_safe(line)}" for line in threads)
     if job.stacks:
         first = job.recordings[min(job.stacks)]
-        yield f"[dim]whole stacks: {escape(str(first.path.parent))}/stacks-*[/]"
+        yield f"[dim]whole stacks: {_safe(str(first.path.parent))}/stacks-*[/]"
 
 
 def _threads(stacks: Sequence[Stack]) -> list[str]:

@@ -72,6 +72,9 @@ def test_the_command_reads_a_folder_and_lists_other_jobs(call, tmp_path, monkeyp
     assert done.exit_code == 1 and "other jobs of this node: mpidist report JOB" in done.output
     done = call("report", "old", "--no-stacks", "--last", "0")
     assert done.exit_code == 1 and asked == [(tmp_path / "new", True), (tmp_path / "old", False)]
-    assert "found: rank 1 has not called" in call("report", "--folder", str(tmp_path)).output
+    done = call("report", "--folder", str(tmp_path), "--torch", str(tmp_path / "dumps"))
+    assert "found: rank 1 has not called" in done.output
+    assert "2 files of the flight recorder: torchfrtrace -p rank_" in done.output
+    assert sorted(path.name for path in (tmp_path / "dumps").iterdir()) == ["rank_0", "rank_1"]
     done = call("report", "none")
     assert done.exit_code == 2 and "jobs of this node: new, old" in done.stderr
