@@ -74,24 +74,34 @@ class _Threads:
 
     innermost: dict[Thread, Entry] = field(default_factory=dict)
     handlers: dict[tuple[int, int], tuple[Thread, Entry]] = field(default_factory=dict)
-    roots: list[tuple[Thread, Entry]] = field(default_factory=list)
+    # Calls, each with the handler that makes it, if one does.
+    calls: list[tuple[Thread, Entry, Entry | None]] = field(default_factory=list)
 
     def add(self, rank: int, entries: Sequence[Entry]) -> None:
-        handling: set[int] = set()
+        handling: dict[int, Entry] = {}
         for entry in sorted(entries, key=lambda entry: entry.number):
             thread = rank, entry.thread
             if entry.kind is Kind.HANDLER:
                 self.handlers[entry.peer, entry.tag] = thread, entry
-                handling.add(entry.thread)
-            elif entry.kind is Kind.CALL and entry.thread not in handling:
-                self.roots.append((thread, entry))
+                handling[entry.thread] = entry
+            elif entry.kind is Kind.CALL:
+                self.calls.append((thread, entry, handling.get(entry.thread)))
             self.innermost[thread] = entry
+
+    def roots(self) -> list[tuple[Thread, Entry]]:
+        """Return the calls that no handler has made, or one whose caller has given up."""
+        awaited = {(thread[0], call.tag) for thread, call, _ in self.calls}
+        return [
+            (thread, call)
+            for thread, call, handler in self.calls
+            if handler is None or (handler.peer, handler.tag) not in awaited
+        ]
 
 
 def chains(
     under_way: Mapping[int, Sequence[Entry]], locks: Mapping[Thread, str] | None = None
 ) -> list[Chain]:
-    """Return the chain of each call under way that no handler has made; circles come first.
+    """Return the chain of each call under way that is not within another; circles come first.
 
     Args:
         under_way: Entries that have not ended, by world rank.
@@ -102,7 +112,7 @@ def chains(
         threads.add(rank, [entry for entry in entries if entry.end_ns is None])
     found = [
         _followed(threads, locks or {}, (Step(thread[0], call),), frozenset({thread}))
-        for thread, call in threads.roots
+        for thread, call in threads.roots()
     ]
     # Sorting is stable: the lowest rank of equals comes first.
     return sorted(found, key=lambda chain: (not chain.circle, -len(chain.steps)))

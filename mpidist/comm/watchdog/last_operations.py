@@ -5,11 +5,13 @@ Times are relative to the moment of the answer, because each node has a clock of
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Any
 
+from mpidist.comm.mpi.world import Process
 from mpidist.comm.recorder import recorder
 from mpidist.comm.recorder.file_format import WORKER
 from mpidist.comm.recorder.recording import Entry, Kind, Recording, read
@@ -59,6 +61,21 @@ def own() -> LastOperations:
         return of(read(path), time.monotonic_ns(), thread_places.locks())
     except (RecordingError, OSError):
         return LastOperations()
+
+
+def of_silent(rank: int, process: Process) -> LastOperations:
+    """Return those of a rank that does not answer, from its file if it is on this node."""
+    path = recorder.of_process().path
+    if path is None or process.host != socket.gethostname():
+        return LastOperations()
+    try:
+        recording = read(path.with_name(f"recorder-{rank}"))
+    except (RecordingError, OSError):
+        return LastOperations()
+    # The file is named by the rank among all processes of the job.
+    if recording.pid != process.pid:
+        return LastOperations()
+    return of(recording, time.monotonic_ns(), {})
 
 
 def worker_of(recording: Recording) -> str:

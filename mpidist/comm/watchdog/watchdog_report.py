@@ -76,7 +76,7 @@ def report(
         f'mpidist: {operation} of group "{group.name}" {problem}. What each rank is in:',
         *_difference(group, histories),
         *listed,
-        *_last_operations(answers, _awaited(group, histories)),
+        *_last_operations(answers, _awaited(group, histories), processes),
     ]
     return Report("\n".join(lines) + "\n", named)
 
@@ -107,7 +107,7 @@ def ranks_at_timeout(
             states.append(_living(rank, rank, answer, processes, idle, collect_s, host))
     listed, named = rank_states.listing(states)
     title = f"mpidist: what the ranks are in, at the timeout of rank {reporter}:"
-    last = _last_operations(answers, ())
+    last = _last_operations(answers, (), processes)
     return Report("\n".join([title, *listed, *last]) + "\n", named)
 
 
@@ -160,18 +160,25 @@ def _difference(group: GroupState, histories: Mapping[int, History]) -> list[str
     return [f"  {rank_states.safe(call_difference.sentence(calls))}{where}"]
 
 
-def _last_operations(answers: Mapping[int, Answer], awaited: Sequence[int]) -> list[str]:
+def _last_operations(
+    answers: Mapping[int, Answer], awaited: Sequence[int], processes: Sequence[Process]
+) -> list[str]:
     """Return the lines on calls under way, and on the last operations of ranks."""
-    last = {rank: answer.last for rank, answer in answers.items()}
+    last = {
+        rank: last_operations.of_silent(rank, processes[rank])
+        for rank in awaited
+        if rank not in answers
+    }
+    last |= {rank: answer.last for rank, answer in answers.items()}
     return [rank_states.safe(line) for line in last_operations.lines(last, awaited)]
 
 
 def _awaited(group: GroupState, histories: Mapping[int, History]) -> list[int]:
-    """Return the world ranks that have not called what the others are in."""
+    """Return the world ranks that have not called what the others are in, or do not say it."""
     return [
         rank
         for rank in group.world_ranks
-        if rank in histories and histories[rank].sequence < group.journal.sequence
+        if histories.get(rank, History()).sequence < group.journal.sequence
     ]
 
 

@@ -50,6 +50,15 @@ def test_calls_that_have_ended_are_no_waits():
     assert call_waits.chains(ended) == []
 
 
+def test_a_handler_whose_caller_has_given_up_begins_a_chain():
+    """As at the timeout of the first call."""
+    (chain,) = call_waits.chains(
+        {0: NESTED[0][1:], 1: NESTED[1]}, {(0, FIRST): "train.py:5 in g()"}
+    )
+    assert chain.ranks == (1, 0) and not chain.circle
+    assert said(chain)[-1] == "worker0 waits for a lock there, at train.py:5 in g()"
+
+
 def test_a_handler_that_calls_back_closes_a_circle():
     (chain,) = call_waits.chains(NESTED)
     assert chain.circle == (0, 1, 0)

@@ -1,9 +1,15 @@
 """Last operations of ranks in the watchdogs' messages and reports."""
 
+import os
+import socket
+from types import SimpleNamespace
+
 import pytest
 
+from mpidist.comm.mpi.world import Process
 from mpidist.comm.recorder.file_format import WORKER
 from mpidist.comm.recorder.recording import Kind
+from mpidist.comm.recorder.ring import Ring
 from mpidist.comm.watchdog import last_operations
 from mpidist.comm.watchdog.last_operations import LastOperations
 from tests.reports.made import S, collective, entry, recording
@@ -34,6 +40,23 @@ def test_what_is_under_way_and_the_last_that_ended_are_kept_with_their_ages():
         '    all_reduce number 10 of "world" (5,) float32: failed 9 s ago',
         '    all_reduce number 11 of "world" (5,) float32: under way for 8 s',
     ]
+
+
+def test_a_silent_rank_of_this_node_is_read_from_its_file(tmp_path, monkeypatch):
+    path = tmp_path / "recorder-1"
+    ring = Ring(path, "job", 1, 2, 64)
+    ring.end(ring.begin(ring.signature("step", "Adam")))
+    own = SimpleNamespace(path=tmp_path / "recorder-0")
+    monkeypatch.setattr(last_operations.recorder, "of_process", lambda: own)
+    host, pid = socket.gethostname(), os.getpid()
+    (found,) = last_operations.of_silent(1, Process(pid, host)).entries
+    assert found.operation == "Adam" and found.end_ns < 0
+    nothing = LastOperations()
+    for rank, process in ((1, Process(pid + 1, host)), (1, Process(pid, "far")), (2, (pid, host))):
+        assert last_operations.of_silent(rank, Process(*process)) == nothing
+    own.path = None
+    assert last_operations.of_silent(1, Process(pid, host)) == last_operations.own() == nothing
+    ring.close()
 
 
 def test_a_circle_is_named_once():
