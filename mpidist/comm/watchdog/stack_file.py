@@ -46,7 +46,7 @@ class StackFile:
         self.path = path
         self.is_installed = False
         self._file: IO[bytes] | None = None
-        self._size = 0
+        self._size = self._seen = 0
         self._handler: object = None
         if threading.current_thread() is not threading.main_thread():
             return
@@ -59,7 +59,7 @@ class StackFile:
             self._install()
 
     def serve(self) -> None:
-        """Add the table of threads to stacks that were written since the last call.
+        """Add the table of threads to stacks that were written before the last call.
 
         A handler of the program's that was installed meanwhile is called behind faulthandler.
         """
@@ -71,10 +71,12 @@ class StackFile:
             faulthandler.unregister(_NUMBER)
             self._install()
         size = os.fstat(self._file.fileno()).st_size
-        if size > self._size:
+        # Text that has grown since the last call may still be written, by another thread.
+        if size > self._size and size == self._seen:
             self._add_table()
-        else:
+        elif size < self._size:
             self._size = size
+        self._seen = size
 
     def write(self) -> None:
         """Write the stacks of all threads, and the table, in the place of those before."""

@@ -258,7 +258,9 @@ class Watchdog:
             )
             alive = {rank: world.processes[rank] for rank in {world.rank, *named}}
             runtime.write_stderr(
-                text + self._how_to_read() + linger.commands(self._linger_s, alive)
+                text
+                + watchdog_report.how_to_read(world.job, recorder.of_process().path)
+                + linger.commands(self._linger_s, alive)
             )
             peers.printed.add(subject)
             peers.send(others, PRINTED, subject)
@@ -377,7 +379,7 @@ class Watchdog:
             runtime.write_stderr(
                 text
                 + flight_record.how_to_read(file, self.world.rank)
-                + self._how_to_read()
+                + watchdog_report.how_to_read(self.world.job, recorder.of_process().path)
                 + self._commands(group, named)
             )
             peers.printed.add(subject)
@@ -394,11 +396,6 @@ class Watchdog:
             if not exited_ranks.among((world_rank := group.world_ranks[rank],))
         }
         return linger.commands(self._linger_s, processes)
-
-    def _how_to_read(self) -> str:
-        """Return the line that names the command for more, if this process has a recording."""
-        has_file = recorder.of_process().path is not None
-        return watchdog_report.how_to_read(self.world.job) if has_file else ""
 
     def _record_late(self, subject: Subject) -> Path | None:
         """Write flight record and stacks once for a late operation; return the record's file."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpidist.comm.execution.op_status import History
-from mpidist.comm.mpi import exited_ranks
+from mpidist.comm.mpi import exited_ranks, job_folder
 from mpidist.comm.watchdog import (
     call_difference,
     last_operations,
@@ -111,9 +112,17 @@ def ranks_at_timeout(
     return Report("\n".join([title, *listed, *last]) + "\n", named)
 
 
-def how_to_read(job: str) -> str:
-    """Return the line of a report that names the command for more; empty without a job's name."""
-    return f"  all last operations and stacks, on each node: mpidist report {job}\n" if job else ""
+def how_to_read(job: str, file: Path | None) -> str:
+    """Return the line of a report that names the command for more; empty without a recording.
+
+    Args:
+        job: Name of the job.
+        file: Of this process's recorder.
+    """
+    if file is None:
+        return ""
+    named = job if file.parent == job_folder.path_of(job) else f"--folder {file.parent}"
+    return f"  all last operations and stacks, on each node: mpidist report {named}\n"
 
 
 def _living(

@@ -48,6 +48,8 @@ def test_the_signal_writes_stacks_and_the_watchdog_its_table(tmp_path):
     file.serve()
     asked()
     file.serve()
+    assert "# end" not in file.path.read_text()
+    file.serve()
     assert file.path.read_text().count("# end") == 1
 
 

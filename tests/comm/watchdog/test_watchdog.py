@@ -28,7 +28,7 @@ def dog(monkeypatch, clock):
     )
     monkeypatch.setattr(watchdog.runtime, "write_stderr", said.written.append)
     monkeypatch.setattr(watchdog.runtime, "abort", said.aborted.append)
-    world = SimpleNamespace(watchdogs=None, size=1, rank=0, first=None, processes=PROCESSES)
+    world = SimpleNamespace(watchdogs=None, size=1, rank=0, first=None, job="", processes=PROCESSES)
     made = watchdog.Watchdog(world)
     return made, said
 

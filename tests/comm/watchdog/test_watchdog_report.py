@@ -1,7 +1,9 @@
 """Text of the watchdog's report; pure."""
 
+from pathlib import Path
+
 from mpidist.comm.execution.op_status import History
-from mpidist.comm.mpi import exited_ranks
+from mpidist.comm.mpi import exited_ranks, job_folder
 from mpidist.comm.recorder.recording import Kind
 from mpidist.comm.watchdog import process_state, watchdog_report
 from mpidist.comm.watchdog.last_operations import LastOperations
@@ -67,8 +69,13 @@ def test_a_report_has_the_last_operations_of_the_ranks_that_others_wait_for():
         "  last operations of rank 0:",
         '    all_reduce number 1 of "world" (5,) float32: ended 8 s ago',
     ]
-    assert watchdog_report.how_to_read("job-1").endswith(": mpidist report job-1\n")
-    assert watchdog_report.how_to_read("") == ""
+
+
+def test_a_report_ends_with_the_command_for_the_rest():
+    file = job_folder.path_of("job-1") / "recorder-0"
+    assert watchdog_report.how_to_read("job-1", file).endswith(": mpidist report job-1\n")
+    assert watchdog_report.how_to_read("job-1", Path("/a/b")).endswith(" report --folder /a\n")
+    assert watchdog_report.how_to_read("job-1", None) == ""
 
 
 def test_a_report_has_what_the_kernel_knows_of_silent_and_dead_ranks(monkeypatch):
