@@ -8,6 +8,7 @@ from typing import NamedTuple
 from mpidist.comm.mpi import rank_ranges
 from mpidist.comm.recorder.recording import Kind
 from mpidist.comm.watchdog import call_waits
+from mpidist.comm.watchdog.call_waits import Chain
 from mpidist.comm.watchdog.last_operations import described, duration
 from mpidist.reports import collectives
 from mpidist.reports.collectives import Difference, Late
@@ -33,12 +34,13 @@ class Finding(NamedTuple):
 
 def findings(job: Job) -> list[Finding]:
     """Return what keeps a job, or had kept it at its end."""
-    late = collectives.late(job.recordings)
+    late, chains = collectives.late(job.recordings), _chains(job)
     return [
         *_processes(job),
         *(_different(one) for one in collectives.differences(job.recordings)[:_MOST]),
+        *(_calls(job, chain) for chain in chains if chain.circle),
         *(_missing(job, one) for one in late[:_MOST] if one.missing),
-        *_calls(job),
+        *(_calls(job, chain) for chain in chains if not chain.circle),
         *_messages(job),
         *(_entered_by_all(job, one) for one in late[:1] if not (one.missing or one.unknown)),
     ]
@@ -99,39 +101,35 @@ def _entered_by_all(job: Job, late: Late) -> Finding:
     )
 
 
-def _calls(job: Job) -> Iterator[Finding]:
-    names = job.workers
-    chains = [
-        chain
-        for chain in call_waits.chains(job.under_way, job.locks)
-        if not job.is_alive
-        or all(job.age_s(rank, call.begin_ns) >= _STUCK_S for rank, call, _ in chain.steps)
-    ]
-    seen = set()
-    for chain in chains:
-        # Each call of a circle begins a chain of its own; threads may wait alike.
-        key = frozenset(chain.circle) or (
-            *chain.ranks,
-            *(step.call.operation for step in chain.steps),
-        )
-        if key in seen or len(seen) >= _MOST:
+def _chains(job: Job) -> list[Chain]:
+    """Return the chains of calls, circles first; of those that say the same the first."""
+    found: dict[object, Chain] = {}
+    for chain in call_waits.chains(job.under_way, job.locks):
+        ages = (job.age_s(rank, call.begin_ns) for rank, call, _ in chain.steps)
+        if job.is_alive and min(ages) < _STUCK_S:
             continue
-        seen.add(key)
-        lines = tuple(call_waits.sentences(chain, names, job.now_ns))
-        if chain.circle:
-            yield Finding(
-                "give up the lock before the call, or make the call without waiting (rpc_async)"
-                if chain.lock
-                else "a handler that calls back must not wait for what its caller holds",
-                f"calls wait for each other: {call_waits.arrows(chain.circle, names)}",
-                lines,
-            )
-        else:
-            yield Finding(
-                "look at the handler's stack",
-                f"a call waits for its answer: {call_waits.arrows(chain.ranks, names)}",
-                lines,
-            )
+        # Each call of a circle may begin a chain of its own, and threads may wait alike.
+        operations = (step.call.operation for step in chain.steps)
+        found.setdefault(frozenset(chain.circle) or (*chain.ranks, *operations), chain)
+    return list(found.values())[:_MOST]
+
+
+def _calls(job: Job, chain: Chain) -> Finding:
+    names = job.workers
+    lines = tuple(call_waits.sentences(chain, names, job.now_ns))
+    if not chain.circle:
+        return Finding(
+            "look at the handler's stack",
+            f"a call waits for its answer: {call_waits.arrows(chain.ranks, names)}",
+            lines,
+        )
+    return Finding(
+        "give up the lock before the call, or make the call without waiting (rpc_async)"
+        if chain.lock
+        else "a handler that calls back must not wait for what its caller holds",
+        f"calls wait for each other: {call_waits.arrows(chain.circle, names)}",
+        lines,
+    )
 
 
 def _messages(job: Job) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ C code that keeps the interpreter stops such a reader.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sys
 import sysconfig
@@ -15,13 +16,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from mpidist.comm.watchdog import thread_stacks
 from mpidist.comm.watchdog.thread_stacks import Line
 
 _OURS = str(Path(__file__).resolve().parents[2]) + os.sep
-_TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
+# Found, not imported: the command reads stacks without torch.
+_SPEC = importlib.util.find_spec("torch")
+_TORCH = str(Path((_SPEC and _SPEC.origin) or "torch").resolve().parent) + os.sep
 _PATHS = sysconfig.get_paths()
 _STANDARD = tuple({_PATHS[name] + os.sep for name in ("stdlib", "platstdlib")})
 _INSTALLED = tuple({_PATHS[name] + os.sep for name in ("purelib", "platlib")})
