@@ -14,8 +14,16 @@ ROOT = Path(__file__).resolve().parents[1]
 # The parts of mpidist, lowest first. A part imports lower ones only, and never another of its own
 # row.
 LAYERS = [
-    ["errors", "cache", "dynamo", "folder_sync", "torch_version"],
-    ["future", "progress_bar", "saved_file", "shipped", "state_scalars", "whole_file"],
+    ["errors", "cache", "dynamo", "exception_copy", "folder_sync", "torch_version"],
+    [
+        "future",
+        "progress_bar",
+        "saved_file",
+        "shipped",
+        "state_scalars",
+        "torch_futures",
+        "whole_file",
+    ],
     ["kernels"],
     ["comm"],
     ["c10d", "ddp", "reports", "rpc", "zero"],

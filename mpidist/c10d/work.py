@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from mpidist.comm.execution.work import seconds
 from mpidist.comm.messages.request_work import RequestWork
 from mpidist.dynamo import untraced
 from mpidist.errors import CommTimeout
+from mpidist.exception_copy import copy_exception
 from mpidist.future import Future as NativeFuture
 from mpidist.future import completed
 
@@ -92,20 +94,24 @@ class TorchWork(Work):
             ended: Future[None] = Future(devices=devices) if devices else Future()
             # An exception raised in a callback is an error for C++, too. Future.set_exception marks
             # an error for Python only, and torch's reducer would take the exception for tensors.
-            self._future = ended.then(self._outcome)
+            self._future = ended.then(partial(_outcome, self._native, self._result))
             if isinstance(self._native, RequestWork):
                 # MPI has no completion callbacks, so the future of a message is returned complete.
                 self.wait()
             self._native.get_future().add_done_callback(lambda native: ended.set_result(None))
         return self._future
 
-    def _outcome(self, ended: Future[None]) -> object:
-        error = self._native.exception()
-        if error is not None:
-            raise error
-        # Returns at once; lets this thread's stream wait, and torch's future records the stream.
-        self._native.wait()
-        return self._result
+
+def _outcome(
+    native: NativeWork | RequestWork | WorkList, result: object, ended: Future[None]
+) -> object:
+    """Return the result of a work that has ended, or raise its error."""
+    error = native.exception()
+    if error is not None:
+        raise copy_exception(error)
+    # Returns at once; lets this thread's stream wait, and torch's future records the stream.
+    native.wait()
+    return result
 
 
 @untraced

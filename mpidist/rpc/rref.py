@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
 
+from mpidist import torch_futures
 from mpidist.dynamo import untraced
 from mpidist.errors import MpidistError, RRefError
+from mpidist.exception_copy import copy_exception
 from mpidist.rpc import current
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
 from mpidist.rpc.message import WORD, Kind
@@ -239,7 +241,9 @@ class RRef(Reference, Generic[T]):
             if not entry.is_set:
                 self._require_made()
         if entry.error is not None:
-            raise entry.error
+            # Not the exception itself: its traceback would lead to the functions that have read the
+            # value, and their variables to this reference.
+            raise copy_exception(entry.error).with_traceback(entry.error.__traceback__)
         value: T = entry.value_here()
         return value
 
@@ -378,7 +382,7 @@ def _future_of_type(entry: Entry) -> torch.futures.Future:
 
     def complete(entry: Entry) -> None:
         if entry.error is not None:
-            future.set_exception(entry.error)
+            torch_futures.set_exception(future, entry.error)
         else:
             future.set_result(type(entry.value))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 import threading
 import time
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -58,6 +60,24 @@ def nested(names, depth):
 
 def waits_for_event():
     return _event.wait(20)
+
+
+def test_a_failed_call_leaves_neither_its_future_nor_who_has_waited(group, workers, to):
+    def waits(get_future):
+        future = get_future()
+        for _ in range(2):
+            with pytest.raises(ValueError, match="of the test"):
+                future.wait()
+        return weakref.ref(future)
+
+    args = (ValueError, "of the test")
+    left = [
+        waits(lambda: rpc.rpc_async(to, fail, args=args)),
+        waits(lambda: rpc.remote(to, fail, args=args)._get_future()),
+    ]
+    gc.collect()
+    assert soon(lambda: all(one() is None for one in left))
+    group.barrier()
 
 
 def sets_event():

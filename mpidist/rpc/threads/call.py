@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from mpidist import torch_futures
 from mpidist.comm.transport.incoming import Incoming
 from mpidist.errors import CommTimeout, MpidistError
 from mpidist.rpc.message import Kind
@@ -179,8 +180,9 @@ class AsyncCall(Call):
             self.done = True
             # torch's future accepts no other exceptions, and an answer must not end this program.
             is_error = isinstance(error, Exception)
-            future.set_exception(
-                error if is_error else MpidistError(f"reading the answer raised {error!r}")
+            torch_futures.set_exception(
+                future,
+                error if is_error else MpidistError(f"reading the answer raised {error!r}"),
             )
         else:
             self.incoming = None
@@ -327,7 +329,7 @@ class Creation(Call):
         if error is None:
             future.set_result(None)
         else:
-            future.set_exception(error)
+            torch_futures.set_exception(future, error)
 
 
 def wait_for_all(futures: Sequence[RpcFuture], wait: Callable[[Call], None]) -> None:
