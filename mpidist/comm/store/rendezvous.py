@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -37,11 +38,14 @@ from mpidist.errors import CommTimeout, GroupError
 
 _DEFAULT_TIMEOUT_S = 300.0
 _REQUEST_S = 1.0  # longest time of one request of a wait
+_KEPT = 2  # stores of former worlds
 
 _lock = threading.Lock()
-# By world ranks. Referenced for the life of the process, because C++ holds no reference.
+# By world ranks. Referenced for the life of the world, because C++ holds no reference.
 _stores: dict[tuple[int, ...], MPIStore] = {}
-_former: list[MPIStore] = []  # of worlds that this process has left
+# Of the last worlds that this process has left: what is called on one of them says so. Not of all,
+# which a job that rebuilds its world again and again would keep.
+_former: deque[MPIStore] = deque(maxlen=_KEPT)
 
 
 def rendezvous(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:

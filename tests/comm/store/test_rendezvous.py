@@ -2,12 +2,32 @@
 
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
 
 from mpidist.comm.store import rendezvous
 from tests.tools.support import agree, raises_on_all
+
+
+class LeftStore:
+    """Store of a world, in which nothing is left to do."""
+
+    def leave(self):
+        """Do nothing."""
+
+
+def test_stores_of_former_worlds_are_let_go(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_stores", {})
+    monkeypatch.setattr(rendezvous, "_former", rendezvous._former.copy())
+    alive = []
+    for _ in range(20):
+        store = rendezvous._stores[(0,)] = LeftStore()
+        alive.append(weakref.ref(store))
+        del store
+        rendezvous._drop()
+    assert [one() is None for one in alive] == [True] * 18 + [False] * 2
 
 
 @pytest.mark.mpi
