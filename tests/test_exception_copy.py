@@ -61,3 +61,34 @@ def test_what_cannot_be_made_anew_is_the_exception_itself():
     error = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "why")
     error.args = ()
     assert copy_exception(error) is error
+
+
+def test_causes_keep_their_texts_and_no_frames():
+    def raised():
+        try:
+            try:
+                raise KeyError("first")
+            except KeyError as error:
+                raise ValueError("second") from error
+        except ValueError:
+            raise TypeError("third")  # noqa: B904
+
+    with pytest.raises(TypeError) as caught:
+        raised()
+    made = copy_exception(caught.value)
+    context = made.__context__
+    cause = context.__cause__
+    assert [repr(one) for one in (made, context, cause)] == [
+        "TypeError('third')",
+        "ValueError('second')",
+        "KeyError('first')",
+    ]
+    assert not any(one.__traceback__ for one in (made, context, cause))
+    assert caught.value.__context__.__traceback__ is not None
+    assert copy_exception(caught.value, 1).__context__ is None
+
+
+def test_a_chain_without_end_is_cut():
+    error = ValueError("again")
+    error.__cause__ = error
+    copy_exception(error)

@@ -243,7 +243,7 @@ class RRef(Reference, Generic[T]):
         if entry.error is not None:
             # Not the exception itself: its traceback would lead to the functions that have read the
             # value, and their variables to this reference.
-            raise copy_exception(entry.error).with_traceback(entry.error.__traceback__)
+            raise copy_exception(entry.error)
         value: T = entry.value_here()
         return value
 

@@ -70,10 +70,18 @@ def test_a_failed_call_leaves_neither_its_future_nor_who_has_waited(group, worke
                 future.wait()
         return weakref.ref(future)
 
+    def reads(rref):
+        with pytest.raises(ValueError, match="of the test") as caught:
+            rref.to_here()
+        text = str(caught.value.__cause__)
+        assert f'on worker "{workers[group.rank]}"' in text and "in fail" in text
+        return weakref.ref(rref)
+
     args = (ValueError, "of the test")
     left = [
         waits(lambda: rpc.rpc_async(to, fail, args=args)),
         waits(lambda: rpc.remote(to, fail, args=args)._get_future()),
+        reads(rpc.remote(group.rank, fail, args=args)),
     ]
     gc.collect()
     assert soon(lambda: all(one() is None for one in left))

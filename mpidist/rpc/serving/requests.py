@@ -241,10 +241,11 @@ class RemoteRequest(Request):
     def fail(self, error: BaseException) -> None:
         """Store the exception in place of the result, and answer with it."""
         # local_value raises it on this worker, where it must not interrupt or end the program.
+        me = self._agent.workers.me
         kept = (
-            error
+            remote_error.without_frames(error, me)
             if isinstance(error, Exception)
-            else remote_error.rebuild(remote_error.describe(error), self._agent.workers.me)
+            else remote_error.rebuild(remote_error.describe(error), me)
         )
         self._entry.set(error=kept)
         super().fail(error)

@@ -6,6 +6,7 @@ import pickle
 import traceback
 
 from mpidist.errors import FrameError, MpidistError, RemoteError
+from mpidist.exception_copy import copy_exception
 from mpidist.rpc.names.allowlist import Allowed
 from mpidist.rpc.values.data_values import error_values, make_error
 from mpidist.rpc.worker import WorkerInfo
@@ -42,10 +43,7 @@ def describe(error: BaseException, as_data: bool = False) -> tuple[str, str, str
         cannot be encoded.
     """
     # The caller must get an answer even if the exception's own methods raise.
-    try:
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    except BaseException as failure:
-        text = f"{type(error).__qualname__} (its traceback raised {type(failure).__name__})"
+    text = _text(error)
     try:
         is_data = as_data and isinstance(error, Exception)
         content: object = (
@@ -54,6 +52,22 @@ def describe(error: BaseException, as_data: bool = False) -> tuple[str, str, str
     except BaseException:
         content = None
     return type(error).__qualname__, _representation(error), text, content
+
+
+def without_frames(error: Exception, worker: WorkerInfo) -> BaseException:
+    """Return an exception to keep, with its traceback as text in its cause.
+
+    Its frames would keep alive the arguments of the function that has raised it. A thread that
+    waited for something else may have run the function, and theirs too.
+
+    Args:
+        error: The exception that a function has raised.
+        worker: This worker.
+    """
+    made = copy_exception(error, 1)
+    if made is not error:
+        made.__cause__ = RemoteTraceback(_text(error), worker.name, worker.id)
+    return made
 
 
 def rebuild(
@@ -128,6 +142,16 @@ def called_by(caller: WorkerInfo, error: BaseException, callee: WorkerInfo) -> B
 def is_from_another_worker(error: BaseException) -> bool:
     """Return whether an exception came with an answer, so that its worker has logged it."""
     return isinstance(error.__cause__, RemoteTraceback)
+
+
+def _text(error: BaseException) -> str:
+    cause = error.__cause__
+    if error.__traceback__ is None and isinstance(cause, RemoteTraceback):
+        return str(cause.args[0])
+    try:
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except BaseException as failure:
+        return f"{type(error).__qualname__} (its traceback raised {type(failure).__name__})"
 
 
 def _representation(error: BaseException) -> str:
