@@ -35,7 +35,7 @@ ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchm
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint-beside-mpi-1 slurm-beside-install lint format unit slow torch-newest torch-versions slurm timing long repeat conformance peers fuzz fuzz-bytes chaos gpu gpu-wheels bench bench-link dist docs clean distclean
+.PHONY: help demo test check lint-beside-mpi-1 slurm-beside-install lint format unit slow torch-newest torch-versions slurm timing long repeat conformance peers fuzz fuzz-bytes chaos soak gpu gpu-wheels bench bench-link dist docs clean distclean
 
 help:
 	@echo 'make demo     digits on two ranks, then the next word on two trainers and an embedding server; look into demo-output/'
@@ -56,6 +56,8 @@ help:
 	@echo 'make fuzz     random programs, and a tenth as many random models and programs of windows, against references (COUNT=1000 RANKS=3 SEED=0 WITHOUT=)'
 	@echo 'make fuzz-bytes  damaged and random messages, tables, frames and files, for all that reads foreign bytes (CASES=1000000 SEED=0)'
 	@echo 'make chaos    trainings whose ranks are killed at random times, against undisturbed ones (RUNS=200 SEED=0); half an hour'
+	@echo 'make soak     all parts mixed by a seed, for an hour (SECONDS=3600 RANKS=3 SEED=0): threads, descriptors, communicators,'
+	@echo '              memory, /dev/shm and objects stay as they are after the first tenth'
 	@echo 'make gpu      GPU tests on two ranks, sanitizers, GPU benchmarks into gpu-results/ (CUDA=cuda12 for a torch built with CUDA 12)'
 	@echo '              what never ran or failed comes first; BUDGET=540: seconds, it says what it left out; DEVICE=cpu: a dry run'
 	@echo '              CUDA_MPI=PREFIX of a CUDA-aware Open MPI; PY=python3 without a network'
@@ -176,6 +178,14 @@ fuzz: $(READY) $(FUZZ_READY)
 RUNS ?= 200
 chaos: $(READY)
 	$(PY) -m tests.chaos --seed $(SEED) --count $(RUNS)
+
+# What grows is named with the operations in which it has grown. SECONDS is Bash's name of a clock: here only the command line's counts.
+ifeq ($(origin SECONDS),command line)
+SOAK_S := $(SECONDS)
+endif
+SOAK_S ?= 3600
+soak: $(READY) $(FUZZ_READY)
+	$(FUZZ_RUN) -n $(RANKS) $(PY) -m tests.soak --seconds $(SOAK_S) --seed $(SEED)
 
 # One process, and children that it watches: a crash, a hang or too much memory is told with its case as hex.
 CASES ?= 1000000

@@ -93,6 +93,7 @@ def run(
     count = _agreed_spares(processes, min_ranks, max_failures)
     runtime.leave_world()
     if not has_ulfm():
+        processes.free()
         return train()
     if _recovery is None:
         _require_ranks(processes, count)

@@ -6,6 +6,7 @@ import mpidist.comm
 from mpidist import elastic
 from mpidist.comm.mpi import library
 from mpidist.errors import DisagreementError, GroupError, LaunchError
+from tests.soak.counts import Counts
 from tests.tools.support import agree, raises_on_all
 
 
@@ -63,8 +64,11 @@ def test_without_ulfm_the_training_runs_once(group, monkeypatch):
         calls.append(mpidist.comm.init().size)
         return "result"
 
+    counts = Counts()
+    before = counts().get("communicators")
     found = elastic.run(train, min_ranks=1, max_failures=0)
     agree(group, (found, calls) == ("result", [group.size]), f"{found} {calls}")
+    agree(group, counts().get("communicators") == before, "a communicator is left")
 
     def fails():
         raise KeyError("of the program")

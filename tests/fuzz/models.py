@@ -265,8 +265,9 @@ class _Maker:
             else None
         )
         for place in range(count):
-            # torch's PowerSGD supports neither complex parameters nor empty ones.
-            is_odd = any(block.kind in ("empty", "complex") for block in blocks)
+            # torch's PowerSGD supports neither complex parameters nor empty ones, nor those without
+            # a dimension.
+            is_odd = any(block.kind in ("empty", "complex", "scalar") for block in blocks)
             fits = "powersgd" not in self.without and not (is_torch and is_odd)
             names = [
                 hook

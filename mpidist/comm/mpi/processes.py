@@ -37,6 +37,10 @@ class Processes:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
 
+    def free(self) -> None:
+        """Free the communicator: nothing is called on this object any more. Collective."""
+        self._comm.Free()
+
     def gather(self, row: Sequence[int]) -> list[list[int]]:
         """Return each process's row of whole numbers, by rank. Collective."""
         mine = np.array(row, np.int64)
