@@ -195,6 +195,7 @@ class Soak:
                 grown = within.grown(after) if place else {}
                 if grown:
                     self._fail(grown, where)
+                    gc.freeze()
                 if grown or not place:
                     within.learn(after)
                 if self._ends_early(group):

@@ -12,7 +12,12 @@ _LONGEST = 30  # objects of a chain
 
 
 def chain(class_name: str) -> str:
-    """Return what holds an object of a class (module and name), from a root to it."""
+    """Return what holds an object of a class (module and name), from a root to it.
+
+    Frozen objects are no longer frozen afterwards: the garbage collector finds no holders there.
+    """
+    gc.unfreeze()
+    gc.collect()
     for one in gc.get_objects():
         kind = type(one)
         if f"{kind.__module__}.{kind.__qualname__}" == class_name:

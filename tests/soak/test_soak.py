@@ -7,6 +7,7 @@ import pytest
 from tests.soak import plan
 from tests.soak.counts import CLOSED, MEMORY, OF_CLASS
 from tests.soak.flat import Changes, Flat, told
+from tests.soak.holders import chain
 from tests.tools.support import launcher, python, started
 
 SECONDS = 15
@@ -49,6 +50,24 @@ def test_what_grows_is_named_with_its_kind():
     lines = told(grown, changes, ["b", "a"])
     assert f"{name}: 3, at most 0 before; by kind: calls +3 in 1" in lines
     assert "threads: 6 (a, b), at most 5 before; by kind: no kind by itself" in lines
+
+
+class Held:
+    """What the next test looks for."""
+
+
+_holders: list[dict[str, list[Held]]] = []
+
+
+def test_the_chain_of_holders_begins_at_a_module_or_a_running_function():
+    name = f"{__name__}.Held"
+    _holders.append({"of": [Held()]})
+    assert chain(name) == f"module {__name__} > list > dict > list > {name}"
+    here = [_holders[0].pop("of").pop()]
+    function = "test_the_chain_of_holders_begins_at_a_module_or_a_running_function"
+    assert chain(name) == f"thread MainThread in {function} > list > {name}"
+    del here
+    assert chain(f"{__name__}.Other") == "it is gone"
 
 
 @pytest.mark.slow
