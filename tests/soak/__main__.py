@@ -41,12 +41,13 @@ from tests.soak.flat import Changes, Flat, told
 from tests.soak.holders import chain
 from tests.soak.operations import Operations
 
-# What may stand above the bound between two worlds: the allocator's fragments; communicators that
-# are closed, whose number depends on the operations before; files of two commits, as many as the
-# kind of the run has; MPI's operations for sums of integers of 1, 2, 4 and 8 bytes, which are made
-# at their first use.
+# What may stand above the bound between two worlds: memory, whose growth ends (on three ranks from
+# 245 MiB after three worlds to 285 after twelve, and as much after twenty); communicators that are
+# closed, whose number depends on the operations before; files of two commits, as many as the kind
+# of the run has; MPI's operations for sums of integers of 1, 2, 4 and 8 bytes, which are made at
+# their first use.
 _BETWEEN = {
-    MEMORY: 32 << 10,
+    MEMORY: 64 << 10,
     NODE_MEMORY: 8 << 10,
     CLOSED: 4 * KEPT,
     "MPI groups": 4 * KEPT,
