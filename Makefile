@@ -179,7 +179,8 @@ RUNS ?= 200
 chaos: $(READY)
 	$(PY) -m tests.chaos --seed $(SEED) --count $(RUNS)
 
-# What grows is named with the operations in which it has grown. SECONDS is Bash's name of a clock: here only the command line's counts.
+# What grows is named with the operations in which it has grown. A shell may have a clock of this
+# name: the command line's alone counts.
 ifeq ($(origin SECONDS),command line)
 SOAK_S := $(SECONDS)
 endif
