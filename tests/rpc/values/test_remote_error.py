@@ -61,3 +61,12 @@ def test_chains_that_other_workers_did_not_make_are_dropped():
         assert str(remote_error.called_by(one, error, other)) == "words"
     assert remote_error.called_by(one, MpidistError("words"), other).calls == ()
     assert type(remote_error.called_by(one, ValueError("words"), other)) is ValueError
+
+
+def test_a_kept_error_has_its_traceback_as_text():
+    error = raised(Keeps("words", 3))
+    kept = remote_error.without_frames(error, WorkerInfo("w0", 0))
+    assert type(kept) is Keeps and kept.number == 3 and kept.__traceback__ is None
+    assert isinstance(kept.__cause__, remote_error.RemoteTraceback)
+    # Another worker's readers get the text of the first raise, once.
+    assert remote_error.describe(kept)[2] == remote_error.describe(error)[2]
