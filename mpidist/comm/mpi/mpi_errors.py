@@ -9,10 +9,13 @@ from typing import TypeGuard
 from mpidist.comm.mpi import backoff, exited_ranks, rank_ranges
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import MatchedMessage, Mpi, Request
+from mpidist.comm.mpi.serialized import locked
 from mpidist.errors import MpidistError, RankFailureError
 
 _NEWS_S = 1.0
-_SLEEP_S = 1e-2
+_SLEEP_S = 1e-3
+# Open MPI looks for events, which bring the news of a death, in one of so many calls.
+_CALLS_OF_LOOK = 8
 
 
 def is_mpi_error(error: BaseException) -> TypeGuard[MPI.Exception]:
@@ -86,12 +89,23 @@ def failed_ranks(mpi: Mpi, world_ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def known_dead(mpi: Mpi, world_ranks: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the world ranks of a communicator that MPI knows to be dead now; None without ULFM."""
+    """Return the world ranks of a communicator that MPI knows to be dead now; None without ULFM.
+
+    Makes progress, without which MPI does not hear of a death.
+    """
+    _make_progress()
     try:
         places = _failed_places(mpi)
     except Exception:  # MPI without ULFM: NotImplementedError, or MPI's own error
         return None
     return tuple(world_ranks[place] for place in places if 0 <= place < len(world_ranks))
+
+
+def _make_progress() -> None:
+    # A call on a revoked communicator returns before it makes any.
+    own = locked(lambda: MPI.COMM_SELF)
+    for _ in range(_CALLS_OF_LOOK):
+        own.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
 
 def _failed_places(mpi: Mpi) -> Sequence[int]:

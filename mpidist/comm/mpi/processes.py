@@ -93,9 +93,6 @@ class Processes:
         return backoff.until(self._has_death, timeout_s=wait_s, sleep_s=_START_SLEEP_S)
 
     def _has_death(self) -> bool:
-        # MPI hears of a death within its calls that make progress, of which the look is none.
-        with mpi_errors.death_tolerated():
-            self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
         return bool(mpi_errors.known_dead(self._comm, range(self.size)))
 
     def interrupt(self) -> None:

@@ -73,3 +73,12 @@ def test_a_probe_acknowledges_a_death_and_nothing_else(error):
     with pytest.raises(type(error)):
         mpi_errors.matched_probe(communicator(raising(error)), 7, None)
     assert acknowledged == [1]
+
+
+def test_mpi_hears_of_a_death_as_it_is_asked(monkeypatch):
+    """A death is known after as many calls as Open MPI makes between two looks for events."""
+    calls = []
+    own = SimpleNamespace(Iprobe=lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(mpi_errors, "locked", lambda create: own)
+    monkeypatch.setattr(mpi_errors, "_failed_places", lambda mpi: (1,) if len(calls) >= 8 else ())
+    assert mpi_errors.known_dead(None, (4, 5)) == (5,)
