@@ -101,6 +101,7 @@ _OF_OPTIMIZERS = [
 _OF_MESSAGES = [
     ["bench_messages.py", "--quick"],
     ["bench_allocate.py", "--quick"],
+    ["bench_coupling.py", "--quick"],
     ["bench_device.py", "--quick", "--device", "cpu"],
     *(
         ["bench_windows.py", *part, "--sizes", *sizes, "--rounds", "1", "--burst-s", "0"]

@@ -48,6 +48,7 @@ STOREYS = {
         ["messages"],
         ["watchdog"],
         ["store"],
+        ["coupling"],
         [""],
         ["transport"],
     ],

@@ -69,7 +69,7 @@ def result_of(
         "operation": operation,
         "numel": numel,
         "size_bytes": size_bytes,
-        "contenders": {one.name: _series(one) for one in series},
+        "contenders": {one.name: series_record(one) for one in series},
         "comparisons": [asdict(compare(left, right)) for left, right in pairs],
     }
 
@@ -263,7 +263,8 @@ def _draw_bars(axes: Any, theme: Theme, benchmark: str, results: Sequence[dict[s
     axes.set(xlabel=f"{unit} a call")
 
 
-def _series(series: Series) -> dict[str, Any]:
+def series_record(series: Series) -> dict[str, Any]:
+    """Return a contender's times for the record."""
     return {
         "median_us": series.median_us,
         "p10_us": series.percentile_us(10),

@@ -25,6 +25,7 @@ _HOMES = {
     "BAND": "algorithms.reduce_op",
     "BOR": "algorithms.reduce_op",
     "BXOR": "algorithms.reduce_op",
+    "couple": "coupling.coupling",
     "device": "mpi.runtime",
     "local_rank": "mpi.runtime",
     "world": "mpi.runtime",

@@ -60,11 +60,19 @@ def test_trainers_learn_with_tables_on_servers(ranks, trainers, servers):
     assert 7 < float(match[3]) < 8 and float(match[4]) < 4.2 < float(match[5])
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_trainers_learn_what_another_rank_simulates(ranks):
-    text = run(ranks, "simulation_training.py")
-    match = re.search(r"(\d) trainer\(s\), 200 steps: loss (\S+)", text)
-    assert match and int(match[1]) == max(ranks - 1, 1) and float(match[2]) < 1e-6
+def test_trainers_learn_what_another_program_simulates():
+    program = [*python(), str(ROOT / "examples" / "coupled_heat.py")]
+    for command, trainers in (
+        ([*launcher(3), *program], 2),
+        ([*launcher(2), *program, "simulate", ":", "-n", "1", *program, "train"], 1),
+    ):
+        done = started(command, timeout_s=100)
+        assert done.returncode == 0, done.stdout + done.stderr
+        match = re.search(r"(\d) trainer\(s\), 200 steps: loss (\S+)", done.stdout)
+        assert match and int(match[1]) == trainers and float(match[2]) < 1e-3, done.stdout
+        sent = [int(count) for count in re.findall(r"(\d+) samples sent", done.stdout)]
+        # The trainers' steps, and what they had room for when they left.
+        assert 200 * trainers <= sum(sent) <= 202 * trainers + 2 * len(sent)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +94,11 @@ def test_trainers_learn_what_another_rank_simulates(ranks):
             ["--servers", "2"],
             "--servers 2 leaves no trainer among 2 rank(s)",
         ),
+        (
+            "coupled_heat.py",
+            ["--simulating", "2"],
+            "--simulating 2 leaves no trainer among 2 process(es)",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_explained_once(program, options, problem):
@@ -102,7 +115,7 @@ def test_a_wrong_command_line_is_explained_once(program, options, problem):
     [
         ("parameter_server.py", 100),
         ("actor_learner.py", 100),
-        ("simulation_training.py", 100),
+        ("coupled_heat.py", 110),
         ("pipeline_transformer.py", 150),
         ("embedding_server.py", 150),
     ],

@@ -190,7 +190,7 @@ def belongs_to_world(
     _parts.append(_Part(drop, uses, abandon))
 
 
-def processes_of_job() -> MPI.Comm:
+def processes_of_job() -> MPI.Intracomm:
     """Return the communicator of all processes of the job, in the world or not; starts MPI.
 
     From here on an uncaught exception of this process ends the job, and the end of the program ends

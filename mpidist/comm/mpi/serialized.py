@@ -25,7 +25,7 @@ def serialized(comm: MPI.Comm) -> MpiCalls:
     return MpiCalls(cast("MPI.Comm", _Locked(comm)), wait_yielding)
 
 
-def locked(create: Callable[[], MPI.Intracomm]) -> Mpi:
+def locked(create: Callable[[], MPI.Comm]) -> Mpi:
     """Return the communicator that ``create`` makes, in this thread level's form."""
     if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
         return create()

@@ -1,0 +1,1 @@
+"""Coupling: several programs in one job, and samples that one sends another."""

@@ -1,0 +1,152 @@
+"""Outlet: samples that this process sends to another program, to the readers that ask for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpidist.comm.coupling.link import Link
+from mpidist.comm.coupling.messages import DTYPES, LEAVES, MOST_DIMENSIONS, Form, Head, pack
+from mpidist.comm.memory import buffer
+from mpidist.errors import GroupError
+
+
+class Outlet:
+    """Sends samples to the readers of another program, one after the other as they ask.
+
+    Readers ask for as many samples as they keep in advance, so a sender that is faster than its
+    readers waits for them, and a reader that comes late takes its first sample when it comes.
+
+    One thread uses an outlet at a time. Made by ``Coupling.outlet``.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        # One place for each sample that a reader has room for, in the order of the requests.
+        self._asked: deque[int] = deque()
+        self._readers = set(link.partners)
+        self._is_closed = False
+
+    def put(self, *tensors: torch.Tensor | np.ndarray, label: int = 0, wait: bool = True) -> bool:
+        """Send a sample to the reader that has waited longest.
+
+        Blocks: until a reader asks, and has received the sample; the memory may then be changed.
+
+        Args:
+            tensors: Torch tensors or numpy arrays of any shape, one or more. Contiguous ones of the
+                host are sent from their own memory, others from a copy.
+            label: A number that comes with the sample, for example the simulation's step.
+            wait: False: do not wait for a reader that asks.
+
+        Returns:
+            False if the sample was not sent: every reader has left, or, without ``wait``, none has
+            room for it now.
+
+        Raises:
+            TypeError, ValueError: No tensor, or none that can be sent.
+            CommTimeout: No reader has asked in time.
+            RankFailureError: A process of the other program has died (ULFM).
+            GroupError: The outlet is closed.
+        """
+        if self._is_closed:
+            raise GroupError(f"{self._link.where}: put on an outlet that is closed")
+        if not tensors:
+            raise ValueError(f"{self._link.where}: put needs a tensor")
+        held = [_contiguous(self._link.where, one) for one in tensors]
+        numbers = pack(Head(int(label), tuple(Form(t.dtype, tuple(t.shape)) for t in held)))
+        self._take_requests()
+        if wait:
+            self._link.until(
+                self._may_go_on,
+                "put",
+                "no reader asked for a sample",
+            )
+        if not self._asked:
+            return False
+        self._link.send(self._asked.popleft(), numbers, parts(held))
+        return True
+
+    def close(self, timeout_s: float | None = -1.0) -> None:
+        """End the samples: the readers' iterations end.
+
+        Blocks: until every reader has received what was sent to it.
+
+        Args:
+            timeout_s: Longest wait; -1 for the coupling's.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._take_requests()
+        for reader in self._readers:
+            self._link.end(reader)
+        ended, self._readers = self._readers, set()
+        self._link.until(
+            lambda: self._take_leaves(ended), "close", "a reader did not leave", timeout_s
+        )
+
+    def __enter__(self) -> Outlet:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # After an error the readers may never come.
+        if kind is None:
+            self.close()
+
+    def _may_go_on(self) -> bool:
+        self._take_requests()
+        return bool(self._asked) or not self._readers
+
+    def _take_requests(self) -> None:
+        while (request := self._link.request()) is not None:
+            reader, samples = request
+            if samples != LEAVES:
+                self._asked += [reader] * samples
+            elif reader in self._readers:
+                self._readers.remove(reader)
+                self._asked = deque(each for each in self._asked if each != reader)
+                self._link.end(reader)
+
+    def _take_leaves(self, readers: set[int]) -> bool:
+        while readers and (request := self._link.request()) is not None:
+            if request[1] == LEAVES:
+                readers.discard(request[0])
+        return not readers
+
+
+def parts(tensors: list[torch.Tensor]) -> list[buffer.Buffer]:
+    """Return the memory of contiguous tensors in messages of MPI's size."""
+    return [
+        buffer.byte_range(tensor, start, length)
+        for tensor in tensors
+        for start, length in buffer.pieces(tensor.nbytes)
+    ]
+
+
+def _contiguous(where: str, value: Any) -> torch.Tensor:
+    """Return a tensor whose memory can be sent."""
+    if isinstance(value, np.ndarray):
+        # Torch has no strides below zero, and warns of memory that must not be written.
+        array = np.ascontiguousarray(value).reshape(value.shape)
+        value = torch.from_numpy(array if array.flags.writeable else array.copy())
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{where}: put needs tensors or arrays; got {type(value).__name__}")
+    tensor = value.detach()
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise TypeError(f"{where}: put needs dense tensors; got {tensor.layout} on {tensor.device}")
+    if tensor.dtype not in DTYPES or tensor.dim() > MOST_DIMENSIONS:
+        raise TypeError(
+            f"{where}: put cannot send {tensor.dtype} of {tensor.dim()} dimensions; it sends "
+            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)} of at most "
+            f"{MOST_DIMENSIONS}"
+        )
+    return tensor.resolve_conj().resolve_neg().cpu().contiguous()

@@ -1,0 +1,81 @@
+"""Outlet of samples."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from mpidist.comm.coupling.messages import DTYPES
+from mpidist.errors import GroupError
+from tests.comm.coupling.programs import two
+
+more_ranks = pytest.mark.mpi(min_size=2)
+
+
+@more_ranks
+def test_all_dtypes_and_sizes(group, job):
+    torch.manual_seed(0)
+    sent = [torch.randn(7).mul(50).to(dtype) for dtype in DTYPES]
+    sent += [torch.randn(1 << 20), torch.tensor(3.5), torch.zeros(0, 4)]
+    sent.append(torch.view_as_complex(torch.randn(3, 2)).conj())
+    sent.append(torch.randn(3, requires_grad=True))
+    with two(job) as coupled:
+        if coupled.program == "make":
+            for _ in range(job.size - 1):
+                coupled.outlet("take").put(*sent)
+        else:
+            found = coupled.inlet("make", depth=1).get().tensors
+            assert all(
+                a.dtype is b.dtype and a.shape == b.shape and torch.equal(a, b)
+                for a, b in zip(found, sent, strict=True)
+            )
+            assert not found[-1].requires_grad
+
+
+@more_ranks
+def test_a_sender_waits_for_its_readers(group, job):
+    with two(job) as coupled:
+        if coupled.program == "make":
+            outlet = coupled.outlet("take")
+            is_first = job.rank == 0
+            while outlet.put(torch.zeros(3), wait=False):
+                raise AssertionError("nobody has asked")
+            job.Barrier()
+            # Each reader has room for two.
+            sent = 0
+            limit = time.monotonic() + 20
+            while sent < 2 * (job.size - 1) and time.monotonic() < limit:
+                sent += outlet.put(torch.zeros(3), wait=False)
+            job.Barrier()
+            assert is_first and sent == 2 * (job.size - 1)
+            assert not outlet.put(torch.zeros(3), wait=False)
+        else:
+            job.Barrier()
+            inlet = coupled.inlet("make", depth=2)
+            job.Barrier()
+            assert inlet.get().tensors[0].shape == (3,)
+
+
+@more_ranks
+def test_what_cannot_be_sent_is_refused(group, job):
+    with two(job) as coupled:
+        if coupled.program == "make":
+            outlet = coupled.outlet("take")
+            for wrong in ([1.0], "text", torch.eye(2).to_sparse(), np.array(["a"]), None):
+                with pytest.raises(TypeError):
+                    outlet.put(wrong)
+            with pytest.raises(TypeError, match="of 33 dimensions"):
+                outlet.put(torch.zeros([1] * 33))
+            with pytest.raises(ValueError, match="needs a tensor"):
+                outlet.put()
+            outlet.close()
+            with pytest.raises(GroupError, match="closed"):
+                outlet.put(torch.zeros(1))
+        else:
+            with pytest.raises(ValueError, match="depth of at least 1; got 0"):
+                coupled.inlet("make", depth=0)
+            assert coupled.inlet("make").get() is None
+            assert coupled.inlet("make").get() is None
+        with pytest.raises(ValueError, match="no other program is named 'sim'"):
+            coupled.outlet("sim")
