@@ -12,6 +12,7 @@ import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.group_types import Group
+from mpidist.comm.recorder import recorder
 from mpidist.ddp.buckets.bucket import Bucket
 from mpidist.ddp.buckets.buffers import BufferRotation
 from mpidist.ddp.buckets.layout import Layout
@@ -142,8 +143,11 @@ class BackwardPass:
 
     def wait(self) -> None:
         """Wait until all buckets are reduced."""
-        for index in list(self._futures):
-            self._retire(index)
+        if not self._futures:
+            return
+        with recorder.recorded("wait", "wait for gradients"):
+            for index in list(self._futures):
+                self._retire(index)
 
     def hand_back(self, used: Sequence[bool]) -> None:
         """Hand the reduced buckets back to the gradients.

@@ -15,8 +15,10 @@ from mpidist.comm.watchdog import stragglers
 from mpidist.trace.chrome_file import Event, Reading
 
 LONGEST = 10  # waits that are listed
-# Kinds in which the main thread communicates, or waits for a message or an answer.
-_COMMUNICATION = {kind.value for kind in (Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE, Kind.CALL)}
+# Kinds in which the main thread communicates, or waits for communication.
+_COMMUNICATION = {
+    kind.value for kind in (Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE, Kind.CALL, Kind.WAIT)
+}
 
 
 class RankFigures(NamedTuple):
@@ -29,7 +31,7 @@ class RankFigures(NamedTuple):
         last: Of these, those at which it was the last.
         late_us: Its median lateness, after the middle rank.
         waited_us: Its waits for the last rank of each collective, together.
-        exposed_us: Time of its main thread in collectives, messages and calls.
+        exposed_us: Time of its main thread in collectives, messages, calls and waits for them.
         recorded_us: Duration of the recording.
     """
 
@@ -175,7 +177,7 @@ class _Figures:
             self._collectives.setdefault(key, {}).setdefault(rank, _Call(begin, end, size))
             self._names.setdefault(key, event["name"])
             self._labels.setdefault(group, label)
-        elif kind in _COMMUNICATION:
+        elif kind in _COMMUNICATION and kind != Kind.WAIT.value:
             if size and not args.get("unfinished"):
                 self._times[event["name"], _class_of(size)].append((end - begin, size))
             self._add_wait(Wait(

@@ -1,6 +1,9 @@
 """Files of made parts: rings of ranks whose clocks' truth is known."""
 
+import threading
+import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -24,8 +27,8 @@ def part(rank, clock, entries, size=3, label="world", **changed):
         entries: (kind, operation, begin and end on rank 0's clock, fields of ``Ring.begin``).
     """
     now = [0]
-    ring = Ring(None)
-    ring._clock = lambda: now[0]
+    with mock.patch.object(time, "monotonic_ns", side_effect=lambda: now[0]):
+        ring = Ring(None)
     name = ring.group(label, "world1", range(size))
     for kind, operation, begin, end, fields in entries:
         now[0] = clock(ZERO + begin)
@@ -49,7 +52,7 @@ def part(rank, clock, entries, size=3, label="world", **changed):
         "clock_jumped": False,
         "wall": [[0, 0], [SECOND, SECOND]],
         "threads": {},
-        "main_thread": ring._thread.native_id,
+        "main_thread": threading.get_native_id(),
         "tuning": [],
     }
     slots = b"".join(

@@ -64,8 +64,11 @@ def test_exposed_time_is_the_main_threads_and_counts_once():
     found = figures([
         collective(0, 0, 50), call, collective(0, 0, 500, 2, tid=1),
         {**call, "cat": "step", "ts": 600}, {**call, "pid": 1_000_000},
+        # A wait for what another thread executes, which is no transfer by itself.
+        {**call, "cat": "wait", "ts": 700, "args": {"bytes": 8}},
     ])  # fmt: skip
-    assert found.ranks[0].exposed_us == 70 and found.ranks[0].recorded_us == 1e6
+    assert [wait.operation for wait in found.waits].count("f") == 1 and not found.bandwidths
+    assert found.ranks[0].exposed_us == 100 and found.ranks[0].recorded_us == 1e6
 
 
 def test_ten_longest_waits():

@@ -12,6 +12,7 @@ from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm.execution import profiling
 from mpidist.comm.memory.stream import Event
+from mpidist.comm.recorder import recorder
 from mpidist.dynamo import untraced
 from mpidist.errors import CommTimeout
 from mpidist.future import Future
@@ -172,11 +173,12 @@ class Work:
         wait = future.wait
         if torch_profiler._is_profiler_enabled and not future.done():
             wait = profiling.waiting(wait, self.operation)
-        if limit is None or future.done():
+        if future.done():
             wait()
             return
         try:
-            wait(limit)
+            with recorder.recorded("wait", f"wait for {self.operation}"):
+                wait(limit)
         except CommTimeout:
             if not future.done():
                 raise CommTimeout(f"{self.where} did not end within {limit:g} s") from None

@@ -51,7 +51,9 @@ UNDER_WAY = 0
 
 LENGTH = struct.Struct("<I")
 
-KINDS = ("collective", "send", "receive", "call", "handler", "backward", "step", "commit")
+KINDS = (
+    "collective", "send", "receive", "call", "handler", "backward", "step", "commit", "wait",
+)  # fmt: skip
 UNLISTED = "unlisted"
 WORKER = "worker of RPC"
 

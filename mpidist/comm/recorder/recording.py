@@ -32,6 +32,7 @@ class Kind(str, Enum):
     BACKWARD = "backward"  # of distributed autograd
     STEP = "step"  # of an optimizer
     COMMIT = "commit"
+    WAIT = "wait"  # of a thread for what another thread executes
 
     __str__ = str.__str__
 

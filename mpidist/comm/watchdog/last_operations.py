@@ -188,7 +188,7 @@ def duration(seconds: float) -> str:
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= unit:
             return f"{seconds / unit:.3g} {name}" if seconds < 1000 else f"{seconds:.0f} s"
-    return f"{max(seconds, 0) * 1e6:.0f} µs"
+    return f"{max(seconds, 0) * 1e6:.0f} us"
 
 
 def _tensor(entry: Entry) -> list[str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from mpidist.comm.execution.work import Work
 from mpidist.comm.mpi import job_folder
 from mpidist.comm.recorder import recorder, recording
 from mpidist.comm.recorder.file_format import WORKER
@@ -151,6 +153,20 @@ if me == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 world.all_reduce(torch.ones(8, dtype=torch.float64))
 """
+
+
+def test_a_wait_for_another_thread_is_recorded(world):
+    work = Work("all_reduce", (), "here")
+    thread = threading.Timer(0.02, work.set_result, [()])
+    thread.start()
+    work.wait()
+    work.wait()  # has ended
+    thread.join()
+    (read,) = recording.recordings("job")
+    (entry,) = read.entries
+    assert (entry.kind, entry.operation) == (recording.Kind.WAIT, "wait for all_reduce")
+    assert entry.end_ns - entry.begin_ns > 5e6
+    recorder.of_process().close()
 
 
 @pytest.mark.slow

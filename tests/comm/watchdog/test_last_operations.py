@@ -104,7 +104,7 @@ def test_plain_data_is_read_back_and_other_data_refused():
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0 µs"), (2.5e-5, "25 µs"), (0.0123, "12.3 ms"), (12.34, "12.3 s"), (4000, "4000 s")],
+    [(0, "0 us"), (2.5e-5, "25 us"), (0.0123, "12.3 ms"), (12.34, "12.3 s"), (4000, "4000 s")],
 )
 def test_times_have_three_digits(seconds, text):
     assert last_operations.duration(seconds) == text
