@@ -367,13 +367,12 @@ def report(
     from mpidist.cli.tables import console
     from mpidist.reports import findings, job_files
 
-    to, jobs = console(), []
+    jobs = job_files.jobs() if folder is None else []
     if folder is None:
-        jobs = job_files.jobs()
-        chosen = job_files.chosen(job, jobs)
-        folder = chosen.folder
+        folder = job_files.chosen(job, jobs).folder
     read = job_files.read(folder, asks=stacks)
     found = findings.findings(read)
+    to = console()
     page.print_report(read, found, last, to)
     page.print_jobs([each for each in jobs if each.folder != folder], to)
     if torch is not None:
