@@ -16,7 +16,7 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from mpidist.comm.watchdog import thread_stacks
 
@@ -28,6 +28,13 @@ _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | o
 def path_beside(recorder: Path) -> Path:
     """Return the file of the process with this file of a recorder: ``stacks-3``, ``recorder-3``."""
     return recorder.with_name(f"{_PREFIX}-{recorder.name.rpartition('-')[2]}")
+
+
+class _State(NamedTuple):
+    """Size of the file, and the time of its last change: a reader may have emptied it since."""
+
+    size: int
+    changed_ns: int
 
 
 class StackFile:
@@ -46,7 +53,7 @@ class StackFile:
         self.path = path
         self.is_installed = False
         self._file: IO[bytes] | None = None
-        self._size = self._seen = 0
+        self._written = self._seen = _State(0, 0)
         self._handler: object = None
         if threading.current_thread() is not threading.main_thread():
             return
@@ -70,13 +77,11 @@ class StackFile:
             # Python's handler in C is the same one for all functions.
             faulthandler.unregister(_NUMBER)
             self._install()
-        size = os.fstat(self._file.fileno()).st_size
-        # Text that has grown since the last call may still be written, by another thread.
-        if size > self._size and size == self._seen:
+        state = self._state()
+        # Text that has changed since the last call may still be written, by another thread.
+        if state.size and state != self._written and state == self._seen:
             self._add_table()
-        elif size < self._size:
-            self._size = size
-        self._seen = size
+        self._seen = state
 
     def write(self) -> None:
         """Write the stacks of all threads, and the table, in the place of those before."""
@@ -102,4 +107,9 @@ class StackFile:
         )
         with contextlib.suppress(OSError):
             self._file.write(table.encode(errors="backslashreplace"))
-        self._size = os.fstat(self._file.fileno()).st_size
+        self._written = self._state()
+
+    def _state(self) -> _State:
+        assert self._file is not None
+        status = os.fstat(self._file.fileno())
+        return _State(status.st_size, status.st_mtime_ns)
