@@ -1,10 +1,11 @@
-"""Time the recovery from a rank's death: a spare of mpidist, and torchrun's restart over Gloo.
+"""Time the recovery from a rank's death: a spare, a restart, and torchrun's restart over Gloo.
 
 python benchmarks/bench_recovery.py           (without mpirun: it starts the jobs itself)
 
 Three ranks train, and a drawn one is killed at a drawn time. mpidist has one spare process and
-commits in memory; torchrun starts all ranks again, from a checkpoint on the disk. Both keep their
-state every five steps, and take turns. Then calls are timed with ULFM switched on and off.
+commits in memory; ``mpidist run --restarts`` starts all ranks again, from the same commits, and
+torchrun from a checkpoint on the disk. All keep their state every five steps, and take turns. Then
+calls are timed with ULFM switched on and off.
 """
 
 from __future__ import annotations
@@ -32,21 +33,29 @@ _RANKS = 3
 _STEPS_BEFORE = 12  # of the victim, the least
 _LIMIT_S = 120.0
 _LOOK_S = 2e-3
+_TIMES = {
+    "error_s": "to the last error",
+    "step_s": "to the first new step",
+    "cold_s": "from a cold start to the first step",
+}
 
 
 def main() -> None:
     options = _parsed()
     rng = random.Random(options.seed)
-    kinds = ["mpidist"] if options.quick else ["mpidist", "gloo"]
+    kinds = ["mpidist"] if options.quick else ["mpidist", "restarts", "gloo"]
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     # The one round of --quick only shows that the jobs run.
-    for _ in range(1 if options.quick else options.rounds):
+    rounds = 1 if options.quick else options.rounds
+    for number in range(rounds):
         for kind in kinds:
-            found[kind].append(_killed(kind, rng))
+            # The slower kinds have a turn in a few rounds, evenly among them.
+            if kind == "mpidist" or number * options.restarts % rounds < options.restarts:
+                found[kind].append(_killed(kind, rng))
     rows = [
         (f"{kind}: {name}", *_summary([one[key] for one in times]))
         for kind, times in found.items()
-        for key, name in (("error_s", "to the last error"), ("step_s", "to the first new step"))
+        for key, name in _TIMES.items()
         if all(key in one for one in times)
     ]
     print(tables.text(rows, ["death", "median s", "worst s"], floats=".3f"))
@@ -63,7 +72,12 @@ def main() -> None:
         ratio = _median(found["mpidist"], "step_s") / _median(found["gloo"], "step_s")
         record["step_of_torchruns"] = ratio
         print(f"\nto the first new step, of torchrun's: {ratio:.3f}\n")
-        record["calls_us"] = calls = _calls(options.rounds)
+        restarts = found["restarts"]
+        record["restart_of_cold_start"] = statistics.median(
+            one["step_s"] / one["cold_s"] for one in restarts
+        )
+        print(f"a restart, of a cold start: {record['restart_of_cold_start']:.3f}\n")
+        record["calls_us"] = calls = _calls(options.restarts)
         print(
             tables.text(
                 [(name, on, off, on / off) for name, (on, off) in calls.items()],
@@ -76,7 +90,8 @@ def main() -> None:
 
 def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="deaths of each kind")
+    parser.add_argument("--rounds", type=int, default=20, help="deaths with a spare")
+    parser.add_argument("--restarts", type=int, default=5, help="deaths of the other two kinds")
     parser.add_argument("--seed", type=int, default=0, help="of ranks and times")
     benchmark_options.add_quick(parser)
     benchmark_options.add_output(parser)
@@ -99,6 +114,9 @@ def _mpirun(ranks: int, *options: str) -> list[str]:
 def _command(kind: str) -> list[str]:
     if kind == "mpidist":
         return _mpirun(_RANKS + 1, "--with-ft", "ulfm", "-x", "MPIDIST_SPARES=1")
+    if kind == "restarts":
+        run = [sys.executable, "-m", "mpidist", "run", "--restarts", "1", "-n", str(_RANKS)]
+        return [*run, "--bind-to", "none"]
     torchrun = Path(sys.executable).with_name("torchrun")
     return [str(torchrun), "--standalone", f"--nproc-per-node={_RANKS}", "--max-restarts=1"]
 
@@ -108,6 +126,7 @@ def _killed(kind: str, rng: random.Random) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = [*_command(kind), str(_JOB), kind, name]
+        launched = time.time()
         job = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
@@ -117,6 +136,8 @@ def _killed(kind: str, rng: random.Random) -> dict[str, float]:
             pid = _wait(job, deadline, lambda: _pid_after(folder, rank))
             # A spare may still import what torch delays.
             time.sleep(4.0 + 0.1 * rng.random())
+            first = _after(folder, launched)
+            assert first is not None
             died = time.time()
             os.kill(pid, signal.SIGKILL)
             events = _wait(job, deadline, lambda: _after(folder, died))
@@ -129,6 +150,8 @@ def _killed(kind: str, rng: random.Random) -> dict[str, float]:
     times = {"step_s": max(events["step"].values()) - died}
     if events["error"]:
         times["error_s"] = max(events["error"].values()) - died
+    if kind == "restarts":
+        times["cold_s"] = max(first["step"].values()) - launched
     return times
 
 

@@ -1,8 +1,8 @@
 """Jobs of ``bench_recovery``: a training that is killed, and calls under ULFM or not.
 
-``job.py mpidist FOLDER`` and ``job.py gloo FOLDER`` train until FOLDER/end is there, and write
-lines of JSON with times to FOLDER, a file for each process. ``job.py calls FOLDER`` times
-collectives and a step.
+``job.py KIND FOLDER``, with a kind of ``mpidist``, ``restarts`` and ``gloo``, trains until
+FOLDER/end is there, and writes lines of JSON with times to FOLDER, a file for each process.
+``job.py calls FOLDER`` times collectives and a step.
 """
 
 from __future__ import annotations
@@ -177,7 +177,9 @@ def main() -> None:
     torch.set_num_threads(1)
     kind, folder = sys.argv[1], Path(sys.argv[2])
     with contextlib.suppress(KeyboardInterrupt):
-        {"mpidist": mpidist_training, "gloo": gloo_training, "calls": calls}[kind](folder)
+        # Without ULFM a death ends the ranks, which the launcher starts again.
+        kinds = {"mpidist": mpidist_training, "restarts": mpidist_training, "gloo": gloo_training}
+        {**kinds, "calls": calls}[kind](folder)
 
 
 if __name__ == "__main__":
