@@ -167,6 +167,10 @@ def run(
     ft: Annotated[
         bool, typer.Option("--ft", help="survive the death of ranks (ULFM; Open MPI 5)")
     ] = False,
+    heartbeat: Annotated[
+        bool,
+        typer.Option("--heartbeat", help="with --ft: a process that is stopped for 1 s is dead"),
+    ] = False,
     spares: Annotated[
         int,
         typer.Option(
@@ -203,6 +207,7 @@ def run(
         binding=bind_to.value if bind_to else "",
         tags=tag_output,
         ulfm=ft,
+        heartbeat=heartbeat,
         spares=spares,
         mpi_type=mpi,
     )

@@ -103,6 +103,10 @@ def _require_replaceable(request: Request) -> None:
             "--spares needs --ft: without ULFM a job ends with the first rank that dies, and no "
             "spare takes its place"
         )
+    if request.heartbeat and not request.ulfm:
+        raise LaunchError(
+            "--heartbeat needs --ft: without ULFM a rank that counts as dead ends the job"
+        )
 
 
 def _require_nodes(request: Request, environ: Mapping[str, str]) -> None:

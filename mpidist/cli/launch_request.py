@@ -25,6 +25,7 @@ class Request:
             not bind.
         tags: Each line of output begins with the rank.
         ulfm: A group survives the death of a rank (Open MPI 5).
+        heartbeat: With ``ulfm``: a process that is stopped counts as dead.
         spares: Processes beside the ranks that wait for the death of one (``elastic.run``).
         mpi_type: Type of ``srun --mpi``; "" for the automatic choice.
     """
@@ -37,6 +38,7 @@ class Request:
     binding: str = ""
     tags: bool = False
     ulfm: bool = False
+    heartbeat: bool = False
     spares: int = 0
     mpi_type: str = ""
 

@@ -8,6 +8,14 @@ from collections.abc import Mapping, Sequence
 from mpidist.cli.launch_request import Request, Site, is_one_node
 from mpidist.errors import LaunchError
 
+# A process that has sent no heartbeat for the timeout counts as dead; Open MPI asks for more than
+# three periods. The heartbeats have a thread of their own, because a rank may compute for longer.
+_HEARTBEAT = {
+    "mpi_ft_detector": "1",
+    "mpi_ft_detector_thread": "1",
+    "mpi_ft_detector_period": "0.2",
+    "mpi_ft_detector_timeout": "0.8",
+}
 _SRUN_BINDINGS = {"none": "none", "core": "cores", "socket": "sockets", "numa": "ldoms"}
 # Steps of a Slurm job that srun has not started: the batch script and the shell of salloc
 # (SLURM_BATCH_SCRIPT and SLURM_INTERACTIVE_STEP in slurm.h).
@@ -80,6 +88,9 @@ def mpirun_options(
         options += ["--output", "tag"] if is_newer else ["--tag-output"]
     if request.ulfm:
         options += ["--with-ft", "ulfm"]
+    if request.heartbeat:
+        for name, value in _HEARTBEAT.items():
+            options += ["--mca", name, value]
     if site.is_root:
         names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
         variables.update({name: "1" for name in names if name not in environ})

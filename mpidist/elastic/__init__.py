@@ -1,4 +1,4 @@
-"""Training that outlives its ranks: job → recovery → roles, warm_up."""
+"""Training that outlives its ranks: job → recovery → roles, warm_up, neighbours."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ from mpidist.comm.mpi import rank_ranges, runtime
 from mpidist.comm.mpi.processes import Processes
 from mpidist.comm.watchdog import watchdog
 from mpidist.elastic import roles
-from mpidist.elastic.roles import SPARE, Limits, Plan
+from mpidist.elastic.neighbours import Neighbours
+from mpidist.elastic.roles import DEAD, SPARE, Limits, Plan
 from mpidist.elastic.warm_up import import_late_modules
 from mpidist.errors import RankFailureError
 
@@ -37,6 +38,8 @@ _RANK_SLEEP_S = 1e-3
 class Recovery(Generic[T]):
     """A process's part in a job that outlives its ranks.
 
+    Collective: over the processes.
+
     Args:
         processes: All processes of the job.
         spares: Number of spares, the last of these processes.
@@ -49,6 +52,7 @@ class Recovery(Generic[T]):
         self.processes = processes
         self._me = processes.rank  # this process's number in ``_roles``
         self._roles = roles.at_start(processes.size, spares)
+        self._neighbours = Neighbours(processes)
         self._limits = Limits()
         self._is_warm = False
         # World of which ``_roles`` are, and of which this rank has ended its training.
@@ -151,6 +155,7 @@ class Recovery(Generic[T]):
         newest = max(world for _, world, *_ in rows)
         former = next(row for _, world, _, *row in rows if world == newest)
         plan = roles.plan(former, {process for process, *_ in rows}, self._limits)
+        self._neighbours.end(process for process, role in enumerate(plan.roles) if role == DEAD)
         if not plan.lost and all(
             former[process] == SPARE or (world == newest and is_done)
             for process, world, is_done, *_ in rows

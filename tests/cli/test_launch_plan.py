@@ -163,6 +163,7 @@ def test_mpirun_inside_slurm_where_srun_cannot():
         (OLD, {}, {"ranks": 2, "ulfm": True}, "Open MPI 5 or newer; this is Open MPI v4.1.6"),
         (MPICH, {}, {"ranks": 2, "ulfm": True}, "MPICH has no ULFM"),
         (OPEN, {}, {"ranks": 2, "spares": 1}, "--spares needs --ft"),
+        (OPEN, {}, {"ranks": 2, "heartbeat": True}, "--heartbeat needs --ft"),
         (OPEN, {}, {"ranks": 1, "ulfm": True, "spares": 2}, "2 spares for 1 ranks"),
         (OPEN, SLURM, {"ulfm": True, "spares": 5}, "5 spares for 3 ranks"),
     ],

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from mpidist.cli.launch_request import Request, Site
+from mpidist.cli.launcher_options import mpirun_options
 from mpidist.elastic.recovery import Recovery, _without_frames
 from mpidist.elastic.roles import Limits
 from tests.tools.support import ROOT, launcher, python, short_job, started
@@ -174,6 +176,44 @@ def test_what_is_no_death_ends_the_job(how, words):
     done = short_job(3, _ERROR.replace("HOW", repr(how)), *_ULFM)
     assert done.returncode not in (0, 75), done.stdout + done.stderr
     assert words in done.stderr and "ended" not in done.stdout, done.stdout + done.stderr
+
+
+_STOPPED = """
+    import os, signal, time
+    from pathlib import Path
+    import mpidist.comm
+    from mpidist import elastic
+
+    def train():
+        world = mpidist.comm.init()
+        mark = Path(FOLDER, "stopped")
+        if world.rank == 1 and not mark.exists():
+            mark.write_text(f"{os.getpid()} {time.time()}")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if world.rank == 0:
+            # A rank that computes for longer than the detector's limit is not dead.
+            time.sleep(2.0)
+        world.barrier()
+        pid, at = mark.read_text().split()
+        assert not Path("/proc", pid).exists()
+        return world.rank, time.time() - float(at)
+
+    print(elastic.run(train), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_with_heartbeats_a_spare_takes_the_place_of_a_stopped_rank(tmp_path):
+    request = Request((), ulfm=True, heartbeat=True)
+    site = Site("openmpi", "Open MPI v5.0.11", "", "", "", (), 8, is_root=False)
+    options = mpirun_options(request, site, {}, 3, {})
+    options = options[options.index("--with-ft") :]
+    text = _STOPPED.replace("FOLDER", repr(str(tmp_path)))
+    done = short_job(3, text, *options, env={"MPIDIST_SPARES": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "death of rank 1: a spare takes the place of rank 1" in done.stderr, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert [line[:3] for line in lines] == ["(0,", "(1,"], done.stdout
 
 
 @pytest.mark.slow
