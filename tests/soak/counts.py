@@ -14,6 +14,7 @@ from mpidist.comm.mpi import closed_communicators
 from mpidist.comm.mpi.library import MPI
 
 MEMORY = "KiB of memory"
+ALLOCATED = "KiB allocated by malloc"
 NODE_MEMORY = "KiB of node memory"
 CLOSED = "communicators to be freed"
 OF_CLASS = "objects of "
@@ -29,6 +30,18 @@ _MPI = {
 }
 _EMPTY = 64  # indices without an object, behind which no other is expected
 _RESIDENT = {"RssAnon:": MEMORY, "RssShmem:": NODE_MEMORY}
+
+
+class _MallInfo(ctypes.Structure):
+    """The C library's struct mallinfo2, over all arenas."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+            "fordblks", "keepcost",
+        )
+    )  # fmt: skip
 
 
 class Counts:
@@ -85,7 +98,13 @@ class Counts:
         self._libc.malloc_trim(0)
         lines = Path("/proc/self/status").read_text().splitlines()
         rows = [line.split() for line in lines if line.startswith(tuple(_RESIDENT))]
-        return {_RESIDENT[name]: int(size) for name, size, _ in rows}
+        found = {_RESIDENT[name]: int(size) for name, size, _ in rows}
+        # Without what malloc keeps between its blocks, for which it has asked and not given back.
+        if hasattr(self._libc, "mallinfo2"):
+            self._libc.mallinfo2.restype = _MallInfo
+            info = self._libc.mallinfo2()
+            found[ALLOCATED] = (info.uordblks + info.hblkhd) >> 10
+        return found
 
 
 def _mapped() -> Iterator[str]:
