@@ -59,6 +59,7 @@ class Case:
         ranks: Number of ranks.
         spares: Number of spares.
         blows: What hits its ranks, one after the other.
+        steps: Of the training.
     """
 
     seed: int
@@ -66,6 +67,7 @@ class Case:
     ranks: int
     spares: int
     blows: tuple[Blow, ...]
+    steps: int = STEPS
 
 
 def drawn(seed: int, kinds: tuple[str, ...] = KINDS) -> Case:
@@ -113,7 +115,7 @@ def run(case: Case) -> Outcome:
     }  # fmt: skip
     command = [
         *launcher(case.ranks + case.spares, "--with-ft", "ulfm"), *python(),
-        "-m", "tests.elastic.training", case.kind, str(folder), str(STEPS),
+        "-m", "tests.elastic.training", case.kind, str(folder), str(case.steps),
         "--timeout", str(_LIMIT_OF_RECOVERY_S), "--pause", "0.003",
     ]  # fmt: skip
     process = subprocess.Popen(
@@ -151,7 +153,7 @@ def _hit(process: subprocess.Popen[str], case: Case, rows: Any, killed: list[Any
             pid, _, now = rows[blow.rank].tolist()
             if pid and pid not in dead:
                 begun = now if begun is None else begun
-                if now >= min(begun + blow.step, STEPS - 2):
+                if now >= min(begun + blow.step, case.steps - 2):
                     break
             time.sleep(5e-4)
         else:
@@ -199,7 +201,7 @@ def problems(case: Case, outcome: Outcome, expected: dict[int, str]) -> list[str
 
 
 def undisturbed(case: Case) -> dict[int, str]:
-    """Return the digest of each rank of a case's training without deaths."""
-    outcome = run(dataclasses.replace(case, blows=()))
+    """Return the digest of each rank of a case's training without deaths, and without spares."""
+    outcome = run(dataclasses.replace(case, blows=(), spares=0))
     assert outcome.status == 0, outcome.text
     return {rank: line["digest"] for rank, line in outcome.lines.items()}
