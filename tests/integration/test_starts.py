@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from tests.tools.support import ROOT, launcher, python, short_job, started
+from tests.tools.support import ROOT, launcher, python, python_file, short_job, started
 
 pytestmark = pytest.mark.slow
 
@@ -151,7 +151,7 @@ def test_ranks_that_cannot_be_the_first_get_the_lines_that_do_it():
 # --- processes that no MPI launcher has started ---
 
 _SPAWNS = """
-import os, torch.multiprocessing as mp
+import multiprocessing, os, torch.multiprocessing as mp
 from datetime import timedelta
 
 limit = timedelta(seconds=20)
@@ -165,6 +165,7 @@ def run(rank, port):
         print(type(error).__name__, " ".join(str(error).split()))
 
 if __name__ == "__main__":
+    multiprocessing.set_executable({interpreter!r})
     mp.spawn(run, args=("{port}",), nprocs=2)
 """
 _CALLS = {
@@ -187,9 +188,15 @@ _OF_REPLACED = {
 
 
 def spawning(folder, call, port, *start, **variables):
-    """Run a program that calls something in two processes of its own; return what they print."""
+    """Run a program that calls something in two processes of its own; return what they print.
+
+    They import torch no more than ranks of jobs do.
+    """
     program = folder / "program.py"
-    program.write_text(_SPAWNS.format(call=(_CALLS | _OF_REPLACED)[call], port=port))
+    text = _SPAWNS.format(
+        call=(_CALLS | _OF_REPLACED)[call], port=port, interpreter=python_file(folder)
+    )
+    program.write_text(text)
     done = started([*start, *python(), str(program)], 90, variables)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -114,6 +115,16 @@ def python(**variables: str) -> list[str]:
     ``variables`` are those of the job that torch or Python reads as it starts.
     """
     return interpreter({**VARIABLES, **variables})
+
+
+def python_file(folder: Path) -> str:
+    """Write a program that is ``python()``, for code that starts ``sys.executable``; its path."""
+    file = folder / "python"
+    # Options of the interpreter stand before the program; they are the variables', which it has.
+    options = 'while [ "${1#-}" != "$1" ] && [ "$1" != -c ] && [ "$1" != -m ]; do shift; done'
+    file.write_text(f'#!/bin/sh\n{options}\nexec {shlex.join(python())} "$@"\n')
+    file.chmod(0o755)
+    return str(file)
 
 
 def short_job(
