@@ -18,7 +18,7 @@ import torch
 
 from mpidist import progress_bar
 from mpidist.kernels import powersgd, powersgd_launches
-from tests.tools.support import ROOT, job, missing, started
+from tests.tools.support import ROOT, job, missing, python_file, started
 
 BENCHMARKS = ROOT / "benchmarks"
 FOUR_WAYS = ["gloo", "mpi4py", "mpidist", "native"]
@@ -47,8 +47,12 @@ _IN_TURN = """
     import runpy, sys
     import torch.distributed as dist
     sys.path.insert(0, {folder!r})
+    sys.executable = {interpreter!r}  # of the workers that a benchmark starts
     from harness import timing
-    timing.TOUCHED_BYTES = 1 << 20  # of each rank of each job: seconds, where nothing is timed
+    from training import cases
+    # Seconds of each rank of each job, where nothing is timed.
+    timing.TOUCHED_BYTES = 1 << 20
+    cases.MANY_LAYERS = {layers}
     for program, *options in {programs!r}:
         sys.argv = [program, *options]
         runpy.run_path({folder!r} + "/" + program, run_name="__main__")
@@ -64,7 +68,9 @@ _BARS = {
     "bench_collectives.py": "all_reduce",
     "bench_ddp.py": "ddp",
 }
-_TRAINING = ["--models", "many:2", "--rounds", "1", "--bucket-cap-mb", "1", "--link", "test"]
+# A fifth of the benchmarks' own, in as many buckets.
+_LAYERS = 24
+_TRAINING = ["--models", "many:2", "--rounds", "1", "--bucket-cap-mb", "0.2", "--link", "test"]
 _OF_CALLS = [
     ["bench_rpc.py", "--quick"],
     ["bench_rpc_device.py", "--quick", "--device", "cpu"],
@@ -117,7 +123,12 @@ _OF_MESSAGES = [
 def _run_in_turn(programs, folder):
     """Run programs in one job of two ranks; return the folder of their records, and the output."""
     with_output = [[*program, "--output", str(folder)] for program in programs]
-    script = _IN_TURN.format(folder=str(BENCHMARKS), programs=with_output)
+    script = _IN_TURN.format(
+        folder=str(BENCHMARKS),
+        interpreter=python_file(folder),
+        layers=_LAYERS,
+        programs=with_output,
+    )
     # As `mpidist bench` starts them in a terminal: with progress bars on stderr.
     terminal = {progress_bar.VARIABLE: "1"}
     done = job(2, script, "--bind-to", "none", env=terminal, timeout_s=200)
@@ -316,7 +327,7 @@ def test_steps_of_training_are_compared_and_recorded(of_training, name):
     record = record_of(of_training[0], f"{name}-*-2-test*.json")
     (result,) = record["results"]
     contenders = result["contenders"]
-    assert result["parameters"] == 120 * (128 * 128 + 128)
+    assert result["parameters"] == _LAYERS * (128 * 128 + 128)
     bare = [values["median_us"] for label, values in contenders.items() if label.startswith("bare")]
     assert result["bare_us"] == min(bare)
     if name == "ddp":

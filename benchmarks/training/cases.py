@@ -16,6 +16,7 @@ from harness.timing import Contender
 from mpidist.ddp import DistributedDataParallel
 
 Tensor = torch.Tensor
+MANY_LAYERS = 120  # of the network of many tensors
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,15 @@ def mlp(batch: int) -> Model:
 
 
 def many(batch: int) -> Model:
-    """Return a network of 240 tensors with 2 million parameters."""
+    """Return a network of two tensors a layer: 2 million parameters in 120 layers of 128."""
 
     def build() -> nn.Module:
-        layers = [part for _ in range(120) for part in (nn.Linear(128, 128), nn.ReLU())]
+        layers = [part for _ in range(MANY_LAYERS) for part in (nn.Linear(128, 128), nn.ReLU())]
         return nn.Sequential(*layers)
 
-    return Model(f"240 tensors, batch {batch}", build, lambda: torch.randn(batch, 128))
+    return Model(
+        f"{2 * MANY_LAYERS} tensors, batch {batch}", build, lambda: torch.randn(batch, 128)
+    )
 
 
 class _Block(nn.Module):
