@@ -96,14 +96,16 @@ class Recovery(Generic[T]):
             warm()
             self._is_warm = True
         # What lives on (modules, data) is left out of the collection in a recovery, which takes a
-        # second with all of torch.
+        # second with all of torch. What the program has left out stays so.
         import_late_modules()
+        is_frozen = gc.get_freeze_count() > 0
         gc.collect()
         gc.freeze()
         try:
             return self._until_all_have_ended(train)
         finally:
-            gc.unfreeze()
+            if not is_frozen:
+                gc.unfreeze()
 
     def _until_all_have_ended(self, train: Callable[[], T]) -> T | None:
         while True:

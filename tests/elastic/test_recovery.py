@@ -1,5 +1,6 @@
 """Jobs whose ranks die: spares, fewer ranks, the ends of a job. Each job shows many things."""
 
+import gc
 import json
 import re
 import sys
@@ -43,11 +44,13 @@ class Living:
 def test_a_spare_that_is_left_waits_without_a_limit():
     living = Living()
     living.recovery = recovery = Recovery(living, 1)
-    warmed = []
+    warmed, frozen = [], gc.get_freeze_count()
     assert recovery.run(list, lambda: warmed.append(1), Limits(), 30.0) is None
     assert living.agreed == [True] * 3 and warmed == [1]
     # Not even while others are trained with again.
     assert living.timers == [None] * 3 and recovery._deadline._timer is None
+    # pytest's own modules, of tests/conftest.py.
+    assert gc.get_freeze_count() >= frozen > 0
 
 
 def test_an_error_loses_its_frames():
