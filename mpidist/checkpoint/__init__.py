@@ -14,7 +14,7 @@ from typing import Any
 
 _HOMES = {
     "Preemption": "preemption",
-    "REQUEUE_EXIT_CODE": "preemption",
+    "REQUEUE_EXIT_CODE": "progress",
     "ResumableSampler": "sampler",
     "Resumed": "loading",
     "commit": "commits",

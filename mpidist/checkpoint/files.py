@@ -42,23 +42,6 @@ class Found(NamedTuple):
     is_complete: bool
 
 
-def read_manifest(path: Path) -> str:
-    """Return the text of a checkpoint's manifest.
-
-    Raises:
-        ValueError: The file is longer than any manifest.
-        OSError: The file cannot be read.
-    """
-    handle = os.open(
-        path / manifest.NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    )
-    with open(handle, "rb") as file:
-        text = file.read(manifest.MOST_BYTES + 1)
-    if len(text) > manifest.MOST_BYTES:
-        raise ValueError(f"{manifest.NAME} has more than {manifest.MOST_BYTES} bytes")
-    return text.decode("utf-8", errors="replace")
-
-
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """Return the newest complete checkpoint of a folder, or the folder if it is one; else None.
 
@@ -114,7 +97,7 @@ def choose(folder: Path) -> tuple[str, str] | None:
     if path is None:
         return None
     try:
-        text = read_manifest(path)
+        text = manifest.read(path)
         described = manifest.from_json(text)
     except ValueError as error:
         raise CheckpointError(

@@ -1,14 +1,17 @@
-"""Manifest of a checkpoint (pure): its files with sizes and digests, and the run that wrote them.
+"""Manifest of a checkpoint: its files with sizes and digests, and the run that wrote them.
 
-The manifest is written last, so a folder without one is an unfinished save.
+The manifest is written last, so a folder without one is an unfinished save. All but
+``read`` is pure.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 FORMAT = "mpidist.checkpoint 1"
@@ -54,6 +57,21 @@ class Manifest:
     files: dict[str, Entry]
     contents: Contents = field(default_factory=Contents)
     versions: dict[str, str] = field(default_factory=dict)  # of mpidist and torch, for the reader
+
+
+def read(path: Path) -> str:
+    """Return the text of the manifest in a checkpoint's folder.
+
+    Raises:
+        ValueError: The file is longer than any manifest.
+        OSError: The file cannot be read.
+    """
+    handle = os.open(path / NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(handle, "rb") as file:
+        text = file.read(MOST_BYTES + 1)
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"{NAME} has more than {MOST_BYTES} bytes")
+    return text.decode("utf-8", errors="replace")
 
 
 def rank_file(rank: int, world_size: int) -> str:

@@ -19,9 +19,6 @@ from mpidist.comm.group_types import AnyGroup
 from mpidist.comm.world_group import native_group
 from mpidist.errors import MpidistError
 
-# EX_TEMPFAIL of sysexits.h: the program has saved, and a scheduler should start it again.
-REQUEUE_EXIT_CODE = 75
-
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 

@@ -1,7 +1,8 @@
 """Progress of a job: the highest step that is saved, noted in a file for who starts the job again.
 
 ``MPIDIST_PROGRESS`` names the file, which ``mpidist run --restarts`` and the job scripts set. A
-killed job is worth another start only if a commit or checkpoint is newer than its last start.
+killed job is worth another start only if a commit or checkpoint is newer than its last start. A
+job that has saved and asks to be started again ends with ``REQUEUE_EXIT_CODE``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from pathlib import Path
 
 from mpidist import whole_file
 
+# EX_TEMPFAIL of sysexits.h: the program has saved, and a scheduler should start it again.
+REQUEUE_EXIT_CODE = 75
 VARIABLE = "MPIDIST_PROGRESS"
 _DIGITS = 20
 

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from mpidist.checkpoint import files, manifest
+from mpidist.checkpoint import manifest
 from mpidist.checkpoint.manifest import Manifest
 from mpidist.comm.mpi import job_folder
 from mpidist.comm.mpi.job_folder import ADVICE
@@ -57,7 +57,7 @@ class Slots:
         held: dict[int, Manifest] = {}
         for slot in (0, 1):
             with contextlib.suppress(FileNotFoundError):
-                text = files.read_manifest(self.path(slot))
+                text = manifest.read(self.path(slot))
                 try:
                     held[slot] = manifest.from_json(text)
                 except ValueError as error:

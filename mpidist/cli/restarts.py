@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType
 
 from mpidist.checkpoint import progress
-from mpidist.checkpoint.preemption import REQUEUE_EXIT_CODE
 from mpidist.cli.launch_plan import Plan, plan
 from mpidist.cli.launch_request import Request
 from mpidist.cli.run import site, text_of
@@ -63,7 +62,7 @@ def next_step(status: int, before: int, now: int, starts: int, most: int) -> tup
         starts: Number of its starts.
         most: Number of restarts.
     """
-    if status in (0, REQUEUE_EXIT_CODE):
+    if status in (0, progress.REQUEUE_EXIT_CODE):
         return False, ""
     ended = f"the job ended with status {status}"
     if now <= before:

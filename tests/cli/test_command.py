@@ -163,9 +163,10 @@ def test_errors_of_ours_have_no_traceback(call, monkeypatch):
 
 
 @pytest.mark.slow
-def test_help_comes_without_torch():
+def test_help_starts_and_restarts_come_without_torch():
     """Importing torch from a cold file system takes minutes on a login node."""
-    code = "import sys\nfrom mpidist.cli.app import app\ntry:\n    app(['run', '--help'])\n"
+    code = "import sys\nfrom mpidist.cli.app import app\nfrom mpidist.cli import restarts, run\n"
+    code += "from mpidist.checkpoint import slots\ntry:\n    app(['run', '--help'])\n"
     code += "except SystemExit:\n    print('torch' in sys.modules)"
     done = started([sys.executable, "-c", code], 60)
     assert done.stdout.endswith("False\n"), done.stdout + done.stderr

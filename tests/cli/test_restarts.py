@@ -14,7 +14,7 @@ from mpidist.cli import restarts
 from mpidist.comm.discovery import installed
 from mpidist.comm.mpi import job_folder
 from mpidist.comm.mpi.launcher_env import without_launcher
-from tests.tools.support import ROOT, missing, started
+from tests.tools.support import ROOT, missing, python, started
 
 
 def test_a_job_is_started_again_after_progress_alone():
@@ -98,7 +98,7 @@ _TRAIN = """
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["", "mpich"])
 def test_killed_ranks_are_started_again_from_their_commits(tmp_path, library):
-    variables = {"MPIDIST_CUDA_AWARE": "0", "PYTHONPATH": str(ROOT)}
+    variables = {"MPIDIST_CUDA_AWARE": "0"}
     if library:
         file = ROOT / ".mpich" / "lib" / "libmpi.so.12"
         if not file.exists():
@@ -110,7 +110,7 @@ def test_killed_ranks_are_started_again_from_their_commits(tmp_path, library):
     environ = {**without_launcher(os.environ), **variables}
     command = [sys.executable, "-m", "mpidist", "run", "-n", "2", "--restarts", "2"]
     before = set(job_folder.MEMORY.glob(f"mpidist-{os.geteuid()}-run-*"))
-    done = started([*command, str(tmp_path / "train.py")], 80, environ)
+    done = started([*command, *python(), str(tmp_path / "train.py")], 80, environ)
     text = done.stdout + done.stderr
     assert done.returncode == 0, text
     # Lines of two ranks may be one.
