@@ -15,6 +15,7 @@ import faulthandler
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -22,6 +23,8 @@ from mpidist.comm.watchdog import thread_stacks
 
 _NUMBER = signal.SIGUSR2
 _PREFIX = "stacks"
+# The stubs say that it returns nothing.
+_unregister: Callable[[int], object] = faulthandler.unregister
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -61,7 +64,7 @@ class StackFile:
             self._file = open(os.open(path, _FLAGS, 0o600), "ab", buffering=0)  # noqa: SIM115
             # faulthandler's record of an earlier file may be of a handler that was replaced since.
             handler = signal.getsignal(_NUMBER)
-            if faulthandler.unregister(_NUMBER) and handler is not None:
+            if _unregister(_NUMBER) and handler is not None:
                 signal.signal(_NUMBER, handler)
             self._install()
 
@@ -93,6 +96,7 @@ class StackFile:
             self._add_table()
 
     def _install(self) -> None:
+        assert self._file is not None
         self._handler = signal.getsignal(_NUMBER)
         # Behind the default action there would be no process.
         is_default = self._handler is signal.SIG_DFL
