@@ -97,6 +97,7 @@ def _survivors_are_frozen() -> None:
 
     torch._dynamo alone has 120,000 objects: 0.1 s per collection, and a test of RPC makes three.
     """
+    assert gc.isenabled(), "an earlier module has left garbage collection disabled"
     gc.collect()
     gc.freeze()
 

@@ -30,6 +30,7 @@ def collecting(change):
             change()
 
     threshold = gc.get_threshold()
+    assert gc.isenabled()
     gc.callbacks.append(begin)
     gc.set_threshold(1)
     try:
