@@ -83,10 +83,10 @@ class Job:
     def locks(self) -> dict[Thread, str]:
         """Return, of threads with a stack, the place of the lock they wait for, or ""."""
         return {
-            (rank, stack.thread): thread_places.awaited(stack.lines)
+            (rank, stack.thread): place
             for rank, stacks in self.stacks.items()
             for stack in stacks
-            if stack.thread
+            if stack.thread and (place := thread_places.awaited(stack.lines)) is not None
         }
 
     @cached_property

@@ -49,6 +49,7 @@ def test_stacks_say_which_threads_wait_for_a_lock():
         Stack((Line(__file__, number, "f"),), 7, "main"),
         Stack((Line(__file__, 1, "g"),), 8, "other"),
         Stack((), 0),
+        Stack((Line("<string>", 1, "g"),), 9, "of a program without a file"),
     ]
     locks = job([], stacks={0: stacks}).locks
     assert locks == {(0, 7): f"tests/reports/test_job.py:{number} in f()", (0, 8): ""}

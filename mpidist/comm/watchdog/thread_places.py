@@ -79,19 +79,28 @@ def of_handlers() -> list[str]:
 
 
 def locks() -> dict[int, str]:
-    """Return, by the kernel's number of each thread, the place of the lock it waits for, or ""."""
+    """Return, by the kernel's number of each thread, the place of the lock it waits for, or "".
+
+    Without those of which it is not known.
+    """
     frames = sys._current_frames()
     return {
-        thread.native_id: awaited(thread_stacks.of_frame(frames.get(thread.ident or 0)))
+        thread.native_id: place
         for thread in threading.enumerate()
         if thread.native_id is not None
+        and (place := awaited(thread_stacks.of_frame(frames.get(thread.ident or 0)))) is not None
     }
 
 
-def awaited(lines: Sequence[Line]) -> str:
-    """Return the place of the lock for which a thread waits; "" if it waits for none."""
+def awaited(lines: Sequence[Line]) -> str | None:
+    """Return the place of the lock for which a thread waits; "" if it waits for none.
+
+    None if the text of its innermost line is not there, as of a program without a file.
+    """
     line = thread_stacks.awaited_lock(lines)
-    return "" if line is None else _place(line)
+    if line is not None:
+        return _place(line)
+    return "" if lines and thread_stacks.has_text(lines[0]) else None
 
 
 def is_idle(lines: Sequence[Line]) -> bool:

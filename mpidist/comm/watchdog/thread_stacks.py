@@ -90,6 +90,11 @@ def parsed(text: str) -> list[Stack]:
     return [Stack(tuple(each), *known[ident]) for ident, each in found.items()]
 
 
+def has_text(line: Line) -> bool:
+    """Return whether the text of a line can be read here."""
+    return bool(linecache.getline(line.file, line.number))
+
+
 def awaited_lock(lines: Sequence[Line]) -> Line | None:
     """Return the line at which a thread waits for a lock, an event or another thread; None if not.
 
