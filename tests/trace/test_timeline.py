@@ -142,14 +142,14 @@ import time, torch
 import mpidist.comm as comm, mpidist.rpc as rpc
 
 group = comm.init()
-rpc.init_rpc(f"worker{group.rank}")
 x = torch.zeros(1000)
-end = time.monotonic() + 3
+end = time.monotonic() + 4
 while x[0] < group.size:
-    time.sleep(0.02 * (group.rank == 1) + 0.01)
+    time.sleep(0.06 * (group.rank == 1))
     x.fill_(time.monotonic() > end)
     group.all_reduce(x)
     x *= group.size  # one rank's time is enough
+rpc.init_rpc(f"worker{group.rank}")
 rpc.rpc_sync(f"worker{(group.rank + 1) % group.size}", torch.add, (x, 1))
 if group.rank == 0:
     group.send(x, 2)
