@@ -27,10 +27,13 @@ def accuracy(group: Any, net: nn.Module, images: torch.Tensor, labels: torch.Ten
     return mean_over_ranks(group, right, len(labels[own]))
 
 
-def exposed_ms(group: Any, model: Any, images: torch.Tensor, labels: torch.Tensor) -> float:
+def exposed_ms(
+    group: Any, model: Any, images: torch.Tensor, labels: torch.Tensor, rounds: int = 50
+) -> float:
     """Return the time of a step's forward and backward pass that communication adds.
 
-    This is the time of a step minus the time of the same step under ``no_sync``, measured in turns.
+    This is the time of a step minus the time of the same step under ``no_sync``, the median of so
+    many rounds, measured in turns.
     The result includes waiting (also for a slower rank) and compression, but no overlapped
     communication. No optimizer steps, so the weights stay unchanged.
     """
@@ -43,6 +46,7 @@ def exposed_ms(group: Any, model: Any, images: torch.Tensor, labels: torch.Tenso
             F.cross_entropy(model(images), labels).backward()
         return time.perf_counter() - start
 
-    pairs = [(step_s(True), step_s(False)) for _ in range(60)][10:]  # the first ones warm up
+    warm_up = rounds // 5
+    pairs = [(step_s(True), step_s(False)) for _ in range(warm_up + rounds)][warm_up:]
     with_sync, without = torch.tensor(pairs).median(0).values.tolist()
     return mean_over_ranks(group, 1e3 * (with_sync - without), 1)

@@ -2,11 +2,10 @@
 
 import importlib.util
 import json
-import sys
 
 import pytest
 
-from tests.tools.support import launcher, missing, started
+from tests.tools.support import launcher, missing, python, started
 
 
 def run_program(ranks, program, tmp_path, *options):
@@ -15,7 +14,7 @@ def run_program(ranks, program, tmp_path, *options):
             missing(f"{name} is not installed")
     command = [
         *launcher(ranks),
-        sys.executable,
+        *python(),
         f"examples/{program}",
         "--output",
         str(tmp_path),
@@ -45,7 +44,7 @@ def accuracies_of(results):
 
 @pytest.mark.slow
 def test_the_report_compares_hooks_and_powersgd_costs_no_accuracy(tmp_path):
-    text, results = run(tmp_path, "--epochs", "6")
+    text, results = run(tmp_path, "--epochs", "4")
     by_method = {result["method"]: result for result in results}
     assert list(by_method) == [
         "allreduce",
