@@ -3,14 +3,13 @@
 import importlib.util
 import json
 import re
-import sys
 
 import pytest
 
 from mpidist import shipped
 from mpidist.cli import help_pages
 from mpidist.cli.help_examples import EXAMPLES
-from tests.tools.support import ROOT, missing, started
+from tests.tools.support import ROOT, missing, python, started
 
 COLUMNS = 80
 
@@ -64,8 +63,8 @@ def pages():
     for name in ("matplotlib", "psutil", "rich", "scipy", "sklearn", "tqdm"):
         if importlib.util.find_spec(name) is None:
             missing(f"{name} is not installed")
-    terminal = {"COLUMNS": str(COLUMNS), "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
-    command = [sys.executable, "-c", _PROGRAM, json.dumps(PAGES)]
+    terminal = {"COLUMNS": str(COLUMNS), "NO_COLOR": "1"}
+    command = [*python(), "-c", _PROGRAM, json.dumps(PAGES)]
     done = started(command, 200, terminal)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
