@@ -15,7 +15,6 @@ import faulthandler
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -23,8 +22,6 @@ from mpidist.comm.watchdog import thread_stacks
 
 _NUMBER = signal.SIGUSR2
 _PREFIX = "stacks"
-# The stubs say that it returns nothing.
-_unregister: Callable[[int], object] = faulthandler.unregister
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -64,7 +61,8 @@ class StackFile:
             self._file = open(os.open(path, _FLAGS, 0o600), "ab", buffering=0)  # noqa: SIM115
             # faulthandler's record of an earlier file may be of a handler that was replaced since.
             handler = signal.getsignal(_NUMBER)
-            if _unregister(_NUMBER) and handler is not None:
+            faulthandler.unregister(_NUMBER)
+            if handler is not None:
                 signal.signal(_NUMBER, handler)
             self._install()
 
