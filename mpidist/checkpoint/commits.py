@@ -220,25 +220,28 @@ class Commits:
             # Each rank checks a part of its node's files.
             sound = {slot: self._sound_share(slot, found) for slot, found in manifests.items()}
         rows = self.group.all_gather_object(
-            {slot: (manifests[slot].step, sorted(names)) for slot, names in sound.items()}
+            {
+                slot: (
+                    manifests[slot].step,
+                    sorted(names),
+                    manifest.to_json(manifests[slot]) if self.is_first else None,
+                )
+                for slot, names in sound.items()
+            }
         )
         by_step: dict[int, list[set[str]]] = {}
+        texts_of: dict[int, list[str | None]] = {}
         slot_of: dict[int, int] = {}
         for rank, row in enumerate(rows):
-            for slot, (step, names) in row.items():
+            for slot, (step, names, text) in row.items():
                 slot_of[step] = slot
                 tables = by_step.setdefault(step, [set() for _ in self.nodes])
                 for other in buddies.members(self.nodes[rank], self.nodes):
                     tables[other] |= set(names)
+                texts_of.setdefault(step, [None for _ in self.nodes])[rank] = text
         for step in sorted(by_step, reverse=True):
-            slot, tables = slot_of[step], by_step[step]
-            own = manifests.get(slot)
-            texts = self.group.all_gather_object(
-                manifest.to_json(own)
-                if self.is_first and own is not None and own.step == step
-                else None
-            )
-            found = _whole(tables, texts, self.nodes, self.group.rank)
+            slot = slot_of[step]
+            found = _whole(by_step[step], texts_of[step], self.nodes, self.group.rank)
             if found is not None:
                 return Held(self, step, slot, *found)
         return None

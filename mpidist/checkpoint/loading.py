@@ -187,14 +187,12 @@ class _Loading:
                     "to another number"
                 )
             names = self._own_names()
-            if self._bring is None:
-                self._reader.require_sound(names)
         if self._bring is not None:
             self._bring(names)
-            with self._same_error_on_all():
-                self._reader.require_sound(names)
-        with self._same_error_on_all(), reporting_damage():
-            state = self._read(names)
+        with self._same_error_on_all():
+            self._reader.require_sound(names)
+            with reporting_damage():
+                state = self._read(names)
         is_merged = self._needs_merged(state.own)
         self._require_all_sound(is_merged)
         with self._same_error_on_all(), reporting_damage():
@@ -263,6 +261,8 @@ class _Loading:
                 names |= {manifest.powersgd_file(rank, size) for rank in range(size)}
             else:
                 names.add(manifest.rank_file(0, size))
+        if not names:
+            return
         if self._bring is not None:
             self._bring(sorted(names))
         with self._same_error_on_all():
