@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.tools import instant_failures
-from tests.tools.support import launcher, require_tool, started
+from tests.tools.support import launcher, python, require_tool, started
 
 # Rank 0 fails in each phase of a test and then waits, as the fixtures of a job do; rank 1 waits in
 # its test.
@@ -111,7 +111,7 @@ def test_a_job_that_one_rank_ends_says_why(tmp_path, text, words):
     command = ["-m", "mpi4py", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     command += ["-p", "tests.tools.instant_failures", str(tmp_path)]
     env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = started([*launcher(3), sys.executable, *command], timeout_s=60, env=env)
+    done = started([*launcher(3), *python(), *command], timeout_s=60, env=env)
     assert done.returncode != 0 and "MPI_ABORT was invoked on rank 1" in done.stderr
     for expected in [*words, "printed by the test"]:
         assert expected in done.stderr, done.stderr

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +12,7 @@ import torch
 
 from mpidist.comm.execution.op_status import Journal
 from mpidist.comm.watchdog import flight_record
-from tests.tools.support import printed, short_job
+from tests.tools.support import printed, python, short_job, started
 
 
 def group(rank=0, ranks=(0, 1), key="k", timeout_s=5.0):
@@ -127,12 +125,8 @@ def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
 
 def analysed(folder):
     """Return what torchfrtrace says about the files in a folder."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", "-p", "rank_", folder],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    program = ["-m", "torch.distributed.flight_recorder.fr_trace", "-p", "rank_", folder]
+    done = started([*python(), *program], 100)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
