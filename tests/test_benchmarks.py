@@ -18,7 +18,7 @@ import torch
 
 from mpidist import progress_bar
 from mpidist.kernels import powersgd, powersgd_launches
-from tests.tools.support import ROOT, job, missing, python_file, started
+from tests.tools.support import ROOT, job, missing, python, python_file, started
 
 BENCHMARKS = ROOT / "benchmarks"
 FOUR_WAYS = ["gloo", "mpi4py", "mpidist", "native"]
@@ -177,7 +177,7 @@ def judged_record_of(folder, pattern, goals):
 @pytest.mark.usefixtures("_libraries")
 def test_starts_of_whole_jobs_are_timed(tmp_path):
     program = [str(BENCHMARKS / "bench_startup.py"), "--quick", "--output", str(tmp_path)]
-    done = started([sys.executable, *program], 100)
+    done = started([*python(), *program], 100)
     assert done.returncode == 0, done.stdout + done.stderr
     record = record_of(tmp_path, "startup-2.json", has_picture=False)
     assert {"gloo", "mpidist", "gloo, torchrun"} == record["seconds"].keys()
@@ -189,7 +189,7 @@ def test_starts_of_whole_jobs_are_timed(tmp_path):
 @pytest.mark.usefixtures("_libraries")
 def test_a_recovery_is_timed(tmp_path):
     program = [str(BENCHMARKS / "bench_recovery.py"), "--quick", "--output", str(tmp_path)]
-    done = started([sys.executable, *program], 100)
+    done = started([*python(), *program], 100)
     assert done.returncode == 0, done.stdout + done.stderr
     ((times,),) = record_of(tmp_path, "recovery-openmpi.json", has_picture=False)[
         "seconds"
@@ -351,7 +351,7 @@ def test_steps_of_training_are_compared_and_recorded(of_training, name):
 @pytest.mark.slow
 def test_kernels_are_compared_and_recorded(tmp_path):
     command = [
-        sys.executable,
+        *python(),
         str(BENCHMARKS / "bench_kernels.py"),
         "--output",
         str(tmp_path),
@@ -395,7 +395,7 @@ def test_the_hosts_part_of_a_rank_by_itself(tmp_path):
     """Without a network: no event without communication; one more launch without views."""
     program, networks = str(BENCHMARKS / "bench_host_time.py"), ["--networks", "ResNet-50"]
     done = started(
-        [sys.executable, program, *networks, "--rounds", "1", "--output", str(tmp_path)],
+        [*python(), program, *networks, "--rounds", "1", "--output", str(tmp_path)],
         timeout_s=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -417,7 +417,7 @@ def test_the_hosts_part_of_a_rank_by_itself(tmp_path):
 def test_pauses_during_steps_of_optimizers(tmp_path):
     program = str(BENCHMARKS / "bench_optim_pause.py")
     done = started(
-        [sys.executable, program, "--quick", "--threads", "1", "--output", str(tmp_path)],
+        [*python(), program, "--quick", "--threads", "1", "--output", str(tmp_path)],
         timeout_s=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -655,7 +655,7 @@ def test_a_job_of_the_scaling_benchmark_is_recorded(of_scale):
 
 @pytest.mark.slow
 def test_the_start_of_collectives_is_recorded(tmp_path):
-    program = [sys.executable, str(BENCHMARKS / "bench_scaling.py"), "startup", "--jobs", "2"]
+    program = [*python(), str(BENCHMARKS / "bench_scaling.py"), "startup", "--jobs", "2"]
     done = started([*program, "--output", str(tmp_path)], timeout_s=100)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "scaling-startup.json").read_text())
