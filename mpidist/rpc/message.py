@@ -146,6 +146,21 @@ def unpack_pairs(data: Buffer, start: int, end: int) -> list[tuple[int, int]]:
     return list(PAIR.iter_unpack(memoryview(data)[start:end]))
 
 
+def pack_forks(holder: int, pairs: Iterable[tuple[int, int]]) -> bytes:
+    """Pack the (reference, fork) pairs that are announced for one holder."""
+    return WORD.pack(holder) + b"".join([PAIR.pack(*pair) for pair in pairs])
+
+
+def unpack_forks(data: Buffer, start: int, end: int) -> tuple[int, list[tuple[int, int]]]:
+    """Unpack a holder's rank, and the (reference, fork) pairs that are announced for it.
+
+    Raises:
+        FrameError: They are cut off.
+    """
+    (holder,) = unpack_ids(data, start, end, 1)
+    return holder, unpack_pairs(data, start + WORD.size, end)
+
+
 def unpack_ids(data: Buffer, offset: int, end: int, count: int) -> tuple[int, ...]:
     """Unpack ``count`` numbers of a header.
 

@@ -298,7 +298,7 @@ class RRef(Reference, Generic[T]):
         if self._entry is not None:
             references.store.keep(self._entry, fork, to)
         elif self._owner.id != to:
-            references.announce(self._owner.id, ((self._reference, fork),))
+            references.announce(self._owner.id, to, ((self._reference, fork),))
         return self._reference, fork, self._owner.id
 
     def delete(self) -> None:

@@ -78,8 +78,7 @@ class Entry:
         reference: Its id.
         value: The value once ``is_set``; None if there is an ``error``. See ``value_here``.
         error: The exception of its creation.
-        forks: The known forks, with the ranks of their holders; -1 for a holder that a third worker
-            has announced.
+        forks: The known forks, with the ranks of their holders.
         early: Forks that were deleted before they were known.
         events: Behind the work on devices that computes the value.
         created: Its REMOTE_* message has arrived, its value is set, or this worker is about to send
@@ -201,15 +200,15 @@ class RRefStore:
             self._entries[entry.reference] = entry
             self._count(entry, fork, holder)
 
-    def add_forks(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Count (reference, fork) pairs that other workers announce."""
+    def add_forks(self, pairs: Iterable[tuple[int, int]], holder: int) -> None:
+        """Count (reference, fork) pairs that another worker announces, for a holder."""
         with self._lock:
             for reference, fork in pairs:
                 entry = self._entries.get(reference)
                 if entry is None or entry.early:
-                    self._count(self._of(reference), fork, -1)
+                    self._count(self._of(reference), fork, holder)
                 else:
-                    entry.forks[fork] = -1
+                    entry.forks[fork] = holder
 
     def delete_fork(self, reference: int, fork: int) -> None:
         """Delete a fork; the last one removes the entry from the table.
@@ -225,7 +224,7 @@ class RRefStore:
                 entry.early[fork] = None
 
     def delete_forks_of(self, holder: int) -> None:
-        """Delete the forks of a holder that has left; those that others announced for it stay."""
+        """Delete the forks of a holder that has left, also those that others have announced."""
         with self._lock:
             for entry in list(self._entries.values()):
                 gone = [fork for fork, rank in entry.forks.items() if rank == holder]

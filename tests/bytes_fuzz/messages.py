@@ -25,7 +25,7 @@ from mpidist.comm.transport.transport import Transport
 from mpidist.errors import CommTimeout
 from mpidist.rpc import current, rref
 from mpidist.rpc.agent import Agent
-from mpidist.rpc.message import GRADIENTS, PAIR, WORD, Kind
+from mpidist.rpc.message import GRADIENTS, PAIR, WORD, Kind, pack_forks
 from mpidist.rpc.names import callee
 from mpidist.rpc.names.allowlist import Allowed
 from mpidist.rpc.options import RpcBackendOptions
@@ -183,7 +183,7 @@ def samples() -> list[bytes]:
     described = codec.describe_error(ValueError("text", 1))
     noted(lambda: agent.wire.answer(READER, Kind.EXCEPTION, 2, 0, codec.encode(described)))
     for kind, words in (
-        (Kind.RREF_FORK, PAIR.pack(1 << 40, 1 << 40 | 3)),
+        (Kind.RREF_FORK, pack_forks(0, [(1 << 40, 1 << 40 | 3)])),
         (Kind.RREF_USER_DELETE, PAIR.pack(1 << 40, 3)),
         (Kind.QUIET_REPORT, struct.pack("<5Q", 0, 1, 1, 0, 0)),
         (Kind.QUIET_VERDICT, struct.pack("<2Q", 0, 1)),

@@ -175,11 +175,17 @@ def test_with_ulfm_calls_to_a_dead_worker_fail_and_the_living_go_on():
         rpc.init_rpc(f"worker{world.rank}")
         def relay(x):
             return rpc.rpc_sync("worker2", echo, args=(x,), timeout=20)
+        held = []
+        def hold(reference):
+            held.append(reference)
         def owned():
             return rpc.current.agent.references.store.counts()
         kept = rpc.remote("worker2", torch.ones, args=(3,))
         kept.to_here()
         mine = rpc.remote("worker0", torch.ones, args=(3,)) if world.rank == 2 else None
+        if world.rank == 1:
+            # Of worker 0, which hears of the holder from this worker alone.
+            rpc.rpc_sync("worker2", hold, args=(rpc.remote("worker0", torch.ones, args=(3,)),))
         world.barrier()
         if world.rank == 2:
             assert calls.acquire(timeout=20) and calls.acquire(timeout=20)

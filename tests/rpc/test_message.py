@@ -31,6 +31,9 @@ def test_what_is_written_is_read(references, announced, words, name, ahead):
     assert message.unpack_words(data + b"behind", offset, len(data)) == tuple(words)
     for count in range(len(words) + 1):
         assert message.unpack_ids(data, offset, len(data), count) == tuple(words[:count])
+    pairs = [row[:2] for row in references]
+    data = ahead + message.pack_forks(7, pairs)
+    assert message.unpack_forks(data, offset, len(data)) == (7, pairs)
     data = ahead + message.COUNT.pack(len(name)) + name
     assert message.unpack_name(data + b"behind", offset, len(data)) == (name, len(data))
 

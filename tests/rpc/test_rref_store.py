@@ -69,11 +69,13 @@ class Worker:
             pairs = [(reference, fork)]
         else:
             self.network.send(
-                self.rank, owner, lambda: self.workers[owner].store.add_forks([(reference, fork)])
+                self.rank,
+                owner,
+                lambda: self.workers[owner].store.add_forks([(reference, fork)], to),
             )
 
         def arrive():
-            there.store.add_forks(pairs)
+            there.store.add_forks(pairs, to)
             if owner == to:
                 there.entries[reference] = there.store.find(reference)
                 there.store.delete_fork(reference, fork)
@@ -165,7 +167,9 @@ def test_the_simulation_notices_a_fork_message_that_is_sent_too_late():
             there = self.workers[to]
             self.network.send(self.rank, to, lambda: there.held.append((reference, new, owner)))
             self.network.send(
-                self.rank, owner, lambda: self.workers[owner].store.add_forks([(reference, new)])
+                self.rank,
+                owner,
+                lambda: self.workers[owner].store.add_forks([(reference, new)], to),
             )
 
     lost = 0
@@ -195,7 +199,7 @@ def test_deletes_are_idempotent_and_may_come_first():
     store.delete_fork(5, 2)  # of a fork that is announced later
     assert store.counts() == (1, 1)
     store.delete_fork(5, 2)
-    store.add_forks([(5, 2)])
+    store.add_forks([(5, 2)], 3)
     assert store.counts() == (1, 1)
     store.delete_fork(5, 1)
     assert store.counts() == (0, 0) and store.leaks() == []
@@ -221,13 +225,13 @@ def test_the_forks_of_a_worker_that_has_left_are_deleted():
     own = store.find(new_id(0, 1))
     own.set("own")
     store.keep(own, new_id(0, 2), 2)  # passed to worker 2
-    store.add_forks([(new_id(1, 4), new_id(1, 6))])  # by worker 1, to a worker that is not known
+    store.add_forks([(new_id(1, 4), new_id(1, 6))], 3)  # announced by worker 1
     assert store.counts() == (3, 4)
     store.delete_forks_of(2)
     assert store.counts() == (1, 2) and not own.forks
     store.delete_forks_of(1)
     assert store.counts() == (1, 1)
-    store.delete_fork(new_id(1, 4), new_id(1, 6))
+    store.delete_forks_of(3)
     assert store.counts() == (0, 0)
 
 

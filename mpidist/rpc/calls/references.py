@@ -119,23 +119,27 @@ class References:
                     self.store.delete_fork(reference, fork)
             else:
                 try:
-                    self._post_pairs(owner, Kind.RREF_USER_DELETE, gone)
+                    self._post_deletes(owner, gone)
                 except Exception:
                     # An owner that cannot be reached must not keep deletes from the others.
                     logger.exception(
                         "%s: %d deletes to rank %d were lost", self._workers.me, len(gone), owner
                     )
 
-    def announce(self, owner: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """Send an owner the (reference, fork) pairs of new holders, ahead of the message."""
-        self._post_pairs(owner, Kind.RREF_FORK, pairs)
+    def announce(self, owner: int, holder: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Send an owner the (reference, fork) pairs of a new holder, ahead of the message to it."""
+        if owner in self._workers.left:
+            return
+        for start in range(0, len(pairs), _MAX_PAIRS):
+            header = message.pack_forks(holder, pairs[start : start + _MAX_PAIRS])
+            self._wire.post_one_way(owner, Kind.RREF_FORK, header)
 
-    def _post_pairs(self, owner: int, kind: int, pairs: Sequence[tuple[int, int]]) -> None:
+    def _post_deletes(self, owner: int, pairs: Sequence[tuple[int, int]]) -> None:
         if owner in self._workers.left:
             return
         for start in range(0, len(pairs), _MAX_PAIRS):
             header = b"".join([PAIR.pack(*pair) for pair in pairs[start : start + _MAX_PAIRS]])
-            self._wire.post_one_way(owner, kind, header)
+            self._wire.post_one_way(owner, Kind.RREF_USER_DELETE, header)
 
     def drop(self, incoming: Incoming) -> None:
         """Delete the references in a message that is not decoded."""
@@ -157,17 +161,23 @@ class References:
             self._require_worker(max([owner for _, _, owner in rows]))
             require_own(source, [fork for _, fork, _ in rows])
         if own := [(reference, fork) for reference, fork, owner in rows if owner == me]:
-            self.store.add_forks(own)
+            self.store.add_forks(own, me)
 
     def add_announced_forks(self, incoming: Incoming) -> None:
         """Count the forks that another worker announces.
 
         Raises:
-            FrameError: The sender has not made one of them; none is counted.
+            FrameError: The holder is not a worker, or the sender has not made one of them; none is
+                counted.
         """
-        pairs = message.unpack_pairs(incoming.data, incoming.start, incoming.end)
+        holder, pairs = message.unpack_forks(incoming.data, incoming.start, incoming.end)
+        if holder >= len(self._workers.infos):
+            raise FrameError(f"forks of rank {holder}, of {len(self._workers.infos)} workers")
         require_own(incoming.source, [fork for _, fork in pairs])
-        self.store.add_forks(pairs)
+        self.store.add_forks(pairs, holder)
+        if holder in self._workers.left:
+            # It has died before the reference came, or will never take it up.
+            self.store.delete_forks_of(holder)
 
     def delete_forks(self, incoming: Incoming) -> None:
         """Delete the forks that a message names."""

@@ -62,7 +62,7 @@ class Wire:
         self.answered = self.one_way_sent = 0
         self.is_stopped = False
         self._count_lock = threading.Lock()
-        self.announce: Callable[[int, Sequence[tuple[int, int]]], None]
+        self.announce: Callable[[int, int, Sequence[tuple[int, int]]], None]
         self._request_maps = request_maps
         self._answer_maps = answer_maps
         # Host tensors of some messages go to devices, and do not travel within the header.
@@ -195,7 +195,8 @@ class Wire:
     ) -> tuple[int, bytes, bytes]:
         rows = [reference.fork(to) for reference in references]
         if len(rows) > MAX_REFERENCES:
-            self.announce(to, [(reference, fork) for reference, fork, owner in rows if owner == to])
+            own = [(reference, fork) for reference, fork, owner in rows if owner == to]
+            self.announce(to, to, own)
             return flags | ANNOUNCED | FAR, prefix, message.pack_announced(rows) + body
         table = message.pack_references(rows)
         first = WORD.size if number else 0

@@ -51,8 +51,8 @@ register("report_long", "A report of nine counts", Kind.QUIET_REPORT, words(0, *
 register("report_odd", "A report of 41 bytes", Kind.QUIET_REPORT, b"\0" * 41, REFUSED)
 
 # References.
-register("fork_odd", "A fork without its number", Kind.RREF_FORK, words(1), REFUSED)
-register("fork_cut_off", "Forks that are cut off", Kind.RREF_FORK, b"\0" * 15, REFUSED)
+register("fork_odd", "A fork without its number", Kind.RREF_FORK, words(0, 1), REFUSED)
+register("fork_cut_off", "Forks that are cut off", Kind.RREF_FORK, b"\0" * 23, REFUSED)
 register("delete_odd", "A delete without its number", Kind.RREF_USER_DELETE, words(1), REFUSED)
 register("delete_cut_off", "Deletes that are cut off", Kind.RREF_USER_DELETE, b"\0" * 3, REFUSED)
 register(
@@ -352,7 +352,7 @@ def value_replaced(attacker: Attacker) -> object:
 
 @attack("A fork that another has made", "which it has not made")
 def fork_of_another(attacker: Attacker) -> None:
-    attacker.send(Kind.RREF_FORK, words(1, 1))
+    attacker.send(Kind.RREF_FORK, words(0, 1, 1))
 
 
 @attack("A method without a name", "may not be called|not in the list")

@@ -73,7 +73,7 @@ def wire():
 
     made.reader = Reader(None)
     made.reader.make_reference = make_reference
-    made.announce = lambda owner, pairs: made.announced.append((owner, pairs))
+    made.announce = lambda *announced: made.announced.append(announced)
     yield made
     interceptor.register(None)
 
@@ -144,8 +144,8 @@ def test_any_number_of_references_travels_once_each(wire, count, number):
     assert bool(incoming.flags & ANNOUNCED) == (count > MAX_REFERENCES)
     if count > MAX_REFERENCES:
         # Announced ahead of the message: only the owner's own references, by their forks.
-        ((owner, pairs),) = wire.announced
-        assert owner == 0 and pairs == [row[:2] for row in expected if row[2] == 0]
+        ((owner, holder, pairs),) = wire.announced
+        assert owner == holder == 0 and pairs == [row[:2] for row in expected if row[2] == 0]
     else:
         assert not wire.announced
 

@@ -56,7 +56,7 @@ MESSAGES = {
     "forks in odd number": (
         Kind.RREF_FORK,
         0,
-        message.pack_words([1, 2, 3]),
+        message.pack_words([1, 2, 3, 4]),
         (),
         0,
         "no row of pairs",
@@ -69,15 +69,17 @@ MESSAGES = {
         0,
         "no row of pairs",
     ),
-    "forks cut off": (Kind.RREF_FORK, 0, PAIR[:-1], (), 0, "no row of pairs"),
+    "forks cut off": (Kind.RREF_FORK, 0, bytes(8) + PAIR[:-1], (), 0, "no row of pairs"),
     "forks that another has made": (
         Kind.RREF_FORK,
         0,
-        message.PAIR.pack(5, 77 << 40),
+        message.pack_forks(0, [(5, 77 << 40)]),
         (),
         0,
         "which it has not made",
     ),
+    "forks for nobody": (Kind.RREF_FORK, 0, b"", (), 0, "1 numbers announced"),
+    "forks for no worker": (Kind.RREF_FORK, 0, message.pack_forks(77, []), (), 0, "rank 77, of"),
     "references cut off": (
         Kind.CALL_PYTHON,
         REFERENCES,
