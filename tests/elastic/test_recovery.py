@@ -11,7 +11,7 @@ from mpidist.cli.launch_request import Request, Site
 from mpidist.cli.launcher_options import mpirun_options
 from mpidist.elastic.recovery import Recovery, _without_frames
 from mpidist.elastic.roles import Limits
-from tests.tools.support import ROOT, launcher, python, short_job, started
+from tests.tools.support import ROOT, job, launcher, printed, python, short_job, started
 
 
 class Living:
@@ -240,3 +240,58 @@ def test_the_example_and_the_page(tmp_path):
     folder = repr(str(tmp_path / "page"))
     printed = ran("-c", program.replace('"checkpoints"', folder))
     assert sorted(printed) == ["0", "1", "2", "None"]
+
+
+_MANY = """
+    import json, os, resource
+    from pathlib import Path
+    from mpidist import elastic
+    from mpidist.checkpoint import slots
+    from mpidist.comm.mpi import mpi_errors
+    from mpidist.comm.mpi.processes import Processes
+    from mpidist.errors import RankFailureError
+    from tests.elastic.training import Training
+
+    RECOVERIES = 50
+    mpi_errors._NEWS_S = 0.05  # no news of a death will come
+    shrunk, counts = Processes.shrunk, []
+
+    def with_one_less(processes):
+        # The death is pretended: as many processes live, and the recovery is that of a death.
+        found = shrunk(processes)
+        processes.size += 1
+        return found
+
+    class Counted(Training):
+        def __call__(self):
+            resident = int(Path("/proc/self/statm").read_text().split()[1])
+            job = os.environ["MPIDIST_JOB"]
+            files = sum(job in str(path) for path in slots.MEMORY.rglob("*"))
+            counts.append((resident * resource.getpagesize() / 2**20, files))
+            return super().__call__()
+
+    def dies(rank, step):
+        start = len(training.starts)
+        if start <= RECOVERIES and step == 5 and rank == start % 3:
+            raise RankFailureError("pretended", [(rank + 1) % 3])
+
+    Processes.shrunk = with_one_less
+    training = Counted("oss", Path(FOLDER), 12, dies)
+    found = elastic.run(training, timeout_s=20)
+    print(json.dumps({**found, "counts": training.counts, "more": counts}), flush=True)
+"""
+
+
+@pytest.mark.long
+def test_fifty_recoveries_of_one_job_leave_nothing(tmp_path):
+    text = _MANY.replace("FOLDER", repr(str(tmp_path)))
+    env = {"MPIDIST_JOB": f"test-{tmp_path.name}-{id(tmp_path)}"}
+    lines = printed(job(3, text, *_ULFM, env=env, timeout_s=280))
+    assert set(lines) == {0, 1, 2}
+    for line in lines.values():
+        assert len(line["counts"]) == 51
+        # From the first tenth on. A timer's thread may still be about to end.
+        early, late = line["counts"][5:10], line["counts"][-5:]
+        assert min(late)[0] <= min(early)[0] and late[-1][1] <= early[-1][1] + 4, str(line)
+        (memory, files), (memory_late, files_late) = line["more"][5], line["more"][-1]
+        assert files_late <= files and memory_late < memory + 20, str(line["more"])
