@@ -39,9 +39,12 @@ def print_report(job: Job, found: Sequence[Finding], last: int, to: Console) -> 
         to.print(f"    [green]do[/]: {_safe(finding.remedy)}")
     if not found:
         to.print("[green]nothing keeps it[/], as far as its files say")
+    to.print()
     to.print(_ranks_table(job))
     if last:
+        to.print()
         to.print(_operations_table(job, last))
+    to.print()
     for line in _stack_lines(job):
         to.print(line, soft_wrap=True)
     to.print(f"files: {_safe(str(job.first.path.parent))}", soft_wrap=True, style="dim")

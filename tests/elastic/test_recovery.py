@@ -246,8 +246,7 @@ _MANY = """
     import json, os, resource
     from pathlib import Path
     from mpidist import elastic
-    from mpidist.checkpoint import slots
-    from mpidist.comm.mpi import mpi_errors
+    from mpidist.comm.mpi import job_folder, mpi_errors
     from mpidist.comm.mpi.processes import Processes
     from mpidist.errors import RankFailureError
     from tests.elastic.training import Training
@@ -266,7 +265,7 @@ _MANY = """
         def __call__(self):
             resident = int(Path("/proc/self/statm").read_text().split()[1])
             job = os.environ["MPIDIST_JOB"]
-            files = sum(job in str(path) for path in slots.MEMORY.rglob("*"))
+            files = sum(job in str(path) for path in job_folder.MEMORY.rglob("*"))
             counts.append((resident * resource.getpagesize() / 2**20, files))
             return super().__call__()
 

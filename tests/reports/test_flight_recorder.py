@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,13 @@ def recording(rank, entries, overwritten=0, labels=("world",)):
 
 def reduces(*sequences):
     return [replace(BASE, sequence=sequence) for sequence in sequences]
+
+
+@pytest.fixture(autouse=True)
+def _collecting():
+    """Enable garbage collection again: torch's reader of dumps leaves it disabled."""
+    yield
+    gc.enable()
 
 
 def analysed(folder, recordings, **options):

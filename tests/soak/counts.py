@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpidist.checkpoint import slots
-from mpidist.comm.mpi import closed_communicators
+from mpidist.comm.mpi import closed_communicators, job_folder, launcher_env
 from mpidist.comm.mpi.library import MPI
 
 MEMORY = "KiB of memory"
@@ -89,8 +88,8 @@ class Counts:
         return found
 
     def _entries(self) -> int:
-        job = slots.MEMORY / f"mpidist-{os.geteuid()}-{slots.job_name(os.environ, '')}"
-        of_mpi = [name for name in os.listdir(slots.MEMORY) if name.startswith(self._prefixes)]
+        job = job_folder.path_of(launcher_env.job_name(os.environ, ""))
+        of_mpi = [name for name in os.listdir(job_folder.MEMORY) if name.startswith(self._prefixes)]
         return len(of_mpi) + sum(1 for _ in job.rglob("*"))
 
     def _memory(self) -> dict[str, int]:
