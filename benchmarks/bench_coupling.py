@@ -3,7 +3,7 @@
 mpirun --bind-to none -n 2 python benchmarks/bench_coupling.py
 
 Process 0 sends windows of tensors to process 1, which reads one element of each and answers a
-window. "mpi4py" is MPI_Send and MPI_Recv into memory that is used again. "redis" is SET, a list of
+window. "mpi4py" is MPI_Send and MPI_Recv into three places in turns. "redis" is SET, a list of
 keys, BLPOP and GET over a Unix socket of a server that process 0 starts (SmartSim's way to pass
 tensors), where redis-server and the Python package redis are installed.
 """
@@ -124,13 +124,15 @@ def _checked(seen: torch.Tensor, tensor: torch.Tensor) -> None:
 
 def _plain(raw: Any) -> Way:
     def make(tensor: torch.Tensor) -> Callable[[], object]:
-        into = torch.empty_like(tensor)
+        # As many as a reader with a depth of 2 holds.
+        places = [torch.empty_like(tensor) for _ in range(3)]
 
         def call() -> None:
-            for _ in range(WINDOW):
+            for number in range(WINDOW):
                 if raw.Get_rank() == 0:
                     raw.Send(tensor.numpy(), 1, 1)
                 else:
+                    into = places[number % 3]
                     raw.Recv(into.numpy(), 0, 1)
                     _checked(into, tensor)
             _answered(raw)

@@ -13,6 +13,9 @@ from mpidist.comm.mpi.library import MPI
 from mpidist.errors import CommTimeout, MpidistError
 
 _LONGEST_SLEEP_S = 1e-3
+# A wait for the other program yields its core so long, then sleeps. In a transfer both sides yield
+# for longer: MPI moves a part of the data at each test, and sleeps would halve the bandwidth.
+_YIELD_S, _TRANSFER_YIELD_S = 500e-6, 50e-3
 
 
 class Link:
@@ -74,7 +77,8 @@ class Link:
             numbers = np.array(head, np.int64)
             requests = [self._comm.Isend(numbers, partner, Tag.HEAD)]
             requests += [self._comm.Isend(part, partner, Tag.DATA) for part in data]
-        self.until(lambda: _all_ended(requests), "put", "the data was not received")
+        self.until(lambda: _all_ended(requests), "put", "the data was not received",
+                   yield_s=_TRANSFER_YIELD_S)  # fmt: skip
 
     def receive(
         self, partner: int, space: Sequence[buffer.Buffer], stops: Callable[[], bool]
@@ -86,17 +90,20 @@ class Link:
         """
         with self._explained("get"):
             requests = [self._comm.Irecv(part, partner, Tag.DATA) for part in space]
-        self.until(lambda: _all_ended(requests) or stops(), "get", "the data did not come", None)
+        self.until(lambda: _all_ended(requests) or stops(), "get", "the data did not come",
+                   None, _TRANSFER_YIELD_S)  # fmt: skip
         return not requests
 
     def until(
-        self, ready: Callable[[], object], call: str, problem: str, timeout_s: float | None = -1.0
-    ) -> None:
+        self, ready: Callable[[], object], call: str, problem: str,
+        timeout_s: float | None = -1.0, yield_s: float = _YIELD_S,
+    ) -> None:  # fmt: skip
         """Wait until ``ready`` is true.
 
         Args:
             call: The user's call, and ``problem`` what has not come, for the error.
             timeout_s: -1 for the link's own.
+            yield_s: Time after which the wait sleeps between tests.
 
         Raises:
             CommTimeout: Not in time.
@@ -104,7 +111,7 @@ class Link:
         limit_s = self._timeout_s if timeout_s == -1.0 else timeout_s
         with self._explained(call):
             if not backoff.until(
-                ready, timeout_s=limit_s, yield_s=200e-6, longest_s=_LONGEST_SLEEP_S
+                ready, timeout_s=limit_s, yield_s=yield_s, longest_s=_LONGEST_SLEEP_S
             ):
                 raise CommTimeout(
                     f'{self.where}: {call} with "{self.program}": {problem} within {limit_s:g} s'
