@@ -55,16 +55,16 @@ def train(coupled: Coupling, steps: int) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(POINTS, POINTS, bias=False))
     optimizer = torch.optim.Adam(model.parameters(), 0.02)
-    with coupled.inlet("simulate") as samples:
-        for _ in range(steps):
-            sample = samples.get()
-            if sample is None:
-                raise RuntimeError("the simulation has ended")
-            before, after = sample.tensors
-            loss = torch.nn.functional.mse_loss(model(before), after)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    samples = coupled.inlet("simulate")
+    for _ in range(steps):
+        sample = samples.get()
+        if sample is None:
+            raise RuntimeError("the simulation has ended")
+        before, after = sample.tensors
+        loss = torch.nn.functional.mse_loss(model(before), after)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
     # The mean of all trainers' last batches.
     loss = loss.detach()
     group.all_reduce(loss, mpidist.comm.AVG)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -124,19 +123,6 @@ class Inlet:
                 f'{self._link.where}: close of the inlet from "{self._link.program}": a sender '
                 f"did not notice it within {limit_s:g} s"
             )
-
-    def __enter__(self) -> Inlet:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        # After an error the senders may never call again.
-        if kind is None:
-            self.close()
 
     def _run(self) -> None:
         try:

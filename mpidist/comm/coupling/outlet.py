@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -88,19 +87,6 @@ class Outlet:
         self._link.until(
             lambda: self._take_leaves(ended), "close", "a reader did not leave", timeout_s
         )
-
-    def __enter__(self) -> Outlet:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        # After an error the readers may never come.
-        if kind is None:
-            self.close()
 
     def _may_go_on(self) -> bool:
         self._take_requests()
