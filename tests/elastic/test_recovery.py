@@ -285,7 +285,7 @@ _MANY = """
 def test_fifty_recoveries_of_one_job_leave_nothing(tmp_path):
     text = _MANY.replace("FOLDER", repr(str(tmp_path)))
     env = {"MPIDIST_JOB": f"test-{tmp_path.name}-{id(tmp_path)}"}
-    lines = printed(job(3, text, *_ULFM, env=env, timeout_s=280))
+    lines = printed(job(3, text, *_ULFM, env=env, timeout_s=200))
     assert set(lines) == {0, 1, 2}
     for line in lines.values():
         assert len(line["counts"]) == 51
