@@ -2,19 +2,11 @@
 
 It has one thread, has started no MPI and imported nothing of mpidist, so that a fork of it is what
 an interpreter is after ``import torch``.
-
-At its end a fork would write, and so copy, most pages that it shares with the server, to free what
-lies there: half a second of a core. It leaves the server's modules as they are, and ends before the
-destructors of C++ objects in torch's libraries. What its program has imported and made is freed,
-called at exit and flushed as in any interpreter. The ranks of the MPI tests, which are no forks,
-end by those destructors, too.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import ctypes
 import fcntl
 import functools
 import gc
@@ -28,7 +20,6 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from tests.tools.preloaded.rank import namespaces
@@ -103,10 +94,6 @@ class Server:
     """
 
     def __init__(self, listener: int, owner: int) -> None:
-        # Registered first, called last.
-        kept: dict[str, ModuleType] = {}
-        atexit.register(_keep, kept)
-        before = set(sys.modules)
         # torch sets some itself.
         self._read_at_start = _read_at_start(os.environ)
         self._namespaces = namespaces()
@@ -115,8 +102,6 @@ class Server:
         import torch._dynamo
         import torch.distributed.rpc  # noqa: F401
 
-        kept.update((name, sys.modules[name]) for name in set(sys.modules) - before)
-        _end_before_destructors()
         self._listener = socket.socket(fileno=_moved(listener))
         self._ready = selectors.PollSelector()
         self._ready.register(self._listener, selectors.EVENT_READ, self._connect)
@@ -189,24 +174,6 @@ class Server:
         for key in self._ready.get_map().values():
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.detach()
-
-
-def _keep(modules: Mapping[str, ModuleType]) -> None:
-    """Hide modules from the interpreter's end, with a reference that nobody gives back."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
-    for name in modules:
-        sys.modules.pop(name, None)
-
-
-def _end_before_destructors() -> None:
-    """Have the process flush its files and end, with its status, once C's exit comes to this.
-
-    Of what is registered for the exit, C calls the last first.
-    """
-    libc = ctypes.CDLL(None)
-    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
-    # fflush(NULL); on_exit would give it a status for its file.
-    libc["__cxa_atexit"](ctypes.cast(libc.fflush, ctypes.c_void_p), None, None)
 
 
 def _open_streams() -> None:

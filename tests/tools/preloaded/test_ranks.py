@@ -69,21 +69,10 @@ def test_torch_is_imported_and_each_fork_draws_other_numbers():
     assert first[1] != second[1] and first[2] != second[2] and first[3] == second[3]
 
 
-# An object of the program, and what C has written to its own buffer.
-_FREES = """
-import ctypes
-class Freed:
-    def __del__(self, printf=ctypes.CDLL(None).printf):
-        printf(b"freed")
-freed = Freed()
-"""
-
-
 @pytest.mark.parametrize(
     ("end", "code", "text"),
     [
         ("sys.exit(3)", 3, "at exit"),
-        (_FREES, 0, "at exit\nfreed"),
         ("raise KeyError('culprit')", 1, "at exit"),
         ("os._exit(4)", 4, ""),
         ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
