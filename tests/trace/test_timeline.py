@@ -15,6 +15,13 @@ from mpidist.trace.summary import read
 from tests.tools.support import agree, raises_on_all, short_job
 
 
+@pytest.fixture(autouse=True)
+def _own_recorder(monkeypatch):
+    """Give each test a recorder of its own: those of hundreds of tests before have filled one."""
+    monkeypatch.setattr(recorder, "_recorder", None)
+    monkeypatch.setattr(recorder, "_world", None)
+
+
 @pytest.fixture
 def folder(group, tmp_path):
     """Return one folder for all ranks."""

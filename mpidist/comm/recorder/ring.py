@@ -35,6 +35,9 @@ from mpidist.comm.recorder.file_format import (
 SLOTS = 4096
 _KEPT = 64
 _TABLE_BYTES = 256 * 1024
+# Of the table: what comes later is listed without its shape, as the shapes of a program may be many
+# and its operations are few.
+_OF_SHAPES = 3 / 4
 _LONGEST = 200  # of a name in a signature
 _WORD = 8
 
@@ -240,6 +243,8 @@ class Ring:
 
     def _listed(self, key: tuple[str, str, str, str, tuple[int, ...]]) -> int:
         kind, operation, group, dtype, shape = key
+        if shape and self._published > _OF_SHAPES * self._table_bytes:
+            return self.signature(kind, operation, group, dtype)
         with self._lock:
             number = self._signatures.get(key)
             if number is None:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 Form: TypeAlias = "tuple[str, torch.dtype | None, tuple[int, ...]]"
 
+_MOST = 1 << 12
+
 
 class Signatures(dict[Form, int]):
     """Numbers of signatures by operation, dtype and shape; a lookup is one instruction.
@@ -33,6 +35,6 @@ class Signatures(dict[Form, int]):
         name = "" if dtype is None else str(dtype).removeprefix("torch.")
         number = self._signature(self._kind, operation, self._label, name, shape)
         # What the table has no room for is looked up again, so that this one does not grow either.
-        if number >= len(KINDS):
+        if number >= len(KINDS) and len(self) < _MOST:
             self[form] = number
         return number

@@ -65,11 +65,22 @@ def test_the_ring_holds_the_last_entries_and_those_under_way(made):
     assert entries(made)[0].failed
 
 
+def test_a_table_that_fills_keeps_the_names_of_operations(tmp_path, monkeypatch):
+    monkeypatch.setattr(ring, "_TABLE_BYTES", 2000)
+    made = Ring(tmp_path / "r")
+    for size in range(100):
+        made.end(made.begin(made.signature("collective", "all_reduce", "", "float32", (size,))))
+    first, *_, last = recording.read(tmp_path / "r").entries
+    assert first.shape == (0,)
+    assert (last.operation, last.dtype, last.shape) == ("all_reduce", "float32", ())
+    made.close()
+
+
 def test_a_full_table_has_one_signature_for_each_kind(tmp_path, monkeypatch):
     monkeypatch.setattr(ring, "_TABLE_BYTES", 1024)
     made = Ring(tmp_path / "recorder-0", slots=4)
     for length in range(30):
-        made.end(made.begin(made.signature("step", "SGD", shape=(length,))))
+        made.end(made.begin(made.signature("step", f"SGD {length}")))
     made.begin(made.signature("commit", "x" * 300))
     *_, step, commit = entries(made)
     assert (step.kind, step.operation) == ("step", file_format.UNLISTED)
