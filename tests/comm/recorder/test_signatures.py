@@ -19,6 +19,10 @@ def test_a_form_is_listed_once(monkeypatch):
     assert signatures["send_object", None, ()] == number + 1
     for length in range(100):
         last = signatures["send", torch.int64, (length,)]
-    # The signature of what is not listed.
-    assert last == 1 and len(signatures) < 20
+    assert last == made.signature("send", "send", "world", "int64")
+    known = len(signatures)
+    for number in range(100):
+        last = signatures[f"send {number}", None, ()]
+    # The signature of what is not listed, which is looked up again.
+    assert last == 1 and len(signatures) < known + 20
     made.close()
