@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from mpidist.comm.recorder.file_format import KINDS
 from mpidist.comm.recorder.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -12,7 +11,7 @@ if TYPE_CHECKING:
 
 Form: TypeAlias = "tuple[str, torch.dtype | None, tuple[int, ...]]"
 
-_MOST = 1 << 12
+_MOST = 1 << 12  # a program of many shapes
 
 
 class Signatures(dict[Form, int]):
@@ -34,7 +33,7 @@ class Signatures(dict[Form, int]):
         operation, dtype, shape = form
         name = "" if dtype is None else str(dtype).removeprefix("torch.")
         number = self._signature(self._kind, operation, self._label, name, shape)
-        # What the table has no room for is looked up again, so that this one does not grow either.
-        if number >= len(KINDS) and len(self) < _MOST:
+        # Also what the table has no room for, which would take its lock at each operation.
+        if len(self) < _MOST:
             self[form] = number
         return number
