@@ -14,10 +14,10 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from mpidist.comm.mpi.process_start import start_ticks
 from mpidist.comm.mpi.processes import Processes
 
 _PROC = Path("/proc")
-_START = 19  # of the fields of /proc/PID/stat behind the command's name: the time of the start
 
 
 class Neighbours:
@@ -31,7 +31,7 @@ class Neighbours:
 
     def __init__(self, processes: Processes) -> None:
         own = os.getpid()
-        rows = processes.gather([own, _started(own), _node()])
+        rows = processes.gather([own, start_ticks(own), _node()])
         self._here = {
             number: (pid, started)
             for number, (pid, started, node) in enumerate(rows)
@@ -47,19 +47,9 @@ class Neighbours:
         for number in numbers:
             pid, started = self._here.pop(number, (0, 0))
             # The kernel may have given the number of an ended process to another one.
-            if pid and started and _started(pid) == started:
+            if pid and started and start_ticks(pid) == started:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-
-
-def _started(pid: int) -> int:
-    """Return the time of a process's start in ticks of its kernel; 0 if it has ended."""
-    try:
-        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
-    except OSError:
-        return 0
-    state, *rest = text.rpartition(")")[2].split()
-    return 0 if state in "ZX" else int(rest[_START - 1])
 
 
 def _node() -> int:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+from mpidist.comm.mpi.process_start import start_ticks
 from mpidist.elastic import neighbours
 from mpidist.elastic.neighbours import Neighbours
 
@@ -25,9 +26,7 @@ def test_a_stopped_process_is_killed_and_no_other_one():
     try:
         for child in children:
             os.kill(child.pid, signal.SIGSTOP)
-        rows = [
-            [child.pid, neighbours._started(child.pid), neighbours._node()] for child in children
-        ]
+        rows = [[child.pid, start_ticks(child.pid), neighbours._node()] for child in children]
         rows[1][1] += 1  # another process had this number
         rows[2][2] += 1  # of another node
         found = Neighbours(Others(*rows))
@@ -35,7 +34,7 @@ def test_a_stopped_process_is_killed_and_no_other_one():
         found.end([1])
         assert children[0].wait(20) == -signal.SIGKILL
         assert [child.poll() for child in children[1:]] == [None] * 3
-        assert neighbours._started(children[0].pid) == 0
+        assert start_ticks(children[0].pid) == 0
     finally:
         for child in children:
             child.kill()

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from mpidist.comm.mpi import job_folder
+from mpidist.comm.mpi import job_folder, process_start
 from mpidist.comm.recorder import ring as rings
 from mpidist.comm.recorder.ring import Ring
 from mpidist.comm.watchdog.dump_signal import DumpSignal
@@ -78,7 +78,7 @@ def test_processes_run_are_stopped_have_ended_or_are_elsewhere(make):
     sleeping = subprocess.Popen(["sleep", "60"])
     try:
         sleeping.send_signal(signal.SIGSTOP)
-        host, ticks = socket.gethostname(), rings.start_ticks(sleeping.pid)
+        host, ticks = socket.gethostname(), process_start.start_ticks(sleeping.pid)
         stopped = recording(0, [], pid=sleeping.pid, host=host, started_ticks=ticks)
         end = time.monotonic() + 10
         while job_files._state(stopped, host) != STOPPED and time.monotonic() < end:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from mpidist.comm.mpi import job_folder
+from mpidist.comm.mpi.process_start import start_ticks
 from mpidist.comm.recorder import file_format
 from mpidist.comm.recorder.file_format import HEADER, HEADER_BYTES, SLOT, SLOT_BYTES, UNDER_WAY
-from mpidist.comm.recorder.ring import start_ticks
 from mpidist.errors import RecordingError
 
 _PREFIX = "recorder-"

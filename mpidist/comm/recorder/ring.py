@@ -19,10 +19,12 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from mpidist.comm.mpi.process_start import start_ticks
 from mpidist.comm.recorder import file_format
 from mpidist.comm.recorder.file_format import (
     END_WORD,
@@ -87,6 +89,7 @@ class Ring:
         self._is_full = False
         self._signatures: dict[tuple[str, str, str, str, tuple[int, ...]], int] = {}
         self._groups: dict[tuple[str, str, tuple[int, ...]], str] = {}  # label
+        self._named: Counter[str] = Counter()  # groups by name
         self._kept: dict[int, int] = {}  # slot, by the number of an entry under way
         self._lock = threading.Lock()  # of the table and of the kept slots
         self.begin: Begin
@@ -125,10 +128,12 @@ class Ring:
             label = self._groups.get(identity)
             if label is not None:
                 return label
-            same = sum(known[0] == name for known in self._groups)
+            same = self._named[name]
             label = _short(f"{name}#{same + 1}" if same else name)
-            self._groups[identity] = label
-            self._append(["group", label, key, _as_json(identity[2])])
+            # Without room in the table nothing is kept, so that groups made later take no memory.
+            if self._append(["group", label, key, _as_json(identity[2])]):
+                self._groups[identity] = label
+                self._named[name] += 1
             return label
 
     @property
@@ -290,20 +295,6 @@ class Ring:
             socket.gethostname().encode()[:64],
             " ".join(sys.argv).encode(errors="replace")[:1024],
         )
-
-
-def start_ticks(pid: int) -> int:
-    """Return when a process of this node has begun, in clock ticks since the boot; 0 if none runs.
-
-    A process that has ended and waits for its parent does not run.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return 0
-    # The name of the program, in parentheses, may hold blanks.
-    fields = text.rpartition(")")[2].split()
-    return 0 if fields[0] in ("Z", "X") else int(fields[19])
 
 
 def _mapped(path: Path | None, length: int) -> mmap.mmap:

@@ -76,6 +76,16 @@ def test_a_table_that_fills_keeps_the_names_of_operations(tmp_path, monkeypatch)
     made.close()
 
 
+def test_groups_without_room_in_the_table_are_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(ring, "_TABLE_BYTES", 1024)
+    made = Ring(tmp_path / "r")
+    labels = [made.group("g", f"key {number}", range(2)) for number in range(100)]
+    assert labels[:2] == ["g", "g#2"] and labels[-1] == labels[-2]
+    assert set(recording.read(tmp_path / "r").groups) == set(labels[: len(made._groups)])
+    assert labels[-1] not in labels[: len(made._groups)]
+    made.close()
+
+
 def test_a_full_table_has_one_signature_for_each_kind(tmp_path, monkeypatch):
     monkeypatch.setattr(ring, "_TABLE_BYTES", 1024)
     made = Ring(tmp_path / "recorder-0", slots=4)
