@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from mpidist.comm.mpi.world import Process
+from mpidist.comm.watchdog import seconds_setting
 
 ENV_LINGER = "MPIDIST_LINGER"
 
@@ -19,16 +19,7 @@ def limit_s(environ: Mapping[str, str]) -> float:
     Raises:
         ValueError: It is no number of seconds from 0 on.
     """
-    text = environ.get(ENV_LINGER, "").strip() or "0"
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < math.inf:
-        raise ValueError(
-            f"{ENV_LINGER} needs a number of seconds, 0 or more; got {environ[ENV_LINGER]!r}"
-        )
-    return seconds
+    return seconds_setting.seconds(environ, ENV_LINGER, 0.0, "0 or more")
 
 
 def commands(seconds: float, processes: Mapping[int, Process]) -> str:

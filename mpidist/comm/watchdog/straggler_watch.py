@@ -10,7 +10,6 @@ group. That one compares, and logs each straggler once, with its node.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from collections.abc import Mapping
 from mpidist.comm.mpi.world import World
 from mpidist.comm.recorder import recorder
 from mpidist.comm.recorder.ring import Ring
-from mpidist.comm.watchdog import stragglers
+from mpidist.comm.watchdog import seconds_setting, stragglers
 from mpidist.comm.watchdog.arrivals import OwnArrivals
 from mpidist.comm.watchdog.watchdog_messages import ARRIVALS
 from mpidist.comm.watchdog.watchdog_peers import Peers
@@ -37,16 +36,8 @@ def interval_s(environ: Mapping[str, str]) -> float:
     Raises:
         ValueError: ``MPIDIST_STRAGGLERS`` is no number of seconds from 0 on.
     """
-    text = environ.get(ENV_STRAGGLERS, "").strip() or str(_INTERVAL_S)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < math.inf:
-        raise ValueError(
-            f"{ENV_STRAGGLERS} needs a number of seconds, or 0 for no comparison; got {text!r}"
-        )
-    return seconds
+    zero = "or 0 for no comparison"
+    return seconds_setting.seconds(environ, ENV_STRAGGLERS, _INTERVAL_S, zero)
 
 
 class StragglerWatch:
