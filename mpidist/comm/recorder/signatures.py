@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 Form: TypeAlias = "tuple[str, torch.dtype | None, tuple[int, ...]]"
 
-_MOST = 1 << 12  # a program of many shapes
+MOST = 1 << 12  # a program of many shapes
 
 
 class Signatures(dict[Form, int]):
@@ -34,6 +34,6 @@ class Signatures(dict[Form, int]):
         name = "" if dtype is None else str(dtype).removeprefix("torch.")
         number = self._signature(self._kind, operation, self._label, name, shape)
         # Also what the table has no room for, which would take its lock at each operation.
-        if len(self) < _MOST:
+        if len(self) < MOST:
             self[form] = number
         return number

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from mpidist.comm.recorder import recorder
-from mpidist.comm.recorder.file_format import KINDS
+from mpidist.comm.recorder.signatures import MOST
 from mpidist.rpc.names import callee
 
 # A wire name, a function's name, another request in words, or the class of what is called.
@@ -43,7 +43,7 @@ class CallEntries(dict[Name, int]):
         else:
             text = name if isinstance(name, str) else getattr(name, "__qualname__", "")
         number = self._signature(self._kind, text)
-        # What the table has no room for is looked up again.
-        if number >= len(KINDS):
+        # Also what the table has no room for, as in ``Signatures``.
+        if len(self) < MOST:
             self[name] = number
         return number

@@ -24,6 +24,6 @@ def test_a_form_is_listed_once(monkeypatch):
     for number in range(100):
         last = signatures[f"send {number}", None, ()]
     assert last == 1  # the signature of what is not listed
-    monkeypatch.setattr(module, "_MOST", len(signatures))
+    monkeypatch.setattr(module, "MOST", len(signatures))
     assert signatures["send x", None, ()] == 1 and ("send x", None, ()) not in signatures
     made.close()
