@@ -80,7 +80,10 @@ _LIFE = """
     def trained(name, where, kind="oss", **more):
         folder = Path(FOLDER, name)
         folder.mkdir(exist_ok=True)
-        training = Training(kind, folder, 20, dies_at(where, folder))
+        # The ranks take their time in one of the runs, or the spares' waits are shorter than what
+        # they do before them.
+        dies = (lambda *at: time.sleep(0.05)) if name == "straight" else dies_at(where, folder)
+        training = Training(kind, folder, 20, dies)
         cpu_s, begin = time.process_time(), time.monotonic()
         found = elastic.run(training, timeout_s=20, **more)
         own = {"run": name, "starts": training.starts, "sizes": training.sizes}
