@@ -18,6 +18,7 @@ _ULFM = ("--with-ft", "ulfm")
 # A survivor that ends before the other has seen the death would be a second death for it.
 _MEET = """
         def meet(folder, rank):
+            os.makedirs(folder, exist_ok=True)
             open(f"{folder}/{rank}", "x").close()
             while not all(os.path.exists(f"{folder}/{each}") for each in (0, 1)):
                 time.sleep(0.01)
@@ -463,9 +464,11 @@ _OPERATIONS = """
             "save": lambda: save(FOLDER, 2, **state, group=groups["save"]),
             "commit": lambda: commit(FOLDER, 2, **state, group=groups["commit"]),
             "load": lambda: load(FOLDER, **state, group=groups["load"]),
-            "shutdown": lambda: rpc.shutdown(timeout=20),
         }.items():
             lost(name, call)
+        # A survivor that has left RPC would be named by the other's pass, which may start later.
+        meet(FOLDER + "/through", world.rank)
+        lost("shutdown", lambda: rpc.shutdown(timeout=20))
         print(json.dumps(facts), flush=True)
         meet(FOLDER, world.rank)
         os._exit(0)
