@@ -234,11 +234,12 @@ request_another_run() {
     if ((runs >= MPIDIST_MAX_REQUEUES)); then
         say "state is saved; not requeued again after $runs times (MPIDIST_MAX_REQUEUES of" \
             "$SITE). To go on: MPIDIST_CHECKPOINT=$MPIDIST_CHECKPOINT sbatch …"
-    elif scontrol requeue "$JOB"; then
-        say "state is saved; requeued ($((runs + 1)) of at most $MPIDIST_MAX_REQUEUES times)." \
-            "Slurm starts it again in two minutes at the earliest"
     else
-        say "state is saved, but Slurm refuses to requeue." \
+        # Slurm kills this shell as it requeues the job: nothing that is said afterwards is sure to
+        # reach the log.
+        say "state is saved; to be requeued ($((runs + 1)) of at most $MPIDIST_MAX_REQUEUES" \
+            "times). Slurm starts it again in two minutes at the earliest"
+        scontrol requeue "$JOB" || say "Slurm refuses to requeue." \
             "To go on: MPIDIST_CHECKPOINT=$MPIDIST_CHECKPOINT sbatch …"
     fi
 }

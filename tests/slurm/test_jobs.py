@@ -250,7 +250,7 @@ def test_a_signalled_job_goes_on_with_the_same_numbers(slurm, jobs):
     job, whole = jobs["signalled"], jobs["whole"]
     assert job.exit_code() == 0 and whole.exit_code() == 0
     assert (
-        "state is saved; requeued (1 of at most 20 times)" in job.log()
+        "state is saved; to be requeued (1 of at most 20 times)" in job.log()
         and job.fields()["Restarts"] == "1"
     )
     assert (
