@@ -48,10 +48,11 @@ _IN_TURN = """
     import torch.distributed as dist
     sys.path.insert(0, {folder!r})
     sys.executable = {interpreter!r}  # of the workers that a benchmark starts
-    from harness import timing
+    from harness import pictures, timing
     from training import cases
     # Seconds of each rank of each job, where nothing is timed.
     timing.TOUCHED_BYTES = 1 << 20
+    pictures.THEMES = pictures.THEMES[:1]
     cases.MANY_LAYERS = {layers}
     for program, *options in {programs!r}:
         sys.argv = [program, *options]

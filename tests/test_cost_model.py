@@ -388,7 +388,7 @@ def of_job(ranks, nodes=1, link="", oversubscribed=False):
     }  # fmt: skip
 
 
-def test_a_report_keeps_measured_and_predicted_apart(models, tmp_path):
+def test_a_report_keeps_measured_and_predicted_apart(models, tmp_path, monkeypatch):
     jobs = [
         of_job(1),
         of_job(2),
@@ -425,6 +425,7 @@ def test_a_report_keeps_measured_and_predicted_apart(models, tmp_path):
     # The records of single jobs and of a sweep are merged alike.
     single = tmp_path / "one.json"
     single.write_text(json.dumps(of_job(8, oversubscribed=True)))
+    monkeypatch.setattr(importlib.import_module("harness.plots"), "beside", str)
     bench._report(
         SimpleNamespace(
             files=[tmp_path / "scaling-openmpi.json", single], output=tmp_path / "again"

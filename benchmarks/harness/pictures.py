@@ -86,7 +86,7 @@ def write(
     record: Mapping[str, Any],
     path: Path,
     source: bytes,
-    themes: Sequence[Theme] = THEMES,
+    themes: Sequence[Theme] | None = None,
 ) -> list[Path]:
     """Write a record's picture in each theme; return the files.
 
@@ -95,13 +95,14 @@ def write(
         record: Data of the drawing.
         path: The light picture's; the dark one's name has a suffix.
         source: Bytes that the record was read from, for the checksum in the pictures.
-        themes: Those to write.
+        themes: Those to write; all if not given.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     written = []
-    for theme in themes:
+    for theme in THEMES if themes is None else themes:
         target = path.with_name(f"{path.stem}{theme.suffix}{path.suffix}")
-        _save(figure(drawing, record, theme), theme, target, source)
+        with _themed(theme):
+            _save(drawing(record, theme), target, source)
         written.append(target)
     return written
 
@@ -119,15 +120,14 @@ def checksum(source: bytes) -> str:
     return f"sha256 {hashlib.sha256(source).hexdigest()}"
 
 
-def _save(made: Any, theme: Theme, path: Path, source: bytes) -> None:
+def _save(made: Any, path: Path, source: bytes) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
-    with _themed(theme):
-        made.set_dpi(_DPI)
-        canvas = FigureCanvasAgg(made)
-        canvas.draw()
+    made.set_dpi(_DPI)
+    canvas = FigureCanvasAgg(made)
+    canvas.draw()
     size = canvas.get_width_height()
     pixels = Image.frombuffer("RGBA", size, canvas.buffer_rgba()).convert("RGB")
     few = pixels.quantize(_COLORS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)

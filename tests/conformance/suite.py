@@ -13,7 +13,7 @@ import os
 import tempfile
 import traceback
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 from unittest import mock
 
@@ -134,6 +134,13 @@ def run_on_all(suite, name: str, group, *, on_host: bool = False) -> None:
     agree(group, not text, text)
 
 
-def selected(names: list[str]) -> list[str]:
-    """Return a fixed third of the tests, equal on all ranks; all with MPIDIST_CONFORMANCE=all."""
-    return names if os.environ.get("MPIDIST_CONFORMANCE") == "all" else names[::3]
+def selected(names: list[str], long: Collection[str] = ()) -> list[str]:
+    """Return a fixed third of the tests, equal on all ranks; all with MPIDIST_CONFORMANCE=all.
+
+    Args:
+        names: All that apply.
+        long: Those that the third leaves out because they wait for seconds, or compute for them.
+    """
+    if os.environ.get("MPIDIST_CONFORMANCE") == "all":
+        return names
+    return [name for name in names[::3] if name not in long]

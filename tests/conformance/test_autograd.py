@@ -20,6 +20,9 @@ NOT_APPLICABLE = {
     "test_verify_backend_options": "reads the options of torch's faulty agent",
 }
 
+# A thousand passes.
+LONG = ("test_multiple_backward_sparse",)
+
 
 def chosen(suite_name: str) -> list[str]:
     """Return the tests of this run."""
@@ -30,7 +33,8 @@ def chosen(suite_name: str) -> list[str]:
             name
             for name in suite.names_of(getattr(autograd_suite, suite_name))
             if name not in NOT_APPLICABLE
-        ]
+        ],
+        LONG,
     )
 
 

@@ -80,6 +80,20 @@ KNOWN_FAILURES = {
     "test_wait_all_exit_early_script_function": _WAIT_ALL,
 }
 
+# Wait for timeouts of seconds each; tests/rpc have short ones of the same kinds.
+LONG = (
+    "test_rpc_timeouts",
+    "test_rpc_builtin_timeout",
+    "test_rpc_script_timeout",
+    "test_udf_remote_message_delay_timeout",
+    "test_udf_remote_message_delay_timeout_to_self",
+    "test_remote_message_builtin_delay_timeout",
+    "test_remote_message_builtin_delay_timeout_to_self",
+    "test_remote_message_script_delay_timeout",
+    "test_remote_message_script_delay_timeout_to_self",
+    "test_rref_to_here_timeout",
+)
+
 
 def reason_against(name: str) -> str | None:
     """Return the reason for which a test does not apply; None if it applies."""
@@ -101,7 +115,8 @@ def chosen(suite_name: str) -> list[str]:
     """Return the tests of this run."""
     from tests.conformance import suite
 
-    return suite.selected([name for name in applicable(suite_name) if name not in KNOWN_FAILURES])
+    names = [name for name in applicable(suite_name) if name not in KNOWN_FAILURES]
+    return suite.selected(names, LONG)
 
 
 def names_at(function, size: int) -> list[str]:
