@@ -57,9 +57,15 @@ _ASYNC = {"test_ddp_profiling_torch_profiler": _OF_ONE_THREAD}
 if torch_version.numbers(torch.__version__) < (2, 13):
     _ASYNC["test_ddp_profiling_autograd_profiler"] = _OF_ONE_THREAD
 KNOWN_FAILURES: dict[str, dict[str, str]] = {"group": {}, "torch_ddp": _ASYNC, "our_ddp": _ASYNC}
-# Not in CI: each takes more than 3 s.
+# Not in CI: each takes seconds.
 LONG = {
+    **dict.fromkeys(
+        ("test_barrier_cuda", "test_barrier_full_group_cuda", "test_barrier_group_cuda"),
+        "sleeps as its twin for the host does",
+    ),
     "test_average_parameters": "Gloo fails it on the host, too, after two timeouts",
+    "test_barrier_timeout_full_group": "waits for a timeout",
+    "test_barrier_timeout_global": "waits for a timeout",
     "test_barrier_timeout_group": "waits for a timeout",
     "test_batch_isend_irecv_mixed_backend_err": "needs a GPU: Gloo fails it, too, after a timeout",
     "test_ddp_hook_parity_post_localSGD": "Gloo fails it on the host, too",

@@ -69,9 +69,9 @@ def at_size(items: Sequence[pytest.Item], size: int, is_other: bool = False) -> 
 
     The cases of a parametrized function are sorted by a checksum of their ids, which is independent
     of their meaning, and dealt in turn to 1 and 2, 3, or 4 ranks, and to the other MPI where it
-    runs the function's folder. A function with one case runs at 1 and 2 ranks, and at 3 or 4; one
-    of a folder near MPI always does, and on the other MPI, too, two of three others. The turn
-    begins at a checksum of the function's name. What the other MPI runs of ``DEALT_ON_OTHER`` is
+    runs the function's folder. A function with one case runs at 1 rank, and at 2, 3, or 4; one of a
+    folder near MPI at 1 and 2 ranks, at 3 or 4, and on the other MPI, too. The turn begins at a
+    checksum of the function's name. What the other MPI runs of ``DEALT_ON_OTHER`` is
     dealt to two and three ranks there.
     What is marked ``every_case`` runs everywhere.
 
@@ -110,12 +110,10 @@ def _turns(least: int, cases: int, folder: str) -> Sequence[set[int]]:
         turns = ({1, 2}, {3}, {4})
         if folder in BOTH_MPIS:
             turns += ({OTHER},)
+    elif folder in _NEAR_MPI:
+        turns = ({1, 2, 3, OTHER}, {1, 2, 4, OTHER}) if least < 3 else ({3, 4, OTHER},)
     else:
-        turns = ({1, 2, 3}, {1, 2, 4}) if least < 3 else ({3, 4},)
-        if folder in _NEAR_MPI:
-            turns = tuple(turn | {OTHER} for turn in turns)
-        elif least < 3:
-            turns += ({1, 2},)
+        turns = ({1, 2}, {1, 3}, {1, 4})
     # A function that needs more than four ranks runs in none of these jobs. The other MPI's have
     # two or three.
     able = [

@@ -139,17 +139,20 @@ def test_cases_are_dealt_to_the_numbers_of_ranks():
     dealt = {size: names_at(size, in_comm, is_other=True) for size in (2, 3)}
     assert all(dealt.values()) and not dealt[2] & dealt[3]
     assert dealt[2] | dealt[3] == {one.nodeid for one in in_comm}
-    assert names_at(2, [near, far]) == {near.nodeid, far.nodeid}
+    assert names_at(2, [near]) == {near.nodeid}
+    assert sum(names_at(size, [far]) == {far.nodeid} for size in (2, 3, 4)) == 1
     assert not names_at(2, large)
     assert len(names_at(3, large)) == len(names_at(4, large)) == 2
     assert len(names_at(3, large) | names_at(4, large)) == 4
-    assert all(len(names_at(size, [*singles, *near_singles])) == 40 for size in (1, 2))
+    assert len(names_at(1, [*singles, *near_singles])) == 40
+    assert len(names_at(2, near_singles)) == 20
     ids = {one.nodeid for one in near_singles}
     assert names_at(3, near_singles) ^ names_at(4, near_singles) == ids
     assert all(names_at(size, near_singles) for size in (3, 4))
-    at_3, at_4 = names_at(3, singles), names_at(4, singles)
-    assert at_3 and at_4 and not at_3 & at_4 and 10 < len(at_3 | at_4) < 20
-    assert [("l" in at_size(everything, size)) for size in (1, 2, 3, 4)] == [False] * 2 + [True] * 2
+    dealt = [names_at(size, singles) for size in (2, 3, 4)]
+    assert all(dealt) and sum(map(len, dealt)) == len(set.union(*dealt)) == 20
+    assert [("l" in at_size(everything, size)) for size in (1, 2)] == [False] * 2
+    assert ("l" in at_size(everything, 3)) != ("l" in at_size(everything, 4))
     assert not any(names_at(size, [*larger, item("o", 5)]) for size in (1, 2, 3, 4))
     assert all(len(names_at(size, always)) == 5 for size in (1, 2, 3, 4))
 
