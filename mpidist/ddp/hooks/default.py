@@ -12,6 +12,8 @@ once.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from mpidist.comm.algorithms.reduce_op import AVG
@@ -21,6 +23,7 @@ from mpidist.comm.memory.stream import used_here
 from mpidist.comm.world_group import native_group
 from mpidist.ddp.buckets.ownership import Ownership, ownership_of
 from mpidist.ddp.hooks.grad_bucket import GradBucket
+from mpidist.ddp.hooks.node_means import Averaging
 from mpidist.ddp.hooks.stages import (
     BucketFuture,
     Completed,
@@ -155,15 +158,16 @@ def average(
     )
 
 
+def average_narrow(group: Averaging, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Average a tensor in place, in a dtype of fewer bytes. Collective: over the group."""
+    narrow = tensor.to(dtype)
+    group.all_reduce(narrow, AVG)
+    tensor.copy_(narrow)
+
+
 def _compress(process_group: AnyGroup, bucket: GradBucket, dtype: torch.dtype) -> Future[Tensor]:
     buffer = bucket.buffer()
     if buffer.dtype.is_complex:
         return allreduce_hook(process_group, bucket)
     group = native_group(process_group)
-
-    def stages() -> None:
-        narrow = buffer.to(dtype)
-        group.all_reduce(narrow, AVG)
-        buffer.copy_(narrow)
-
-    return run_stages(group, buffer, stages)
+    return run_stages(group, buffer, partial(average_narrow, group, buffer, dtype))

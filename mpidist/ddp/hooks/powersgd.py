@@ -34,6 +34,7 @@ from mpidist.ddp.hooks import lowrank
 from mpidist.ddp.hooks.default import average
 from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.lowrank import Factors
+from mpidist.ddp.hooks.node_means import Averaging
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.hooks.stages import in_order, run_stages
 from mpidist.ddp.hooks.torch_bucket import on_either_module
@@ -75,18 +76,24 @@ def _after_start(
 def _compress(
     state: PowerSGDState, bucket: GradBucket, group: Group, step: int
 ) -> Callable[[], object]:
-    factors = _factors_of(state, bucket)
+    factors = factors_of(state, bucket)
     if factors is None:
         state.count_elements(bucket.buffer().numel(), bucket.buffer().numel())
         return lambda: average(group, bucket.buffer(), bucket.node_tensor()).wait()
     state.count_elements(bucket.buffer().numel(), factors.flat_p.numel() + factors.flat_q.numel())
-    return _prepare(state, factors, group, step)
+    return prepare(state, factors, group, step)
 
 
-def _prepare(state: PowerSGDState, factors: Factors, group: Group, step: int) -> Callable[[], bool]:
+def prepare(
+    state: PowerSGDState, factors: Factors, group: Averaging, step: int
+) -> Callable[[], bool]:
     """Compute the Ps; return the stages from the first collective on.
 
     The stages return whether the step was finite.
+
+    Args:
+        group: Averages the Ps and the Qs.
+        step: Seeds the Qs of matrices that have none.
     """
     matrices, epsilon = factors.bucket, state.orthogonalization_epsilon
     # Decided by the device and not by this rank's kernels, which another rank may lack: the
@@ -139,7 +146,7 @@ def _largest(flat: Tensor) -> Tensor:
     return torch.linalg.vector_norm(flat, math.inf)
 
 
-def _factors_of(state: PowerSGDState, bucket: GradBucket) -> Factors | None:
+def factors_of(state: PowerSGDState, bucket: GradBucket) -> Factors | None:
     """Return the bucket's factors, those of the last step if unchanged; None if uncompressed."""
     options = (
         state.matrix_approximation_rank,
@@ -159,7 +166,7 @@ def _factors_of(state: PowerSGDState, bucket: GradBucket) -> Factors | None:
     ):
         # The errors have been loaded since.
         state.drop_cached(bucket.index())
-        return _factors_of(state, bucket)
+        return factors_of(state, bucket)
     return factors
 
 
@@ -211,7 +218,7 @@ def _compress_as_square(
             for name, gradient in zip(state.names_of(bucket), bucket.gradients(), strict=True)
         ]
         pack(errors, x.e.view(-1)[:numel])
-    compress = _prepare(state, factors, group, step)
+    compress = prepare(state, factors, group, step)
 
     def stages() -> None:
         is_finite = compress()
