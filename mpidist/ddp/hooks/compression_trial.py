@@ -1,0 +1,211 @@
+"""Trial of compressions in a few steps of a training, and the choice by their times. Pure.
+
+A trial takes blocks of ``BLOCK`` steps. First each candidate has all buckets for one block. From
+its times by bucket a mixed table is made: the fastest method of each bucket, or one that changes
+the gradients less where that costs the step nothing. Then the fastest candidates, the mixed table
+and ``none`` have a block again, and the fastest *step* decides: what counts is what a step takes
+longer, not how long a hook works beside the backward pass. So ``none`` remains where no compression
+pays.
+
+The times of a block are its shortest: a disturbance makes a step longer, never shorter. Each
+block's first step, in which methods allocate their memory, is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Table: TypeAlias = tuple[str, ...]  # the method of each bucket
+
+NONE, BF16, UINT8, POWERSGD = "none", "bf16", "uint8", "powersgd-"
+BLOCK = 3  # steps
+MOST_FINALS = 4
+# Steps this much longer than the shortest do not come to the second half.
+HOPELESS = 1.5
+# Of two tables whose steps differ by less, the one that changes the gradients less.
+SAME = 1.02
+
+
+def powersgd_rank(method: str) -> int | None:
+    """Return the rank of a PowerSGD method, None of another one."""
+    rank = method.removeprefix(POWERSGD)
+    is_rank = rank != method and rank.isascii() and rank.isdigit() and int(rank) > 0
+    return int(rank) if is_rank else None
+
+
+def in_order_of_loss(candidates: Sequence[str]) -> Table:
+    """Return candidates from the one that changes gradients least; checks their names.
+
+    Raises:
+        TypeError: A candidate is no text.
+        ValueError: A candidate is unknown or repeated, or ``none`` is missing.
+    """
+    loss = {}
+    for name in candidates:
+        if not isinstance(name, str):
+            raise TypeError(f"a candidate of the adaptive hook must be a str; got {name!r}")
+        rank = powersgd_rank(name)
+        if name not in (NONE, BF16, UINT8) and rank is None:
+            raise ValueError(
+                f"the adaptive hook's candidates are {NONE!r}, {BF16!r}, {UINT8!r} and "
+                f"'{POWERSGD}<rank>'; got {name!r}"
+            )
+        loss[name] = (NONE, BF16, UINT8).index(name) if rank is None else 3 + 1 / rank
+    if len(loss) != len(candidates) or NONE not in loss:
+        raise ValueError(
+            f"the adaptive hook's candidates must be different ones, and {NONE!r} among them; got "
+            f"{list(candidates)}"
+        )
+    return tuple(sorted(loss, key=loss.__getitem__))
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step, or of several: the shortest of each part.
+
+    Attributes:
+        step_s: From one step's first bucket to the next step's.
+        ready_s: By bucket: when its gradients were ready, from the first bucket's on, without the
+            hook's computing before it.
+        host_s: By bucket: the hook's computing in the backward pass.
+        wire_s: By bucket: its reduction, which the backward pass may hide.
+    """
+
+    step_s: float
+    ready_s: tuple[float, ...]
+    host_s: tuple[float, ...]
+    wire_s: tuple[float, ...]
+
+    @property
+    def buckets_s(self) -> tuple[float, ...]:
+        """Return the time of each bucket until it is reduced."""
+        return tuple(map(sum, zip(self.host_s, self.wire_s, strict=True)))
+
+
+def shortest(steps: Sequence[Times]) -> Times:
+    """Return the shortest time of each part."""
+    return Times(
+        min(one.step_s for one in steps),
+        *(
+            tuple(map(min, zip(*(getattr(one, part) for one in steps), strict=True)))
+            for part in ("ready_s", "host_s", "wire_s")
+        ),
+    )
+
+
+def predicted_end(
+    ready_s: Sequence[float], host_s: Sequence[float], wire_s: Sequence[float]
+) -> float:
+    """Return when the last bucket is reduced: buckets travel in order on one channel."""
+    hooks_s = channel_s = 0.0
+    for ready, host, wire in zip(ready_s, host_s, wire_s, strict=True):
+        hooks_s += host
+        channel_s = max(channel_s, ready + hooks_s) + wire
+    return channel_s
+
+
+def mixed(times: Mapping[str, Times]) -> Table:
+    """Return the fastest method of each bucket, or one that loses less and ends no later.
+
+    Args:
+        times: By candidate, from the one that changes gradients least.
+    """
+    ready = times[NONE].ready_s
+    table = [
+        min(times, key=lambda name: times[name].buckets_s[place]) for place in range(len(ready))
+    ]
+
+    def end(table: Sequence[str]) -> float:
+        host = [times[name].host_s[place] for place, name in enumerate(table)]
+        wire = [times[name].wire_s[place] for place, name in enumerate(table)]
+        return predicted_end(ready, host, wire)
+
+    latest = end(table)
+    for place in range(len(table)):
+        for name in times:
+            if name == table[place]:
+                break
+            other = [*table[:place], name, *table[place + 1 :]]
+            if end(other) <= latest:
+                table = other
+                break
+    return tuple(table)
+
+
+class Trial:
+    """Steps of a trial, and the table that it chooses.
+
+    Args:
+        candidates: Methods, from the one that changes gradients least (``in_order_of_loss``).
+        buckets: Number of buckets.
+
+    Attributes:
+        chosen: The table of the fastest step, when the trial is over.
+        by_candidate: Times of each candidate, after the first half.
+        steps_s: Seconds of the steps of each table, after the second half.
+    """
+
+    def __init__(self, candidates: Sequence[str], buckets: int) -> None:
+        self.chosen: Table | None = None
+        self.by_candidate: dict[str, Times] = {}
+        self.steps_s: dict[Table, float] = {}
+        self._candidates = list(candidates)
+        self._tables: list[Table] = [(name,) * buckets for name in candidates]
+        self._steps: list[Times] = []
+        if len(self._tables) == 1:
+            self.chosen = self._tables[0]
+
+    @property
+    def table(self) -> Table:
+        """Return the table of the next step."""
+        return self.chosen or self._tables[min(len(self._steps) // BLOCK, len(self._tables) - 1)]
+
+    def add(self, step: Times) -> None:
+        """Record this rank's times of a step by ``table``."""
+        self._steps.append(step)
+
+    @property
+    def is_measured(self) -> bool:
+        """Return whether all blocks of this half are over: the ranks agree on ``own_times``."""
+        return self.chosen is None and len(self._steps) >= BLOCK * len(self._tables)
+
+    def own_times(self) -> list[Times]:
+        """Return this rank's times of each table of this half."""
+        return [
+            shortest(self._steps[start + 1 : start + BLOCK])
+            for start in range(0, len(self._steps), BLOCK)
+        ]
+
+    def conclude(self, agreed: Sequence[Times]) -> None:
+        """End this half.
+
+        Args:
+            agreed: The times of each table, the same on all ranks.
+        """
+        by_table = dict(zip(self._tables, agreed, strict=True))
+        self._steps = []
+        if not self.by_candidate:
+            self.by_candidate = dict(zip(self._candidates, agreed, strict=True))
+            self._tables = _finals(by_table, mixed(self.by_candidate))
+            if len(self._tables) > 1:
+                return
+        self.steps_s = {table: by_table[table].step_s for table in self._tables}
+        limit = SAME * min(self.steps_s.values())
+        self.chosen = min(
+            (table for table, step_s in self.steps_s.items() if step_s <= limit),
+            key=lambda table: sum(map(self._candidates.index, table)),
+        )
+
+
+def _finals(by_table: Mapping[Table, Times], other: Table) -> list[Table]:
+    """Return the fastest tables and ``other``; ``none`` among them unless it is hopeless."""
+    ranked = sorted(by_table, key=lambda table: by_table[table].step_s)
+    limit = HOPELESS * by_table[ranked[0]].step_s
+    kept = [table for table in ranked if by_table[table].step_s <= limit]
+    none = next(table for table in by_table if set(table) <= {NONE})
+    room = MOST_FINALS - 1
+    if none in kept[room:]:
+        kept = [*kept[: room - 1], none]
+    return list(dict.fromkeys([*kept[:room], other]))
