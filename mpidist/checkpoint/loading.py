@@ -74,10 +74,10 @@ def load(
 
     With the number of ranks that wrote the checkpoint, training continues with the same bits. With
     another number the shards of an ``OSS`` are redistributed, the sampler continues in the same
-    order, PowerSGD keeps its mean error, another hook gets rank 0's state, and generators are
-    reseeded (with the same seeds at each load), with a warning. DTensors are loaded by as many
-    ranks as saved them, on an equal mesh; another number is an error. Folders without a manifest,
-    from unfinished saves, are skipped with a warning.
+    order, PowerSGD and the adaptive hook keep their mean error, another hook gets rank 0's state,
+    and generators are reseeded (with the same seeds at each load), with a warning. DTensors are
+    loaded by as many ranks as saved them, on an equal mesh; another number is an error. Folders
+    without a manifest, from unfinished saves, are skipped with a warning.
 
     Collective: over the group. The objects are those of a new run: models constructed, hooks
     registered or not.
@@ -199,7 +199,7 @@ class _Loading:
             if is_merged:
                 state.whole = self._merged()
             if self._training.hook_state is not None and self._contents.hook == STATE:
-                state.hook = (state.own or self._of_rank(0))["hook"]
+                state.hook = self._hook(state.own)
             self._require_fits(state)
         with self._same_error_on_all(), reporting_damage():
             self._load(state)
@@ -259,6 +259,8 @@ class _Loading:
         if self._training.hook_state is not None and not self._is_same_size:
             if self._contents.hook == POWERSGD:
                 names |= {manifest.powersgd_file(rank, size) for rank in range(size)}
+            elif hasattr(self._training.hook_state, "merged_state_dict"):
+                names |= {manifest.rank_file(rank, size) for rank in range(size)}
             else:
                 names.add(manifest.rank_file(0, size))
         if not names:
@@ -267,6 +269,15 @@ class _Loading:
             self._bring(sorted(names))
         with self._same_error_on_all():
             self._reader.require_sound(files.share_of(names, self._group.rank, self._group.size))
+
+    def _hook(self, own: RankState | None) -> object:
+        """Return the state that a hook's state loads, other than PowerSGD's."""
+        if own is not None:
+            return own["hook"]
+        merge = getattr(self._training.hook_state, "merged_state_dict", None)
+        if merge is None:
+            return self._of_rank(0)["hook"]
+        return merge([self._of_rank(rank)["hook"] for rank in range(self._world_size)])
 
     def _of_rank(self, rank: int) -> RankState:
         # An ordinary optimizer keeps the loaded tensors, which must outlive the file: no mapping.

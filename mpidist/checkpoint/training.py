@@ -100,7 +100,7 @@ class Training:
                 hasattr(taker, "state_dict") and hasattr(taker, "load_state_dict")
             ):
                 hint = (
-                    " (of mpidist's hooks PowerSGDState alone has state)"
+                    " (of mpidist's hooks PowerSGDState and AdaptiveState have state)"
                     if name == "hook_state"
                     else ""
                 )

@@ -4,6 +4,8 @@ The names are torch's; importing the package starts neither MPI nor CUDA.
 """
 
 from mpidist.ddp.buckets.plan import compute_bucket_assignment_by_size
+from mpidist.ddp.hooks.adaptive import adaptive_hook
+from mpidist.ddp.hooks.adaptive_state import AdaptiveState
 from mpidist.ddp.hooks.default import (
     Compressed,
     allreduce_hook,
@@ -22,10 +24,12 @@ from mpidist.ddp.hooks.registry import DDPCommHookType, register_ddp_comm_hook
 from mpidist.ddp.module import DistributedDataParallel
 
 __all__ = [
+    "AdaptiveState",
     "DDPCommHookType",
     "DistributedDataParallel",
     "GradBucket",
     "PowerSGDState",
+    "adaptive_hook",
     "allreduce_hook",
     "batched_powerSGD_hook",
     "bf16_compress_hook",
@@ -47,6 +51,7 @@ __all__ = [
 SAFE_GLOBALS = [
     Compressed,
     PowerSGDState,
+    adaptive_hook,
     allreduce_hook,
     batched_powerSGD_hook,
     bf16_compress_hook,
