@@ -224,6 +224,7 @@ bench: $(VENV)/.stamp-bench $(VENV)/.stamp-peers timing long
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_ddp.py
 	$(OPENMPI_RUN) -n 1 $(PY) benchmarks/bench_ddp.py --models mlp:256 many:256
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_powersgd.py
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_adaptive.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_rpc.py
 	$(PY) benchmarks/bench_rpc_scale.py --jobs 2 4 8 16 32
 	$(PY) benchmarks/bench_values.py
@@ -248,6 +249,7 @@ bench-link: $(VENV)/.stamp-bench $(MPICH)/.stamp
 	$(PY) benchmarks/bench_scaling.py sweep --links 10gbit 1gbit 100mbit
 	for rate in 100mbit 1gbit 10gbit; do \
 	    $(ON_LINK) $$rate $(MPICH)/bin/mpirun $(PY) benchmarks/bench_powersgd.py --models mlp:64 --rounds 8 || test $$? = 77 || exit 1; \
+	    $(ON_LINK) $$rate $(MPICH)/bin/mpirun $(PY) benchmarks/bench_adaptive.py --models mlp:64 transformer:8 --rounds 4 || test $$? = 77 || exit 1; \
 	    $(ON_LINK) $$rate $(MPICH)/bin/mpirun $(PY) benchmarks/bench_wire.py --rounds 5 || test $$? = 77 || exit 1; \
 	done
 

@@ -96,6 +96,7 @@ _OF_TRAINING = [
     ["bench_ddp.py", *_TRAINING],
     ["bench_owners.py", *_TRAINING],
     ["bench_powersgd.py", *_TRAINING],
+    ["bench_adaptive.py", "--quick"],
     ["bench_ddp_nccl.py", "--models", "many:2", "--rounds", "1", "--device", "cpu"],
 ]
 _OF_OPTIMIZERS = [
@@ -347,6 +348,19 @@ def test_steps_of_training_are_compared_and_recorded(of_training, name):
         sent = {label: values["bytes_sent"] for label, values in contenders.items()}
         assert sent["bf16_compress_hook"] == sent["allreduce_hook"] / 2
         assert sent["PowerSGD rank 1"] < sent["PowerSGD rank 4"] < sent["bf16_compress_hook"]
+
+
+@pytest.mark.slow
+def test_the_adaptive_hook_is_compared_and_recorded(of_training):
+    record = record_of(of_training[0], "adaptive-*-2.json", has_picture=False)
+    (result,) = record["results"]
+    fixed = {"none", "bf16", "uint8", "powersgd-4", "powersgd-1"}
+    best = result["best_fixed"]
+    others = {"bare", "adaptive", f"{best}, first", f"{best}, again"}
+    assert set(result["contenders"]) == fixed | others and best in fixed
+    # On one node.
+    assert {method for _, method, _ in result["decisions"]} == {"none"}
+    assert record["digits"]["accuracies"]["adaptive"] == record["digits"]["accuracies"]["none"]
 
 
 @pytest.mark.slow
