@@ -25,7 +25,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import mpidist.comm
 from mpidist.checkpoint import REQUEUE_EXIT_CODE, Preemption, ResumableSampler, load, save
 from mpidist.comm.mpi import runtime
-from mpidist.ddp import DistributedDataParallel, PowerSGDState, bf16_compress_hook, powerSGD_hook
+from mpidist.ddp import (
+    AdaptiveState,
+    DistributedDataParallel,
+    PowerSGDState,
+    adaptive_hook,
+    bf16_compress_hook,
+    powerSGD_hook,
+)
 from mpidist.errors import CheckpointError, DisagreementError
 from mpidist.optim import OSS
 
@@ -84,15 +91,15 @@ def train(group: Any, options: argparse.Namespace, preemption: Preemption) -> in
         build_net(images, int(labels.max()) + 1).to(device), process_group=group
     )
     torch.manual_seed(options.seed + 1 + group.rank)  # dropout differs by rank
-    hook_state = (
-        PowerSGDState(group, 2, start_powerSGD_iter=10, min_compression_rate=1)
-        if options.hook == "powersgd"
-        else None
-    )
-    if options.hook != "none":
-        model.register_comm_hook(
-            hook_state or group, powerSGD_hook if hook_state else bf16_compress_hook
-        )
+    hook_state: Any = None
+    if options.hook == "powersgd":
+        hook_state = PowerSGDState(group, 2, start_powerSGD_iter=10, min_compression_rate=1)
+        model.register_comm_hook(hook_state, powerSGD_hook)
+    elif options.hook == "adaptive":
+        hook_state = AdaptiveState(group, min_compression_rate=1)
+        model.register_comm_hook(hook_state, adaptive_hook)
+    elif options.hook == "bf16":
+        model.register_comm_hook(group, bf16_compress_hook)
     optimizer: Any = (
         OSS(model.parameters(), torch.optim.AdamW, group, lr=2e-3)
         if options.optimizer == "oss"
@@ -159,6 +166,8 @@ def train(group: Any, options: argparse.Namespace, preemption: Preemption) -> in
 
     share = accuracy(group, model.module, test_images.to(device), test_labels.to(device))
     metrics.add(step=step, accuracy=share)
+    if options.hook == "adaptive":
+        report(str(hook_state))
     report(
         f"accuracy {share:.2%} on {len(test_labels)} images, after {step} steps on {group.size} "
         "rank(s)"
@@ -195,9 +204,9 @@ def options_of(rank: int) -> argparse.Namespace:
     )
     parser.add_argument(
         "--hook",
-        choices=["none", "bf16", "powersgd"],
+        choices=["none", "bf16", "powersgd", "adaptive"],
         default="none",
-        help="compression of the gradients",
+        help="compression of the gradients; adaptive: measured and decided in the first steps",
     )
     parser.add_argument("--epochs", type=positive, default=10)
     parser.add_argument("--batch", type=positive, default=32, help="samples of a rank in a step")

@@ -1,11 +1,10 @@
 """Trial of compressions in a few steps of a training, and the choice by their times. Pure.
 
-A trial takes blocks of ``BLOCK`` steps. First each candidate has all buckets for one block. From
-its times by bucket a mixed table is made: the fastest method of each bucket, or one that changes
-the gradients less where that costs the step nothing. Then the fastest candidates, the mixed table
-and ``none`` have a block again, and the fastest *step* decides: what counts is what a step takes
-longer, not how long a hook works beside the backward pass. So ``none`` remains where no compression
-pays.
+First each candidate has all buckets for a block of ``BLOCK`` steps. From its times by bucket a
+mixed table is made: the fastest method of each bucket, or one that changes the gradients less where
+that costs the step nothing. Then the fastest candidates, ``none`` and the mixed table have a block
+of ``FINAL_BLOCK`` steps, and the fastest *step* decides: what counts is what a step takes longer,
+not how long a hook works beside the backward pass. So ``none`` remains where no compression pays.
 
 The times of a block are its shortest: a disturbance makes a step longer, never shorter. Each
 block's first step, in which methods allocate their memory, is not counted.
@@ -20,8 +19,8 @@ from typing import TypeAlias
 Table: TypeAlias = tuple[str, ...]  # the method of each bucket
 
 NONE, BF16, UINT8, POWERSGD = "none", "bf16", "uint8", "powersgd-"
-BLOCK = 3  # steps
-MOST_FINALS = 4
+BLOCK, FINAL_BLOCK = 3, 4  # steps
+MOST_FINALS = 3
 # Steps this much longer than the shortest do not come to the second half.
 HOPELESS = 1.5
 # Of two tables whose steps differ by less, the one that changes the gradients less.
@@ -144,7 +143,7 @@ class Trial:
     Attributes:
         chosen: The table of the fastest step, when the trial is over.
         by_candidate: Times of each candidate, after the first half.
-        steps_s: Seconds of the steps of each table, after the second half.
+        steps_s: Seconds of the shortest step of each table, of both halves.
     """
 
     def __init__(self, candidates: Sequence[str], buckets: int) -> None:
@@ -154,13 +153,16 @@ class Trial:
         self._candidates = list(candidates)
         self._tables: list[Table] = [(name,) * buckets for name in candidates]
         self._steps: list[Times] = []
+        self._block = BLOCK
         if len(self._tables) == 1:
             self.chosen = self._tables[0]
 
     @property
     def table(self) -> Table:
         """Return the table of the next step."""
-        return self.chosen or self._tables[min(len(self._steps) // BLOCK, len(self._tables) - 1)]
+        return (
+            self.chosen or self._tables[min(len(self._steps) // self._block, len(self._tables) - 1)]
+        )
 
     def add(self, step: Times) -> None:
         """Record this rank's times of a step by ``table``."""
@@ -169,13 +171,13 @@ class Trial:
     @property
     def is_measured(self) -> bool:
         """Return whether all blocks of this half are over: the ranks agree on ``own_times``."""
-        return self.chosen is None and len(self._steps) >= BLOCK * len(self._tables)
+        return self.chosen is None and len(self._steps) >= self._block * len(self._tables)
 
     def own_times(self) -> list[Times]:
         """Return this rank's times of each table of this half."""
         return [
-            shortest(self._steps[start + 1 : start + BLOCK])
-            for start in range(0, len(self._steps), BLOCK)
+            shortest(self._steps[start + 1 : start + self._block])
+            for start in range(0, len(self._steps), self._block)
         ]
 
     def conclude(self, agreed: Sequence[Times]) -> None:
@@ -184,27 +186,28 @@ class Trial:
         Args:
             agreed: The times of each table, the same on all ranks.
         """
-        by_table = dict(zip(self._tables, agreed, strict=True))
+        for table, times in zip(self._tables, agreed, strict=True):
+            self.steps_s[table] = min(times.step_s, self.steps_s.get(table, times.step_s))
         self._steps = []
         if not self.by_candidate:
             self.by_candidate = dict(zip(self._candidates, agreed, strict=True))
-            self._tables = _finals(by_table, mixed(self.by_candidate))
+            self._tables = _finals(self.steps_s, mixed(self.by_candidate))
+            self._block = FINAL_BLOCK
             if len(self._tables) > 1:
                 return
-        self.steps_s = {table: by_table[table].step_s for table in self._tables}
-        limit = SAME * min(self.steps_s.values())
+        limit = SAME * min(self.steps_s[table] for table in self._tables)
         self.chosen = min(
-            (table for table, step_s in self.steps_s.items() if step_s <= limit),
+            (table for table in self._tables if self.steps_s[table] <= limit),
             key=lambda table: sum(map(self._candidates.index, table)),
         )
 
 
-def _finals(by_table: Mapping[Table, Times], other: Table) -> list[Table]:
+def _finals(steps_s: Mapping[Table, float], other: Table) -> list[Table]:
     """Return the fastest tables and ``other``; ``none`` among them unless it is hopeless."""
-    ranked = sorted(by_table, key=lambda table: by_table[table].step_s)
-    limit = HOPELESS * by_table[ranked[0]].step_s
-    kept = [table for table in ranked if by_table[table].step_s <= limit]
-    none = next(table for table in by_table if set(table) <= {NONE})
+    ranked = sorted(steps_s, key=steps_s.__getitem__)
+    limit = HOPELESS * steps_s[ranked[0]]
+    kept = [table for table in ranked if steps_s[table] <= limit]
+    none = next(table for table in steps_s if set(table) <= {NONE})
     room = MOST_FINALS - 1
     if none in kept[room:]:
         kept = [*kept[: room - 1], none]
