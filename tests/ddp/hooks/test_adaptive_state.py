@@ -148,3 +148,17 @@ def test_checkpoints_hold_the_state(group, tmp_path_factory, monkeypatch):
     agree(group, set(other.error_dict) == ({"weight"} if group.size > 1 else set()))
     same = all(torch.equal(e, state.error_dict[name]) for name, e in other.error_dict.items())
     agree(group, same and other.schedule.decided == state.schedule.decided)
+    means = {name: error.clone() for name, error in sorted(state.error_dict.items())}
+    for error in means.values():
+        group.all_reduce(error, "avg")
+    if (alone := group.new_group([0])) is not None:
+        # Another number of ranks: the mean of the errors, and no decisions.
+        model = DistributedDataParallel(torch.nn.Linear(20, 12), process_group=alone)
+        fresh = AdaptiveState(alone)
+        if group.size > 1:
+            with pytest.warns(UserWarning, match="reseeded"):
+                checkpoint.load(folder, model=model, hook_state=fresh, group=alone)
+        close = [torch.allclose(e, means[name]) for name, e in fresh.error_dict.items()]
+        alone.close()
+    agree(group, group.rank > 0 or (all(close) and len(close) == len(means)), "another number")
+    agree(group, group.rank > 0 or not fresh.schedule.decided)
