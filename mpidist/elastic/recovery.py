@@ -33,6 +33,7 @@ _NEWS_S = 1.0  # an error may be there before the news of the death that has cau
 # Longest sleeps between two looks whether the others have ended.
 _SPARE_SLEEP_S = 20e-3
 _RANK_SLEEP_S = 1e-3
+_EXIT_S = 5.0  # longest wait of a rank that exits for the others
 
 
 class Recovery(Generic[T]):
@@ -61,6 +62,7 @@ class Recovery(Generic[T]):
         self._result: T | None = None
         # Of this rank in the world that has ended; the second is its traceback.
         self._error: tuple[Exception, str] | None = None
+        self._exit: SystemExit | None = None
         self._deadline = Deadline()
 
     @property
@@ -87,11 +89,11 @@ class Recovery(Generic[T]):
             timeout_s: Longest recovery.
 
         Raises:
-            SystemExit: The job cannot go on (all living processes).
+            SystemExit: The job cannot go on (all living processes), or ``train`` has raised it.
             Exception: Of ``train``, if no rank has died.
         """
         self._limits, self._deadline.timeout_s = limits, timeout_s
-        self._is_done, self._result = False, None
+        self._is_done, self._result, self._exit = False, None, None
         if self._is_spare and not self._is_warm:
             warm()
             self._is_warm = True
@@ -111,20 +113,43 @@ class Recovery(Generic[T]):
         while True:
             has_ended_well = self._work(train)
             sleep_s = _SPARE_SLEEP_S if self._is_spare else _RANK_SLEEP_S
-            if self.processes.agree(has_ended_well, sleep_s):
-                self._deadline.stop()
-                if runtime.is_initialized():
-                    # A rank whose program ends before this one's is not lost.
-                    watchdog.interrupt_at_death(False)
-                if self._has_lost():
-                    runtime.note_recovery(0)
-                return self._result
+            status, timeout_s = None, None
+            if self._exit is not None:
+                status, timeout_s = _status_of(self._exit), _EXIT_S
+            agreed = self.processes.agree(has_ended_well, sleep_s, status, timeout_s)
+            if agreed is None or agreed.is_done or agreed.status is not None:
+                return self._end(status if agreed is None else agreed.status)
             self._deadline.start()
             former, self.processes = self.processes, self.processes.shrunk()
             if self._error is not None and self.processes.size == former.size:
                 # The program has raised it, and no rank has died.
                 runtime.write_stderr(self._error[1])
                 raise self._error[0]
+
+    def _end(self, status: int | None) -> T | None:
+        """Leave the job's last world; return the result.
+
+        Args:
+            status: With which a rank exits; None for the end of the training.
+
+        Raises:
+            SystemExit: ``train`` has raised it, here or, on a spare, on a rank.
+            Exception: Of a rank that waits for one that has exited.
+        """
+        self._deadline.stop()
+        if runtime.is_initialized():
+            # A rank whose program ends before this one's is not lost.
+            watchdog.interrupt_at_death(False)
+        if self._has_lost():
+            runtime.note_recovery(status or 0)
+        if self._exit is not None:
+            raise self._exit
+        if self._error is not None:
+            runtime.write_stderr(self._error[1])
+            raise self._error[0]
+        if self._is_spare and status:
+            sys.exit(status)
+        return self._result
 
     def _work(self, train: Callable[[], T]) -> bool:
         """Take part in one world; return False if it ends by a death."""
@@ -133,7 +158,10 @@ class Recovery(Generic[T]):
             # A spare that is left waits for as long as the others train.
             self._deadline.stop()
             if trains:
-                self._result = train()
+                try:
+                    self._result = train()
+                except SystemExit as error:
+                    self._exit = error
                 self._is_done = True
         except Exception as error:
             if not self.processes.is_of_death(error, _NEWS_S):
@@ -168,7 +196,7 @@ class Recovery(Generic[T]):
         if runtime.is_initialized():
             _leave_world()
         self._roles, self._world, self._is_done = plan.roles, newest + 1, False
-        self._error = None
+        self._error = self._exit = None
         comm = self.processes.split(None if self._is_spare else self._roles[self._me])
         if comm is None:
             return False
@@ -228,6 +256,13 @@ class Deadline:
             f"the recovery from a death did not end within {self.timeout_s:g} s: another rank is "
             "stuck (timeout_s of mpidist.elastic.run)"
         )
+
+
+def _status_of(error: SystemExit) -> int:
+    """Return the status of a process that ends by it."""
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
 def _without_frames(error: Exception) -> Exception:

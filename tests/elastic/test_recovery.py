@@ -9,7 +9,8 @@ import pytest
 
 from mpidist.cli.launch_request import Request, Site
 from mpidist.cli.launcher_options import mpirun_options
-from mpidist.elastic.recovery import Recovery, _without_frames
+from mpidist.comm.mpi.processes import Agreement
+from mpidist.elastic.recovery import Recovery, _status_of, _without_frames
 from mpidist.elastic.roles import Limits
 from tests.tools.support import ROOT, job, launcher, printed, python, short_job, started
 
@@ -32,10 +33,10 @@ class Living:
         assert number is None
         return None
 
-    def agree(self, is_done, sleep_s):
+    def agree(self, is_done, sleep_s, status=None, timeout_s=None):
         self.agreed.append(is_done)
         self.timers.append(self.recovery._deadline._timer)
-        return len(self.agreed) == 3
+        return Agreement(len(self.agreed) == 3)
 
     def shrunk(self):
         return self
@@ -51,6 +52,49 @@ def test_a_spare_that_is_left_waits_without_a_limit():
     assert living.timers == [None] * 3 and recovery._deadline._timer is None
     # pytest's own modules, of tests/conftest.py.
     assert gc.get_freeze_count() >= frozen > 0
+
+
+@pytest.mark.parametrize(
+    ("number", "agreement", "found"),
+    [
+        (0, Agreement(True, 75), "exit 75"),
+        # The others do not come in time.
+        (0, None, "exit 75"),
+        # Its training has ended.
+        (1, Agreement(True, 75), "result"),
+        # A spare.
+        (2, Agreement(True, 75), "exit 75"),
+        (2, Agreement(True, 0), None),
+    ],
+)
+def test_a_rank_that_exits_ends_the_spares(monkeypatch, number, agreement, found):
+    asked = []
+
+    class Exiting(Living):
+        rank = number
+
+        def agree(self, is_done, sleep_s, status=None, timeout_s=None):
+            asked.append((is_done, status, timeout_s is not None))
+            return agreement
+
+    def train():
+        if number == 0:
+            sys.exit(75)
+        return "result"
+
+    monkeypatch.setattr(Recovery, "_enters_world", lambda recovery: number < 2)
+    recovery = Recovery(Exiting(), 1)
+    try:
+        ended = recovery.run(train, list, Limits(), 30.0)
+    except SystemExit as error:
+        ended = f"exit {error.code}"
+    assert ended == found
+    assert asked == [(True, 75 if number == 0 else None, number == 0)]
+
+
+def test_the_status_of_an_exit():
+    codes = (None, 0, 75, -1, 256, "a text")
+    assert [_status_of(SystemExit(code)) for code in codes] == [0, 0, 75, 255, 0, 1]
 
 
 def test_an_error_loses_its_frames():
@@ -182,6 +226,25 @@ def test_what_is_no_death_ends_the_job(how, words):
     done = short_job(3, _ERROR.replace("HOW", repr(how)), *_ULFM)
     assert done.returncode not in (0, 75), done.stdout + done.stderr
     assert words in done.stderr and "ended" not in done.stdout, done.stdout + done.stderr
+
+
+_EXITS = """
+    import sys
+    import mpidist.comm
+    from mpidist import elastic
+
+    def train():
+        mpidist.comm.init().barrier()
+        sys.exit(75)
+
+    elastic.run(train)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_exit_end_the_job_and_its_spares():
+    done = short_job(3, _EXITS, *_ULFM, env={"MPIDIST_SPARES": "1"})
+    assert done.returncode == 75, done.stdout + done.stderr
 
 
 _STOPPED = """

@@ -10,14 +10,32 @@ capability: design and rationale", 2013 (revoke, shrink, agree).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from mpidist.comm.mpi import backoff, mpi_errors, revocation, runtime
+from mpidist.comm.mpi import backoff, mpi_errors, nonblocking, revocation, runtime
 from mpidist.comm.mpi.library import MPI
 from mpidist.errors import CommTimeout, RankFailureError
 
 _START_SLEEP_S = 1e-3
+# Bits of the flag that an agreement combines by "and": whether a process is done, and the
+# complement of the status with which it wants the job to end, under a bit that says so.
+_DONE = 1
+_ENDS = 1 << 8
+_STATUS = _ENDS - 1
+
+
+class Agreement(NamedTuple):
+    """Result of an agreement of the living processes, the same on all of them.
+
+    Attributes:
+        is_done: All are done, and none has died.
+        status: With which some of them want the job to end; None if none does.
+    """
+
+    is_done: bool
+    status: int | None = None
 
 
 class Processes:
@@ -58,7 +76,13 @@ class Processes:
         made = self._comm.Split(color, number or 0)
         return None if made == MPI.COMM_NULL else made
 
-    def agree(self, is_done: bool, sleep_s: float) -> bool:
+    def agree(
+        self,
+        is_done: bool,
+        sleep_s: float,
+        status: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Agreement | None:
         """Return whether all processes are done, and none has died; the same on all that live.
 
         Collective: also for processes that have left another call because of an error.
@@ -68,16 +92,26 @@ class Processes:
         Args:
             is_done: This process.
             sleep_s: Longest time between two tests.
+            status: From 0 to 255, with which this process wants the job to end; None if it does
+                not.
+            timeout_s: Longest wait; None for no limit.
+
+        Returns:
+            None if the time was over first: the others may still agree with this process.
         """
-        flag = np.array([is_done], np.int32)
+        word = 0 if status is None else _ENDS | status
+        flag = np.array([~(word << 1) & ~_DONE | is_done], np.int32)
         try:
             request = self._comm.Iagree(flag)
-            backoff.until(request.Test, longest_s=sleep_s)
+            if not backoff.until(request.Test, timeout_s=timeout_s, longest_s=sleep_s):
+                nonblocking.keep([(request, flag)])
+                return None
         except MPI.Exception as error:
             if not mpi_errors.is_failure(error):
                 raise
-            return False
-        return bool(flag[0])
+            return Agreement(False)
+        word = ~int(flag[0]) >> 1
+        return Agreement(bool(flag[0] & _DONE), word & _STATUS if word & _ENDS else None)
 
     def is_of_death(self, error: Exception, wait_s: float) -> bool:
         """Return whether an error may come of a death: it says so, or one of them has died.

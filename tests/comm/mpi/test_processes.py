@@ -2,8 +2,9 @@
 
 import pytest
 
-from mpidist.comm.mpi import mpi_errors, processes
+from mpidist.comm.mpi import library, mpi_errors, processes
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.processes import Agreement
 from mpidist.errors import RankFailureError
 from tests.tools.support import agree
 
@@ -21,6 +22,23 @@ def test_rows_and_splits(group):
     if made is not None:
         assert (made.Get_rank(), made.Get_size()) == (last - 1 - group.rank, last)
         made.Free()
+
+
+@pytest.mark.mpi
+def test_agreements(group):
+    if "Open MPI" not in library.library_name():
+        pytest.skip("agreements need Open MPI")
+    everyone = processes.all_processes(30.0)
+    last = group.rank == group.size - 1
+    for is_done, status, expected in (
+        (True, None, Agreement(True)),
+        (not last, None, Agreement(False)),
+        (True, 75 if last else None, Agreement(True, 75)),
+        (True, 255, Agreement(True, 255)),
+        (not last, 0, Agreement(False, 0)),
+    ):
+        found = everyone.agree(is_done, 1e-3, status)
+        agree(group, found == expected, f"{found}, expected {expected}")
 
 
 @pytest.mark.mpi
