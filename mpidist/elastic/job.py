@@ -18,7 +18,7 @@ from mpidist.comm.mpi.processes import Processes, all_processes
 from mpidist.elastic.recovery import Recovery
 from mpidist.elastic.roles import VARIABLE, Limits, number_of_spares
 from mpidist.elastic.warm_up import warm_up
-from mpidist.errors import DisagreementError, GroupError, LaunchError
+from mpidist.errors import DisagreementError, GroupError, LaunchError, MpidistError
 
 T = TypeVar("T")
 
@@ -80,7 +80,8 @@ def run(
             number (all processes).
         DisagreementError: The arguments or ``MPIDIST_SPARES`` differ (all processes).
         CommTimeout: Not all processes called it within five minutes of each other.
-        SystemExit: The job cannot go on, with status 75.
+        SystemExit: The job cannot go on, with status 75; or ``train`` has raised it, on a spare
+            with the status of a rank that has.
     """
     if not callable(train) or not (warm is None or callable(warm)):
         raise TypeError(f"run needs functions as train and warm; got {train!r} and {warm!r}")
@@ -90,13 +91,18 @@ def run(
         raise ValueError(f"run needs a timeout_s above 0; got {timeout_s}")
     global _recovery
     processes = all_processes(_START_S) if _recovery is None else _recovery.processes
-    count = _agreed_spares(processes, min_ranks, max_failures)
+    try:
+        count = _agreed_spares(processes, min_ranks, max_failures)
+        if has_ulfm() and _recovery is None:
+            _require_ranks(processes, count)
+    except MpidistError as error:
+        runtime.note_error_of_all(error)
+        raise
     runtime.leave_world()
     if not has_ulfm():
         processes.free()
         return train()
     if _recovery is None:
-        _require_ranks(processes, count)
         _recovery = Recovery(processes, count)
     limits = Limits(1 if min_ranks is None else min_ranks, max_failures)
     found: T | None = _recovery.run(train, warm or warm_up, limits, timeout_s)

@@ -247,6 +247,15 @@ def test_ranks_that_exit_end_the_job_and_its_spares():
     assert done.returncode == 75, done.stdout + done.stderr
 
 
+@pytest.mark.slow
+def test_more_spares_than_ranks_are_an_error_of_all_that_ends_the_job():
+    done = short_job(3, _EXITS, *_ULFM, env={"MPIDIST_SPARES": "2"})
+    assert done.returncode == 1, done.stdout + done.stderr
+    for process in range(3):
+        assert f"process {process} of 3: run: 2 spares leave 1 ranks" in done.stderr, done.stderr
+    assert "MPI_ABORT" not in done.stderr
+
+
 _STOPPED = """
     import os, signal, time
     from pathlib import Path

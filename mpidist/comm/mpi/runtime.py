@@ -29,7 +29,7 @@ from mpidist.comm.mpi import (
     launcher_env,
     rank_ranges,
 )
-from mpidist.comm.mpi.library import MPI, is_started
+from mpidist.comm.mpi.library import MPI, has_ulfm, is_started
 from mpidist.comm.mpi.world import World, check_start, join, require_intracommunicator
 from mpidist.errors import CommTimeout, MpidistError
 
@@ -56,6 +56,7 @@ _at_exit: weakref.WeakKeyDictionary[Closable, int] = weakref.WeakKeyDictionary()
 _reports: dict[str, str] = {}
 _unfinished: Unfinished | None = None
 _before_end: Callable[[], None] | None = None  # of a job that a timeout ends
+_error_of_all: BaseException | None = None
 
 
 class Closable(Protocol):
@@ -250,6 +251,16 @@ def note_failure(dead: Iterable[int] = ()) -> None:
     _unfinished.dead.update(dead)
 
 
+def note_error_of_all(error: BaseException) -> None:
+    """Record that all processes of the job raise an error alike, which none must tell the others.
+
+    Where nobody handles it, each ends MPI and itself under ULFM: Open MPI's launcher may wait for
+    ever after several calls of MPI_Abort, or ends without MPI_Finalize, at once.
+    """
+    global _error_of_all
+    _error_of_all = error
+
+
 def note_recovery(status: int) -> None:
     """Record that the job has gone on after deaths, and ends well: MPI_Finalize could hang.
 
@@ -400,6 +411,11 @@ def _end_job_for(kind: type[BaseException], error: BaseException, where: str) ->
         # An interrupt of the wait ends the job at once.
         with contextlib.suppress(KeyboardInterrupt):
             _before_end()
+    if error is _error_of_all and has_ulfm():
+        _flush()
+        with exit_timer.exiting_after(_FINALIZE_S, _ABORT_CODE):
+            MPI.Finalize()
+        os._exit(_ABORT_CODE)
     abort(f"{kind.__name__} {where}")
 
 
