@@ -106,7 +106,7 @@ print(shipped.folder("benchmarks"))' "$OFFERED") ||
 
 # Set LAUNCHER: srun with the --mpi of the library, or mpirun.
 choose_launcher() {
-    local mpi=$MPIDIST_MPI
+    local mpi=$MPIDIST_MPI wait=60
     if [[ $mpi == auto ]]; then
         # Open MPI's mpirun gets the nodes from Slurm; MPICH's would need the cluster's srun.
         [[ $SRUN_TYPE || $LIBRARY == openmpi ]] ||
@@ -121,9 +121,10 @@ choose_launcher() {
     else
         grep -qw "$mpi" <<< "$OFFERED" ||
             die "edit $SITE: MPIDIST_MPI=$mpi is not among what Slurm offers: $OFFERED"
-        # A rank may end while others save their state: --wait gives them 60 s, --kill-on-bad-exit=0
-        # lets them run.
-        LAUNCHER=(srun --mpi="$mpi" --kill-on-bad-exit=0 --wait=60)
+        # A rank may end while others save their state: --kill-on-bad-exit=0 lets them run, and
+        # --wait gives them a minute. Ranks that wait for a killed one start again sooner.
+        ((${MPIDIST_MAX_RESTARTS:-0} == 0)) || wait=10
+        LAUNCHER=(srun --mpi="$mpi" --kill-on-bad-exit=0 --wait="$wait")
     fi
 }
 

@@ -38,6 +38,20 @@ if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
     sys.exit(75)
 print("rank", MPI.COMM_WORLD.rank, "of", MPI.COMM_WORLD.size, "goes on")
 """
+# User program that trains undisturbed, then again with a rank that is killed behind the commit of
+# the eighth step.
+KILLED = """\
+import json, os
+from pathlib import Path
+from mpidist import elastic
+from tests.elastic.training import Training, dies_at
+for name, deaths in (("undisturbed", {}), ("killed", {1: 9})):
+    folder = Path(os.environ["MPIDIST_CHECKPOINT"], name)
+    folder.mkdir(parents=True, exist_ok=True)
+    training = Training("oss", folder, 12, dies_at(deaths, folder))
+    found = elastic.run(training)
+    print(json.dumps({**found, "run": name, "starts": training.starts}), flush=True)
+"""
 # Replacement of Apptainer for job.sh: logs its arguments and runs the program.
 STUB = """\
 #!/bin/bash
@@ -102,6 +116,7 @@ def sites(slurm: Slurm) -> dict[str, Path]:
         "openmpi": slurm.site("openmpi", GPUS_PER_NODE=0, MAX_REQUEUES="08"),  # no octal number
         "mpirun": slurm.site("mpirun", GPUS_PER_NODE=0, MPI="mpirun"),
         "once": slurm.site("once", GPUS_PER_NODE=0, MAX_REQUEUES=0),
+        "restarts": slurm.site("restarts", mpich, GPUS_PER_NODE=0, MAX_RESTARTS=1),
         "container": slurm.site(
             "container", path, GPUS_PER_NODE=0, IMAGE=image, IMAGE_OPTIONS="--nv --bind /tmp"
         ),
@@ -115,10 +130,13 @@ def sites(slurm: Slurm) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
     """Submit all jobs: first those that wait for Slurm's clock, then the interrupted ones."""
-    waits, fails, saves = (slurm.work / f"{name}.py" for name in ("waits", "fails", "saves"))
-    waits.write_text(WAITS)
-    fails.write_text("raise SystemExit(3)")
-    saves.write_text("raise SystemExit(75)")
+    for name, program in {
+        "waits": WAITS,
+        "killed": KILLED,
+        "fails": "raise SystemExit(3)",
+        "saves": "raise SystemExit(75)",
+    }.items():
+        (slurm.work / f"{name}.py").write_text(program)
     (slurm.work / "sweep.txt").write_text("--seed 1 --epochs 1\n--seed 2 --epochs 1\n")
     mpich, openmpi = sites["mpich"], sites["openmpi"]
     # Slurm checks every 30 s and signals that much earlier: 10 to 40 s after the start.
@@ -129,6 +147,9 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
         ),
         "limit-mpirun": slurm.submit(
             sites["mpirun"] / "ddp.sbatch", "waits.py", options=f"{TWO_NODES} {limit.format('B:')}"
+        ),
+        "killed": slurm.submit(
+            sites["restarts"] / "ddp.sbatch", "killed.py", options=ONE_NODE, PYTHONPATH=str(ROOT)
         ),
         "signalled": slurm.submit(mpich / "ddp.sbatch", "--epochs", EPOCHS, options=TWO_NODES),
         "preempted": slurm.submit(
@@ -264,6 +285,20 @@ def test_a_preempted_job_goes_on_with_the_same_numbers(slurm, jobs):
     assert job.exit_code() == 0 and jobs["whole"].exit_code() == 0
     assert "DUE TO PREEMPTION" in job.log() and job.fields()["Restarts"] == "1"
     assert losses(slurm, job) == losses(slurm, jobs["whole"])
+
+
+def test_killed_ranks_start_again_in_the_allocation_with_the_same_bits(jobs):
+    job = jobs["killed"]
+    assert job.exit_code() == 0 and job.fields()["Restarts"] == "0", job.log()
+    assert "after step 12: start 2 of at most 2" in job.log()
+    lines = [json.loads(line) for line in job.log().splitlines() if line.startswith("{")]
+    starts = {(line["run"], line["rank"]): line["starts"] for line in lines}
+    assert starts == {
+        (name, rank): [start]
+        for name, start in (("undisturbed", 12), ("killed", 8))
+        for rank in range(2)
+    }
+    assert len({line["digest"] for line in lines}) == 1, lines
 
 
 def test_a_whole_run_leaves_a_checkpoint_and_its_numbers(slurm, jobs):
