@@ -30,6 +30,7 @@ from mpidist.comm.execution.work import Work
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.recorder.ring import BeginNext
 
 _CACHED = 256  # addresses
 _STRIDED = torch.strided
@@ -44,7 +45,7 @@ class Call:
         mpi_op: MPI's operation of that call.
         run: Reduces the tensor if ``message`` is None.
         description: The call in the group's journal.
-        signature: The call in the recorder.
+        begin: Begins an entry of the call in the recorder; takes its number in the group.
     """
 
     nbytes: int
@@ -54,7 +55,7 @@ class Call:
     mpi_op: Any
     run: Callable[[torch.Tensor], None] | None
     description: Description
-    signature: int
+    begin: BeginNext
 
 
 class FastPath:
@@ -82,8 +83,8 @@ class FastPath:
         self._queued = progress.items
         self._help = progress.help
         self._note = state.journal.ended.append
-        self._begin, self._end = state.recorder.begin, state.recorder.end
-        self._fail = state.recorder.fail
+        self._begins = state.recorder.begins
+        self._end, self._fail = state.recorder.end, state.recorder.fail
 
     def close(self) -> None:
         """Return False from every later call."""
@@ -159,10 +160,10 @@ class FastPath:
         """Execute a prepared call, in the thread that holds the lock of ``Progress``."""
         journal = self._journal
         journal.description = call.description
-        journal.sequence += 1
+        journal.sequence = sequence = journal.sequence + 1
         journal.operation = "all_reduce"
         journal.tensor = tensor
-        end, number = self._end, self._begin(call.signature, journal.sequence, call.nbytes)
+        end, number = self._end, call.begin(sequence)
         try:
             if call.run is None:
                 self._mpi_allreduce(self._in_place, call.message, call.mpi_op)
@@ -199,15 +200,17 @@ class FastPath:
             return None  # the normal path raises the error
         both = (Form(tensor.shape, dtype),)
         description = Description("all_reduce", both, both)
-        signature = self._journal.signatures["all_reduce", dtype, tensor.shape]
+        begin = self._begins(
+            self._journal.signatures["all_reduce", dtype, tensor.shape], tensor.nbytes
+        )
         if reductions.is_one_call(self._comm, tensor, plan):
             message = (buffer.memory(address, tensor.nbytes), mpi_types.datatypes()[dtype])
             mpi_op = mpi_types.datatype_and_op(dtype, plan)[1]
-            call = Call(tensor.nbytes, dtype, op, message, mpi_op, None, description, signature)
+            call = Call(tensor.nbytes, dtype, op, message, mpi_op, None, description, begin)
         else:
             of = rank_order if rank_order.applies(self._comm, dtype, plan) else low_precision
             run = of.prepared(self._comm, tensor, plan) or partial(_all_reduce, self._comm, op)
-            call = Call(tensor.nbytes, dtype, op, None, None, run, description, signature)
+            call = Call(tensor.nbytes, dtype, op, None, None, run, description, begin)
         if len(self._calls) >= _CACHED:
             self._calls.clear()
         self._calls[address] = call

@@ -44,9 +44,13 @@ PUBLISHED_OFFSET = 24  # of the bytes of the table that are published
 SLOT = struct.Struct("<qqqqqiII4xq")
 # The same as it is begun: its end is ``UNDER_WAY``, which is one argument less.
 BEGUN = struct.Struct("<q8xqqqiII4xq")
+# Of one signature, where bytes, tag, peer and signature are the same for all entries: ``CONSTANT``.
+BEGUN_NEXT = struct.Struct("<q8xq24sI4xq")
+CONSTANT = struct.Struct("<qqiI")
 SLOT_BYTES = 64
 SLOT_WORDS = SLOT_BYTES // 8
 END_WORD, NUMBER_WORD = 1, 7  # of a slot
+PEER_HALF_WORD = 10
 UNDER_WAY = 0
 
 LENGTH = struct.Struct("<I")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from mpidist.comm.mpi import job_folder, runtime
-from mpidist.comm.recorder.ring import SLOTS, Ring
+from mpidist.comm.recorder.ring import SLOTS, BeginNext, Ring
 from mpidist.errors import MpidistError
 
 ENV_RECORDER = "MPIDIST_RECORDER"
@@ -57,6 +57,10 @@ class Off:
         """Return 0."""
         return 0
 
+    def begins(self, signature: int, size_bytes: int) -> BeginNext:
+        """Return a function that returns 0."""
+        return self._begin_next
+
     def end(self, number: int) -> None:
         """Do nothing."""
 
@@ -80,6 +84,13 @@ class Off:
 
     def move(self, rank: int, size: int) -> None:
         """Do nothing."""
+
+    def name_peer(self, number: int, peer: int) -> None:
+        """Do nothing."""
+
+    @staticmethod
+    def _begin_next(sequence: int) -> int:
+        return 0
 
 
 Recorder: TypeAlias = Ring | Off

@@ -1,9 +1,10 @@
 """Ring of the last operations of this process, in a mapped file or in its own memory.
 
 ``begin`` stores an entry in the slot of its number, ``end`` the time in that slot; neither takes a
-lock or calls the system. Numbers come from ``itertools.count``, whose step no other thread divides.
-An entry that is still under way when the ring has come around moves to one of the kept slots, so a
-rank that hangs still tells in what.
+lock or calls the system. Numbers and slots come from an ``enumerate`` of a part of the ring, whose
+step no other thread divides. When a part is used up, the thread that finds it so opens the next
+one: the entries that are still under way in it move to kept slots, so a rank that hangs still tells
+in what. So no entry looks at what its slot has held.
 
 The memory is a shared mapping of a file: the kernel keeps what was stored whatever becomes of the
 process, and another process reads it at any time. See ``file_format``.
@@ -11,7 +12,6 @@ process, and another process reads it at any time. See ``file_format``.
 
 from __future__ import annotations
 
-import itertools
 import json
 import mmap
 import os
@@ -24,18 +24,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
+
 from mpidist.comm.mpi.process_start import start_ticks
 from mpidist.comm.recorder import file_format
 from mpidist.comm.recorder.file_format import (
     END_WORD,
     HEADER_BYTES,
     NUMBER_WORD,
+    PEER_HALF_WORD,
     SLOT_BYTES,
     SLOT_WORDS,
 )
 
 SLOTS = 4096
 _KEPT = 64
+# Slots of a part, at most; and parts of a ring, at least, where it has as many slots.
+_PART_SLOTS, _PARTS = 256, 16
+# Entries that are remembered to have no slot, so that their ends are not stored in another's.
+_FORGOTTEN = 1 << 16
 _TABLE_BYTES = 256 * 1024
 # Of the table: what comes later is listed without its shape, as the shapes of a program may be many
 # and its operations are few.
@@ -44,8 +51,10 @@ _LONGEST = 200  # of a name in a signature
 _WORD = 8
 
 
-# begin(signature, sequence=0, size_bytes=0, peer=-1, tag=0) -> number, and end(number)
+# begin(signature, sequence=0, size_bytes=0, peer=-1, tag=0) -> number, the same where all but the
+# sequence is known before, and end(number)
 Begin: TypeAlias = Callable[..., int]
+BeginNext: TypeAlias = Callable[[int], int]
 End: TypeAlias = Callable[[int], None]
 
 
@@ -68,6 +77,8 @@ class Ring:
             signature; the number of the collective on its group (0); the bytes of its data (0);
             the world rank of the other side (-1 for none, or any); a message's tag or a call's
             number (0).
+        begins: Returns a function that does the same for a signature and a number of bytes: it
+            takes the number of the collective alone.
         end: Stores the end of the operation of a number; called once, by any thread.
         fail: Called in its place: the operation has ended by an exception.
     """
@@ -85,17 +96,28 @@ class Ring:
         slot_words = self._words[first : first + (slots + _KEPT) * SLOT_WORDS]
         self._ends = slot_words[END_WORD::SLOT_WORDS]
         self._numbers = slot_words[NUMBER_WORD::SLOT_WORDS]
+        self._peers = slot_words.cast("B").cast("i")[PEER_HALF_WORD :: 2 * SLOT_WORDS]
+        length = max(1, min(_PART_SLOTS, slots // _PARTS))
+        self._parts = [
+            _Part(self._ends, range(start, min(start + length, slots)))
+            for start in range(0, slots, length)
+        ]
         self._published = 0
         self._is_full = False
         self._signatures: dict[tuple[str, str, str, str, tuple[int, ...]], int] = {}
         self._groups: dict[tuple[str, str, tuple[int, ...]], str] = {}  # label
         self._named: Counter[str] = Counter()  # groups by name
-        self._kept: dict[int, int] = {}  # slot, by the number of an entry under way
-        self._lock = threading.Lock()  # of the table and of the kept slots
+        # Kept slot by the number of an entry under way, whose own slot may be another's; None where
+        # none was free.
+        self._kept: dict[int, int | None] = {}
+        # Of the table, of the kept slots, and of the next part. A signal's handler or a finalizer
+        # may record within it.
+        self._lock = threading.RLock()
         self.begin: Begin
+        self.begins: Callable[[int, int], BeginNext]
         self.end: End
         self.fail: End
-        self.begin, self.end, self.fail = self._writers()
+        self.begin, self.begins, self.end, self.fail = self._writers()
         self._write_header(job, rank, size)
         for kind in file_format.KINDS:
             self.signature(kind, file_format.UNLISTED)
@@ -156,42 +178,61 @@ class Ring:
             fields[9:11] = rank, size
             file_format.HEADER.pack_into(self._buffer, 0, *fields)
 
+    def name_peer(self, number: int, peer: int) -> None:
+        """Store the world rank of an entry's other side, which its begin did not know.
+
+        Called before its end.
+        """
+        with self._lock:
+            kept, slot = self._kept.get(number), number % self._slots
+            if kept is not None:
+                self._peers[kept] = peer
+            if self._numbers[slot] == number:
+                self._peers[slot] = peer
+
     def close(self) -> None:
         """Unmap the memory; nothing may be recorded any more."""
-        for view in (self._ends, self._numbers, self._words):
+        self._parts.clear()
+        for view in (self._ends, self._numbers, self._peers, self._words):
             view.release()
         self._buffer.close()
 
-    def _writers(self) -> tuple[Begin, End, End]:
-        """Return ``begin``, ``end`` and ``fail``.
+    def _writers(self) -> tuple[Begin, Callable[[int, int], BeginNext], End, End]:
+        """Return ``begin``, ``begins``, ``end`` and ``fail``.
 
         What they need is in their cells: fifteen attributes of an object cost a fifth of an entry.
         """
         buffer, ends, slots, kept = self._buffer, self._ends, self._slots, self._kept
-        # By slot the number of its entry while that is under way, else 0: a list is read in a third
-        # of the time that the mapped words take.
-        under_way = [0] * slots
-        keep, end_kept = self._keep, self._end_kept
-        pack, clock, native_id = (
-            file_format.BEGUN.pack_into, time.monotonic_ns, threading.get_native_id,
-        )  # fmt: skip
+        open_part, end_kept = self._open_part, self._end_kept
+        pack, pack_next = file_format.BEGUN.pack_into, file_format.BEGUN_NEXT.pack_into
+        clock, native_id = time.monotonic_ns, threading.get_native_id
         here = threading.local()
-        # Number, slot and offset of the next entry, in one step that no other thread divides.
-        order = [*range(1, slots), 0]
-        following = zip(
-            itertools.count(1),
-            itertools.cycle(order),
-            itertools.cycle([_offset(slot) for slot in order]),
-            strict=False,
-        ).__next__
+        # Number and offset of the next entries, and the number of the first one behind them.
+        following, first, lock = enumerate(()), 1, self._lock
+
+        def take_from_next_part() -> tuple[int, int]:
+            nonlocal following, first
+            while True:
+                with lock:
+                    # Another thread may have opened it meanwhile.
+                    number_and_offset = next(following, None)
+                    if number_and_offset is not None:
+                        return number_and_offset
+                    begun = first
+                    offsets = open_part(begun)
+                    opened, behind = enumerate(offsets, begun), begun + len(offsets)
+                    # As what this thread has executed in between. No call stands between this look
+                    # and the stores.
+                    if first == begun:
+                        following, first = opened, behind
 
         def begin(
             signature: int, sequence: int = 0, size_bytes: int = 0, peer: int = -1, tag: int = 0
         ) -> int:
-            number, slot, offset = following()
-            if under_way[slot]:
-                keep(slot)
-            under_way[slot] = number
+            try:
+                number, offset = next(following)
+            except StopIteration:
+                number, offset = take_from_next_part()
             try:
                 thread = here.native_id
             except AttributeError:
@@ -201,49 +242,76 @@ class Ring:
             )
             return number
 
-        # No call stands between the look at the number and the store: no thread runs in between.
+        def begins(signature: int, size_bytes: int) -> BeginNext:
+            constant = file_format.CONSTANT.pack(size_bytes, 0, -1, signature)
+
+            def begin_next(sequence: int) -> int:
+                try:
+                    number, offset = next(following)
+                except StopIteration:
+                    number, offset = take_from_next_part()
+                try:
+                    thread = here.native_id
+                except AttributeError:
+                    thread = here.native_id = native_id()
+                pack_next(buffer, offset, clock(), sequence, constant, thread, number)
+                return number
+
+            return begin_next
+
+        # No call stands between the look at what is kept and the store: no thread runs in between.
         def end(number: int) -> None:
             now = clock()
-            slot = number % slots
-            if under_way[slot] == number:
-                ends[slot] = now
-                under_way[slot] = 0
-            if kept:
+            if number in kept:
                 end_kept(number, now)
+            else:
+                ends[number % slots] = now
 
         def fail(number: int) -> None:
             now = -clock()
-            slot = number % slots
-            if under_way[slot] == number:
-                ends[slot] = now
-                under_way[slot] = 0
-            if kept:
+            if number in kept:
                 end_kept(number, now)
+            else:
+                ends[number % slots] = now
 
-        return begin, end, fail
+        return begin, begins, end, fail
+
+    def _open_part(self, first: int) -> Sequence[int]:
+        """Return the offsets of the slots of the numbers from ``first`` on, to the part's end.
+
+        The entries under way in them move to kept slots; of more such entries the ring forgets
+        some. Called with the lock held.
+        """
+        slot = first % self._slots
+        part = self._parts[slot // len(self._parts[0].slots)]
+        if first >= self._slots and part.has_under_way():
+            for one in part.slots:
+                if not self._ends[one]:
+                    self._keep(one)
+        return part.offsets[slot - part.slots.start :]
 
     def _keep(self, slot: int) -> None:
-        """Move an entry under way to a kept slot; of more such entries the ring forgets some."""
-        if len(self._kept) >= _KEPT:
+        ends, numbers, buffer = self._ends, self._numbers, self._buffer
+        number, free = numbers[slot], range(self._slots, self._slots + _KEPT)
+        if not number or number in self._kept or len(self._kept) > _FORGOTTEN:
             return
-        with self._lock:
-            ends, numbers, buffer = self._ends, self._numbers, self._buffer
-            number, free = numbers[slot], range(self._slots, self._slots + _KEPT)
-            kept = next((one for one in free if ends[one] or not numbers[one]), None)
-            if kept is None:
-                return
-            # Listed before it is copied: an end that comes in between is stored in the copy, or in
-            # what is copied.
-            self._kept[number] = kept
+        kept = next((one for one in free if ends[one] or not numbers[one]), None)
+        # Listed before it is copied: an end that comes in between is stored in the copy, or in what
+        # is copied.
+        self._kept[number] = kept
+        if kept is not None:
             offset, other = _offset(slot), _offset(kept)
             buffer[other : other + SLOT_BYTES] = buffer[offset : offset + SLOT_BYTES]
-            if ends[kept]:
-                self._kept.pop(number, None)
+        if ends[slot]:
+            self._kept.pop(number, None)
 
     def _end_kept(self, number: int, now: int) -> None:
         with self._lock:
-            slot = self._kept.pop(number, None)
-            if slot is not None:
+            kept, slot = self._kept.pop(number, None), number % self._slots
+            if kept is not None:
+                self._ends[kept] = now
+            # Readers that have found it in its own slot look there again.
+            if self._numbers[slot] == number:
                 self._ends[slot] = now
 
     def _listed(self, key: tuple[str, str, str, str, tuple[int, ...]]) -> int:
@@ -295,6 +363,24 @@ class Ring:
             socket.gethostname().encode()[:64],
             " ".join(sys.argv).encode(errors="replace")[:1024],
         )
+
+
+class _Part:
+    """Slots of the ring that follow each other, which are opened together.
+
+    Args:
+        ends: Of all slots.
+        slots: Its own.
+    """
+
+    def __init__(self, ends: memoryview[int], slots: range) -> None:
+        self.slots = slots
+        self.offsets = [_offset(slot) for slot in slots]
+        self._ends = np.asarray(ends[slots.start : slots.stop])
+
+    def has_under_way(self) -> bool:
+        """Return whether a slot has no end."""
+        return np.count_nonzero(self._ends) < len(self.slots)
 
 
 def _mapped(path: Path | None, length: int) -> mmap.mmap:

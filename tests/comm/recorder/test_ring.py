@@ -65,6 +65,52 @@ def test_the_ring_holds_the_last_entries_and_those_under_way(made):
     assert entries(made)[0].failed
 
 
+def test_entries_of_one_signature_are_those_of_begin(made):
+    signature = made.signature("collective", "all_reduce", "", "int64", (2,))
+    begin = made.begins(signature, 16)
+    numbers = [made.begin(signature, 3, 16), begin(4), begin(5)]
+    made.end(numbers[1])
+    first, second, third = entries(made)
+    assert [first.number, second.number, third.number] == numbers == [1, 2, 3]
+    assert (second.sequence, third.sequence) == (4, 5) and second.end_ns and not third.end_ns
+    fields = ("operation", "shape", "size_bytes", "peer", "tag", "thread")
+    for name in fields:
+        assert getattr(first, name) == getattr(second, name) == getattr(third, name), name
+
+
+def test_peer_of_an_entry_is_known_at_its_end(made):
+    signature = made.signature("receive", "recv")
+    slow, quick = made.begin(signature), made.begin(signature)
+    made.name_peer(quick, 3)
+    made.end(quick)
+    for _ in range(8):
+        made.end(made.begin(signature))
+    made.name_peer(quick, 1)  # its slot is another's
+    made.name_peer(slow, 2)
+    made.end(slow)
+    assert [one.peer for one in entries(made)] == [2] + [-1] * 8
+
+
+def test_entries_under_way_of_a_part_are_kept_when_it_is_opened(tmp_path):
+    made = Ring(tmp_path / "recorder-0", slots=64)  # parts of four
+    signature = made.signature("call", "f")
+    slow = [made.begin(signature) for _ in range(3)]
+    for _ in range(62):
+        made.end(made.begin(signature))
+    # The first part was opened again, and none of its slots but the first was taken.
+    assert list(made._kept) == slow
+    made.end(slow[2])
+    made.fail(slow[1])
+    found = {one.number: one for one in entries(made)}
+    assert found[slow[0]].end_ns is None and found[slow[1]].failed and found[slow[2]].end_ns
+    for _ in range(2):
+        made.end(made.begin(signature))
+    found = {one.number: one for one in entries(made)}
+    assert found[slow[0]].end_ns is None and found[slow[1]].failed and found[slow[2]].end_ns
+    assert list(made._kept) == slow[:1]
+    made.close()
+
+
 def test_a_table_that_fills_keeps_the_names_of_operations(tmp_path, monkeypatch):
     monkeypatch.setattr(ring, "_TABLE_BYTES", 2000)
     made = Ring(tmp_path / "r")

@@ -57,13 +57,14 @@ def test_long_operation_ends_after_its_slot_was_taken():
 
 
 def test_number_that_is_being_stored_is_awaited():
-    ring, signature = made()
+    ring, signature = made(slots=64)
+    ring.end(ring.begin(signature))
     tail = Tail(ring)
     # A thread has its number, and has not stored its slot.
-    taken, _, _ = inspect.getclosurevars(ring.begin).nonlocals["following"]()
+    taken, _ = next(inspect.getclosurevars(ring.begin).nonlocals["following"])
     ring.end(ring.begin(signature))
     assert numbers(tail.read()) == [taken + 1] and tail.lost == 0
-    for _ in range(8):
+    for _ in range(64):
         ring.end(ring.begin(signature))
     tail.read()
     assert tail.lost == 1
