@@ -208,7 +208,8 @@ class Ring:
         clock, native_id = time.monotonic_ns, threading.get_native_id
         here = threading.local()
         # Number and offset of the next entries, and the number of the first one behind them.
-        following, first, lock = enumerate(()), 1, self._lock
+        following: Iterator[tuple[int, int]] = iter(())
+        first, lock = 1, self._lock
 
         def take_from_next_part() -> tuple[int, int]:
             nonlocal following, first
@@ -380,7 +381,7 @@ class _Part:
 
     def has_under_way(self) -> bool:
         """Return whether a slot has no end."""
-        return np.count_nonzero(self._ends) < len(self.slots)
+        return bool(np.count_nonzero(self._ends) < len(self.slots))
 
 
 def _mapped(path: Path | None, length: int) -> mmap.mmap:

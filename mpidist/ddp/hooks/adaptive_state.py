@@ -188,7 +188,7 @@ class AdaptiveState:
             times = ", ".join(f"{name} {1e3 * s:.3g}" for name, s in row.measured_s.items())
             lines.append(
                 f"{row.bucket:>3}  {row.method:<11} {row.numel:>10} elements "
-                f"{row.sent_bytes:>10} bytes  {first if first == last else f'{first} – {last}'}"
+                f"{row.sent_bytes:>10} bytes  {first if first == last else f'{first} - {last}'}"
                 f"{f' (ms: {times})' if times else ''}"
             )
         return "\n".join(lines)
