@@ -2,7 +2,7 @@
 
 * a message: the send's begin to the receive's end. Messages of one sender, receiver, group and tag
   do not overtake (MPI-4.1 §3.5), so the k-th send is that of the k-th receive, of tensors and of
-  objects; a receive from any source takes the oldest send that is left.
+  objects; a receive from any source whose sender is not known takes the oldest send that is left.
 * a call: its begin to the handler's begin, and the handler's end to the call's end.
 * a collective: the begin of its last rank to the ends of all others, as soon as all members are in.
 

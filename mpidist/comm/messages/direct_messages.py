@@ -189,6 +189,8 @@ class DirectReceive(RequestWork):
             self._fail(error)
             return True
         self._done = True
+        if self._peer is None:
+            self._name_sender()
         self._state.recorder.end(self._entry)
         if self._future is not None:
             self._complete_future()

@@ -2,7 +2,7 @@
 
 An entry begins where the message is issued. It ends where the program learns that the message has
 ended: in the call that issued it, in a test of its handle or in a wait for it, or where the handle
-is dropped. The peer of a receive from any rank is not known at its begin, and is not recorded.
+is dropped. The peer of a receive from any rank is known at its end.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class MessageEntries:
         self._sends = Signatures(recorder, "send", label)
         self._receives = Signatures(recorder, "receive", label)
         self._world_ranks = world_ranks
+        self._name_peer = recorder.name_peer
 
     def send(self, operation: str, tensor: torch.Tensor, dst: int, tag: int) -> int:
         """Begin an entry; return its number."""
@@ -54,3 +55,12 @@ class MessageEntries:
         """Begin the entry of an object; return its number."""
         peer = -1 if src is None else self._world_ranks[src]
         return self._begin(self._receives["recv_object", None, ()], 0, 0, peer)
+
+    def name_sender(self, entry: int, sender: int) -> None:
+        """Store the sender of a receive from any rank, before the end of its entry.
+
+        Args:
+            entry: The entry's number.
+            sender: Rank in the group.
+        """
+        self._name_peer(entry, self._world_ranks[sender])

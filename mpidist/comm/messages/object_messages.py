@@ -166,6 +166,8 @@ class ObjectMessages:
             except BaseException:
                 self._entries.fail(entry)
                 raise
+            if src is None:
+                self._entries.name_sender(entry, source)
             self._entries.end(entry)
         return accepted(where, header, body, is_data), source
 

@@ -108,6 +108,8 @@ class Messages:
                 self._entries.fail(entry)
                 raise
             if sender is not None:
+                if src is None:
+                    self._entries.name_sender(entry, sender)
                 self._entries.end(entry)
                 return sender
         else:

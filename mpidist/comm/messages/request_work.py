@@ -176,10 +176,16 @@ class RequestWork:
             return True
         self._done = True
         if self._entry:
+            if self._peer is None:
+                self._name_sender()
             self._state.recorder.end(self._entry)
         if self._future is not None:
             self._complete_future()
         return True
+
+    def _name_sender(self) -> None:
+        state = self._state
+        state.recorder.name_peer(self._entry, state.world_ranks[self._source])
 
     def _fail(self, error: Exception) -> None:
         self._error = self._state.message_error(error, self.operation)

@@ -69,3 +69,31 @@ def test_every_message_has_one_entry(group):
     group.isend(torch.ones(2), following, 9)
     dropped.wait()
     assert entries(since)[-1] == ("isend", peer, 9, True, False)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_receive_from_any_rank_has_its_sender_at_its_end(group):
+    following, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    sender = group.world_ranks[before]
+    made = recorder.of_process()
+    since = made.begin(0)
+    made.end(since)
+    group.barrier()
+    posted = group.irecv(torch.zeros(2), tag=2)
+    # Not contiguous, so it does not take the direct path.
+    strided = group.irecv(torch.zeros(2, 4).t(), tag=3)
+    assert [peer for _, peer, *_ in entries(since)] == [-1, -1]
+    sends = [group.isend(torch.ones(size), following, tag) for size, tag in ((2, 2), (8, 3))]
+    for work in (posted, strided, *sends):
+        work.wait()
+    sends = [group.isend(torch.ones(2), following, 4)]
+    group.recv(torch.zeros(2), tag=4)
+    sends[0].wait()
+    group.send_object("x", following) if group.rank % 2 == 0 else None
+    if before % 2 == 0:
+        group.recv_object()
+    found = [one for one in entries(since) if "recv" in one[0]]
+    expected = [("irecv", 2), ("irecv", 3), ("recv", 4)]
+    expected += [("recv_object", 0)] if before % 2 == 0 else []
+    wanted = [(operation, sender, tag, True, False) for operation, tag in expected]
+    agree(group, found == wanted, str(found))
