@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from mpidist.trace.clocks import Clock, Offset, RoundTrip, offset_of
+from mpidist.trace import clocks
+from mpidist.trace.clocks import Clock, Offset, RoundTrip, clock_name, offset_of, settled
 
 
 def trips(offset_ns, start_ns, seed, count=50):
@@ -49,6 +50,28 @@ def test_jump_is_said_and_bounds_the_error():
     assert clock.has_jumped and clock.error_ns == 5_000_010
     assert clock.common()(123) == 623
     assert Clock(Offset(10, 0, 1), Offset(5, 0, 1)).has_jumped  # back
+
+
+def test_one_clock_has_no_offset_unless_the_round_trips_say_another():
+    assert settled(Offset(5, -300, 4000), True) == Offset(5, 0, 0)
+    assert settled(Offset(5, -300, 4000), False) == Offset(5, -300, 4000)
+    assert settled(Offset(5, 4001, 4000), True) == Offset(5, 4001, 4000)
+
+
+def test_processes_of_another_boot_or_time_namespace_have_other_clocks(tmp_path, monkeypatch):
+    own = clock_name()
+    assert len(own) == 8 and own == clock_name()
+    monkeypatch.setattr(clocks, "_PROC", tmp_path)
+    assert clock_name() == b""
+    (tmp_path / "sys/kernel/random").mkdir(parents=True)
+    (tmp_path / "sys/kernel/random/boot_id").write_text("one")
+    (tmp_path / "self/ns").mkdir(parents=True)
+    names = set()
+    for namespace in ("time:[1]", "time:[2]"):
+        (tmp_path / "self/ns/time").unlink(missing_ok=True)
+        (tmp_path / "self/ns/time").symlink_to(namespace)
+        names.add(clock_name())
+    assert len(names) == 2 and own not in names
 
 
 def test_one_moment_has_no_drift():
