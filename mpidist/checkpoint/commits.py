@@ -163,7 +163,7 @@ class Commits:
         total = 0
         with comparing(self.group, where) as rows:
             rows.append(("state of", str(contents)))
-            total = replicas.checksum(training.model)
+            total = replicas.checksum(training.replicated())
             own = training.files(
                 contents, extra, self.group.rank, self.group.size, has_shared=self.is_first
             )

@@ -89,8 +89,8 @@ def load(
         model: As for ``save``; its wrapper may differ.
         optimizer: Of the saved class, or an ``OSS`` of that class. The state of this object, and of
             each of the following four, is loaded unless the argument is None.
-        hook_state: ``PowerSGDState``, registered with the module already or not, or another object
-            with state.
+        hook_state: ``PowerSGDState``, registered with the module already or not, ``DiLoCo``, or
+            another object with state.
         sampler: ``ResumableSampler``, or another object with ``load_state_dict()``.
         scheduler: Built on ``optimizer``.
         group: As for ``save``.

@@ -50,6 +50,21 @@ def keeps_own_buffers(model: Module) -> bool:
     return False
 
 
+def replicated_parameters(model: Module) -> dict[str, Tensor]:
+    """Return the parameters that all ranks share, by name.
+
+    Left out are DTensors, and parameters that data parallelism was told to ignore.
+    """
+    ignored: set[str] = set()
+    for layer in wrappers(model):
+        ignored |= set(getattr(layer, "parameters_to_ignore", ()))
+    return {
+        name: parameter
+        for name, parameter in bare(model).named_parameters()
+        if name not in ignored and not is_dtensor(parameter) and parameter.layout is torch.strided
+    }
+
+
 def packed(state: Mapping[str, object]) -> dict[str, Any]:
     """Return a detached state dict, whose tensors take only their elements' bytes in a file.
 

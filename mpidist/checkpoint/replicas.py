@@ -11,30 +11,20 @@ from collections.abc import Sequence
 
 import torch
 
-from mpidist.checkpoint import model_state
-from mpidist.checkpoint.dtensors import is_dtensor
 from mpidist.comm.mpi import rank_ranges
 from mpidist.errors import ReplicaError
 
 _WORD_BYTES = 8
 
 
-def checksum(model: torch.nn.Module) -> int:
-    """Return a 64-bit sum of the replicated parameters, equal wherever all their bits are.
+def checksum(parameters: Sequence[torch.Tensor]) -> int:
+    """Return a 64-bit sum of replicated parameters, equal wherever all their bits are.
 
-    A parameter counts by its place, so that two in each other's place are found. Left out are
-    DTensors, and parameters that data parallelism was told to ignore.
+    A parameter counts by its place, so that two in each other's place are found.
 
     Blocks: until parameters on a device are computed.
     """
-    ignored: set[str] = set()
-    for layer in model_state.wrappers(model):
-        ignored |= set(getattr(layer, "parameters_to_ignore", ()))
-    sums = [
-        _sum(parameter.detach())
-        for name, parameter in model_state.bare(model).named_parameters()
-        if name not in ignored and not is_dtensor(parameter) and parameter.layout is torch.strided
-    ]
+    sums = [_sum(parameter.detach()) for parameter in parameters]
     by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for place, one in enumerate(sums):
         by_device.setdefault(one.device, []).append((2 * place + 1, one))

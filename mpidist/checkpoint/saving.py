@@ -58,7 +58,8 @@ def save(
         model: Module, or ``DistributedDataParallel`` of mpidist or torch, whose bare module's state
             is written.
         optimizer: torch optimizer, or an ``OSS``, whose shards all ranks write.
-        hook_state: ``PowerSGDState``, or another object with state; each rank's is written.
+        hook_state: ``PowerSGDState``, ``DiLoCo`` (then without its inner optimizer), or another
+            object with state; each rank's is written.
         sampler: ``ResumableSampler``, or another object with ``state_dict()`` and
             ``load_state_dict()``; rank 0's is written, as of the next two.
         scheduler: Of the learning rate.

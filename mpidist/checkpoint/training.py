@@ -19,6 +19,7 @@ from mpidist.checkpoint import dtensors, manifest, model_state, rng
 from mpidist.checkpoint.manifest import MODEL, OPTIMIZER, TRAINING, Contents
 from mpidist.checkpoint.plain_data import require_plain
 from mpidist.ddp.buckets.layout import SavedPlan
+from mpidist.ddp.diloco import DiLoCo
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.zero.optimizer import OSS
 from mpidist.zero.state import state_dict
@@ -85,13 +86,26 @@ class Training:
         """The hook state if it is PowerSGD's, which has files of its own, else None."""
         return self.hook_state if isinstance(self.hook_state, PowerSGDState) else None
 
+    @property
+    def outer_steps(self) -> DiLoCo | None:
+        """The hook state if it is that of outer steps, by which ranks' parameters differ."""
+        return self.hook_state if isinstance(self.hook_state, DiLoCo) else None
+
+    def replicated(self) -> list[torch.Tensor]:
+        """Return the parameters that all ranks share, those of the last outer step included."""
+        named = model_state.replicated_parameters(self.model)
+        if self.outer_steps is not None:
+            named = self.outer_steps.global_state(named, named)
+        return list(named.values())
+
     def require_usable(self, rank: int, world_size: int) -> None:
         """Refuse objects whose state cannot be saved.
 
         Raises:
             TypeError: An object of another class.
             ValueError: A sharded optimizer over other ranks; PowerSGD's state without mpidist's
-                DistributedDataParallel.
+                DistributedDataParallel; the inner optimizer of outer steps, which has a state on
+                each rank.
         """
         if not isinstance(model_state.bare(self.model), torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module; got {type(self.model).__name__}")
@@ -118,6 +132,12 @@ class Training:
             raise ValueError(
                 "a PowerSGDState is saved with the mpidist.ddp.DistributedDataParallel that it "
                 "serves: give that as model"
+            )
+
+        if self.outer_steps is not None and self.outer_steps.inner is self.optimizer:
+            raise ValueError(
+                "DiLoCo saves its inner optimizer, whose state is that of each rank: leave out "
+                "optimizer"
             )
 
     def optimizer_class(self) -> str | None:
@@ -172,7 +192,10 @@ class Training:
         content: dict[str, object] = {}
         model: Mapping[str, Any] = {}
         if has_shared or contents.dtensors:
-            model = model_state.bare(self.model).state_dict()
+            bare = model_state.bare(self.model)
+            model = bare.state_dict()
+            if self.outer_steps is not None:
+                model = self.outer_steps.global_state(model, dict(bare.named_parameters()))
         if contents.dtensors:
             model, parts = dtensors.content(
                 model, self.optimizer if contents.optimizer == DTENSORS else None

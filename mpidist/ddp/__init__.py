@@ -4,6 +4,7 @@ The names are torch's; importing the package starts neither MPI nor CUDA.
 """
 
 from mpidist.ddp.buckets.plan import compute_bucket_assignment_by_size
+from mpidist.ddp.diloco import DiLoCo
 from mpidist.ddp.hooks.adaptive import adaptive_hook
 from mpidist.ddp.hooks.adaptive_state import AdaptiveState
 from mpidist.ddp.hooks.default import (
@@ -26,6 +27,7 @@ from mpidist.ddp.module import DistributedDataParallel
 __all__ = [
     "AdaptiveState",
     "DDPCommHookType",
+    "DiLoCo",
     "DistributedDataParallel",
     "GradBucket",
     "PowerSGDState",

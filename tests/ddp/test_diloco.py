@@ -1,0 +1,379 @@
+"""Outer steps: as one process that plays all ranks computes them in plain torch."""
+
+import copy
+
+import pytest
+import torch
+
+from mpidist import ddp as mddp
+from mpidist.checkpoint import commit, load, save
+from mpidist.ddp import DiLoCo, DistributedDataParallel, PowerSGDState
+from mpidist.errors import DisagreementError, MpidistError
+from tests.tools.support import agree, raises_on_all
+
+LR = 0.05
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 12), torch.nn.Tanh(), torch.nn.Linear(12, 8), torch.nn.Linear(8, 3)
+    )
+
+
+def inner_of(model):
+    return torch.optim.AdamW(model.parameters(), lr=LR)
+
+
+def outer_of(model):
+    return torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+
+
+def step(model, optimizer, rank, number):
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + rank))
+    optimizer.zero_grad()
+    (model(x) - x[:, :3].sin()).square().mean().backward()
+    optimizer.step()
+
+
+def same(one, other, tolerance=0.0):
+    return all(
+        torch.allclose(a, b, rtol=0, atol=tolerance, equal_nan=True)
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    )
+
+
+def twin(ranks, steps, every, runs, overlap=0, alpha=0.0):
+    """Return the models of all ranks, whose pseudo-gradients torch averages in this process."""
+    models = [net() for _ in range(ranks)]
+    inners = [inner_of(model) for model in models]
+    whole = net()
+    outer = outer_of(whole)
+    ends = [(f + 1) * every // len(runs) for f in range(len(runs))]
+    waiting = []
+    for number in range(1, steps + 1):
+        for rank, (model, inner) in enumerate(zip(models, inners, strict=True)):
+            step(model, inner, rank, number)
+        for f, run in enumerate(runs):
+            if (number - ends[f]) % every == 0 and number >= ends[f]:
+                means = {
+                    place: torch.stack(
+                        [
+                            list(whole.parameters())[place].detach()
+                            - list(model.parameters())[place].detach()
+                            for model in models
+                        ]
+                    ).mean(0)
+                    for place in run
+                }
+                waiting.append((number + overlap, means))
+        for due, means in list(waiting):
+            if due == number:
+                waiting.remove((due, means))
+                outer.zero_grad()
+                for place, mean in means.items():
+                    list(whole.parameters())[place].grad = mean
+                outer.step()
+                with torch.no_grad():
+                    for model in models:
+                        for place in means:
+                            own = list(model.parameters())[place]
+                            own.copy_(alpha * own + (1 - alpha) * list(whole.parameters())[place])
+    return models
+
+
+def trained(group, steps, model=None, first=1, **options):
+    model = net(group.rank) if model is None else model
+    inner = inner_of(model)
+    diloco = DiLoCo(model, inner, outer_of(model), process_group=group, **options)
+    for number in range(first, first + steps):
+        step(model, inner, group.rank, number)
+    return model, diloco
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("options", "runs", "alpha"),
+    [
+        ({"every": 4}, [range(6)], 0),
+        ({"every": 4, "fragments": 2}, [[0, 1], [2, 3, 4, 5]], 0),
+        ({"every": 4, "overlap": 3, "fragments": 2}, [[0, 1], [2, 3, 4, 5]], 0.5),
+        ({"every": 3, "overlap": 1, "alpha": 0.25}, [range(6)], 0.25),
+    ],
+)
+def test_all_ranks_do_what_one_process_computes(group, options, runs, alpha):
+    model, diloco = trained(group, 11, **options)
+    assert [len(one.names) for one in diloco.fragments] == [len(run) for run in runs]
+    expected = twin(group.size, 11, options["every"], runs, options.get("overlap", 0), alpha)
+    agree(group, same(model, expected[group.rank], 2e-5), str(options))
+
+
+@pytest.mark.mpi
+def test_each_step_with_a_plain_outer_step_is_the_average_of_the_parameters(group):
+    model = net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    diloco = DiLoCo(
+        model, inner, torch.optim.SGD(model.parameters(), lr=1.0), every=1, process_group=group
+    )
+    plain = net()
+    wrapped = DistributedDataParallel(plain, process_group=group)
+    of_plain = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    for number in range(3):
+        step(model, inner, group.rank, number)
+        step(wrapped, of_plain, group.rank, number)
+    agree(group, same(model, plain, 1e-6) and diloco.steps == 3)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["bf16", "fp16 of int8", "powersgd", "own"])
+def test_hooks_average_pseudo_gradients(group, name):
+    state = None
+
+    def own(state, bucket):
+        return mddp.allreduce_hook(state, bucket).then(lambda future: future.value().clone())
+
+    hook = {
+        "bf16": mddp.bf16_compress_hook,
+        "fp16 of int8": mddp.fp16_compress_wrapper(mddp.quantization_perchannel_hook),
+        "powersgd": mddp.powerSGD_hook,
+        "own": own,
+    }[name]
+    if name == "powersgd":
+        state = PowerSGDState(group, 2, start_powerSGD_iter=1, min_compression_rate=1)
+    model, diloco = trained(group, 12, every=4, fragments=3, hook=hook, state=state)
+    tolerance = 0.5 if name == "powersgd" else 0.05
+    diloco.sync()
+    values = [one.detach().clone() for one in model.parameters()]
+    for one in values:
+        group.broadcast(one, 0)
+    is_equal = all(map(torch.equal, values, model.parameters()))
+    if state is not None:
+        # The rounds, and the one of sync.
+        assert state.iter == 4 and set(state.error_dict) <= dict(model.named_parameters()).keys()
+    agree(group, is_equal and same(model, trained_and_synced(group), tolerance), name)
+
+
+def trained_and_synced(group):
+    model, diloco = trained(group, 12, every=4, fragments=3)
+    diloco.sync()
+    return model
+
+
+@pytest.mark.mpi
+def test_ranks_of_other_numbers_of_steps_meet_in_sync(group):
+    """A rank that has ended takes part with what it has reached; then all hold the same."""
+    steps = 4 + 3 * (group.size - 1 - group.rank)
+    model, diloco = trained(group, steps, every=2, fragments=2, overlap=1)
+    diloco.sync()
+    digests = group.all_gather_object((diloco.steps, sums_of(*model.parameters())))
+    agree(group, len({str(one) for one in digests}) == 1 and diloco.steps == 1 + 3 * group.size)
+    step(model, diloco.inner, group.rank, 0)
+    diloco.remove()
+    step(model, diloco.inner, group.rank, 0)
+    agree(group, diloco.steps == 2 + 3 * group.size)
+
+
+@pytest.mark.mpi
+def test_buffers_integers_frozen_and_sparse_parameters(group):
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = torch.nn.Embedding(5, 4, sparse=True)
+            self.norm = torch.nn.BatchNorm1d(4)
+            self.wide = torch.nn.Linear(4, 2).double()
+            self.codes = torch.nn.Parameter(torch.arange(3), requires_grad=False)
+
+        def forward(self, words):
+            return self.wide(self.norm(self.words(words)).double())
+
+    model = Net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = torch.optim.SGD(model.parameters(), lr=1.0)
+    diloco = DiLoCo(model, inner, outer, every=2, process_group=group)
+    own = []
+    for number in range(2):
+        model.codes.fill_(group.rank)
+        inner.zero_grad()
+        model(torch.arange(5).roll(group.rank + number)).square().mean().backward()
+        own.append(model.norm.running_mean.clone())
+        inner.step()
+    mean = own[-1].clone()
+    group.all_reduce(mean, "avg")
+    fine = torch.allclose(model.norm.running_mean, mean) and model.codes.eq(group.rank).all()
+    values = group.all_gather_object(sums_of(*inner_values(diloco)))
+    agree(group, bool(fine) and len({str(each) for each in values}) == 1)
+
+
+def sums_of(*tensors):
+    return [one.detach().double().sum().item() for one in tensors]
+
+
+def inner_values(diloco):
+    return [own for fragment in diloco.fragments for own in fragment.parameters]
+
+
+@pytest.mark.mpi
+def test_a_pseudo_gradient_that_is_not_finite_is_an_error_on_all_ranks(group):
+    model, diloco = trained(group, 3, every=2)
+    held = [one.clone() for one in diloco.fragments[0].global_parameters]
+    if group.rank == group.size - 1:
+        with torch.no_grad():
+            model[0].weight[0, 0] = float("nan")
+    text = raises_on_all(
+        group, MpidistError, lambda: step(model, diloco.inner, group.rank, 9), "not finite"
+    )
+    assert f"the parameters of rank {group.size - 1} are not" in text
+    named = dict(model.named_parameters())
+    values = diloco.global_state(model.state_dict(), named)
+    agree(group, all(map(torch.equal, held, [values[name] for name in named])))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every": lambda rank: 2 + rank},
+        {"every": lambda rank: 2, "overlap": lambda rank: rank % 2},
+        {"every": lambda rank: 2, "alpha": lambda rank: rank % 2},
+        {"every": lambda rank: 2, "fragments": lambda rank: 1 + rank % 2},
+        {
+            "every": lambda rank: 2,
+            "hook": lambda rank: [mddp.noop_hook, mddp.allreduce_hook][rank % 2],
+        },
+    ],
+)
+def test_settings_that_differ_are_refused_on_all_ranks(group, options):
+    model = net()
+    own = {name: of(group.rank) for name, of in options.items()}
+    inner, outer = inner_of(model), outer_of(model)
+
+    def construct():
+        DiLoCo(model, inner, outer, process_group=group, **own)
+
+    raises_on_all(group, DisagreementError, construct, "ranks differ")
+    held = outer.param_groups[0]["params"]
+    agree(group, all(a is b for a, b in zip(held, model.parameters(), strict=True)))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"every": 0}, ValueError, "every must be at least 1"),
+        ({"every": 2, "alpha": 2}, ValueError, "alpha must be at most 1"),
+        ({"every": 8, "fragments": 7}, ValueError, "number of parameters"),
+        ({"every": 2, "hook": 3}, TypeError, "callable"),
+        ({"every": 2, "outer": 3}, TypeError, "outer must be a torch.optim.Optimizer"),
+        ({"every": 2, "outer": "other"}, ValueError, "outer must hold"),
+        ({"every": 2, "inner": "other"}, ValueError, "inner steps none"),
+        ({"every": 2, "fragments": "some"}, ValueError, "exactly one"),
+    ],
+)
+def test_wrong_arguments_are_refused_on_all_ranks(group, options, error, text):
+    model, other = net(), net()
+    given = {"inner": inner_of(model), "outer": None, **options}
+    for name in ("inner", "outer"):
+        if given[name] == "other":
+            given[name] = inner_of(other)
+    if given.get("fragments") == "some":
+        given["fragments"] = [model[0], model[2]]
+    inner, outer = given.pop("inner"), given.pop("outer")
+    raises_on_all(
+        group, error, lambda: DiLoCo(model, inner, outer, process_group=group, **given), text
+    )
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_wrong_argument_on_one_rank_is_an_error_on_all(group):
+    model = net()
+    inner, every = inner_of(model), int(group.rank != 1)
+    error = DisagreementError if every else ValueError
+    caught = None
+    try:
+        DiLoCo(model, inner, every=every, process_group=group)
+    except Exception as raised:
+        caught = raised
+    agree(group, isinstance(caught, error) and "every must be at least 1" in str(caught))
+
+
+@pytest.fixture
+def folder(group, tmp_path_factory):
+    return group.broadcast_object(str(tmp_path_factory.mktemp("run")) if group.rank == 0 else None)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("how", ["save", "commit"])
+def test_a_run_goes_on_with_the_same_bits_from_the_middle_of_an_average(group, folder, how):
+    """Each rank's own parameters, optimizer, errors and the average on its way."""
+
+    def make():
+        state = PowerSGDState(group, 1, start_powerSGD_iter=1, min_compression_rate=1)
+        return {
+            "every": 4,
+            "overlap": 2,
+            "fragments": 2,
+            "hook": mddp.powerSGD_hook,
+            "state": state,
+        }
+
+    model, _ = trained(group, 15, **make())
+    first, diloco = trained(group, 9, **make())
+    (save if how == "save" else commit)(folder, 9, model=first, hook_state=diloco, group=group)
+    second, again = trained(group, 0, **make())
+    resumed = load(folder, model=second, hook_state=again, group=group)
+    assert resumed.step == 9 == again.steps
+    agree(group, same(first, second), "loaded")
+    for number in range(10, 16):
+        step(second, again.inner, group.rank, number)
+    agree(group, same(model, second), "trained")
+
+
+@pytest.mark.mpi
+@pytest.mark.filterwarnings("ignore:.*random number generators are reseeded")
+def test_another_number_of_ranks_begins_from_the_global_parameters(group, world, folder):
+    half = group.split(0 if group.rank <= group.size // 2 else None)
+    if half is not None:
+        state = PowerSGDState(half, 1, start_powerSGD_iter=0, min_compression_rate=1)
+        model, diloco = trained(half, 7, every=3, hook=mddp.powerSGD_hook, state=state)
+        save(folder, 7, model=model, hook_state=diloco, group=half)
+        half.barrier()
+    group.barrier()
+    state = PowerSGDState(group, 1, start_powerSGD_iter=0, min_compression_rate=1)
+    model, diloco = trained(group, 0, every=3, hook=mddp.powerSGD_hook, state=state)
+    load(folder, model=model, hook_state=diloco, group=group)
+    is_other = half is None or half.size != group.size
+    if is_other:
+        copies = diloco.fragments[0].global_parameters
+        agree(group, all(map(torch.equal, copies, model.parameters())) and not state.error_dict)
+    assert diloco.steps == 7
+    for number in range(3):
+        step(model, diloco.inner, group.rank, number)
+    diloco.sync()
+    sums = group.all_gather_object(sums_of(*model.parameters()))
+    agree(group, len({str(one) for one in sums}) == 1)
+    if half is not None:
+        half.close()
+
+
+@pytest.mark.mpi(min_size=1)
+def test_states_of_another_kind_are_refused_before_anything_is_loaded(group, folder):
+    model, diloco = trained(group, 2, every=2, overlap=1)
+    good = copy.deepcopy(diloco.state_dict())
+    before = copy.deepcopy(model)
+    smaller = {name: one[..., :1] for name, one in good["global"].items()}
+    for wrong in ({}, good | {"format": "other"}, good | {"global": smaller}, good | {"hook": {}}):
+        with pytest.raises(ValueError, match="the state is"):
+            diloco.load_state_dict(wrong)
+    split, of_split = trained(group, 0, every=2, fragments=2)
+    with pytest.raises(ValueError, match="other fragments"):
+        of_split.load_state_dict(good)
+    assert same(model, before)
+    raises_on_all(
+        group,
+        ValueError,
+        lambda: save(
+            folder, 1, model=model, optimizer=diloco.inner, hook_state=diloco, group=group
+        ),
+        "of each rank",
+    )
+    del split
