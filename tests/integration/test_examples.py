@@ -49,6 +49,13 @@ def test_a_divided_transformer_learns_the_librarys_text(ranks, steps):
     assert 5 < first < 7 and max(last, elsewhere) < 2.9
 
 
+def test_ranks_that_average_every_50_steps_learn_the_librarys_text():
+    text = run(2, "outer_steps.py", "--steps=200")
+    match = re.search(r"2 rank.s., 200 steps, averaged every 50: .* (\S+) -> (\S+)", text)
+    # The initial loss is log(500); word frequencies alone reach 4.4.
+    assert match and 6 < float(match[1]) < 7 and float(match[2]) < 3.9, text
+
+
 @pytest.mark.parametrize(("ranks", "trainers", "servers"), [(1, 1, 1), (4, 2, 2)])
 def test_trainers_learn_with_tables_on_servers(ranks, trainers, servers):
     text = run(ranks, "embedding_server.py", "--steps=200")
@@ -116,6 +123,7 @@ def test_a_wrong_command_line_is_explained_once(program, options, problem):
         ("parameter_server.py", 100),
         ("actor_learner.py", 100),
         ("coupled_heat.py", 110),
+        ("outer_steps.py", 100),
         ("pipeline_transformer.py", 150),
         ("embedding_server.py", 150),
     ],
