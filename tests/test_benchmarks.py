@@ -97,6 +97,7 @@ _OF_TRAINING = [
     ["bench_owners.py", *_TRAINING],
     ["bench_powersgd.py", *_TRAINING],
     ["bench_adaptive.py", "--quick"],
+    ["bench_diloco.py", "--quick", "--link", "test"],
     ["bench_ddp_nccl.py", "--models", "many:2", "--rounds", "1", "--device", "cpu"],
 ]
 _OF_OPTIMIZERS = [
@@ -321,6 +322,15 @@ def test_state_of_the_sharded_optimizer_is_measured_and_recorded(of_optimizers):
         record["goals"]
     ) == 4
     assert len(record["memory_mib"]["to rank 0"]) == 2
+
+
+@pytest.mark.slow
+def test_outer_steps_are_compared_and_recorded(of_training):
+    record = record_of(of_training[0], "diloco-*-2-test.json")
+    assert {"bare", "DDP", "DiLoCo", "DiLoCo, PowerSGD rank 4"} <= set(record["times"])
+    assert set(record["times"]) == set(record["losses"])
+    assert all(row["over_bare"] > 0 for row in record["times"].values())
+    assert all(0 < row["loss"] < 10 for row in record["losses"].values())
 
 
 @pytest.mark.slow
