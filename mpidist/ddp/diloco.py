@@ -17,9 +17,10 @@ the outer optimizer as an object on the module's parameters.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -491,7 +492,8 @@ def _runs(
         members = [list(part.parameters()) for part in fragments]
         return runs_of(members, [parameter for _, parameter in named])
     require_int("fragments", fragments, least=1)
-    return even_runs([parameter.numel() for _, parameter in named], int(fragments))  # type: ignore[call-overload]
+    count = operator.index(cast("int", fragments))
+    return even_runs([parameter.numel() for _, parameter in named], count)
 
 
 def _alpha_of(alpha: float | None, overlap: int) -> float:
