@@ -151,7 +151,7 @@ def test_groups_are_not_regrouped_by_mistake(world, group):
 
 
 _KILL = """
-import faulthandler, json, os, signal, sys, time, torch
+import faulthandler, json, os, signal, sys, threading, time, torch
 import mpidist.comm
 from mpidist.errors import MpidistError, RankFailureError
 faulthandler.dump_traceback_later(60)  # where a job hangs
@@ -159,6 +159,7 @@ group = mpidist.comm.init(on_timeout={on_timeout!r})
 facts, dead = {{"rank": group.rank, "sizes": []}}, {dead}
 x = torch.ones(1000)
 for lost in dead:
+    twin = group.clone("twin")
     group.all_reduce(x)
     mine = group.world_ranks[group.rank]
     if mine == lost:
@@ -168,7 +169,22 @@ for lost in dead:
             group.all_reduce(x)
     except RankFailureError:
         pass
-    small = group.shrink([group.world_ranks.index(lost)], abort={abort})
+    # Two threads shrink two groups, on some ranks in the other order.
+    smaller, excluded = {{}}, [group.world_ranks.index(lost)]
+    def shrink(old):
+        smaller[old] = old.shrink(excluded, abort={abort})
+    threads = [
+        threading.Thread(target=shrink, args=(old,)) for old in (group, twin)[:: 1 - 2 * (mine % 2)]
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    small = smaller[group]
+    counted = torch.ones(1)
+    smaller[twin].all_reduce(counted)
+    assert counted.item() == small.size == smaller[twin].size
+    smaller[twin].close()
     total = torch.tensor([float(mine)])
     small.all_reduce(total)
     small.all_reduce(torch.ones(1 << 20), async_op=True).wait()

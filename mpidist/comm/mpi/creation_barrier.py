@@ -9,6 +9,7 @@ messages of 16 bytes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import threading
@@ -32,6 +33,7 @@ _HIGHEST_CREATE_TAG = 32_000  # MPI guarantees tags up to 32767
 _WORLD_TAG = 1  # on the world's own communicator, where nothing else is sent
 
 _lock = threading.Lock()
+_shrinking = threading.Lock()
 _world_barrier: CreationBarrier | None = None
 _calls: defaultdict[str, itertools.count[int]] = defaultdict(lambda: itertools.count(1))
 
@@ -83,9 +85,7 @@ class CreationBarrier:
             RankFailureError: A member's program ended more than 2 s ago, or it is dead (ULFM).
             BaseException: The error that ``check`` raised.
         """
-        token = hashlib.blake2b(
-            repr((subject, list(members))).encode(), digest_size=_TOKEN_BYTES
-        ).digest()
+        token = _token(subject, members)
         others = [member for member in members if member != self._rank]
         if not others:
             return
@@ -97,6 +97,30 @@ class CreationBarrier:
             self._send(members[0], token)
             self._receive_from(where, [members[0]], token, check, others)
 
+    def agree(self, where: str, subject: str, members: Sequence[int], vote: bool) -> bool:
+        """Return whether all members vote for something.
+
+        Collective: over ``members`` (ranks of the communicator), behind a ``wait`` of them. The
+        first one waits for the votes and answers.
+
+        Raises:
+            RankFailureError: As of ``wait``.
+        """
+        others = [member for member in members if member != self._rank]
+        against, for_it = (_token(f"{subject}: {word}", members) for word in ("no", "yes"))
+
+        def no_more_checks(_: Sequence[int]) -> None: ...
+
+        if self._rank == members[0]:
+            self._receive_from(where, others, for_it, no_more_checks, other=against)
+            vote = not self._take(others, against) and vote
+            for member in others:
+                self._send(member, for_it if vote else against)
+            return vote
+        self._send(members[0], for_it if vote else against)
+        self._receive_from(where, members[:1], for_it, no_more_checks, others, other=against)
+        return not self._take(members[:1], against)
+
     def _receive_from(
         self,
         where: str,
@@ -104,11 +128,15 @@ class CreationBarrier:
         token: bytes,
         check: Callable[[Sequence[int]], None],
         needed: Sequence[int] = (),
+        other: bytes | None = None,
     ) -> None:
+        """Wait for a token of each sender, and take it; an ``other`` one ends the wait, too."""
+        tokens = (token,) if other is None else (token, other)
         checked = time.monotonic()
 
         def missing() -> list[int]:
-            return [sender for sender in senders if not self._received[sender, token]]
+            got = self._received
+            return [one for one in senders if not any(got[one, each] for each in tokens)]
 
         def are_received() -> bool:
             while self._receive():
@@ -124,11 +152,17 @@ class CreationBarrier:
                 check(absent)
 
         backoff.until(are_received, check_members, spin_s=_SPIN_S, yield_s=_SPIN_S)
+        self._take(senders, token)
+
+    def _take(self, senders: Sequence[int], token: bytes) -> list[int]:
+        """Take a received token of each sender; return those that had sent it."""
         with self._receiving:
+            found = [sender for sender in senders if self._received[sender, token]]
             for sender in senders:
-                self._received[sender, token] -= 1
+                self._received[sender, token] -= sender in found
                 if not self._received[sender, token]:
                     del self._received[sender, token]
+        return found
 
     def _raise_for_failed(self, where: str, world_ranks: Sequence[int]) -> None:
         exited = exited_ranks.ended(world_ranks)
@@ -158,6 +192,11 @@ class CreationBarrier:
             self._mpi.Send((token, _TOKEN_BYTES, MPI.BYTE), dest, self._tag)
 
 
+def _token(subject: str, members: Sequence[int]) -> bytes:
+    named = repr((subject, list(members))).encode()
+    return hashlib.blake2b(named, digest_size=_TOKEN_BYTES).digest()
+
+
 def start_limit(timeout_s: float | None) -> float | None:
     """Return the timeout of a job's start: at least 60 s, because processes start unevenly."""
     return None if timeout_s is None else max(timeout_s, _LEAST_START_S)
@@ -168,7 +207,10 @@ def create_surviving_group(members: Sequence[int], identity: str) -> Mpi:
 
     MPI_Comm_create_group fails in Open MPI as soon as any rank of its communicator is dead (seen on
     5.0), MPI_Comm_create_from_group does not (MPI-4.1 §7.4.2). It takes milliseconds, so it is used
-    where a rank can die and the job goes on, with ULFM.
+    where a rank can die and the job goes on, with ULFM. But it is a collective of the launcher, in
+    which all members have hung where the launcher heard of the death meanwhile (once in some
+    hundred deaths under load). So where all others are dead, which the members agree on, it is
+    MPI_Comm_shrink, a collective of the ranks alone.
 
     Collective: over ``members``, world ranks in the new communicator's order, after a barrier of
     them.
@@ -180,6 +222,18 @@ def create_surviving_group(members: Sequence[int], identity: str) -> Mpi:
     comm = runtime.world().comm
     if not has_ulfm():
         return create_group(comm, members, identity.encode())
+    if (shrunk := _shrunk(members, identity)) is not None:
+        alive = ranks_in(shrunk, comm)
+        if gone := sorted(set(members) - set(alive)):
+            shrunk.Free()
+            raise RankFailureError(
+                f"world ranks that failed while a group of them was made: "
+                f"{rank_ranges.numbers(gone)}",
+                gone,
+            )
+        ordered = shrunk.Split(0, members.index(runtime.world().rank))
+        shrunk.Free()
+        return ordered
     all_ranks = comm.Get_group()
     some = all_ranks.Incl(members)
     try:
@@ -187,6 +241,22 @@ def create_surviving_group(members: Sequence[int], identity: str) -> Mpi:
     finally:
         some.Free()
         all_ranks.Free()
+
+
+def _shrunk(members: Sequence[int], identity: str) -> Mpi | None:
+    """Return a communicator of all living ranks; None if a rank that is no member may live."""
+    world = runtime.world()
+    ordered = sorted(members)
+    others = set(range(world.size)) - set(ordered)
+    dead = mpi_errors.known_dead(world.comm, range(world.size)) or ()
+    # The first member answers for one group at a time. It is the first one of any such group, so
+    # that all ranks shrink in the same order, whatever threads do it.
+    with _shrinking if world.rank == ordered[0] else contextlib.nullcontext():
+        where = f"rank {world.rank} of {world.size}, making a group of living ranks"
+        assert _world_barrier is not None
+        if not _world_barrier.agree(where, identity, ordered, bool(others) and others <= set(dead)):
+            return None
+        return locked(lambda: cast("MPI.Intracomm", world.comm).Shrink())
 
 
 def create_group(mpi: Mpi, members: Sequence[int], identity: bytes) -> Mpi:

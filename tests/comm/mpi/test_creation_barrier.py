@@ -42,6 +42,25 @@ def test_two_threads_make_two_groups_in_either_order(group):
             made[name].close()
 
 
+def test_votes_of_two_threads_are_counted_apart(world, group):
+    barrier, everyone = creation_barrier._world_barrier, list(range(world.size))
+    results = {}
+
+    def vote(subject, mine):
+        results[subject] = barrier.agree("here", subject, everyone, mine)
+
+    for last in (True, False):
+        against = world.rank == world.size - 1 and not last
+        words = [("all", True), ("some", not against)][:: 1 - 2 * (world.rank % 2)]
+        threads = [threading.Thread(target=vote, args=each) for each in words]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        agree(group, results == {"all": True, "some": last}, str(results))
+    agree(group, not barrier._received, str(barrier._received))
+
+
 @pytest.mark.mpi(min_size=2)
 def test_every_wait_for_a_rank_that_has_ended_names_it(group, gone):
     waits = {
