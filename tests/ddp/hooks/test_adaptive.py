@@ -235,3 +235,34 @@ def test_other_dtypes(group, dtype):
             agree(group, torch.allclose(found, its, atol=0.02), f"{dtype} {method} step {step}")
         if dtype is torch.complex64 or method == "bf16":
             agree(group, state.table()[0].method == "none")
+
+
+@pytest.mark.usefixtures("between_nodes")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_gradient_that_is_not_finite(group, method):
+    """As the fixed hooks: NaN on all ranks, and the next step is as if this one had not been."""
+    state = state_of(group)
+    decide(state, method)
+    for step in range(4):
+        bucket = bucket_of(group.rank, NAMES, step)
+        if step == 2 and group.rank == 0:
+            bucket.flat[7] = float("nan")
+        found = reduced(state, bucket)
+        agree(group, bool(found.isfinite().all()) == (step != 2), f"step {step}")
+    agree(group, all(bool(error.isfinite().all()) for error in state.error_dict.values()))
+
+
+@pytest.mark.usefixtures("between_nodes")
+def test_sparse_gradients_go_past_the_hook(group):
+    net = torch.nn.Sequential(
+        torch.nn.Embedding(8, 16, sparse=True), torch.nn.Linear(16, 32), torch.nn.Linear(32, 1)
+    )
+    model = DistributedDataParallel(net, process_group=group, bucket_cap_mb=0.001)
+    state = AdaptiveState(group, ("none", "powersgd-1"), min_compression_rate=1)
+    model.register_comm_hook(state, adaptive_hook)
+    for _ in range(24):
+        model.zero_grad()
+        model(torch.tensor([group.rank % 8, 3])).sum().backward()
+    agree(group, state.iter == 24 and state.is_decided, f"{state.iter} {state}")
+    agree(group, net[0].weight.grad.is_sparse)
+    agree(group, all("0.weight" not in row.parameters for row in state.table()), str(state))
