@@ -2,10 +2,10 @@
 
 python benchmarks/bench_recovery.py           (without mpirun: it starts the jobs itself)
 
-Three ranks train, and a drawn one is killed at a drawn time. mpidist has one spare process and
-commits in memory; ``mpidist run --restarts`` starts all ranks again, from the same commits, and
-torchrun from a checkpoint on the disk. All keep their state every five steps, and take turns. Then
-calls are timed with ULFM switched on and off.
+Three ranks train, and a drawn one is killed at a drawn time, several times in a job. mpidist has a
+spare process for each death, and commits in memory; ``mpidist run --restarts`` starts all ranks
+again, from the same commits, and torchrun from a checkpoint on the disk. All keep their state every
+five steps, and the jobs take turns. Then calls are timed with ULFM switched on and off.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,7 +31,9 @@ from harness import benchmark_options, environment, report, tables
 
 _JOB = Path(__file__).with_name("recovery") / "job.py"
 _RANKS = 3
-_STEPS_BEFORE = 12  # of the victim, the least
+_DEATHS = {"mpidist": 3, "restarts": 2, "gloo": 4}  # of one job
+_STEPS_BEFORE = 12  # of the victim since the death before, the least
+_MOST_BEFORE_S = 0.5  # of the drawn time before a death
 _LIMIT_S = 120.0
 _LOOK_S = 2e-3
 _TIMES = {
@@ -39,19 +42,23 @@ _TIMES = {
     "cold_s": "from a cold start to the first step",
 }
 
+T = TypeVar("T")
+
 
 def main() -> None:
     options = _parsed()
     rng = random.Random(options.seed)
-    kinds = ["mpidist"] if options.quick else ["mpidist", "restarts", "gloo"]
+    kinds = ["mpidist"] if options.quick else list(_DEATHS)
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
-    # The one round of --quick only shows that the jobs run.
-    rounds = 1 if options.quick else options.rounds
-    for number in range(rounds):
+    # The one death of --quick only shows that the jobs run.
+    due = {kind: options.restarts for kind in kinds} | {"mpidist": options.rounds}
+    if options.quick:
+        due = {"mpidist": 1}
+    while any(due.values()):
         for kind in kinds:
-            # The slower kinds have a turn in a few rounds, evenly among them.
-            if kind == "mpidist" or number * options.restarts % rounds < options.restarts:
-                found[kind].append(_killed(kind, rng))
+            if deaths := min(due[kind], _DEATHS[kind]):
+                found[kind] += _killed(kind, deaths, rng)
+                due[kind] -= deaths
     rows = [
         (f"{kind}: {name}", *_summary([one[key] for one in times]))
         for kind, times in found.items()
@@ -66,6 +73,7 @@ def main() -> None:
             "torch": torch.__version__,
         },
         "ranks": _RANKS,
+        "deaths_of_a_job": _DEATHS,
         "seconds": found,
     }
     if not options.quick:
@@ -111,51 +119,82 @@ def _mpirun(ranks: int, *options: str) -> list[str]:
     return [str(here / "mpirun"), "--oversubscribe", *options, "-n", str(ranks), sys.executable]
 
 
-def _command(kind: str) -> list[str]:
+def _command(kind: str, deaths: int) -> list[str]:
     if kind == "mpidist":
-        return _mpirun(_RANKS + 1, "--with-ft", "ulfm", "-x", "MPIDIST_SPARES=1")
+        return _mpirun(_RANKS + deaths, "--with-ft", "ulfm", "-x", f"MPIDIST_SPARES={deaths}")
     if kind == "restarts":
-        run = [sys.executable, "-m", "mpidist", "run", "--restarts", "1", "-n", str(_RANKS)]
+        run = [sys.executable, "-m", "mpidist", "run", f"--restarts={deaths}", "-n", str(_RANKS)]
         return [*run, "--bind-to", "none"]
     torchrun = Path(sys.executable).with_name("torchrun")
-    return [str(torchrun), "--standalone", f"--nproc-per-node={_RANKS}", "--max-restarts=1"]
+    return [str(torchrun), "--standalone", f"--nproc-per-node={_RANKS}", f"--max-restarts={deaths}"]
 
 
-def _killed(kind: str, rng: random.Random) -> dict[str, float]:
-    """Return the seconds from the death of a rank to what follows, in one job."""
+class _Events:
+    """Events that the processes of a job have written so far, each line read once.
+
+    Args:
+        folder: Of their files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, int] = {}  # bytes of each file
+        self._rows: list[dict[str, Any]] = []
+
+    def since(self, at: float) -> list[dict[str, Any]]:
+        """Return the events after a time, in their order; the others are forgotten."""
+        for file in self._folder.glob("events-*"):
+            with file.open("rb") as lines:
+                lines.seek(self._read.get(file, 0))
+                whole = lines.read().rpartition(b"\n")[0]
+            if whole:
+                self._read[file] = self._read.get(file, 0) + len(whole) + 1
+                self._rows += map(json.loads, whole.splitlines())
+        rows = (row for row in self._rows if row["at"] > at)
+        self._rows = sorted(rows, key=lambda row: row["at"])
+        return self._rows
+
+
+def _killed(kind: str, deaths: int, rng: random.Random) -> list[dict[str, float]]:
+    """Return the seconds from each death of a rank to what follows, in one job."""
+    found = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command = [*_command(kind), str(_JOB), kind, name]
-        launched = time.time()
+        events = _Events(folder)
+        command = [*_command(kind, deaths), str(_JOB), kind, name]
+        at = launched = time.time()
         job = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
         try:
-            deadline = time.monotonic() + _LIMIT_S
-            rank = rng.randrange(_RANKS)
-            pid = _wait(job, deadline, lambda: _pid_after(folder, rank))
-            # A spare may still import what torch delays.
-            time.sleep(4.0 + 0.1 * rng.random())
-            first = _after(folder, launched)
-            assert first is not None
-            died = time.time()
-            os.kill(pid, signal.SIGKILL)
-            events = _wait(job, deadline, lambda: _after(folder, died))
+            first = _wait(job, lambda: _after(events, launched))
+            cold_s = max(first["step"].values()) - launched
+            if kind == "mpidist":
+                _wait(job, lambda: _are_warm(events, launched, deaths))
+            for _ in range(deaths):
+                rank = rng.randrange(_RANKS)
+                pid = _wait(job, lambda: _pid_after(events, rank, at))  # noqa: B023
+                time.sleep(_MOST_BEFORE_S * rng.random())
+                at = time.time()
+                os.kill(pid, signal.SIGKILL)
+                seen = _wait(job, lambda: _after(events, at))  # noqa: B023
+                times = {"step_s": max(seen["step"].values()) - at}
+                if seen["error"]:
+                    times["error_s"] = max(seen["error"].values()) - at
+                if kind == "restarts":
+                    times["cold_s"] = cold_s
+                found.append(times)
             (folder / "end").touch()
             _, err = job.communicate(timeout=_LIMIT_S)
         finally:
             job.kill()
     if job.returncode:
         raise SystemExit(f"{' '.join(command[:4])} ... failed:\n{err}")
-    times = {"step_s": max(events["step"].values()) - died}
-    if events["error"]:
-        times["error_s"] = max(events["error"].values()) - died
-    if kind == "restarts":
-        times["cold_s"] = max(first["step"].values()) - launched
-    return times
+    return found
 
 
-def _wait(job: subprocess.Popen[str], deadline: float, look: Any) -> Any:
+def _wait(job: subprocess.Popen[str], look: Callable[[], T | None]) -> T:
+    deadline = time.monotonic() + _LIMIT_S
     while (found := look()) is None:
         if job.poll() is not None or time.monotonic() > deadline:
             raise SystemExit(f"a job has not come to its steps: {job.communicate()[1]}")
@@ -163,34 +202,29 @@ def _wait(job: subprocess.Popen[str], deadline: float, look: Any) -> Any:
     return found
 
 
-def _events(folder: Path) -> list[dict[str, Any]]:
-    return [
-        json.loads(line)
-        for file in folder.glob("events-*")
-        for line in file.read_text().splitlines()
-        if line.endswith("}")
-    ]
+def _are_warm(events: _Events, at: float, spares: int) -> bool | None:
+    """Return whether so many spares have imported what torch delays; None if not."""
+    return sum(row["kind"] == "warm" for row in events.since(at)) == spares or None
 
 
-def _pid_after(folder: Path, rank: int) -> int | None:
-    """Return the process of a rank that has made its first steps."""
-    for event in _events(folder):
-        if event["rank"] == rank and event["step"] >= _STEPS_BEFORE:
-            pid: int = event["pid"]
-            return pid
-    return None
+def _pid_after(events: _Events, rank: int, at: float) -> int | None:
+    """Return the process of a rank that has made its first steps since a time."""
+    steps = [row for row in events.since(at) if row["rank"] == rank and row["kind"] == "step"]
+    # Steps that are made again after a death are the survivors' from the commit on.
+    pid: int = steps[-1]["pid"] if steps else 0
+    return pid if sum(row["pid"] == pid for row in steps) >= _STEPS_BEFORE else None
 
 
-def _after(folder: Path, died: float) -> dict[str, dict[int, float]] | None:
+def _after(events: _Events, died: float) -> dict[str, dict[int, float]] | None:
     """Return times by rank of the first new step, and of errors, once all ranks have made it."""
-    events = sorted(_events(folder), key=lambda event: event["at"])
-    begun = {event["rank"]: event["at"] for event in events if event["kind"] == "begin"}
+    rows = events.since(died)
+    begun = {row["rank"]: row["at"] for row in rows if row["kind"] == "begin"}
     found: dict[str, dict[int, float]] = {"step": {}, "error": {}}
-    for event in events:
-        rank, at = event["rank"], event["at"]
-        if event["kind"] == "error" and at > died:
+    for row in rows:
+        rank, at = row["rank"], row["at"]
+        if row["kind"] == "error":
             found["error"].setdefault(rank, at)
-        elif event["kind"] == "step" and begun.get(rank, 0.0) > died and at > begun[rank]:
+        elif row["kind"] == "step" and at > begun.get(rank, at):
             found["step"].setdefault(rank, at)
     return found if len(found["step"]) == _RANKS else None
 

@@ -73,8 +73,13 @@ def mpidist_training(folder: Path) -> None:
     from mpidist import elastic
     from mpidist.checkpoint import commit, load
     from mpidist.ddp import DistributedDataParallel
+    from mpidist.elastic.warm_up import warm_up
 
     events = Events(folder)
+
+    def warm() -> None:
+        warm_up()
+        events.write("warm", -1)
 
     def train() -> None:
         world = mpidist.comm.init()
@@ -97,7 +102,7 @@ def mpidist_training(folder: Path) -> None:
             events.write("error", world.rank)
             raise
 
-    elastic.run(train)
+    elastic.run(train, warm)
 
 
 def gloo_training(folder: Path) -> None:
