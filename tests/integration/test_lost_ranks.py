@@ -238,8 +238,8 @@ def test_with_ulfm_calls_to_a_dead_worker_fail_and_the_living_go_on():
 @pytest.mark.parametrize(
     ("call", "on_timeout"),
     [
-        ("all_reduce(x)", "abort"),
-        ("all_reduce(x)", "raise"),
+        pytest.param("all_reduce(x)", "abort", marks=pytest.mark.long),
+        pytest.param("all_reduce(x)", "raise", marks=pytest.mark.long),
         ("all_reduce(x, async_op=True)", "raise"),
         ("broadcast(x, k % 3)", "abort"),
     ],
@@ -298,8 +298,15 @@ _DIES_IN_GATHER = """
 """
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["in its thread", "in the group's"])
-@pytest.mark.parametrize("on_timeout", ["abort", "raise"])
+@pytest.mark.parametrize(
+    ("on_timeout", "is_async"),
+    [
+        ("abort", False),
+        pytest.param("abort", True, marks=pytest.mark.long),
+        pytest.param("raise", False, marks=pytest.mark.long),
+        ("raise", True),
+    ],
+)
 def test_survivors_of_a_rank_that_dies_among_copies_of_node_memory_get_its_number_and_go_on(
     is_async, on_timeout, tmp_path
 ):
@@ -361,7 +368,14 @@ _MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("case", _MESSAGES)
+# Other cases wait in the same calls, and that each of them names the rank is seen at the end.
+_LONG = ("send", "recv", "recv_object")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.long] * (case in _LONG)) for case in _MESSAGES],
+)
 def test_survivors_of_a_rank_that_dies_in_a_long_message_get_its_number_and_go_on(case, tmp_path):
     its_part, own_part = _MESSAGES[case]
     done = run(
