@@ -37,7 +37,7 @@ def exporting(exports, script, **variables):
 @pytest.mark.parametrize(
     ("exports", "backend", "variables"),
     [
-        (_FROM_MPIRUN, "mpidist", {}),
+        pytest.param(_FROM_MPIRUN, "mpidist", {}, marks=pytest.mark.long),
         ((*_FROM_MPIRUN, "WORLD_SIZE=2", "MASTER_ADDR="), "mpidist", {}),
         (_FROM_MPIRUN, "nccl", {"MPIDIST_REPLACE": "nccl"}),
     ],
@@ -52,7 +52,7 @@ def test_an_exported_rank_needs_no_address(exports, backend, variables):
 @pytest.mark.parametrize(
     ("exports", "variables"),
     [
-        (("RANK=0",), {}),
+        pytest.param(("RANK=0",), {}, marks=pytest.mark.long),
         (("RANK=0",), {"MPIDIST_REPLACE": "gloo"}),
         (("RANK=0", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=29531"), {}),
     ],
@@ -92,7 +92,11 @@ _TRAINERS_OF_FOUR = """
 
 @pytest.mark.parametrize(
     ("backend", "variables"),
-    [("mpidist", {}), ("gloo", {"MPIDIST_REPLACE": "gloo"})],
+    [
+        # That of any ranks, below, meets by tcp under this name.
+        pytest.param("mpidist", {}, marks=pytest.mark.long),
+        ("gloo", {"MPIDIST_REPLACE": "gloo"}),
+    ],
     ids=["by_tcp", "replaced"],
 )
 def test_two_of_four_ranks_make_a_group(backend, variables, free_port):
