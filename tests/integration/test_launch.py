@@ -53,7 +53,13 @@ _DIES = {
 }
 
 
-@pytest.mark.parametrize("when", _DIES)
+# The cases before and after it are those in which another part has to end the job.
+_LONG = "before init_process_group"
+
+
+@pytest.mark.parametrize(
+    "when", [pytest.param(when, marks=[pytest.mark.long] * (when == _LONG)) for when in _DIES]
+)
 def test_an_uncaught_exception_ends_the_job(when):
     done = run(2, _DIES[when])
     assert done.returncode != 0
@@ -148,7 +154,9 @@ def test_a_backend_that_is_not_there_says_what_to_write():
         ("another launcher's MPI", ["mpirun", "srun"]),
         ("torchrun", ["torchrun", "mpirun", "srun"]),
         ("funneled", ["MPI_THREAD_FUNNELED", "MPI4PY_RC_THREAD_LEVEL"]),
-        ("single", ["MPI_THREAD_SINGLE", "MPI4PY_RC_THREAD_LEVEL"]),
+        pytest.param(
+            "single", ["MPI_THREAD_SINGLE", "MPI4PY_RC_THREAD_LEVEL"], marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_start_that_cannot_work_says_so(name, words):
