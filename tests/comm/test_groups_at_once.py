@@ -12,7 +12,7 @@ from tests.tools.support import printed, short_job
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_two_groups_and_the_callers_thread(ranks):
     done = short_job(
         ranks,
