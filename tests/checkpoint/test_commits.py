@@ -386,7 +386,10 @@ _SPARE = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dead", "where"), [(1, "step"), (0, "commit")])
+# Deaths in a step are those of tests/elastic/test_recovery.py, too.
+@pytest.mark.parametrize(
+    ("dead", "where"), [pytest.param(1, "step", marks=pytest.mark.long), (0, "commit")]
+)
 def test_a_spare_takes_the_place_of_a_dead_rank_with_the_same_bits(tmp_path, dead, where):
     def weights(name, *values):
         (tmp_path / name).mkdir()
