@@ -135,7 +135,7 @@ timing: $(READY)
 	$(LIMIT) $(PY) -m pytest -q -m 'timing and not mpi and not gpu' $(TESTS)
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PYTEST_MPI) -m 'timing and mpi and not gpu' $(TESTS)
 
-long: $(READY) $(VENV)/.stamp-frameworks
+long: $(READY) $(VENV)/.stamp-frameworks $(VENV)/.stamp-hipcc
 	$(LIMIT) $(PY) -m pytest -q -m 'long and not mpi and not gpu' $(TESTS)
 	$(OPENMPI_RUN) -n 2 $(PYTEST_MPI) -m 'long and mpi and not gpu' $(TESTS)
 	$(OPENMPI_RUN) -n 6 $(PYTEST_MPI) -m mpi tests/conformance/test_ddp.py
