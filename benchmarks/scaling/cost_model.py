@@ -6,8 +6,9 @@ terms, each multiplied by a non-negative parameter:
 - the call itself, once, within a node; between nodes the overhead of a protocol for long messages,
   once. Short messages between nodes have no such term: all of their time grows with the nodes, and
   long ones have the same latency;
-- the latency of a message, once per consecutive message: log2 p times within a node, log2 n times
-  between nodes;
+- the latency of a message, once per consecutive message: log2 p times within a node; between nodes
+  log2 n times for short messages, and for long ones log2 n times in the reduce-scatter and again in
+  the all-gather;
 - bytes that a rank copies and adds: log2 p · N for short messages (recursive doubling),
   2·(p-1)/p · N for long ones (reduce-scatter and all-gather; half of that for only one of them);
 - bytes on a node's link, which its p ranks share: p · 2·(n-1)/n · N, over the link's rate.
@@ -93,6 +94,8 @@ def terms(point: Point, is_short: bool) -> tuple[float, ...]:
         return (0.0,) * len(TERMS)
     passes = _PASSES[point.operation]
     steps_node, steps_net = math.log2(p), math.log2(n)
+    if not is_short:
+        steps_net *= max(passes, 1.0)
     in_node = max(steps_node if is_short else 0.0, passes * (p - 1) / p)
     # Data for other nodes is also added or copied on each node.
     if n > 1:
