@@ -20,6 +20,7 @@ FORMS = (
     "allocate-openmpi-2", "autograd-openmpi-3", "collectives-openmpi-2", "ddp-openmpi-2",
     "device-openmpi-2-nvidia-h100-80gb-hbm3", "growth-openmpi-2", "kernels-nvidia-h100-80gb-hbm3",
     "messages-openmpi-2", "oss-openmpi-2", "owners-openmpi-2", "powersgd-mpich-2-1gbit",
+    "replay-simgrid",
     "rpc-openmpi-2", "rpc-scale-openmpi", "scaling-openmpi", "windows-openmpi-2",
     "windows-references-openmpi-2",
 )  # fmt: skip

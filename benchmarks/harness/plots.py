@@ -30,6 +30,7 @@ _MODULES = {
     "oss": "harness.report",
     "owners": "training.report",
     "powersgd": "training.report",
+    "replay": "replay.figure",
     "rpc": "harness.calls",
     "rpc-scale": "rpc.scale_figure",
     "scaling": "scaling.plot",

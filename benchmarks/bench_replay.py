@@ -1,0 +1,209 @@
+"""Scaling on networks larger than the machine: messages of steps, replayed by SimGrid.
+
+python benchmarks/bench_replay.py judge                          # the model of bench_scaling.py
+python benchmarks/bench_replay.py calibrate                      # by measured links
+python benchmarks/bench_replay.py scale run.json.gz --ranks 64   # a timeline of MPIDIST_TRACE
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from replay import calibration, judgement, recorded, schedules, simulator, traces
+from replay import report as replay_report
+from replay.networks import Network
+
+from harness import benchmark_options, plots, report, tables
+from scaling import advice, steps
+from training import gradient_lists
+
+# Computing of a rank's step. ResNet-50: 256 images at 2560 a second; GPT-2 XL: 8192 tokens at 40 %
+# of an H100's peak in bf16 (``scaling.advice``).
+_JOBS = {
+    "ResNet-50": (gradient_lists.resnet50, 0.1),
+    "GPT-2 XL": (gradient_lists.gpt2_xl, 6 * 1_557_611_200 * 8192 / advice.GPU_FLOP_RATE),
+}
+# What is simulated of long traces: minutes each.
+_MOST_OF_A_RING, _MOST_OF_MANY_BUCKETS, _MANY_BUCKETS = 64, 256, 50
+_CROSSED = (
+    (schedules.DOUBLING, schedules.HALVING),
+    (schedules.HALVING, schedules.RING),
+)
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    if simulator.installed() is None:
+        raise SystemExit(simulator.MISSING)
+    options.run(options)
+
+
+def _judge(options: argparse.Namespace) -> None:
+    from mpidist import progress_bar
+
+    measure = judgement.replayed(_messages(options))
+    if options.quick:
+        options.ranks, options.nodes, options.rates = [64], 64, options.rates[:1]
+    costs = advice.gpu_costs(json.loads(advice.GPU_FILE.read_text(encoding="utf-8")))
+    jobs = [
+        judgement.Job(name, seconds, steps.buckets_of(shapes()), costs)
+        for name, (shapes, seconds) in _JOBS.items()
+        if name in options.jobs
+    ]
+    record: dict[str, Any] = {
+        "benchmark": "replay",
+        "simgrid": simulator.version(),
+        "assumptions": {
+            "nodes": options.nodes,
+            "rate_gbit_s": options.rates[0],
+            "latency_us": options.latency_us,
+            "overhead_us": options.overhead_us,
+            "taper": options.taper,
+            "library": options.libraries[0],
+            "fitted_ranks": judgement.FITTED_RANKS,
+        },
+        "collectives": [],
+        "steps": [],
+        "crossings": [],
+        "choices": [],
+    }
+    cases = [
+        (kind, rate, library)
+        for kind in options.networks
+        for rate in options.rates
+        for library in options.libraries
+    ]
+    for kind, rate, library in progress_bar.track(cases, "networks", 0):
+        network = _network(options, kind, rate)
+        fit = judgement.fitted(network, library, measure)
+        # A ring of many nodes has a million messages for each bucket.
+        is_ring = library != "mpich"
+        ranks = [one for one in options.ranks if not is_ring or one <= _MOST_OF_A_RING]
+        long_ranks = [one for one in ranks if one <= _MOST_OF_MANY_BUCKETS]
+        record["collectives"] += judgement.judged_collectives(network, library, fit, ranks, measure)
+        record["steps"] += [
+            judgement.judged_step(job, network, library, fit, count, hook, measure)
+            for job in jobs
+            for count in (ranks if len(job.buckets) < _MANY_BUCKETS else long_ranks)
+            for hook in judgement.HOOKS
+            if len(job.buckets) < _MANY_BUCKETS or (not is_ring and rate == options.rates[0])
+        ]
+        if not is_ring:
+            record["crossings"] += _crossings(network, options.ranks[:1], measure)
+    record["choices"] = judgement.choices(record["steps"])
+    path = options.output / "replay-simgrid.json"
+    report.write_json(record, path)
+    print(f"{replay_report.text_of(record)}\n\n{plots.beside(path)}")
+
+
+def _crossings(network: Network, ranks: list[int], measure: judgement.Measure) -> list[Any]:
+    return [
+        {
+            "network": network.kind,
+            "rate_gbit_s": network.rate_gbit_s,
+            "ranks": count,
+            "first": first,
+            "second": second,
+            "simulated_bytes": judgement.crossing(network, count, first, second, measure),
+            "predicted_bytes": judgement.crossing_by_terms(network, count, first, second, measure),
+        }
+        for count in ranks
+        for first, second in _CROSSED
+    ]
+
+
+def _calibrate(options: argparse.Namespace) -> None:
+    measured = json.loads(options.measured.read_text(encoding="utf-8"))
+    record = calibration.run(measured["jobs"])
+    report.write_json(record, options.output / "replay-calibration.json")
+    print(calibration.text_of(record))
+
+
+def _scale(options: argparse.Namespace) -> None:
+    try:
+        plan = recorded.plan(options.file, options.of_rank)
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from None
+    measure = judgement.replayed(_messages(options))
+    rows = []
+    for kind in options.networks:
+        network = _network(options, kind, options.rates[0])
+        for count in options.ranks:
+            choose = functools.partial(schedules.chosen, options.libraries[0], ranks=count)
+            seconds = measure(network, count, traces.step(plan, count, choose))
+            rows.append((kind, count, f"{1e3 * seconds:.2f}", f"{plan.compute_s / seconds:.2f}"))
+    print(
+        f"{len(plan.messages)} all-reduces of {sum(map(sum, plan.messages)):,} bytes, "
+        f"{1e3 * plan.compute_s:.2f} ms computing a step; SIMULATED"
+    )
+    print(tables.text(rows, ("network", "ranks", "ms a step", "efficiency"), keys=2))
+
+
+def _messages(options: argparse.Namespace) -> simulator.Messages:
+    return simulator.Messages(options.overhead_us / 1e6)
+
+
+def _network(options: argparse.Namespace, kind: str, rate: float) -> Network:
+    try:
+        return Network(kind, options.nodes, rate, options.latency_us / 1e6, options.taper)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    judge = commands.add_parser("judge", help="errors of the model on simulated networks")
+    judge.set_defaults(run=_judge)
+    _add_network(judge)
+    judge.add_argument("--jobs", nargs="+", choices=_JOBS, default=list(_JOBS), metavar="NAME")
+    benchmark_options.add_output(judge, "JSON and the plot")
+    benchmark_options.add_quick(judge)
+    calibrate = commands.add_parser("calibrate", help="the simulator beside measured links")
+    calibrate.set_defaults(run=_calibrate)
+    calibrate.add_argument(
+        "--measured",
+        type=Path,
+        default=benchmark_options.RESULTS / "scaling-openmpi.json",
+        metavar="RECORD",
+        help="of bench_scaling.py, with jobs on links",
+    )
+    benchmark_options.add_output(calibrate)
+    scale = commands.add_parser("scale", help="a timeline's step on more nodes")
+    scale.set_defaults(run=_scale)
+    scale.add_argument("file", type=Path, help="of MPIDIST_TRACE")
+    scale.add_argument("--of-rank", type=int, default=0, help="whose step is repeated")
+    _add_network(scale)
+    return parser
+
+
+def _add_network(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--networks",
+        nargs="+",
+        choices=("fat tree", "dragonfly"),
+        default=["fat tree", "dragonfly"],
+    )
+    parser.add_argument("--nodes", type=int, default=512, help="of the network: a power of two")
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(judgement.JUDGED_RANKS))
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[100.0, 10.0], metavar="GBIT_S", help="of a cable"
+    )
+    parser.add_argument("--latency-us", type=float, default=1.0, help="of a cable")
+    parser.add_argument(
+        "--overhead-us", type=float, default=1.0, help="of a message, at each of its ends"
+    )
+    parser.add_argument("--taper", type=int, default=1, help="cables of nodes over those above")
+    parser.add_argument(
+        "--libraries", nargs="+", choices=schedules.LIBRARIES, default=["mpich", "openmpi"]
+    )
+
+
+if __name__ == "__main__":
+    main()

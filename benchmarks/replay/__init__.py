@@ -1,0 +1,1 @@
+"""Replay of made traces of data-parallel steps on simulated networks."""
