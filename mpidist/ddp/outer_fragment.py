@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -61,7 +62,13 @@ class OuterFragment:
 
     def is_finite(self) -> bool:
         """Return whether the buckets hold neither infinity nor NaN."""
-        return all(bool(torch.isfinite(bucket.flat).all()) for bucket in self.buckets)
+        # The largest magnitude, which is NaN if an element is: one pass, without the memory of
+        # ``isfinite``.
+        return all(
+            math.isfinite(torch.linalg.vector_norm(bucket.flat, math.inf))
+            for bucket in self.buckets
+            if bucket.flat.numel()
+        )
 
     def average(
         self, call: Callable[[GradBucket], BucketFuture], group: Group, index: int, is_last: bool
