@@ -202,6 +202,7 @@ def check(ways: Ways) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=_ROUNDS)
+    parser.add_argument("--burst-s", type=float, default=_BURST_S, help="seconds of a burst")
     parser.add_argument("--only", help="one case: looks, latency, torch, overlap, two threads")
     benchmark_options.add_output(parser)
     options = parser.parse_args()
@@ -221,7 +222,7 @@ def main() -> None:
         for name, size_bytes, contenders in cases(ways, pool):
             if options.only not in (None, name):
                 continue
-            series = timing.time_rounds(ways.raw, contenders, options.rounds, _BURST_S)
+            series = timing.time_rounds(ways.raw, contenders, options.rounds, options.burst_s)
             results.append(report.result_of(name, size_bytes // 4, size_bytes, series))
             if is_first:
                 rows = [

@@ -18,7 +18,7 @@ import torch
 
 from mpidist import progress_bar
 from mpidist.kernels import powersgd, powersgd_launches
-from tests.tools.support import ROOT, job, missing, python, python_file, started
+from tests.tools.support import ROOT, job, launcher, missing, python, python_file, started
 
 BENCHMARKS = ROOT / "benchmarks"
 FOUR_WAYS = ["gloo", "mpi4py", "mpidist", "native"]
@@ -40,8 +40,8 @@ def _found(_libraries, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-# One job for several programs of two ranks, because each would import torch, NumPy and matplotlib
-# again. On an idle machine a job takes 15 to 25 s, an eighth of its limit: a machine may be half as
+# One job for many programs of two ranks, because each would import torch, NumPy and matplotlib
+# again. On an idle machine a job takes 25 to 40 s, a fifth of its limit: a machine may be half as
 # fast, and other tests run beside it.
 _IN_TURN = """
     import runpy, sys
@@ -86,8 +86,8 @@ _OF_SCALE = [
 ]
 _OF_COLLECTIVES = [
     ["tree_job.py", "collectives", "--quick"],
-    ["bench_collectives.py", "--quick"],
-    ["bench_execution.py", "--rounds", "1"],
+    ["bench_collectives.py", "--quick", "--rounds", "1"],
+    ["bench_execution.py", "--rounds", "1", "--burst-s", "0"],
     ["bench_recorder.py", "--rounds", "2", "--burst-s", "0", "--entries", "100", "--width", "8"],
     ["bench_determinism.py", "--sizes", "8", "65536", "--exact", "65536", "--rounds", "2"],
 ]
@@ -152,12 +152,38 @@ def _job_of(name, programs):
     return run
 
 
-of_calls = _job_of("calls", _OF_CALLS)
-of_scale = _job_of("scale", _OF_SCALE)
-of_collectives = _job_of("collectives", _OF_COLLECTIVES)
-of_training = _job_of("training", _OF_TRAINING)
-of_optimizers = _job_of("optimizers", _OF_OPTIMIZERS)
-of_messages = _job_of("messages", _OF_MESSAGES)
+of_calls = _job_of("calls", _OF_CALLS + _OF_SCALE)
+of_collectives = _job_of("collectives", _OF_COLLECTIVES + _OF_MESSAGES)
+of_training = _job_of("training", _OF_TRAINING + _OF_OPTIMIZERS)
+
+
+# A program that starts jobs, by the launchers beside its interpreter.
+_BY_ITSELF = """
+    import runpy, sys
+    sys.path.insert(0, {folder!r})
+    sys.executable = {interpreter!r}
+    sys.argv = {words!r}
+    runpy.run_path({folder!r} + "/" + sys.argv[0], run_name="__main__")
+"""
+
+
+def _run_by_itself(folder, *words):
+    """Run a program that starts jobs, and records into a folder; return what it prints.
+
+    The ranks of its jobs import torch no more than those of tests' own do; torchrun's do.
+    """
+    interpreter, (mpirun, *_) = python_file(folder), launcher(2)
+    torchrun = f"PYTHON_EXEC={interpreter} exec {interpreter} -m torch.distributed.run"
+    for name, command in (("mpirun", f"exec {mpirun}"), ("torchrun", torchrun)):
+        file = folder / name
+        file.write_text(f'#!/bin/sh\n{command} "$@"\n')
+        file.chmod(0o755)
+    script = _BY_ITSELF.format(
+        folder=str(BENCHMARKS), interpreter=interpreter, words=[*words, "--output", str(folder)]
+    )
+    done = job(1, script, command=[], timeout_s=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def record_of(folder, pattern, *, has_picture=True):
@@ -179,21 +205,17 @@ def judged_record_of(folder, pattern, goals):
 @pytest.mark.slow
 @pytest.mark.usefixtures("_libraries")
 def test_starts_of_whole_jobs_are_timed(tmp_path):
-    program = [str(BENCHMARKS / "bench_startup.py"), "--quick", "--output", str(tmp_path)]
-    done = started([*python(), *program], 100)
-    assert done.returncode == 0, done.stdout + done.stderr
+    text = _run_by_itself(tmp_path, "bench_startup.py", "--quick")
     record = record_of(tmp_path, "startup-2.json", has_picture=False)
     assert {"gloo", "mpidist", "gloo, torchrun"} == record["seconds"].keys()
     assert all(len(found) == 1 and found[0] > 0 for found in record["seconds"].values())
-    assert "mpidist" in done.stdout
+    assert "mpidist" in text
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_libraries")
 def test_a_recovery_is_timed(tmp_path):
-    program = [str(BENCHMARKS / "bench_recovery.py"), "--quick", "--output", str(tmp_path)]
-    done = started([*python(), *program], 100)
-    assert done.returncode == 0, done.stdout + done.stderr
+    _run_by_itself(tmp_path, "bench_recovery.py", "--quick")
     ((times,),) = record_of(tmp_path, "recovery-openmpi.json", has_picture=False)[
         "seconds"
     ].values()
@@ -258,8 +280,8 @@ def test_operations_with_the_recorder_and_without_are_compared_and_recorded(of_c
 
 
 @pytest.mark.slow
-def test_node_memory_is_compared_and_recorded(of_messages):
-    record = record_of(of_messages[0], "allocate-*-2.json", has_picture=False)
+def test_node_memory_is_compared_and_recorded(of_collectives):
+    record = record_of(of_collectives[0], "allocate-*-2.json", has_picture=False)
     assert [result["operation"] for result in record["results"]] == ["all-gather", "unshard"]
     for result in record["results"]:
         assert set(result["contenders"]) == {"gloo", "mpidist", "node memory"}
@@ -267,8 +289,8 @@ def test_node_memory_is_compared_and_recorded(of_messages):
 
 
 @pytest.mark.slow
-def test_sharded_steps_are_compared_and_state_bytes_recorded(of_optimizers):
-    record = record_of(of_optimizers[0], "oss-[mo]*-2.json", has_picture=False)
+def test_sharded_steps_are_compared_and_state_bytes_recorded(of_training):
+    record = record_of(of_training[0], "oss-[mo]*-2.json", has_picture=False)
     cases = {result["operation"]: result["contenders"] for result in record["results"]}
     assert set(cases) == {
         "Adam, loop",
@@ -299,8 +321,8 @@ def test_sharded_steps_are_compared_and_state_bytes_recorded(of_optimizers):
 
 
 @pytest.mark.slow
-def test_messages_are_compared_and_recorded(of_messages):
-    record = record_of(of_messages[0], "messages-*-2.json", has_picture=False)
+def test_messages_are_compared_and_recorded(of_collectives):
+    record = record_of(of_collectives[0], "messages-*-2.json", has_picture=False)
     names = {result["operation"] for result in record["results"]}
     assert {"latency", "exchange", "window", "100 posted tags"} <= names
     assert all(
@@ -310,8 +332,8 @@ def test_messages_are_compared_and_recorded(of_messages):
 
 
 @pytest.mark.slow
-def test_state_of_the_sharded_optimizer_is_measured_and_recorded(of_optimizers):
-    record = record_of(of_optimizers[0], "oss-state-*-2.json", has_picture=False)
+def test_state_of_the_sharded_optimizer_is_measured_and_recorded(of_training):
+    record = record_of(of_training[0], "oss-state-*-2.json", has_picture=False)
     assert record["results_checked"] is True
     ways = {"used again", "fresh", "all ranks"}
     if importlib.util.find_spec("fairscale") is not None:
@@ -458,8 +480,8 @@ def test_pauses_during_steps_of_optimizers(tmp_path):
 
 
 @pytest.mark.slow
-def test_wires_are_compared_and_recorded(of_optimizers):
-    record = record_of(of_optimizers[0], "wire-*-2-test.json", has_picture=False)
+def test_wires_are_compared_and_recorded(of_training):
+    record = record_of(of_training[0], "wire-*-2-test.json", has_picture=False)
     (result,) = record["results"]
     sent = {name: values["bytes_of_a_rank"] for name, values in result["contenders"].items()}
     # 157 times 64 elements and the rest; 40 and 39 blocks of int8 with a scale each, padded to 16
@@ -480,8 +502,8 @@ def test_wires_are_compared_and_recorded(of_optimizers):
 
 
 @pytest.mark.slow
-def test_windows_are_compared_and_recorded(of_messages):
-    record = record_of(of_messages[0], "windows-[mo]*-2.json", has_picture=False)
+def test_windows_are_compared_and_recorded(of_collectives):
+    record = record_of(of_collectives[0], "windows-[mo]*-2.json", has_picture=False)
     results = {(each["operation"], each["size_bytes"]): each for each in record["results"]}
     assert set(results) == {
         (operation, size)
@@ -495,7 +517,7 @@ def test_windows_are_compared_and_recorded(of_messages):
 
 
 @pytest.mark.slow
-def test_windows_for_references_and_shards_are_compared_and_recorded(of_messages):
+def test_windows_for_references_and_shards_are_compared_and_recorded(of_collectives):
     windows = ["two copies", "one copy", "put by the owner", "size, then put"]
     ways = {
         "references": ["to_here", "answer", *windows, "no value"],
@@ -506,7 +528,7 @@ def test_windows_for_references_and_shards_are_compared_and_recorded(of_messages
         "shards": [("mpidist", "window")],
     }
     for part, sizes in (("references", [1024, 65536]), ("shards", [65536])):
-        record = record_of(of_messages[0], f"windows-{part}-*-2.json", has_picture=False)
+        record = record_of(of_collectives[0], f"windows-{part}-*-2.json", has_picture=False)
         assert [result["size_bytes"] for result in record["results"]] == sizes
         for result in record["results"]:
             assert list(result["contenders"]) == ways[part]
@@ -516,8 +538,8 @@ def test_windows_for_references_and_shards_are_compared_and_recorded(of_messages
 
 
 @pytest.mark.slow
-def test_ways_from_device_memory_are_compared_and_recorded(of_messages):
-    record = record_of(of_messages[0], "device-*-2-cpu.json")
+def test_ways_from_device_memory_are_compared_and_recorded(of_collectives):
+    record = record_of(of_collectives[0], "device-*-2-cpu.json")
     contenders = {result["operation"]: list(result["contenders"]) for result in record["results"]}
     assert contenders == {
         "all_reduce": ["library", "ring", "staged"],
@@ -534,8 +556,8 @@ def test_echoes_of_device_tensors_are_compared_and_recorded(of_calls):
 
 
 @pytest.mark.slow
-def test_sharded_steps_on_a_device_are_compared_and_recorded(of_optimizers):
-    record = judged_record_of(of_optimizers[0], "oss-device-*-2-cpu.json", goals=3)
+def test_sharded_steps_on_a_device_are_compared_and_recorded(of_training):
+    record = judged_record_of(of_training[0], "oss-device-*-2-cpu.json", goals=3)
     (result,) = record["results"]
     ways = {"mpidist", "mpidist flat", "mpidist flat bf16", "mpidist flat int8"}
     others = {"Adam", "copies of others' shards", "torch on mpidist"}
@@ -581,8 +603,8 @@ def test_calls_are_compared_and_recorded(of_calls):
 
 
 @pytest.mark.slow
-def test_backward_passes_are_compared_and_recorded(of_scale):
-    record = record_of(of_scale[0], "autograd-*-2.json", has_picture=False)
+def test_backward_passes_are_compared_and_recorded(of_calls):
+    record = record_of(of_calls[0], "autograd-*-2.json", has_picture=False)
     shown = {result["operation"]: set(result["contenders"]) for result in record["results"]}
     assert list(shown) == ["1 layer", "4 layers", "4 layers and step"]
     assert all(names == {"tensorpipe", "mpidist", "smart"} for names in shown.values())
@@ -653,8 +675,8 @@ def test_start_memory_and_calls_of_all_are_recorded(of_calls):
 
 
 @pytest.mark.slow
-def test_a_job_of_the_scaling_benchmark_is_recorded(of_scale):
-    record = record_of(of_scale[0], "scaling-*-2.json", has_picture=False)
+def test_a_job_of_the_scaling_benchmark_is_recorded(of_calls):
+    record = record_of(of_calls[0], "scaling-*-2.json", has_picture=False)
     assert (record["ranks"], record["nodes"], record["ranks_per_node"], record["machines"]) == (
         2,
         1,
@@ -680,9 +702,7 @@ def test_a_job_of_the_scaling_benchmark_is_recorded(of_scale):
 
 @pytest.mark.slow
 def test_the_start_of_collectives_is_recorded(tmp_path):
-    program = [*python(), str(BENCHMARKS / "bench_scaling.py"), "startup", "--jobs", "2"]
-    done = started([*program, "--output", str(tmp_path)], timeout_s=100)
-    assert done.returncode == 0, done.stdout + done.stderr
+    _run_by_itself(tmp_path, "bench_scaling.py", "startup", "--jobs", "2")
     record = json.loads((tmp_path / "scaling-startup.json").read_text())
     (row,) = record["jobs"]
     assert (
@@ -696,8 +716,8 @@ def test_the_start_of_collectives_is_recorded(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_growth_of_costs_is_recorded(of_scale):
-    record = record_of(of_scale[0], "growth-*-2.json")
+def test_the_growth_of_costs_is_recorded(of_calls):
+    record = record_of(of_calls[0], "growth-*-2.json")
     assert record["results_checked"] is True and len(record["results"]) == 7
     for found in record["results"].values():
         assert list(found) == ["10", "100"]
