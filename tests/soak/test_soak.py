@@ -10,7 +10,7 @@ from tests.soak.flat import Changes, Flat, told
 from tests.soak.holders import chain
 from tests.tools.support import launcher, python, started
 
-SECONDS = 15
+SECONDS = 9
 SEED = 5  # of which the first worlds are short
 
 
