@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from tests.frameworks.jobs import CLOSE, OUR_DDP, each_class_of_theirs, ranks_of, require
-from tests.tools.support import launcher, started
+from tests.tools.support import launcher, python, started
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +43,7 @@ def test_training_equals_that_of_one_process(tmp_path, words, module):
 @pytest.mark.parametrize("words", ["gloo", pytest.param("gloo,ddp", marks=pytest.mark.long)])
 def test_a_job_of_lightnings_own_strategy_ends_by_itself(tmp_path, words):
     require("lightning")
-    program = [sys.executable, "-m", "tests.frameworks.lightning_alone", str(tmp_path)]
+    program = [*python(), "-m", "tests.frameworks.lightning_alone", str(tmp_path)]
     done = started([*launcher(2), *program], 150, {"MPIDIST_REPLACE": words})
     assert done.returncode == 0, done.stderr
     ends = sorted(line for line in done.stdout.splitlines() if line.startswith("ended as"))
