@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
 
-from tests.tools.support import ROOT, launcher, python, started
+from tests.tools.support import ROOT, VARIABLES, launcher, python, started
 
 pytestmark = pytest.mark.slow
 PROGRAM = str(ROOT / "examples" / "train_digits.py")
@@ -74,7 +74,7 @@ def test_a_run_that_is_stopped_and_started_again_has_the_same_numbers(tmp_path, 
 
 def test_a_signal_has_it_save_and_ask_to_be_started_again(tmp_path, data):
     command = [
-        sys.executable,
+        *python(),
         PROGRAM,
         "--data",
         str(data),
@@ -85,7 +85,11 @@ def test_a_signal_has_it_save_and_ask_to_be_started_again(tmp_path, data):
     ]
     metrics = tmp_path / "metrics.json"
     with subprocess.Popen(
-        [*command, "--metrics", str(metrics)], stdout=subprocess.PIPE, text=True
+        [*command, "--metrics", str(metrics)],
+        env={**os.environ, **VARIABLES},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         try:
             deadline = time.monotonic() + 60
@@ -103,7 +107,14 @@ def test_a_signal_has_it_save_and_ask_to_be_started_again(tmp_path, data):
 @pytest.mark.parametrize(
     ("ranks", "options", "code", "problem"),
     [
-        (2, ["--epochs", "none"], 2, "argument --epochs: must be a whole number above 0, not none"),
+        # The same parser explains those of tests/integration/test_examples.py.
+        pytest.param(
+            2,
+            ["--epochs", "none"],
+            2,
+            "argument --epochs: must be a whole number above 0, not none",
+            marks=pytest.mark.long,
+        ),
         (
             2,
             ["--data", "{folder}/few.npz"],
