@@ -380,7 +380,7 @@ pair = world.new_group([0, 2])
 world.barrier()
 if world.rank == 1:
     sys.exit(3)
-for _ in range(30):  # what the rank that left is no member of goes on
+for _ in range({rounds}):  # what the rank that left is no member of goes on
     time.sleep(0.1)
     pair.barrier()
 texts = {{}}
@@ -417,7 +417,8 @@ _ENDS = {
 @pytest.fixture(scope="module")
 def left():
     """A job with a rank that ends early."""
-    return short_job(3, _LEAVES.format(calls={name: call for name, (call, _) in _ENDS.items()}))
+    calls = {name: call for name, (call, _) in _ENDS.items()}
+    return short_job(3, _LEAVES.format(calls=calls, rounds=30))
 
 
 @pytest.mark.slow
@@ -503,7 +504,7 @@ def test_a_group_that_a_member_does_not_make_ends_the_job_after_the_timeout():
 
 @pytest.mark.slow
 def test_with_ulfm_the_others_continue_after_a_rank_ends_early():
-    done = short_job(3, _LEAVES.format(calls={}), *_ULFM)
+    done = short_job(3, _LEAVES.format(calls={}, rounds=1), *_ULFM)
     lines = [
         json.loads(line)
         for line in done.stdout.splitlines()
