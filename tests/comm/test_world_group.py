@@ -73,7 +73,7 @@ _TWO_PROGRAMS = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(3, marks=pytest.mark.long), 4])
 def test_some_ranks_train_while_another_runs_plain_mpi(ranks):
     found = printed(run(ranks, _TWO_PROGRAMS))
     assert sorted(found) == list(range(ranks))
@@ -139,7 +139,14 @@ _ONE_AFTER_ANOTHER = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "level"), [(3, "serialized"), (4, "multiple")])
+@pytest.mark.parametrize(
+    ("ranks", "level"),
+    [
+        (3, "serialized"),
+        (3, "multiple"),
+        pytest.param(4, "multiple", marks=pytest.mark.long),
+    ],
+)
 def test_one_world_follows_another_with_the_same_keys(ranks, level):
     done = run(ranks, _ONE_AFTER_ANOTHER, env={"MPI4PY_RC_THREAD_LEVEL": level})
     for found in printed(done).values():
