@@ -36,17 +36,17 @@ def test_actors_win_by_the_learners_policy(ranks):
     assert float(match[2]) > 0.65 and float(match[3].split(",")[2]) > 0.9
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(1, 60), (3, 100)])
-def test_a_divided_transformer_learns_the_librarys_text(ranks, steps):
+# A model of byte frequencies alone reaches 3.2.
+@pytest.mark.parametrize(("ranks", "steps", "most"), [(1, 25, 3.2), (3, 60, 2.9)])
+def test_a_divided_transformer_learns_the_librarys_text(ranks, steps, most):
     text = run(ranks, "pipeline_transformer.py", f"--steps={steps}")
     match = re.search(
         r"(\d) stage\(s\), (\d+) steps: loss (\S+) -> (\S+), on other text (\S+)", text
     )
     assert match and (int(match[1]), int(match[2])) == (ranks, steps)
     first, last, elsewhere = (float(match[number]) for number in (3, 4, 5))
-    # The initial loss is log(256) plus the effect of random weights. A model of byte frequencies
-    # alone reaches 3.2.
-    assert 5 < first < 7 and max(last, elsewhere) < 2.9
+    # The initial loss is log(256) plus the effect of random weights.
+    assert 5 < first < 7 and max(last, elsewhere) < most
 
 
 def test_ranks_that_average_every_50_steps_learn_the_librarys_text():
@@ -56,11 +56,12 @@ def test_ranks_that_average_every_50_steps_learn_the_librarys_text():
     assert match and 6 < float(match[1]) < 7 and float(match[2]) < 3.9, text
 
 
-@pytest.mark.parametrize(("ranks", "trainers", "servers"), [(1, 1, 1), (4, 2, 2)])
-def test_trainers_learn_with_tables_on_servers(ranks, trainers, servers):
-    text = run(ranks, "embedding_server.py", "--steps=200")
+@pytest.mark.parametrize(("ranks", "trainers", "servers", "steps"), [(1, 1, 1, 60), (4, 2, 2, 100)])
+def test_trainers_learn_with_tables_on_servers(ranks, trainers, servers, steps):
+    text = run(ranks, "embedding_server.py", f"--steps={steps}")
     match = re.search(
-        r"(\d) trainer\(s\), (\d) server\(s\), 200 steps: loss (\S+) -> (\S+) \((\S+) by", text
+        rf"(\d) trainer\(s\), (\d) server\(s\), {steps} steps: loss (\S+) -> (\S+) \((\S+) by",
+        text,
     )
     assert match and (int(match[1]), int(match[2])) == (trainers, servers)
     # The initial loss is log(2000); the final one is below that of word frequencies alone.
