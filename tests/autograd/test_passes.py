@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from mpidist.autograd import passes
 from mpidist.autograd.passes import Pass
 from mpidist.errors import CommTimeout, MpidistError
 
 NAMES = ["w0", "w1", "w2"]
+
+
+@pytest.fixture(autouse=True)
+def _reports_are_not_waited_for(monkeypatch):
+    monkeypatch.setattr(passes, "_REPORT_S", 1e-3)
 
 
 def waiting(*steps):
@@ -77,14 +83,8 @@ def test_a_worker_that_does_not_answer_is_named():
         of._reports.clear()
         return 9.0, []
 
-    import mpidist.autograd.passes as passes
-
-    before, passes._REPORT_S = passes._REPORT_S, 1e-3
-    try:
-        with pytest.raises(CommTimeout, match="w2 waits for an answer of its own"):
-            running.wait(waiting(), 1e-3, silent, NAMES)
-    finally:
-        passes._REPORT_S = before
+    with pytest.raises(CommTimeout, match="w2 waits for an answer of its own"):
+        running.wait(waiting(), 1e-3, silent, NAMES)
 
 
 def test_a_wait_that_ends_early_is_the_end_of_rpc():
