@@ -17,6 +17,7 @@ from typing import Any
 from tests.bytes_fuzz.board import Board
 
 ROOT = Path(__file__).resolve().parents[2]
+INTERPRETER = (sys.executable,)  # of the reading process
 CASE_S = 10.0  # a case that takes longer counts as hung
 _START_S = 120.0  # until the first case, for imports on busy cores
 _LOOK_S = 0.05
@@ -54,7 +55,7 @@ def _watched(
     case: bytes | None,
 ) -> Iterator[Result]:
     command = [
-        sys.executable,
+        *INTERPRETER,
         "-m",
         "tests.bytes_fuzz.reading",
         board.path,

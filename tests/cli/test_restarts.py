@@ -14,7 +14,7 @@ from mpidist.cli import restarts
 from mpidist.comm.discovery import installed
 from mpidist.comm.mpi import job_folder
 from mpidist.comm.mpi.launcher_env import without_launcher
-from tests.tools.support import ROOT, missing, python, started
+from tests.tools.support import ROOT, VARIABLES, missing, python, started
 
 
 def test_a_job_is_started_again_after_progress_alone():
@@ -60,7 +60,8 @@ def test_the_starts_of_a_job_are_counted(tmp_path, capfd):
 def test_a_signal_ends_the_job_and_its_starts(tmp_path):
     command = "import sys; from tests.cli import test_restarts as t; from pathlib import Path; "
     command += "sys.exit(t.shell(Path(sys.argv[1]), 'echo 1 > $STEP; exec sleep 60').run())"
-    with subprocess.Popen([sys.executable, "-c", command, str(tmp_path)], cwd=ROOT) as process:
+    start = [*python(), "-c", command, str(tmp_path)]
+    with subprocess.Popen(start, cwd=ROOT, env={**os.environ, **VARIABLES}) as process:
         deadline = time.monotonic() + 30
         while progress.read(tmp_path / "progress") != 1 and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -13,7 +13,7 @@ from mpidist.cli.launch_plan import Plan
 from mpidist.comm.discovery import installed
 from mpidist.comm.mpi.launcher_env import without_launcher
 from mpidist.errors import LaunchError
-from tests.tools.support import ROOT, missing, started
+from tests.tools.support import ROOT, missing, python, started
 
 
 def test_a_command_line_can_be_typed():
@@ -104,7 +104,7 @@ def test_jobs_start_without_a_home(tmp_path, monkeypatch):
     done = started(command, 60)
     assert done.returncode == 0 and done.stdout.count("begun") == 2, done.stderr
     assert "Traceback" not in done.stderr and "home directory" not in done.stderr
-    command = [sys.executable, "-m", "mpidist", "doctor", "--no-launcher"]
+    command = [*python(), "-m", "mpidist", "doctor", "--no-launcher"]
     done = started(command, 60)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert len(done.stdout.splitlines()) < 24 and "HOME is not set" in done.stdout

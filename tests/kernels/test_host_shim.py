@@ -1,8 +1,6 @@
 """CPU shim for CUDA sources: it must report errors that a GPU would not tolerate."""
 
 import itertools
-import subprocess
-import sys
 import textwrap
 
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels import host
-from tests.tools.support import ROOT
+from tests.tools.support import python, started
 
 SUM = """
 extern "C" __global__ void block_sum(const int* x, int* out, int n) {
@@ -66,12 +64,5 @@ def test_what_would_hang_or_fault_ends_the_process(tmp_path, body, words):
         from tests.kernels import host
         host.run({str(file)!r}, "bad", 1, [torch.zeros(8, dtype=torch.int32)], 32)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = started([*python(), "-c", textwrap.dedent(script)], 100)
     assert done.returncode < 0 and words in done.stderr

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from mpidist.optim import fused
 from mpidist.optim.grad_attribute import GradAttributeOptimizer
+from tests.tools.support import python, started
 
 
 def test_dense_tensors():
@@ -86,8 +84,6 @@ except ValueError as error:
 
 
 def test_nothing_behind_the_memory_is_used():
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100
-    )
+    done = started([*python(), "-c", SCRIPT], 100)
     assert done.returncode == 0, (done.returncode, done.stderr)
     assert "fill their memory" in done.stdout

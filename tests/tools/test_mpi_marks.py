@@ -1,8 +1,6 @@
 """Stand-in for pytest-mpi: it skips the same tests."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +9,7 @@ import pytest
 from mpidist.comm.mpi import runtime
 from tests import conftest
 from tests.tools.mpi_marks import BOTH_MPIS, DEALT_ON_OTHER, MpiMarks, asked_for, at_size, may_hold
-from tests.tools.support import ROOT
+from tests.tools.support import ROOT, python, started
 
 
 @pytest.mark.parametrize(
@@ -184,8 +182,8 @@ def test_the_log_of_a_phase_is_refused_in_tests_of_all_ranks(marks):
 
 def test_a_folder_named_mpi_marks_no_test():
     """Within the run of a folder above it, where pytest makes the package's node twice."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/comm"]
+    command = [*python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/comm"]
     options = ["-m", "not mpi", "-k", "test_trust"]
-    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
+    done = started([*command, *options], 100)
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout and "skipped" not in done.stdout

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from tests.tools.support import started
+from tests.tools.support import python, started
 
 pytest.importorskip("cloudpickle")
 
@@ -43,5 +41,5 @@ print("imported")
 
 
 def test_a_first_lambda_is_pickled_while_another_is_read():
-    done = started([sys.executable, "-c", SCRIPT], 100)
+    done = started([*python(), "-c", SCRIPT], 100)
     assert done.stdout == "imported\n", done.stderr

@@ -133,7 +133,7 @@ def test_forks_end_with_the_owner_of_the_server():
         "print(rank.stdout.readline().decode(), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = started([sys.executable, "-c", owner], 60)
+    done = started([*python(), "-c", owner], 60)
     fork, server = map(int, done.stdout.split())
     assert done.returncode == -signal.SIGKILL
     assert gone(fork) and gone(server)
