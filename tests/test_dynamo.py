@@ -1,7 +1,4 @@
-"""Marks for Dynamo: which functions have them, and that neither Dynamo nor a wrapper is added."""
-
-import subprocess
-import sys
+"""Marks for Dynamo: which functions have them, and that no wrapper is added."""
 
 import pytest
 import torch
@@ -98,14 +95,9 @@ def test_the_calls_that_users_make_are_marked():
     assert all(found.values()), found
 
 
-def test_a_mark_is_no_wrapper_and_brings_no_dynamo():
+def test_a_mark_is_no_wrapper():
     def plain():
         return 1
 
     assert untraced(plain) is plain
     assert plain() == 1
-    script = (
-        "import sys, mpidist.comm.group, mpidist.c10d.process_group, mpidist.ddp; "
-        "sys.exit('torch._dynamo' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

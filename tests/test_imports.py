@@ -1,8 +1,7 @@
-"""Imports of the package: directions, origins, and what `import mpidist` must not start."""
+"""Imports of the package: directions, origins, and names of modules."""
 
 import ast
-import subprocess
-import sys
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +93,7 @@ class Import:
 class Module:
     name: str
     path: Path
+    text: str
     tree: ast.Module
 
     @property
@@ -103,6 +103,18 @@ class Module:
     @property
     def part(self) -> str:
         return part_of(self.name)
+
+    @functools.cached_property
+    def imports(self) -> tuple[Import, ...]:
+        return tuple(imports_of(self))
+
+    @functools.cached_property
+    def defined(self) -> set[str]:
+        return names_bound(self.tree.body, by_import=False)
+
+    @functools.cached_property
+    def imported(self) -> set[str]:
+        return names_bound(self.tree.body, by_import=True)
 
 
 def part_of(module: str) -> str:
@@ -115,7 +127,8 @@ def read_modules(root: Path) -> dict[str, Module]:
     for path in sorted((root / "mpidist").rglob("*.py")):
         names = path.relative_to(root).with_suffix("").parts
         name = ".".join(names[:-1] if names[-1] == "__init__" else names)
-        modules[name] = Module(name, path, ast.parse(path.read_text(), str(path)))
+        text = path.read_text()
+        modules[name] = Module(name, path, text, ast.parse(text, str(path)))
     return modules
 
 
@@ -223,19 +236,20 @@ def check_origin(module: Module, item: Import, modules: dict[str, Module]) -> st
         )
     if item.name == "*":
         return f"imports * from {target}: name what it needs"
-    body = modules[target].tree.body
-    if not item.name or item.name in names_bound(body, by_import=False):
+    if not item.name or item.name in modules[target].defined:
         return None
-    if item.name in names_bound(body, by_import=True):
+    if item.name in modules[target].imported:
         return f"imports {item.name} from {target}, which only imports it itself"
     return f"imports {item.name} from {target}, which does not define it"
 
 
 def check_owned(module: Module) -> Iterator[tuple[int, str]]:
-    for item in imports_of(module):
+    for item in module.imports:
         owner = OWNED_LIBRARIES.get(item.module.split(".")[0])
         if owner not in (None, module.part):
             yield item.line, f"imports {item.module}: only mpidist.{owner} may"
+    if not any(name in module.text for name in OWNED_NAMES):
+        return
     for node in ast.walk(module.tree):
         match node:
             case (
@@ -280,7 +294,7 @@ def find_violations(root: Path) -> list[str]:
             found.append(f"{where}: {module.part} has no layer: give it one in LAYERS")
             continue
         found += [f"{where}:{line}: {text}" for line, text in check_owned(module)]
-        for item in filter(lambda item: is_own(item.module), imports_of(module)):
+        for item in filter(lambda item: is_own(item.module), module.imports):
             target = target_of(item, modules)
             if (module.name, target) in LOADED_LATE:
                 continue
@@ -416,25 +430,6 @@ def test_find_cycle_in_a_graph_with_a_diamond():
     diamond = {"a": {"b", "c"}, "b": {"d"}, "c": {"d"}, "d": set()}
     assert find_cycle(diamond) == []
     assert find_cycle({**diamond, "d": {"b"}}) == ["b", "d", "b"]
-
-
-def test_import_starts_neither_mpi_nor_cuda():
-    """A DataLoader worker that imports the user's script again must not start MPI."""
-    script = """
-import importlib, sys
-parts = ("c10d.backend", "ddp", "rpc", "autograd", "nn")
-for name in ("mpidist", "torch", *(f"mpidist.{part}" for part in parts)):
-    importlib.import_module(name)
-    assert "mpi4py.MPI" not in sys.modules, f"{name} has started MPI"
-    assert "cupy" not in sys.modules, f"{name} has loaded CuPy"
-    torch = sys.modules.get("torch")
-    assert torch is None or not torch.cuda.is_initialized(), f"{name} has started CUDA"
-print("quiet")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
-    assert (done.returncode, done.stdout) == (0, "quiet\n"), done.stderr
 
 
 def test_no_module_hides_a_public_name():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -168,25 +165,6 @@ def test_what_is_refused(params, options, error, words):
 def test_as_many_gradients_as_parameters():
     with pytest.raises(ValueError, match="needs 1 gradients"):
         functional.SGD([ones(2)]).step([])
-
-
-def test_dynamo_is_not_imported():
-    """The import takes seconds on each worker."""
-    script = """
-import sys, torch
-from mpidist.optim import functional
-p = torch.nn.Parameter(torch.ones(3))
-for name in functional.__all__[:-3]:
-    if name == "FunctionalOptimizer": continue
-    o = getattr(functional, name)([p])
-    o.step([torch.ones(3)])
-    o.load_state_dict(o.state_dict())
-assert "torch._dynamo" not in sys.modules
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
