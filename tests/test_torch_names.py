@@ -110,9 +110,9 @@ class Module:
     """Names of torch that a module of mpidist writes."""
 
     def __init__(self, text: str) -> None:
-        self._tree = ast.parse(text)
+        self._nodes = list(ast.walk(ast.parse(text)))
         self._torch: dict[str, str] = {}
-        for node in ast.walk(self._tree):
+        for node in self._nodes:
             self._see(node)
 
     def _see(self, node: ast.AST) -> None:
@@ -125,24 +125,24 @@ class Module:
                 self._torch[one.asname or one.name] = f"{node.module}.{one.name}"
         elif isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            call, given = ast.unparse(node.value.func), node.value.args
-            is_import = call.endswith("import_module") and isinstance(given[0], ast.Constant)
+            call, given = node.value.func, node.value.args
+            named = getattr(call, "attr", getattr(call, "id", ""))
+            is_import = named == "import_module" and isinstance(given[0], ast.Constant)
             if is_import and given[0].value.startswith("torch") and isinstance(target, ast.Name):
                 self._torch[target.id] = given[0].value
 
     def of_torch(self) -> Iterator[str]:
         """Yield dotted names that begin at torch and have a private part."""
         yield from (name for name in self._torch.values() if any(map(is_private, name.split("."))))
-        for node in ast.walk(self._tree):
-            if isinstance(node, ast.Attribute):
+        for node in self._nodes:
+            if isinstance(node, ast.Attribute) and is_private(node.attr):
                 first, *others = ast.unparse(node).split(".")
-                name = ".".join([self._torch.get(first, first), *others])
-                if first in self._torch and is_private(node.attr):
-                    yield name
+                if first in self._torch:
+                    yield ".".join([self._torch[first], *others])
 
     def attributes(self) -> Iterator[str]:
         """Yield the private attributes of any object but ``sys``, whose own are documented."""
-        for node in ast.walk(self._tree):
+        for node in self._nodes:
             if (
                 isinstance(node, ast.Attribute)
                 and is_private(node.attr)
@@ -152,7 +152,7 @@ class Module:
 
     def own(self) -> Iterator[str]:
         """Yield what the module defines or assigns to ``self``."""
-        for node in ast.walk(self._tree):
+        for node in self._nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 yield node.name
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -172,6 +172,7 @@ def unlisted(found: dict[str, Module], listed: list[str]) -> list[str]:
     """Return the private names in the sources that no listed name covers."""
     parts = {part for name in listed for part in name.split(".")}
     own = {name for module in found.values() for name in module.own()}
+    known = own | parts | OF_OTHERS.keys()
     # Before a name that is part of one that is listed, and below one that is.
     missing = {
         f"{path}: {name}"
@@ -185,7 +186,7 @@ def unlisted(found: dict[str, Module], listed: list[str]) -> list[str]:
         f"{path}: ._{name.removeprefix('_')}"
         for path, module in found.items()
         for name in module.attributes()
-        if name not in own | parts | OF_OTHERS.keys()
+        if name not in known
     }
     return sorted(missing)
 
