@@ -13,7 +13,7 @@ from mpidist import saved_file
 from mpidist.ddp import SAFE_GLOBALS, PowerSGDState
 from tests.bytes_fuzz import checkpoints
 
-CASES = int(os.environ.get("MPIDIST_FUZZ_CASES", "300"))
+CASES = int(os.environ.get("MPIDIST_FUZZ_CASES", "150"))
 
 
 @pytest.fixture

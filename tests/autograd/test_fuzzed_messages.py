@@ -102,7 +102,7 @@ _messages = st.tuples(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(_messages, max_size=12), st.sampled_from([0, SMART]))
 def test_random_sequences_of_nearly_valid_messages_leave_the_engine_usable(messages, mode):
     outbox = Outbox()

@@ -101,7 +101,7 @@ def test_state_that_is_not_held():
     assert json.loads(manifest.to_json(sample()))["contents"]["optimizer_class"] == "Adam"
 
 
-@settings(max_examples=int(os.environ.get("MPIDIST_FUZZ_CASES", "300")), deadline=None)
+@settings(max_examples=int(os.environ.get("MPIDIST_FUZZ_CASES", "150")), deadline=None)
 @given(checkpoints.manifests())
 def test_any_text_is_a_manifest_or_an_error(text):
     checkpoints.check_manifest(text)

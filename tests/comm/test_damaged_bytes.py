@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.bytes_fuzz import sections
 
-CASES = int(os.environ.get("MPIDIST_FUZZ_CASES", "600"))
+CASES = int(os.environ.get("MPIDIST_FUZZ_CASES", "250"))
 READERS = {
     "eager": (sections.eager_samples(), sections.check_eager),
     "section": (sections.section_samples(), sections.check_section),

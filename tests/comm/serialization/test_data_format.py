@@ -80,7 +80,7 @@ def typed_repr(obj):
     return f"{kind} {obj!r}"
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(DATA)
 def test_what_goes_out_comes_back_exactly(obj):
     assert typed_repr(there_and_back(obj)) == typed_repr(obj)
@@ -243,7 +243,7 @@ def test_a_caller_adds_kinds_by_codes_of_its_own():
         data_reader.loads(written)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=60))
 def test_any_bytes_are_data_or_refused(data):
     try:

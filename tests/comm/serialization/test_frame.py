@@ -214,7 +214,7 @@ def test_samples_are_read_but_for_pickles_and_refusals(case):
     assert frames.check(case) == (case[6] == frame.DATA)
 
 
-@settings(max_examples=int(os.environ.get("MPIDIST_FUZZ_CASES", "300")), deadline=None)
+@settings(max_examples=int(os.environ.get("MPIDIST_FUZZ_CASES", "150")), deadline=None)
 @given(frames.cases(tuple(frames.samples())))
 def test_any_bytes_are_data_or_a_frame_error(case):
     frames.check(case)

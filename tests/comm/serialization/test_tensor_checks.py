@@ -35,7 +35,7 @@ from tests.comm.serialization.forged_tables import (
     whole,
 )
 
-CASES = int(os.environ.get("MPIDIST_FUZZ_CASES", "600"))
+CASES = int(os.environ.get("MPIDIST_FUZZ_CASES", "250"))
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

@@ -47,7 +47,7 @@ KINDS = st.lists(
 LIMITS = st.lists(st.integers(1, 400), min_size=1, max_size=4)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(KINDS, LIMITS)
 def test_equal_to_torchs_own(kinds, limits):
     tensors = tensors_of(*kinds)
@@ -56,7 +56,7 @@ def test_equal_to_torchs_own(kinds, limits):
     assert list(map(list, buckets)) == theirs
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(KINDS, LIMITS, st.randoms())
 def test_equal_to_torchs_own_in_a_given_order(kinds, limits, random):
     tensors = tensors_of(*kinds)
@@ -119,7 +119,7 @@ def test_sparse_tensors_have_the_size_of_their_dense_form():
     assert compute_bucket_assignment_by_size(tensors, [10]) == [[0], [1]]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(KINDS, LIMITS, st.randoms())
 def test_sparse_gradients_have_buckets_of_their_own_as_torch_plans_them(kinds, limits, random):
     tensors = tensors_of(*kinds)

@@ -81,7 +81,7 @@ def data_flags(flags):
     return flags & ~codec.PLAIN
 
 
-checked = settings(max_examples=200, deadline=None)
+checked = settings(max_examples=80, deadline=None)
 
 
 @checked
