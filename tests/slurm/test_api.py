@@ -82,10 +82,11 @@ def test_numbers_left_out_give_a_job_that_runs(submitted):
     assert job.stdout().count("fine") == 4 and "GPUs of a node: 4" in job.stdout()
 
 
-def test_the_doctor_looks_at_both_nodes(submitted):
+def test_the_self_check_looks_at_both_nodes(submitted):
     job = submitted("", "test", nodes=2, ntasks_per_node=1)
     assert job.wait(LIMIT_S, poll_s=0.2) == "COMPLETED", job.stdout()
     log = job.stdout()
     assert "node 0      n1: rank 0" in log and "node 1      n2: rank 1" in log
     assert "init_process_group and all_reduce" in log and "clocks differ" not in log
-    assert "mpidist: PASS" in log
+    assert "MPI_THREAD_MULTIPLE" in log
+    assert "self-check: 2 ranks, all fine" in log and "mpidist: PASS" in log

@@ -207,7 +207,6 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
     submitted["bench"] = slurm.submit(
         mpich / "bench.sbatch", "collectives", *BENCH, options=TWO_NODES
     )
-    submitted["test"] = slurm.submit(openmpi / "test.sbatch", options=ONE_NODE)
     submitted["test-gpu"] = slurm.submit(mpich / "test.sbatch", options=ONE_RANK)
     # The unedited script of an installation, with values from another folder.
     submitted["container"] = Job(
@@ -353,13 +352,8 @@ def test_the_benchmark_prints_its_table(slurm, jobs):
     assert json.loads((slurm.work / "results" / "collectives-mpich-2.json").read_text())
 
 
-def test_the_self_check_gives_a_verdict(jobs):
-    assert jobs["test"].exit_code() == 0
-    assert "MPI_THREAD_MULTIPLE" in jobs["test"].log()
-    assert (
-        "self-check: 2 ranks, all fine" in jobs["test"].log()
-        and "mpidist: PASS" in jobs["test"].log()
-    )
+def test_the_self_check_names_what_is_wrong(jobs):
+    """One that passes is submitted by ``test_api``."""
     # Slurm counts GPUs here that do not exist.
     if not torch.cuda.is_available():
         assert jobs["test-gpu"].exit_code() == 2
