@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from pathlib import Path
@@ -39,6 +40,8 @@ VERSION = 1
 _LENGTHS = struct.Struct("<qqq")
 
 _log = logging.getLogger(__name__)
+# Files that this rank has written alone.
+_alone: Counter[Path] = Counter()
 
 
 class _Start(NamedTuple):
@@ -211,6 +214,10 @@ class Session:
         last = _Moment.now(first.offset)
         part = self._part(slots, last)
         path = alone(self.path, exchange.rank)
+        # In the world after this one the rank may have another part of the same trace.
+        _alone[path] += 1
+        if _alone[path] > 1:
+            path = alone(self.path, exchange.rank, _alone[path])
         duration_ns = first.offset.offset_ns + last.monotonic_ns - self._start.zero_ns
         try:
             write(path, self._facts([part.about], exchange.size, duration_ns), [part])
@@ -258,10 +265,14 @@ class Session:
         }
 
 
-def alone(path: Path, rank: int) -> Path:
-    """Return the file that one rank writes: ``run.json.gz`` becomes ``run-rank3.json.gz``."""
+def alone(path: Path, rank: int, number: int = 1) -> Path:
+    """Return the file that one rank writes: ``run.json.gz`` becomes ``run-rank3.json.gz``.
+
+    Its second one, of a later world, is ``run-rank3-2.json.gz``.
+    """
     suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
-    return path.with_name(f"{path.name.removesuffix(suffix)}-rank{rank}{suffix}")
+    again = f"-{number}" if number > 1 else ""
+    return path.with_name(f"{path.name.removesuffix(suffix)}-rank{rank}{again}{suffix}")
 
 
 def write(path: Path, facts: dict[str, Any], parts: Iterable[Part]) -> list[str]:

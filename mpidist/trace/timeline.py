@@ -70,7 +70,9 @@ class Program:
             return
         _sessions.remove(self.session)
         try:
-            if runtime.unfinished() is None:
+            rest = runtime.unfinished()
+            # A job that has gone on after deaths ends well, in a world of living ranks.
+            if rest is None or (rest.status is not None and not rest.dead):
                 self.session.end(may_have_left=True)
             else:
                 self.session.abandon()

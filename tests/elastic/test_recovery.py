@@ -12,6 +12,7 @@ from mpidist.cli.launcher_options import mpirun_options
 from mpidist.comm.mpi.processes import Agreement
 from mpidist.elastic.recovery import Recovery, _status_of, _without_frames
 from mpidist.elastic.roles import Limits
+from mpidist.trace import summary
 from tests.tools.support import ROOT, job, launcher, printed, python, short_job, started
 
 
@@ -299,17 +300,24 @@ def test_the_example_and_the_page(tmp_path):
     """A rank of the example dies, and its loss is that of a run without a death."""
     env = {"MPIDIST_SPARES": "1", "MPIDIST_JOB": f"test-{tmp_path.name}-{id(tmp_path)}"}
 
-    def ran(*words):
+    def ran(*words, **variables):
         command = [*launcher(4, *_ULFM), *python(), *words]
-        done = started(command, 90, env)
+        done = started(command, 90, {**env, **variables})
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout.splitlines()
 
     example = str(ROOT / "examples" / "elastic_training.py")
     straight = ran(example, "--checkpoint", str(tmp_path / "straight"))
-    killed = ran(example, "--checkpoint", str(tmp_path / "killed"), "--kill", "1")
+    trace = tmp_path / "run.json"
+    killed = ran(
+        example, "--checkpoint", str(tmp_path / "killed"), "--kill", "1", MPIDIST_TRACE=str(trace)
+    )
     assert straight[0] == "step 0 on 3 ranks" and straight[-1] == killed[-1]
     assert killed[:-1] == ["step 0 on 3 ranks", "step 30 on 3 ranks"]
+    # The survivors' parts of the world that has ended, and the next world as a whole.
+    parts = sorted(path.name for path in tmp_path.glob("run*"))
+    assert parts == ["run-rank0.json", "run-rank2.json", "run.json"]
+    assert [len(summary.read(tmp_path / part).ranks) for part in parts] == [1, 1, 3]
     page = (ROOT / "docs" / "when-ranks-die.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.DOTALL)
     folder = repr(str(tmp_path / "page"))

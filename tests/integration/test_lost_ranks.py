@@ -8,6 +8,8 @@ import textwrap
 import pytest
 
 from mpidist.comm.mpi import job_folder
+from mpidist.trace import merge
+from mpidist.trace.chrome_file import Reading
 from tests.tools.support import short_job as run
 
 pytestmark = pytest.mark.slow
@@ -275,6 +277,46 @@ def test_survivors_of_a_rank_that_dies_in_a_long_collective_get_its_number(
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     expected = [{"rank": rank, "lost": [2]} for rank in (0, 1)]
     assert sorted(found, key=lambda one: one["rank"]) == expected, done.stdout + done.stderr
+
+
+def test_survivors_of_a_traced_job_write_their_parts(tmp_path):
+    """Rank 0 goes on within the trace, rank 1 leaves it by the error; the program has one, too."""
+    done = run(
+        3,
+        _MEET
+        + f"""
+        import os, signal, time, torch
+        import mpidist.comm
+        from mpidist import trace
+        from mpidist.errors import RankFailureError
+        world = mpidist.comm.init()
+        x = torch.ones(3)
+        try:
+            with trace.record("{tmp_path}/block.json"):
+                world.all_reduce(x)
+                if world.rank == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                try:
+                    world.barrier()
+                except RankFailureError:
+                    if world.rank == 1:
+                        raise
+        except RankFailureError as error:
+            print("lost", error.ranks, flush=True)
+        meet("{tmp_path}/lost", world.rank)
+        """,
+        *_ULFM,
+        env={"MPIDIST_TRACE": f"{tmp_path}/program.json"},
+    )
+    output = done.stdout + done.stderr
+    assert done.stdout.count("lost (2,)") == 2, output
+    for name in ("block", "program"):
+        parts = [tmp_path / f"{name}-rank{rank}.json" for rank in (0, 1)]
+        assert sorted(tmp_path.glob(f"{name}*")) == parts, output
+        merge(tmp_path / "all.json", parts)
+        slices = [one for one in Reading(tmp_path / "all.json").events() if one["ph"] == "X"]
+        ended = [one["pid"] for one in slices if one["name"].startswith("all_reduce")]
+        assert sorted(ended) == [0, 1], slices
 
 
 _DIES_IN_GATHER = """
