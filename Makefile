@@ -225,6 +225,7 @@ bench: $(VENV)/.stamp-bench $(VENV)/.stamp-peers timing long
 	$(OPENMPI_RUN) -n 1 $(PY) benchmarks/bench_ddp.py --models mlp:256 many:256
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_powersgd.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_adaptive.py
+	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_diloco.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_rpc.py
 	$(PY) benchmarks/bench_rpc_scale.py --jobs 2 4 8 16 32
 	$(PY) benchmarks/bench_values.py
@@ -244,6 +245,7 @@ bench: $(VENV)/.stamp-bench $(VENV)/.stamp-peers timing long
 # Status 77: namespaces are not allowed here, as the script has said.
 bench-link: $(VENV)/.stamp-bench $(MPICH)/.stamp
 	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_ddp.py --models mlp:64 mlp:256 mlp:1024 --rounds 8 --bucket-cap-mb 4 || test $$? = 77
+	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_diloco.py || test $$? = 77
 	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_windows.py --rounds 7 || test $$? = 77
 	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_windows.py --shards --rounds 9 || test $$? = 77
 	$(PY) benchmarks/bench_scaling.py sweep --links 10gbit 1gbit 100mbit
