@@ -27,6 +27,13 @@ for space in $first $second; do
     ip netns exec $space tc qdisc add dev link0 root tbf rate "$rate" burst 256kb latency 50ms || skip "tc is not allowed here"
     number=$((number + 1))
 done
+# The kernel reports a link as up a while after it is: until then MPICH finds no interface of this name.
+for space in $first $second; do
+    for _ in {1..100}; do
+        ip -n $space -br link show link0 | grep -q ' UP ' && break
+        sleep 0.05
+    done
+done
 
 export MPIR_CVAR_CH4_NETMOD=ofi FI_PROVIDER=tcp FI_TCP_IFACE=link0 GLOO_SOCKET_IFNAME=link0 MPIDIST_LINK="$rate"
 ranks=${RANKS:-1}
