@@ -44,7 +44,7 @@ class Spool:
     @property
     def lost(self) -> int:
         """Return the number of entries that were overwritten before they were read."""
-        return self._tail.lost
+        return self._tail.lost + self._tail.missing
 
     def end(self) -> bytes:
         """Stop the thread; return the slots of all entries, those under way the last."""

@@ -26,6 +26,9 @@ class Tail:
 
     Attributes:
         lost: Number of entries that were overwritten before they were read.
+        missing: Number of entries that no slot has: their threads are about to store them, or a
+            thread that was switched off between its number and its store has overwritten them. They
+            are lost if nobody records any more.
     """
 
     def __init__(self, ring: Ring) -> None:
@@ -34,7 +37,7 @@ class Tail:
         # Numbers up to the last that were under way, or still being stored.
         self._awaited = np.empty(0, np.int64)
         self._under_way = np.empty((0, SLOT_WORDS), np.int64)
-        self.lost = 0
+        self.lost = self.missing = 0
 
     def read(self) -> bytes:
         """Return the slots of the entries that have ended since the last call, in any order."""
@@ -53,6 +56,7 @@ class Tail:
         # A number that is not there yet is being stored, unless a later one has its slot.
         is_lost = missing <= newest - self._ring.slots
         self.lost += int(is_lost.sum())
+        self.missing = len(missing) - int(is_lost.sum())
         self._awaited = np.concatenate([self._under_way[:, NUMBER_WORD], missing[~is_lost]])
         self._last = newest
         return rows[is_over].tobytes()

@@ -63,11 +63,11 @@ def test_number_that_is_being_stored_is_awaited():
     # A thread has its number, and has not stored its slot.
     taken, _ = next(inspect.getclosurevars(ring.begin).nonlocals["following"])
     ring.end(ring.begin(signature))
-    assert numbers(tail.read()) == [taken + 1] and tail.lost == 0
+    assert numbers(tail.read()) == [taken + 1] and (tail.lost, tail.missing) == (0, 1)
     for _ in range(64):
         ring.end(ring.begin(signature))
     tail.read()
-    assert tail.lost == 1
+    assert (tail.lost, tail.missing) == (1, 0)
 
 
 def test_threads_that_record_meanwhile_lose_nothing():
@@ -85,4 +85,4 @@ def test_threads_that_record_meanwhile_lose_nothing():
         found.append(tail.read())
     found.append(tail.read())
     read = list(itertools.chain.from_iterable(map(numbers, found)))
-    assert len(read) == len(set(read)) and len(read) + tail.lost == 15000
+    assert len(read) == len(set(read)) and len(read) + tail.lost + tail.missing == 15000
