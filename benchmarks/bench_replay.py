@@ -1,8 +1,8 @@
-"""Scaling on networks larger than the machine: messages of steps, replayed by SimGrid.
+"""Scaling on networks larger than the machine: messages replayed by SimGrid.
 
-python benchmarks/bench_replay.py judge                          # the model of bench_scaling.py
-python benchmarks/bench_replay.py calibrate                      # by measured links
-python benchmarks/bench_replay.py scale run.json.gz --ranks 64   # a timeline of MPIDIST_TRACE
+python benchmarks/bench_replay.py judge    # the model of bench_scaling.py
+python benchmarks/bench_replay.py calibrate    # by measured links
+python benchmarks/bench_replay.py scale run.json.gz --ranks 64
 """
 
 from __future__ import annotations
