@@ -25,6 +25,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tests.slurm import processes
@@ -43,6 +44,9 @@ CONFIG = """\
 ClusterName=virtual
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={control_port}
+# MPICH names its shared memory by the job's number: that of a killed job of a cluster before stays
+# in /dev/shm, and MPI_Init of another job with its number is out of memory.
+FirstJobId={first_job}
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
@@ -167,6 +171,7 @@ def _write_files(folder: Path) -> None:
         host=socket.gethostname().split(".")[0],
         folder=folder,
         control_port=control_port,
+        first_job=1 + int(time.time()) % 1_000_000,
         nodes=nodes,
     )
     (folder / "slurm.conf").write_text(config)

@@ -70,7 +70,7 @@ def test_a_decided_bucket_has_the_bits_of_the_fixed_hook(group):
         (row,) = state.table()
         agree(group, row.method == method and row.numel == bucket.flat.numel(), str(row))
         agree(group, (row.sent_bytes < bucket.flat.nbytes) == (method != "none"), str(row))
-        agree(group, method in str(state) and "a – c" in str(state), str(state))
+        agree(group, method in str(state) and "a - c" in str(state), str(state))
 
 
 @pytest.mark.mpi(min_size=2)
