@@ -19,7 +19,7 @@ from typing import Any
 
 from replay import schedules, simulator, traces
 from replay.networks import Network
-from scaling import cost_model, steps
+from scaling import cost_model, model, steps
 from scaling.cost_model import Fit, Point
 
 FITTED_RANKS, JUDGED_RANKS = (2, 4, 8), (64, 128, 256, 512)
@@ -119,27 +119,8 @@ def judged_step(
 
 def choices(judged: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the fastest and the predicted hook of each case, and what the choice costs."""
-    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for one in judged:
-        key = tuple(one[name] for name in ("network", "rate_gbit_s", "library", "job", "ranks"))
-        groups.setdefault(key, []).append(one)
-    found = []
-    for (network, rate, library, job, ranks), group in groups.items():
-        best = min(group, key=lambda one: one["simulated_seconds"])
-        chosen = min(group, key=lambda one: one["predicted_seconds"])
-        found.append(
-            {
-                "network": network,
-                "rate_gbit_s": rate,
-                "library": library,
-                "job": job,
-                "ranks": ranks,
-                "fastest": best["hook"],
-                "chosen": chosen["hook"],
-                "lost": chosen["simulated_seconds"] / best["simulated_seconds"] - 1,
-            }
-        )
-    return found
+    case = ("network", "rate_gbit_s", "library", "job", "ranks")
+    return model.choices_by(case, judged, "simulated_seconds")
 
 
 def crossing(

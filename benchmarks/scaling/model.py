@@ -283,25 +283,33 @@ def choices(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     ``lost`` is the predicted hook's extra time, relative to the fastest step.
     """
+    weak = [one for one in measured if one["scaling"] == "weak" and "predicted_seconds" in one]
+    return choices_by(("link", "ranks", "network", "oversubscribed"), weak, "seconds")
+
+
+def choices_by(
+    case: Sequence[str], steps: Sequence[Mapping[str, Any]], seconds: str
+) -> list[dict[str, Any]]:
+    """Return the fastest and the predicted hook of each case.
+
+    Args:
+        case: Fields that name a case; its steps differ by their hook.
+        steps: Steps with these fields, ``hook`` and ``predicted_seconds``.
+        seconds: Field of the true time.
+    """
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for one in measured:
-        if one["scaling"] == "weak" and "predicted_seconds" in one:
-            groups.setdefault(
-                (one["link"], one["ranks"], one["network"], one["oversubscribed"]), []
-            ).append(one)
+    for one in steps:
+        groups.setdefault(tuple(one[name] for name in case), []).append(one)
     found = []
-    for (link, ranks, network, oversubscribed), group in groups.items():
-        fastest = min(group, key=lambda one: one["seconds"])
+    for values, group in groups.items():
+        fastest = min(group, key=lambda one: one[seconds])
         chosen = min(group, key=lambda one: one["predicted_seconds"])
         found.append(
             {
-                "link": link,
-                "ranks": ranks,
-                "network": network,
-                "oversubscribed": oversubscribed,
+                **dict(zip(case, values, strict=True)),
                 "fastest": fastest["hook"],
                 "chosen": chosen["hook"],
-                "lost": chosen["seconds"] / fastest["seconds"] - 1,
+                "lost": chosen[seconds] / fastest[seconds] - 1,
             }
         )
     return found

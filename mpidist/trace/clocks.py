@@ -151,7 +151,9 @@ def measured(mpi: Mpi, tag: int, rounds: int = ROUNDS) -> Offset:
     result = bytearray(_RESULT.size)
     mpi.Recv((result, len(result), MPI.BYTE), 0, tag)
     *offset, name = _RESULT.unpack(result)
-    return settled(Offset(*offset), bool(clock_name()) and name == clock_name())
+    own = clock_name()
+    # A name that is not known is packed as zeros.
+    return settled(Offset(*offset), bool(own) and name == own)
 
 
 def _measure(mpi: Mpi, rank: int, tag: int, rounds: int) -> None:

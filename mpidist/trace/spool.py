@@ -43,7 +43,7 @@ class Spool:
 
     @property
     def lost(self) -> int:
-        """Return the number of entries that were overwritten before they were read."""
+        """Return the number of entries that were overwritten before they were read or stored."""
         return self._tail.lost + self._tail.missing
 
     def end(self) -> bytes:

@@ -246,6 +246,7 @@ class Ring:
         def begins(signature: int, size_bytes: int) -> BeginNext:
             constant = file_format.CONSTANT.pack(size_bytes, 0, -1, signature)
 
+            # The lines of ``begin`` again: a call of a function for them costs a tenth of an entry.
             def begin_next(sequence: int) -> int:
                 try:
                     number, offset = next(following)
