@@ -83,7 +83,7 @@ class Processes:
         status: int | None = None,
         timeout_s: float | None = None,
     ) -> Agreement | None:
-        """Return whether all processes are done, and none has died; the same on all that live.
+        """Return whether all are done, and how the job is to end; the same on all that live.
 
         Collective: also for processes that have left another call because of an error.
 
