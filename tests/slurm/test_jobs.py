@@ -191,19 +191,25 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
     )
     submitted["rpc"] = Job(slurm, re.findall(r"Submitted batch job (\d+)", printed)[0])
     # Sourced values would apply to both components.
-    components = (
-        "--cpus-per-task=1",
-        ":",
-        "--ntasks-per-node=2",
-        "--gpus-per-node=2",
-        "--cpus-per-task=1",
-    )
-    submitted["rpc-het"] = Job(
-        slurm,
-        slurm.command(
-            "sbatch", "--parsable", *components, openmpi / "rpc-het.sbatch", "--steps", "50"
-        ),
-    )
+    for name, (first, second) in {
+        "rpc-het": ("n1", "n2"),
+        "rpc-het-unsorted": ("n2", "n1"),
+    }.items():
+        components = (
+            "--cpus-per-task=1",
+            f"--nodelist={first}",
+            ":",
+            "--ntasks-per-node=2",
+            "--gpus-per-node=2",
+            "--cpus-per-task=1",
+            f"--nodelist={second}",
+        )
+        submitted[name] = Job(
+            slurm,
+            slurm.command(
+                "sbatch", "--parsable", *components, openmpi / "rpc-het.sbatch", "--steps", "50"
+            ),
+        )
     submitted["bench"] = slurm.submit(
         mpich / "bench.sbatch", "collectives", *BENCH, options=TWO_NODES
     )
@@ -335,6 +341,13 @@ def test_the_time_limit_requeues(jobs, name):
     assert "rank 0 of 2 goes on" in job.log() and "rank 1 of 2 goes on" in job.log()
     most = 8 if name == "limit" else 20
     assert f"requeued (1 of at most {most} times)" in job.log()
+
+
+def test_unsorted_nodes_of_components_end_the_job_by_pmix(jobs):
+    job = jobs["rpc-het-unsorted"]
+    assert job.exit_code() == 2, job.log()
+    assert "the components' nodes are n2 n1 and Slurm's PMIx plugin needs them sorted" in job.log()
+    assert "sbatch --nodelist=FIRST : --nodelist=SECOND" in job.log()
 
 
 @pytest.mark.parametrize(
