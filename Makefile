@@ -9,6 +9,7 @@ CUDA   ?= cuda13
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 READY  := $(VENV)/.stamp
+SLOW_READY := $(MPICH)/.stamp $(VENV)/.stamp-docs $(VENV)/.stamp-frameworks $(VENV)/.stamp-hipcc
 # The tests to look among: make mpi-3 TESTS=tests/comm
 TESTS  := tests
 # So many tests of one process run at a time, with the jobs that they start.
@@ -35,7 +36,7 @@ ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchm
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint-beside-mpi-1 slurm-beside-install lint format unit slow torch-newest torch-versions slurm timing long repeat conformance peers fuzz fuzz-bytes chaos soak gpu gpu-wheels bench bench-link dist docs clean distclean
+.PHONY: help demo test check installs lint-beside-mpi-1 lint format unit slow torch-newest torch-versions slurm timing long repeat conformance peers fuzz fuzz-bytes chaos soak gpu gpu-wheels bench bench-link dist docs clean distclean
 
 help:
 	@echo 'make demo     digits on two ranks, then the next word on two trainers and an embedding server; look into demo-output/'
@@ -74,8 +75,13 @@ demo: $(READY)
 
 # Of a product, each case at one number of ranks or on MPICH (tests/tools/mpi_marks.py); mpi-N and mpich-N by themselves run them all.
 test: export ALTERNATE := --alternate
-test: unit slow lint-beside-mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3 slurm-beside-install torch-newest
+test: installs unit slow lint-beside-mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3 slurm torch-newest
 check: test
+
+# pip works on one core, and the largest install takes as long as all others. If it fails, torch-newest does it again and reports it.
+installs:
+	PYTHON=$(PYTHON) tests/torch_versions.sh --install $(NEWEST_TORCH) & newest=$$!; \
+	$(MAKE) $(READY) $(SLOW_READY); others=$$?; wait $$newest; exit $$others
 
 # One rank leaves a core to the linters.
 lint-beside-mpi-1: $(READY)
@@ -97,7 +103,7 @@ unit: $(READY)
 # that of its test (tests/tools/test_support.py).
 # hipcc compiles the kernels for AMD's devices; where it cannot be installed, their test says so.
 slow: WORKERS := 3
-slow: $(READY) $(MPICH)/.stamp $(VENV)/.stamp-docs $(VENV)/.stamp-frameworks $(VENV)/.stamp-hipcc
+slow: $(READY) $(SLOW_READY)
 	$(LIMIT) $(PYTEST_ONE) -o faulthandler_timeout=240 -m 'slow and not mpi and $(ELSEWHERE)' $(TESTS)
 
 mpi-%: $(READY)
@@ -124,12 +130,6 @@ torch-versions:
 # A Slurm of two nodes on this machine; skipped with the reason where it cannot run. All jobs share a few minutes.
 slurm: $(READY) $(MPICH)/.stamp
 	$(LIMIT) $(PY) -m pytest -q -o faulthandler_timeout=600 -m slurm tests/slurm
-
-# Slurm's jobs wait more than they compute; torch's five gigabytes are unpacked meanwhile. An install that fails is done again, and
-# reported, by torch-newest.
-slurm-beside-install: $(READY)
-	PYTHON=$(PYTHON) tests/torch_versions.sh --install $(NEWEST_TORCH) & install=$$!; \
-	$(MAKE) slurm; slurm=$$?; wait $$install; exit $$slurm
 
 timing: $(READY)
 	$(LIMIT) $(PY) -m pytest -q -m 'timing and not mpi and not gpu' $(TESTS)

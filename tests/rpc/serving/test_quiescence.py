@@ -168,7 +168,7 @@ class Network:
             thread.join(limit_s)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(size=st.integers(2, 5), seed=st.integers(0, 2**32), budget=st.integers(0, 60))
 def test_it_ends_when_nothing_is_under_way_and_not_before(size, seed, budget):
     network = Network(size, seed, budget)
