@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from replay import report as replay_report
 from replay.networks import Network
 
 from harness import benchmark_options, plots, report, tables
-from scaling import advice, steps
+from scaling import advice, exchanges, steps
 from training import gradient_lists
 
 # Computing of a rank's step. ResNet-50: 256 images at 2560 a second; GPT-2 XL: 8192 tokens at 40 %
@@ -27,11 +29,14 @@ _JOBS = {
     "ResNet-50": (gradient_lists.resnet50, 0.1),
     "GPT-2 XL": (gradient_lists.gpt2_xl, 6 * 1_557_611_200 * 8192 / advice.GPU_FLOP_RATE),
 }
-# What is simulated of long traces: minutes each.
-_MOST_OF_A_RING, _MOST_OF_MANY_BUCKETS, _MANY_BUCKETS = 64, 256, 50
+# Ranks up to which long traces are simulated; beyond, each takes minutes.
+_MOST_OF_A_RING, _MOST_OF_MANY_BUCKETS, _MANY_BUCKETS = 256, 256, 50
+# Where the points at which one algorithm overtakes another are looked for.
+_CROSSED_RANKS = (64, 256)
 _CROSSED = (
-    (schedules.DOUBLING, schedules.HALVING),
-    (schedules.HALVING, schedules.RING),
+    (exchanges.DOUBLING, exchanges.HALVING),
+    (exchanges.DOUBLING, exchanges.RING),
+    (exchanges.HALVING, exchanges.RING),
 )
 
 
@@ -68,52 +73,58 @@ def _judge(options: argparse.Namespace) -> None:
         },
         "collectives": [],
         "steps": [],
+        "shards": [],
         "crossings": [],
         "choices": [],
     }
-    cases = [
-        (kind, rate, library)
-        for kind in options.networks
-        for rate in options.rates
-        for library in options.libraries
-    ]
-    for kind, rate, library in progress_bar.track(cases, "networks", 0):
-        network = _network(options, kind, rate)
-        fit = judgement.fitted(network, library, measure)
-        # A ring of many nodes has a million messages for each bucket.
-        is_ring = library != "mpich"
-        ranks = [one for one in options.ranks if not is_ring or one <= _MOST_OF_A_RING]
-        long_ranks = [one for one in ranks if one <= _MOST_OF_MANY_BUCKETS]
-        record["collectives"] += judgement.judged_collectives(network, library, fit, ranks, measure)
-        record["steps"] += [
-            judgement.judged_step(job, network, library, fit, count, hook, measure)
-            for job in jobs
-            for count in (ranks if len(job.buckets) < _MANY_BUCKETS else long_ranks)
-            for hook in judgement.HOOKS
-            if len(job.buckets) < _MANY_BUCKETS or (not is_ring and rate == options.rates[0])
-        ]
-        if not is_ring:
-            record["crossings"] += _crossings(network, options.ranks[:1], measure)
+    cases = [(kind, rate) for kind in options.networks for rate in options.rates]
+    for kind, rate in progress_bar.track(cases, "networks", 0):
+        for name, entries in _judged(_network(options, kind, rate), jobs, options, measure).items():
+            record[name] += entries
     record["choices"] = judgement.choices(record["steps"])
     path = options.output / "replay-simgrid.json"
     report.write_json(record, path)
     print(f"{replay_report.text_of(record)}\n\n{plots.beside(path)}")
 
 
-def _crossings(network: Network, ranks: list[int], measure: judgement.Measure) -> list[Any]:
-    return [
-        {
-            "network": network.kind,
-            "rate_gbit_s": network.rate_gbit_s,
-            "ranks": count,
-            "first": first,
-            "second": second,
-            "simulated_bytes": judgement.crossing(network, count, first, second, measure),
-            "predicted_bytes": judgement.crossing_by_terms(network, count, first, second, measure),
-        }
-        for count in ranks
+def _judged(
+    network: Network,
+    jobs: Sequence[judgement.Job],
+    options: argparse.Namespace,
+    measure: judgement.Measure,
+) -> dict[str, list[Any]]:
+    """Return the judged cases of one network by the record's names."""
+    one_round = judgement.round_fit(network, measure)
+    collectives, judged, shards = [], [], []
+    for library in options.libraries:
+        fit = judgement.fitted(network, library, one_round, measure)
+        collectives += judgement.judged_collectives(network, library, fit, options.ranks, measure)
+        for job in jobs:
+            is_long = len(job.buckets) >= _MANY_BUCKETS
+            takes_rings = schedules.takes_rings(library)
+            if is_long and (takes_rings or network.rate_gbit_s != options.rates[0]):
+                continue
+            # A ring of many nodes has a million messages for each bucket.
+            most = _MOST_OF_A_RING if takes_rings else math.inf
+            most = min(most, _MOST_OF_MANY_BUCKETS) if is_long else most
+            ranks = [count for count in options.ranks if count <= most]
+            judged += [
+                judgement.judged_step(job, network, library, fit, count, hook, measure)
+                for count in ranks
+                for hook in judgement.HOOKS
+            ]
+            if not is_long:
+                shards += [
+                    judgement.judged_shards(job, network, library, one_round, count, measure)
+                    for count in ranks
+                ]
+    crossings = [
+        judgement.judged_crossing(network, count, first, second, one_round, measure)
+        for count in options.ranks
+        if count in _CROSSED_RANKS
         for first, second in _CROSSED
     ]
+    return {"collectives": collectives, "steps": judged, "shards": shards, "crossings": crossings}
 
 
 def _calibrate(options: argparse.Namespace) -> None:

@@ -114,6 +114,32 @@ def test_held_out_points_are_fitted_to_by_nothing(cost_model):
     assert cost_model.validate(spoilt)[0] == fits
 
 
+def test_rings_of_many_nodes_are_rounds_of_few(cost_model):
+    exchanges = importlib.import_module("scaling.exchanges")
+
+    def ring(nodes, nbytes):
+        # Messages of 64 KiB and more wait for their receivers.
+        message = nbytes / nodes
+        round_s = 4e-6 + (1e-6 if message >= 65536 else 0.0) + message * 8 / 100e9
+        seconds = 2 * (nodes - 1) * round_s
+        return cost_model.Point("all_reduce", nodes, 1, nbytes, 100.0, seconds=seconds)
+
+    sizes = [1 << power for power in range(10, 27, 2)]
+    rings = [ring(nodes, nbytes) for nodes in (2, 4, 8) for nbytes in sizes]
+    times = exchanges.Exchanges(exchanges.RING, exchanges.fit_round(rings))
+    larger = [ring(nodes, nbytes) for nodes in (64, 512) for nbytes in sizes]
+    errors = [abs(cost_model.relative_error(times, point)) for point in larger]
+    assert max(errors) < 0.2 and sorted(errors)[len(errors) // 2] < 0.01
+    # By log2 n latencies they are nowhere near.
+    by_terms = cost_model.fit(rings)
+    assert abs(cost_model.relative_error(by_terms, ring(512, 1 << 14))) > 0.5
+    # A ring of three nodes: four rounds of a third.
+    assert times.seconds(ring(3, 3000)) == pytest.approx(4 * 4.08e-6, rel=0.01)
+    assert times.seconds(ring(1, 1000)) == 0
+    with pytest.raises(ValueError, match="one rank a node"):
+        exchanges.fit_round([replace(rings[0], ranks_per_node=2)])
+
+
 def test_limits_and_order(cost_model):
     points, truth = synthetic(cost_model, noise=0.3, rates=(math.inf, 1.0))
     found = cost_model.fit(points)

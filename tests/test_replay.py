@@ -74,19 +74,27 @@ def test_the_rounds_of_all_ranks_fit_and_add_everything(part, algorithm, ranks, 
             one = rounds[rank][step]
             peer = rounds[one.to][step]
             assert (peer.source, peer.received_bytes) == (rank, one.sent_bytes)
-    terms = part("replay.judgement").terms_of(algorithm, ranks)
-    assert len(rounds[0]) == terms[0]
+    exchanges = part("scaling.exchanges")
+    expected = exchanges.rounds(algorithm, ranks, nbytes)
+    assert len(rounds[0]) == sum(count for count, _ in expected)
     sent = sum(one.sent_bytes for own in rounds for one in own)
-    assert sent == round(terms[1] * nbytes * ranks)
+    assert sent == round(sum(count * each for count, each in expected) * ranks)
     # Each element is added W - 1 times in all, or everywhere in recursive doubling.
     added = sum(one.added_bytes for own in rounds for one in own)
     everywhere = ranks * math.log2(ranks) if algorithm == "recursive doubling" else ranks - 1
     assert added == everywhere * nbytes
-    if algorithm != "recursive doubling":
-        gathered = [
-            schedules.gather_rounds(algorithm, rank, ranks, nbytes) for rank in range(ranks)
-        ]
-        assert sum(one.received_bytes for own in gathered for one in own) == (ranks - 1) * nbytes
+    if algorithm == "recursive doubling":
+        return
+    for operation, of in (
+        ("reduce_scatter", schedules.scatter_rounds),
+        ("all_gather", schedules.gather_rounds),
+    ):
+        half = [of(algorithm, rank, ranks, nbytes) for rank in range(ranks)]
+        assert sum(one.received_bytes for own in half for one in own) == (ranks - 1) * nbytes
+        expected = exchanges.rounds(algorithm, ranks, nbytes, operation)
+        assert len(half[0]) == sum(count for count, _ in expected)
+        adds = any(one.added_bytes for own in half for one in own)
+        assert adds == (operation == "reduce_scatter")
 
 
 def test_a_ring_takes_any_number_of_ranks_and_bad_schedules_are_refused(part):
@@ -98,6 +106,10 @@ def test_a_ring_takes_any_number_of_ranks_and_bad_schedules_are_refused(part):
     ):
         with pytest.raises(ValueError, match=text):
             list(schedules.rounds(algorithm, 0, ranks, 8))
+        with pytest.raises(ValueError, match=text):
+            part("scaling.exchanges").rounds(algorithm, ranks, 8)
+    with pytest.raises(ValueError, match="no algorithm 'recursive doubling' of all_gather"):
+        part("scaling.exchanges").rounds("recursive doubling", 4, 8, "all_gather")
     with pytest.raises(ValueError, match="no library"):
         schedules.chosen("nccl", 8, 2)
 
@@ -263,7 +275,8 @@ def test_the_model_is_judged_by_what_a_network_does(part, monkeypatch):
     buckets = steps.buckets_of([(512, 512)] * 4, bucket_cap_mb=1)
     job = judgement.Job("a job", 1e-3, buckets, {"bf16": steps.HookCost(1e-10)})
     ideal = alpha_beta(1e-5)
-    fit = judgement.fitted(network, "mpich", ideal)
+    one_round = judgement.round_fit(network, ideal)
+    fit = judgement.fitted(network, "mpich", one_round, ideal)
     found = judgement.judged_collectives(network, "mpich", fit, [16], ideal)
     assert judgement.median_error(found) < 0.02
     judged = [
@@ -276,21 +289,33 @@ def test_the_model_is_judged_by_what_a_network_does(part, monkeypatch):
     (choice,) = judgement.choices(judged[:2])
     assert choice["fastest"] == choice["chosen"] == "bf16" and choice["lost"] == 0
     first, second = "recursive doubling", "recursive halving"
-    simulated = judgement.crossing(network, 16, first, second, ideal)
-    by_terms = judgement.crossing_by_terms(network, 16, first, second, ideal)
-    assert simulated == pytest.approx(by_terms, rel=0.3)
-    assert judgement.crossing_by_terms(network, 16, second, "ring", ideal) is None
-    assert judgement.crossing(network, 16, second, "ring", ideal, 1) is None
+    crossed = judgement.judged_crossing(network, 16, first, second, one_round, ideal)
+    assert crossed["simulated_bytes"] == pytest.approx(crossed["predicted_bytes"], rel=0.2)
+    never = judgement.crossing(lambda nbytes: nbytes, lambda nbytes: nbytes + 1.0)
+    assert never is None and judgement.crossing(float, lambda nbytes: 0.0) == 1024
     record = {
         "steps": judged, "collectives": found, "choices": [choice],
-        "crossings": [
-            {"network": "fat tree", "rate_gbit_s": 10, "ranks": 16}
-            | {"first": first, "second": second}
-            | {"simulated_bytes": simulated, "predicted_bytes": None}
-        ],
+        "crossings": [crossed, crossed | {"predicted_bytes": None}],
     }  # fmt: skip
     text = report.text_of(record)
     assert "never" in text and "a job" in text and "exposed" in text
+
+
+@pytest.mark.parametrize("library", ["mpich", "openmpi"])
+def test_rounds_of_few_nodes_say_what_rings_and_shards_of_more_take(part, monkeypatch, library):
+    judgement, networks = part("replay.judgement"), part("replay.networks")
+    steps = part("scaling.steps")
+    monkeypatch.setattr(judgement, "SIZES", (4096, 16384, 1 << 18, 1 << 22))
+    network, ideal = networks.Network("fat tree", 64, 10, 1e-6), alpha_beta(1e-5)
+    one_round = judgement.round_fit(network, ideal)
+    times = judgement.ByAlgorithm(library, one_round)
+    found = judgement.judged_collectives(network, library, times, [32], ideal)
+    assert all(abs(one["relative_error"]) < 0.01 for one in found)
+    job = judgement.Job("a job", 1e-3, steps.buckets_of([(256, 256)] * 3, bucket_cap_mb=0.3), {})
+    shards = judgement.judged_shards(job, network, library, one_round, 16, ideal)
+    # Between the fitted sizes a time is straight over logarithms.
+    assert abs(shards["relative_error"]) < 0.03
+    assert shards["simulated_exposed_seconds"] > 0
 
 
 def test_a_calibration_takes_the_cable_from_two_ranks(part):

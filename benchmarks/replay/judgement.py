@@ -5,13 +5,16 @@ there with a small job. The model (``scaling.cost_model``) is fitted to these, a
 and more nodes: single all-reduces, and whole steps with each hook. The same are simulated, and what
 the model misses is its error: of the terms alone, as the simulated network has no noise.
 
+MPICH's algorithms have log2 W messages, and their model is ``cost_model``'s fit to all sizes. Open
+MPI's rings have 2·(W-1), and are sums of rounds (``exchanges``), as are the points from which one
+algorithm is faster than another, and steps in shards.
+
 Letters: W ranks, one on each node; N bytes.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +22,9 @@ from typing import Any
 
 from replay import schedules, simulator, traces
 from replay.networks import Network
-from scaling import cost_model, model, steps
-from scaling.cost_model import Fit, Point
+from scaling import cost_model, exchanges, model, steps
+from scaling.cost_model import Fit, Point, Times
+from scaling.exchanges import Exchanges
 
 FITTED_RANKS, JUDGED_RANKS = (2, 4, 8), (64, 128, 256, 512)
 SIZES = tuple(1 << power for power in range(10, 27, 2))
@@ -28,7 +32,11 @@ HOOKS = ("none", "bf16", "powersgd-4")
 # The printed time has whole microseconds.
 _LEAST_S = 2e-4
 _MOST_REPEATS = 40
+# Of the search for a crossing: predictions cost nothing.
+_PREDICTED_HALVINGS = 16
 Measure = Callable[[Network, int, Iterable[Any]], float]
+# The algorithm of an all-reduce, by its bytes and ranks.
+Chooser = Callable[[int, int], str]
 
 
 @dataclass(frozen=True)
@@ -53,32 +61,68 @@ def all_reduce_s(
 
 
 def points(
-    network: Network, ranks: Iterable[int], sizes: Iterable[int], library: str, measure: Measure
+    network: Network,
+    ranks: Iterable[int],
+    sizes: Iterable[int],
+    choose: Chooser,
+    measure: Measure,
 ) -> list[Point]:
-    """Return simulated all-reduces by an MPI library's choice of algorithms."""
+    """Return simulated all-reduces by a choice of algorithms."""
     found = []
     for count in ranks:
         for nbytes in sizes:
-            algorithm = schedules.chosen(library, nbytes, count)
-            seconds = all_reduce_s(network, count, nbytes, algorithm, measure)
+            seconds = all_reduce_s(network, count, nbytes, choose(nbytes, count), measure)
             found.append(
                 Point("all_reduce", count, 1, nbytes, network.rate_gbit_s, seconds=seconds)
             )
     return found
 
 
-def fitted(network: Network, library: str, measure: Measure) -> Fit:
-    """Return the model of a network's all-reduces, fitted to 2, 4 and 8 nodes."""
-    return cost_model.fit(points(network, FITTED_RANKS, SIZES, library, measure))
+def round_fit(network: Network, measure: Measure) -> Fit:
+    """Return the fit of a round, to rings of 2, 4 and 8 nodes of a network."""
+    rings = points(network, FITTED_RANKS, SIZES, lambda nbytes, ranks: exchanges.RING, measure)
+    return exchanges.fit_round(rings)
+
+
+@dataclass(frozen=True)
+class ByAlgorithm:
+    """Times of collectives by the algorithms that an MPI library takes, as sums of their rounds."""
+
+    library: str
+    round_fit: Fit
+
+    def seconds(self, point: Point) -> float:
+        """Return the time of a case; 0 for one node."""
+        algorithm = schedules.chosen(self.library, point.nbytes, point.nodes)
+        if point.operation != "all_reduce":
+            algorithm = schedules.halved(algorithm)
+        return Exchanges(algorithm, self.round_fit).seconds(point)
+
+
+def fitted(network: Network, library: str, one_round: Fit, measure: Measure) -> Times:
+    """Return the model of a network's all-reduces, fitted to 2, 4 and 8 nodes.
+
+    Args:
+        network: The network.
+        library: Rings are sums of rounds; other algorithms have ``cost_model``'s terms.
+        one_round: The network's ``round_fit``.
+        measure: Of simulated times.
+    """
+    if schedules.takes_rings(library):
+        return ByAlgorithm(library, one_round)
+    choose = functools.partial(schedules.chosen, library)
+    return cost_model.fit(points(network, FITTED_RANKS, SIZES, choose, measure))
 
 
 def judged_collectives(
-    network: Network, library: str, fit: Fit, ranks: Iterable[int], measure: Measure
+    network: Network, library: str, fit: Times, ranks: Iterable[int], measure: Measure
 ) -> list[dict[str, Any]]:
     """Return an entry for each simulated all-reduce, with the model's time and its error."""
+    choose = functools.partial(schedules.chosen, library)
     return [
         {
             "network": network.kind,
+            "rate_gbit_s": network.rate_gbit_s,
             "library": library,
             "ranks": point.nodes,
             "nbytes": point.nbytes,
@@ -86,20 +130,58 @@ def judged_collectives(
             "predicted_seconds": fit.seconds(replace(point, seconds=0.0)),
             "relative_error": cost_model.relative_error(fit, point),
         }
-        for point in points(network, ranks, SIZES, library, measure)
+        for point in points(network, ranks, SIZES, choose, measure)
     ]
 
 
 def judged_step(
-    job: Job, network: Network, library: str, fit: Fit, ranks: int, hook: str, measure: Measure
+    job: Job, network: Network, library: str, fit: Times, ranks: int, hook: str, measure: Measure
 ) -> dict[str, Any]:
     """Return one simulated step beside the predicted one, with the prediction's errors."""
     plan = traces.plan_of(job.compute_s, job.buckets, hook, job.costs)
-    choose = functools.partial(schedules.chosen, library, ranks=ranks)
-    simulated = measure(network, ranks, traces.step(plan, ranks, choose))
     at = steps.Layout(ranks, 1, network.rate_gbit_s)
     said = steps.step(job.compute_s, job.buckets, hook, at, {"all_reduce": fit}, job.costs)
-    exposed = simulated - job.compute_s
+    simulated = _simulated_step_s(plan, network, library, ranks, measure)
+    return _entry(job, network, library, ranks, hook, simulated, said.seconds)
+
+
+def judged_shards(
+    job: Job, network: Network, library: str, one_round: Fit, ranks: int, measure: Measure
+) -> dict[str, Any]:
+    """Return a step of an optimizer in shards: reduce-scatters, and all-gathers after the step.
+
+    Predicted by sums of rounds whatever the library.
+    """
+    plan = traces.plan_of(job.compute_s, job.buckets, "none", {}, shards=True, to_owners=True)
+    times = ByAlgorithm(library, one_round)
+
+    def predicted_s(operation: str, nbytes: int) -> float:
+        return times.seconds(Point(operation, ranks, 1, nbytes, network.rate_gbit_s))
+
+    wire = [sum(predicted_s("reduce_scatter", nbytes) for nbytes in each) for each in plan.messages]
+    said = steps.overlapped(plan.compute_s, plan.ready_s, plan.host_s, wire, overlaps=True)
+    said += sum(predicted_s("all_gather", nbytes) for nbytes in plan.gathered)
+    simulated = _simulated_step_s(plan, network, library, ranks, measure)
+    return _entry(job, network, library, ranks, "none", simulated, said)
+
+
+def _simulated_step_s(
+    plan: traces.StepPlan, network: Network, library: str, ranks: int, measure: Measure
+) -> float:
+    choose = functools.partial(schedules.chosen, library, ranks=ranks)
+    return measure(network, ranks, traces.step(plan, ranks, choose))
+
+
+def _entry(
+    job: Job,
+    network: Network,
+    library: str,
+    ranks: int,
+    hook: str,
+    simulated_s: float,
+    predicted_s: float,
+) -> dict[str, Any]:
+    exposed, said = simulated_s - job.compute_s, predicted_s - job.compute_s
     return {
         "network": network.kind,
         "rate_gbit_s": network.rate_gbit_s,
@@ -108,12 +190,12 @@ def judged_step(
         "ranks": ranks,
         "hook": hook,
         "compute_seconds": job.compute_s,
-        "simulated_seconds": simulated,
-        "predicted_seconds": said.seconds,
-        "relative_error": said.seconds / simulated - 1,
+        "simulated_seconds": simulated_s,
+        "predicted_seconds": predicted_s,
+        "relative_error": predicted_s / simulated_s - 1,
         "simulated_exposed_seconds": exposed,
-        "predicted_exposed_seconds": said.exposed_s,
-        "exposed_error": said.exposed_s / exposed - 1,
+        "predicted_exposed_seconds": said,
+        "exposed_error": said / exposed - 1,
     }
 
 
@@ -124,18 +206,16 @@ def choices(judged: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def crossing(
-    network: Network, ranks: int, first: str, second: str, measure: Measure, halvings: int = 5
+    first_s: Callable[[int], float], second_s: Callable[[int], float], halvings: int = 6
 ) -> float | None:
-    """Return the bytes from which ``second`` is the faster algorithm; None if it never is.
+    """Return the bytes from which the second of two times is the shorter; None if it never is.
 
     Searched between 1 KiB and 64 MiB, to a factor of 2 ** (16 / 2 ** ``halvings``).
     """
 
     def is_faster(power: float) -> bool:
         nbytes = int(2**power)
-        return all_reduce_s(network, ranks, nbytes, second, measure) < all_reduce_s(
-            network, ranks, nbytes, first, measure
-        )
+        return second_s(nbytes) < first_s(nbytes)
 
     low, high = 10.0, 26.0
     if not is_faster(high):
@@ -148,29 +228,29 @@ def crossing(
     return float(2 ** ((low + high) / 2))
 
 
-def crossing_by_terms(
-    network: Network, ranks: int, first: str, second: str, measure: Measure
-) -> float | None:
-    """Return what ``crossing`` is by the model's terms: a message's latency, and bytes by the rate.
+def judged_crossing(
+    network: Network, ranks: int, first: str, second: str, one_round: Fit, measure: Measure
+) -> dict[str, Any]:
+    """Return the bytes from which one algorithm is faster than another, simulated and predicted."""
 
-    The latency is that of the simulated empty messages of recursive doubling.
-    """
-    one, other = terms_of(first, ranks), terms_of(second, ranks)
-    doubled = all_reduce_s(network, ranks, 8, schedules.DOUBLING, measure)
-    latency = doubled / terms_of(schedules.DOUBLING, ranks)[0]
-    fewer_bytes = one[1] - other[1]
-    if fewer_bytes <= 0:
-        return None
-    return (other[0] - one[0]) * latency * network.rate_gbit_s * 1e9 / 8 / fewer_bytes
+    def simulated(algorithm: str) -> Callable[[int], float]:
+        return lambda nbytes: all_reduce_s(network, ranks, nbytes, algorithm, measure)
 
+    def predicted(algorithm: str) -> Callable[[int], float]:
+        times = Exchanges(algorithm, one_round)
+        return lambda nbytes: times.seconds(
+            Point("all_reduce", ranks, 1, nbytes, network.rate_gbit_s)
+        )
 
-def terms_of(algorithm: str, ranks: int) -> tuple[float, float]:
-    """Return an algorithm's consecutive messages, and the bytes of a rank's link over N."""
-    rounds = math.log2(ranks)
-    if algorithm == schedules.DOUBLING:
-        return rounds, rounds
-    passes = 2 * (ranks - 1) / ranks
-    return (2 * rounds if algorithm == schedules.HALVING else 2.0 * (ranks - 1)), passes
+    return {
+        "network": network.kind,
+        "rate_gbit_s": network.rate_gbit_s,
+        "ranks": ranks,
+        "first": first,
+        "second": second,
+        "simulated_bytes": crossing(simulated(first), simulated(second)),
+        "predicted_bytes": crossing(predicted(first), predicted(second), _PREDICTED_HALVINGS),
+    }
 
 
 def replayed(messages: simulator.Messages) -> Measure:

@@ -16,8 +16,11 @@ def text_of(record: Mapping[str, Any]) -> str:
     """Return the tables with their titles."""
     parts = {
         "Steps, SIMULATED and PREDICTED, ms": _steps(record["steps"]),
+        "Steps of an optimizer in shards, SIMULATED and PREDICTED, ms": _steps(
+            record.get("shards", [])
+        ),
         f"Median error of the model (goal {GOAL:.0%})": _errors(record),
-        "Bytes from which the second algorithm is the faster, SIMULATED and by the terms": (
+        "Bytes from which the second algorithm is the faster, SIMULATED and PREDICTED": (
             _crossings(record["crossings"])
         ),
         "Fastest hook, SIMULATED and PREDICTED": _choices(record["choices"]),
@@ -65,6 +68,7 @@ def medians(record: Mapping[str, Any]) -> list[tuple[str, int, float]]:
     """Return name, number of cases and median error of parts of the judged cases."""
     found = []
     steps, collectives = record["steps"], record["collectives"]
+    shards = record.get("shards", [])
     for name, entries, key, by in (
         ("all-reduces", collectives, "relative_error", ("library", "network")),
         ("all-reduces", collectives, "relative_error", ("library", "ranks")),
@@ -73,6 +77,8 @@ def medians(record: Mapping[str, Any]) -> list[tuple[str, int, float]]:
         ("steps", steps, "relative_error", ("library", "ranks")),
         ("steps", steps, "relative_error", ("library", "job", "rate_gbit_s")),
         ("exposed", steps, "exposed_error", ("library", "network")),
+        ("steps in shards", shards, "relative_error", ("library", "network")),
+        ("exposed in shards", shards, "exposed_error", ("library", "network")),
     ):
         if not entries:
             continue
@@ -106,7 +112,7 @@ def _crossings(crossings: Sequence[Mapping[str, Any]]) -> str:
         )
         for one in crossings
     ]
-    headers = ("network", "Gbit/s", "ranks", "algorithms", "simulated", "by the terms")
+    headers = ("network", "Gbit/s", "ranks", "algorithms", "simulated", "predicted")
     return tables.text(rows, headers, keys=4) if rows else ""
 
 

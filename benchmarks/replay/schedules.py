@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-DOUBLING, HALVING, RING = "recursive doubling", "recursive halving", "ring"
-ALGORITHMS = (DOUBLING, HALVING, RING)
+from scaling.exchanges import ALGORITHMS, DOUBLING, HALVING, RING
+
 LIBRARIES = ("mpich", "openmpi")
 # Bytes up to which a library takes recursive doubling.
 _SHORT_BYTES = {"mpich": 2048, "openmpi": 10_000}
@@ -48,7 +48,12 @@ def chosen(library: str, nbytes: int, ranks: int) -> str:
         raise ValueError(f"no library {library!r}; there are {', '.join(LIBRARIES)}")
     if nbytes <= _SHORT_BYTES[library] or nbytes // 4 < ranks:
         return DOUBLING
-    return HALVING if library == "mpich" else RING
+    return RING if takes_rings(library) else HALVING
+
+
+def takes_rings(library: str) -> bool:
+    """Return whether an MPI library's long all-reduces are rings."""
+    return library == "openmpi"
 
 
 def rounds(algorithm: str, rank: int, ranks: int, nbytes: int) -> Iterator[Round]:
@@ -74,12 +79,23 @@ def rounds(algorithm: str, rank: int, ranks: int, nbytes: int) -> Iterator[Round
     yield from _halving(rank, ranks, nbytes)
 
 
-def gather_rounds(algorithm: str, rank: int, ranks: int, nbytes: int) -> list[Round]:
-    """Return a rank's rounds of an all-gather of ``nbytes`` in all: the second half of ``rounds``.
+def halved(algorithm: str) -> str:
+    """Return the algorithm whose halves are a reduce-scatter and an all-gather.
 
-    Recursive doubling has no such half; its short buffers go by recursive halving's.
+    Recursive doubling has none; its short buffers go by recursive halving's.
     """
-    made = list(rounds(RING if algorithm == RING else HALVING, rank, ranks, nbytes))
+    return RING if algorithm == RING else HALVING
+
+
+def scatter_rounds(algorithm: str, rank: int, ranks: int, nbytes: int) -> list[Round]:
+    """Return a rank's rounds of a reduce-scatter of ``nbytes``: the first half of ``rounds``."""
+    made = list(rounds(halved(algorithm), rank, ranks, nbytes))
+    return made[: len(made) // 2]
+
+
+def gather_rounds(algorithm: str, rank: int, ranks: int, nbytes: int) -> list[Round]:
+    """Return a rank's rounds of an all-gather of ``nbytes`` in all: the second half."""
+    made = list(rounds(halved(algorithm), rank, ranks, nbytes))
     return made[len(made) // 2 :]
 
 

@@ -39,6 +39,8 @@ class StepPlan:
         messages: Bytes of the all-reduces of each bucket, in order.
         update_s: Step of the sharded optimizer on this rank's shard.
         gathered: Bytes of all parameters of each all-gather after it.
+        is_scattered: Whether each bucket is reduced to the owners of its shards, by a
+            reduce-scatter in the place of an all-reduce.
     """
 
     compute_s: float
@@ -47,6 +49,7 @@ class StepPlan:
     messages: tuple[tuple[int, ...], ...]
     update_s: float = 0.0
     gathered: tuple[int, ...] = ()
+    is_scattered: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.ready_s) == len(self.host_s) == len(self.messages):
@@ -62,6 +65,7 @@ def plan_of(
     costs: Mapping[str, steps.HookCost],
     shards: bool = False,
     update_s: float = 0.0,
+    to_owners: bool = False,
 ) -> StepPlan:
     """Return a step's plan by the library's buckets and a hook's messages and costs.
 
@@ -72,6 +76,7 @@ def plan_of(
         costs: Of the hooks.
         shards: Whether an optimizer in shards gathers all parameters after the step.
         update_s: Time of the shard's optimizer.
+        to_owners: Whether a shard's rank alone gets its gradients (``hooks.to_owners``).
     """
     cost = costs.get(hook, steps.HookCost())
     return StepPlan(
@@ -81,6 +86,7 @@ def plan_of(
         tuple(steps.messages(bucket, hook) for bucket in buckets),
         update_s if shards else 0.0,
         tuple(4 * bucket.numel for bucket in buckets) if shards else (),
+        to_owners,
     )
 
 
@@ -124,12 +130,13 @@ def _communication(
     plan: StepPlan, rank: int, ranks: int, choose: Chooser, add_s_per_byte: float
 ) -> Iterator[str]:
     partner = ranks + rank
+    reduced = schedules.scatter_rounds if plan.is_scattered else schedules.rounds
 
     def lines() -> Iterator[str]:
         for messages in plan.messages:
             yield f"{rank} recv {partner} {_READY_TAG} 1 {_BYTE}"
             for nbytes in messages:
-                rounds = schedules.rounds(choose(nbytes), rank, ranks, nbytes)
+                rounds = reduced(choose(nbytes), rank, ranks, nbytes)
                 yield from _exchanges(rank, rounds, ranks, add_s_per_byte)
         if plan.gathered:
             yield f"{rank} recv {partner} {_READY_TAG} 1 {_BYTE}"

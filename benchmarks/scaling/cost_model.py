@@ -23,6 +23,8 @@ What the terms miss, the switch of a protocol or a cache that overflows, is kept
 of each layout, as the measured time over that of the terms. Another layout between the fitted rates
 has the ratios of the nearest ones; the growth with ranks and nodes is that of the terms.
 
+Algorithms with other numbers of messages, a ring's 2·(n-1), are those of ``exchanges``.
+
 Sources: Hockney (1994) for latency and bandwidth; Thakur, Rabenseifner and Gropp, "Optimization of
 Collective Communication Operations in MPICH" (2005), for the terms of the algorithms.
 
@@ -36,7 +38,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -81,6 +83,14 @@ class Point:
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
+
+
+class Times(Protocol):
+    """Predicted times of collectives."""
+
+    def seconds(self, point: Point) -> float:
+        """Return the time of a case; 0 for one rank."""
+        ...
 
 
 def terms(point: Point, is_short: bool) -> tuple[float, ...]:
@@ -285,9 +295,9 @@ def _fitted(points: Sequence[Point], ends: tuple[float, ...]) -> tuple[float, Fi
     return float(np.mean([abs(relative_error(candidates, point)) for point in points])), candidates
 
 
-def relative_error(fit_of_points: Fit, point: Point) -> float:
-    """Return the error of a fit's time relative to the measured time, with its sign."""
-    return fit_of_points.seconds(point) / point.seconds - 1
+def relative_error(times: Times, point: Point) -> float:
+    """Return the error of a predicted time relative to the measured time, with its sign."""
+    return times.seconds(point) / point.seconds - 1
 
 
 def is_trained(point: Point, sizes: Sequence[int], ranks: Sequence[int] = TRAINED_RANKS) -> bool:

@@ -20,7 +20,7 @@ import torch
 
 from mpidist.ddp.buckets import plan
 from mpidist.ddp.hooks import lowrank
-from scaling.cost_model import Fit, Point
+from scaling.cost_model import Point, Times
 from training.gradient_lists import Shape
 
 HOOKS = ("none", "bf16", "powersgd-1", "powersgd-4", "powersgd-16")
@@ -171,7 +171,7 @@ def step(
     buckets: Sequence[Bucket],
     hook: str,
     layout: Layout,
-    fits: Mapping[str, Fit],
+    fits: Mapping[str, Times],
     costs: Mapping[str, HookCost],
     contention: Contention = Contention(),
 ) -> Step:
@@ -203,10 +203,10 @@ def step(
     return Step(seconds, seconds - compute_s, sum(map(sum, sent)))
 
 
-def _timer(fit: Fit, operation: str, layout: Layout) -> Callable[[int], float]:
+def _timer(times: Times, operation: str, layout: Layout) -> Callable[[int], float]:
     @functools.cache  # many buckets have equal sizes
     def seconds(nbytes: int) -> float:
-        return fit.seconds(
+        return times.seconds(
             Point(
                 operation,
                 layout.nodes,
