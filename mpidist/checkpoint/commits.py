@@ -135,6 +135,7 @@ class Commits:
 
     Attributes:
         has_passed_over: A load has looked for commits and taken none, and no commit has followed.
+        has_written: This process has written a commit, so that what is held is its own.
     """
 
     def __init__(self, group: Group, folder: Path) -> None:
@@ -148,6 +149,7 @@ class Commits:
         self._buddy = every[group.rank]
         self._senders = [rank for rank, buddy in enumerate(every) if buddy == group.rank]
         self.has_passed_over = False
+        self.has_written = False
         self._sending: Group | None = None
         self._work: Work | None = None
 
@@ -208,7 +210,7 @@ class Commits:
             if self.is_first:
                 self.slots.drop(slot)
             raise
-        self.has_passed_over = False
+        self.has_passed_over, self.has_written = False, True
         self._start_sending(slot, tables)
 
     def held(self) -> Held | None:

@@ -33,6 +33,7 @@ from mpidist.checkpoint.training import (
 )
 from mpidist.comm.consistency import comparing, converting_errors, maximum, same_error_on_all
 from mpidist.comm.group_types import AnyGroup, Group
+from mpidist.comm.mpi import job_folder
 from mpidist.ddp.hooks import checkpoint as powersgd
 from mpidist.errors import CheckpointError
 from mpidist.zero.state.merging import merged
@@ -112,7 +113,8 @@ def load(
         held.take()
         reader = Reader(held.path, held.manifest, map_location)
         with progress_bar.spinner(f"loads the commit of step {held.step}", native.rank):
-            return _Loading(native, training, reader, held.bring).run()
+            is_left = not held.commits.has_written
+            return _Loading(native, training, reader, held.bring, is_left).run()
     if chosen is None:
         return None
     path, text = chosen
@@ -158,6 +160,7 @@ class _Loading:
 
     Args:
         bring: Brings files of a commit to this rank's node, collectively; None for a checkpoint.
+        is_left: An earlier start has left the commit.
     """
 
     def __init__(
@@ -166,6 +169,7 @@ class _Loading:
         training: Training,
         reader: Reader,
         bring: Callable[[Sequence[str]], None] | None = None,
+        is_left: bool = False,
     ) -> None:
         self._group = group
         self._bring = bring
@@ -175,6 +179,12 @@ class _Loading:
         self._contents = reader.manifest.contents
         self._is_same_size = self._world_size == group.size
         self._where = f"{_WHERE} from {reader.path}"
+        if is_left:
+            # The user may know of no other run: another program has committed under the job's name.
+            self._where += (
+                ", which an earlier start of this job has left in the memory of the nodes (if it "
+                f"is of another run, {job_folder.ADVICE} there)"
+            )
 
     def run(self) -> Resumed:
         """Load. Collective: over the group."""

@@ -224,6 +224,16 @@ def test_wrong_commits_are_refused_on_all_ranks(group, folder):
     words = "of another model"
     raises_on_all(group, CheckpointError, lambda: load(folder, **other, group=group), words)
     agree(group, load(folder, **state, group=group).step == 2)
+    # To a process that has written none, the commit is what an earlier start has left.
+    for is_left in (False, True):
+        group.barrier()
+        if is_left:
+            commits._drop()
+        with pytest.raises(CheckpointError) as caught:
+            load(folder, **other, group=group)
+        named = "remove it with `mpidist clean`" in str(caught.value)
+        agree(group, words in str(caught.value) and named == is_left, str(caught.value))
+    agree(group, load(folder, **state, group=group).step == 2)
 
 
 @pytest.mark.mpi(min_size=2)
