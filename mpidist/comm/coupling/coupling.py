@@ -9,6 +9,7 @@ three calls.
 from __future__ import annotations
 
 import itertools
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -20,7 +21,7 @@ from mpidist.comm.coupling import roles
 from mpidist.comm.coupling.inlet import Inlet
 from mpidist.comm.coupling.link import Link
 from mpidist.comm.coupling.outlet import Outlet
-from mpidist.comm.mpi import runtime
+from mpidist.comm.mpi import launcher_env, runtime
 from mpidist.comm.mpi.library import MPI
 from mpidist.errors import DisagreementError, GroupError, LaunchError
 
@@ -125,9 +126,9 @@ def couple(
 
     Args:
         groups: The programs' names in the order of the launcher's command line (``mpirun -n 2
-            simulation : -n 2 python train.py``), which numbers them (MPI_APPNUM); or the number of
-            processes of each, which follow each other by rank, for launchers that number none. The
-            same in all processes.
+            simulation : -n 2 python train.py``), which numbers them (MPI_APPNUM, or the variable
+            MPIDIST_APPNUM of ``couple.sbatch``); or the number of processes of each, which follow
+            each other by rank, for launchers that number none. The same in all processes.
         comm: Communicator of all processes; MPI_COMM_WORLD if None.
         timeout_s: How long ``put``, ``get`` and ``close`` wait; None for no limit.
 
@@ -176,7 +177,9 @@ def _number(
         raise ValueError(f"couple connects at most {_PROGRAMS} programs; got {len(names)}")
     if isinstance(groups, Mapping):
         return roles.numbers(groups, job.Get_size())[job.Get_rank()]
-    number = job.Get_attr(MPI.APPNUM)
+    number = launcher_env.program_number(os.environ)
+    if number is None:
+        number = job.Get_attr(MPI.APPNUM)
     if number is None:
         raise LaunchError(
             "couple got names of programs, but the launcher has numbered none (MPI_APPNUM): give "

@@ -72,7 +72,7 @@ _LIBRARY_OF_LAUNCHER = {
 _LAUNCHER_PREFIXES = (
     "OMPI_", "PMIX", "PRTE", "PMI_", "HYDI", "HYDRA_", "MPI_LOCAL", "MPIEXEC_",
     "MPICH_INTERFACE_HOSTNAME", "MV2_COMM_WORLD_", "PALS_", "FLUX_", "SLURM", "PBS_", "LSB_",
-    "PE_HOSTFILE",
+    "PE_HOSTFILE", "MPIDIST_APPNUM",
 )  # fmt: skip
 # Prefixes of the user's own settings among them: the library's location, and the components that
 # carry messages and reductions.
@@ -152,6 +152,25 @@ def job_name(environ: Mapping[str, str], otherwise: str) -> str:
     """
     found = next((environ[name] for name in _JOB_VARIABLES if environ.get(name)), otherwise)
     return re.sub(r"[^A-Za-z0-9.-]", "_", found)[:80]
+
+
+def program_number(environ: Mapping[str, str]) -> int | None:
+    """Return ``MPIDIST_APPNUM``, which takes the place of MPI_APPNUM, or None (pure).
+
+    srun starts all programs of ``--multi-prog`` as one, so a job script numbers them.
+
+    Args:
+        environ: Usually ``os.environ``.
+
+    Raises:
+        ValueError: It is no number of a program.
+    """
+    text = environ.get("MPIDIST_APPNUM")
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"MPIDIST_APPNUM must be a program's number, 0 or more; got {text!r}")
+    return int(text)
 
 
 def is_on_one_node(environ: Mapping[str, str]) -> bool:

@@ -42,6 +42,17 @@ def test_every_sample_comes_once_to_a_reader_that_asked(group, job):
 
 
 @more_ranks
+def test_a_job_script_numbers_the_programs(group, job, monkeypatch):
+    monkeypatch.setenv("MPIDIST_APPNUM", str(int(job.rank > 0)))
+    with mpidist.comm.couple(["make", "take"], comm=job, timeout_s=20) as coupled:
+        assert coupled.programs == {"make": (0,), "take": tuple(range(1, job.size))}
+        assert coupled.program == ("take" if job.rank else "make")
+    monkeypatch.setenv("MPIDIST_APPNUM", "-1")
+    wrong = "MPIDIST_APPNUM must be a program's number"
+    raises_on_all(group, ValueError, lambda: mpidist.comm.couple(["a", "b"], comm=job), wrong)
+
+
+@more_ranks
 def test_wrong_groups_are_refused_everywhere(group, job):
     for wrong in ({"a": job.size, "b": 1}, {"a": job.size}, ["a", "a"]):
         raises_on_all(group, ValueError, lambda wrong=wrong: mpidist.comm.couple(wrong, comm=job))

@@ -10,6 +10,7 @@ from mpidist.comm.mpi.launcher_env import (
     from_environment,
     job_name,
     library_problem,
+    program_number,
     singleton_problem,
     without_launcher,
 )
@@ -136,6 +137,15 @@ def test_a_library_that_the_launcher_does_not_start_is_a_problem():
         ("srun", OPEN_MPI, 4), ("python", MPICH, None), ("flux run", OPEN_MPI, 4),
     ):  # fmt: skip
         assert library_problem(Launch(launcher, size, 0), library) is None, (launcher, library)
+
+
+def test_a_job_script_numbers_programs():
+    assert program_number({}) is None
+    assert program_number({"MPIDIST_APPNUM": "2"}) == 2
+    assert without_launcher({"MPIDIST_APPNUM": "2"}) == {}
+    for text in ("", "-1", "one", "²"):
+        with pytest.raises(ValueError, match="MPIDIST_APPNUM must be a program's number"):
+            program_number({"MPIDIST_APPNUM": text})
 
 
 def test_a_job_is_named_by_the_first_variable_that_is_set():
