@@ -11,6 +11,7 @@ the simulation runs as far ahead of them as they have room for, and ends when th
 from __future__ import annotations
 
 import argparse
+import sys
 
 import numpy as np
 from command_line import parse, positive
@@ -72,25 +73,32 @@ def train(coupled: Coupling, steps: int) -> None:
         print(f"{group.size} trainer(s), {steps} steps: loss {loss:.2e}")
 
 
+def problem(options: argparse.Namespace, size: int) -> str | None:
+    """Return what is wrong with the number of simulating processes among ``size``, or None."""
+    if options.program is not None:
+        return "--simulating is for one command line" if options.simulating else None
+    if (options.simulating or 1) < size:
+        return None
+    return f"--simulating {options.simulating or 1} leaves no trainer among {size} process(es)"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("program", nargs="?", choices=PROGRAMS, help="of two command lines")
-    parser.add_argument("--simulating", type=positive, default=1, help="processes, of one line")
+    parser.add_argument("--simulating", type=positive, help="processes, of one line; 1 if left out")
     parser.add_argument("--steps", type=positive, default=200, help="batches of each trainer")
     from mpi4py import MPI
 
     job = MPI.COMM_WORLD
+    # Of two command lines one may be wrong: its processes say so themselves.
+    is_one_line = set(PROGRAMS).isdisjoint(sys.argv)
     options = parse(
-        parser,
-        job.rank,
-        lambda options: (
-            f"--simulating {options.simulating} leaves no trainer among {job.size} process(es)"
-            if options.program is None and options.simulating >= job.size
-            else None
-        ),
+        parser, job.rank if is_one_line else 0, lambda options: problem(options, job.size)
     )
-    counts = {"simulate": options.simulating, "train": job.size - options.simulating}
-    coupled = mpidist.comm.couple(counts if options.program is None else PROGRAMS)
+    if is_one_line:
+        simulating = options.simulating or 1
+        counts = {"simulate": simulating, "train": job.size - simulating}
+    coupled = mpidist.comm.couple(counts if is_one_line else PROGRAMS)
     if coupled.program == "simulate":
         simulate(coupled)
     else:
