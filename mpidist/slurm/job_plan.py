@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mpidist import shipped
 from mpidist.errors import LaunchError
-from mpidist.slurm import job_script
+from mpidist.slurm import job_script, programs
 from mpidist.slurm.job_script import Options
 from mpidist.slurm.job_shape import (
     completed,
@@ -94,7 +94,7 @@ def planned(
         site_values.pop("MPIDIST_GPUS_PER_NODE", None)
     values = {**site_values, **options.settings}
     is_in_image = bool(values.get("MPIDIST_IMAGE"))
-    require_program(name, options.arguments, is_in_image)
+    require_program(name, options.arguments, is_in_image, bool(values.get("MPIDIST_MODULES")))
     given: dict[str, str | None] = {**job_script.site_header(values), **options.header}
     given |= job_script.header_from(environ, given)
     filled = replace(options, header=given, folder=str(folder.resolve()), env_file=str(file))
@@ -103,6 +103,8 @@ def planned(
     where = _partitions_of(given, partitions)
     header = completed(name, given, shipped_header, where[0] if where else None)
     _require_sound({**shipped_header, **header}, where)
+    if name == "couple":
+        programs.divided(programs.parse(options.arguments), _ranks({**shipped_header, **header}))
     filled = replace(
         filled,
         header=header,
@@ -113,7 +115,7 @@ def planned(
         },
         arguments=options.arguments
         if is_in_image or name == "bench"
-        else absolute(options.arguments),
+        else absolute(name, options.arguments),
     )
     text = job_script.render(script, filled)
     return JobPlan(text, filled, _notes(shipped_header, given, header, where, partitions))
@@ -134,6 +136,12 @@ def _partitions_of(
         if asked
         else [partition for partition in partitions.values() if partition.is_default]
     )
+
+
+def _ranks(header: Mapping[str, str | None]) -> int:
+    """Return the number of ranks that a complete header asks for."""
+    shape = shape_of(header)
+    return int(header.get("ntasks") or shape.nodes * shape.ranks)
 
 
 def _require_sound(header: Mapping[str, str | None], where: Sequence[Partition]) -> None:
@@ -246,13 +254,16 @@ def _benchmarks() -> list[str]:
     return sorted(path.stem.removeprefix("bench_") for path in files)
 
 
-def require_program(name: str, arguments: Sequence[str], is_in_image: bool) -> None:
+def require_program(
+    name: str, arguments: Sequence[str], is_in_image: bool, has_modules: bool = False
+) -> None:
     """Refuse arguments that the job script would refuse, before the job waits for its nodes.
 
     Args:
         name: Name of the job script.
         arguments: Arguments after ``--``.
         is_in_image: Programs are in a container image, whose files this process cannot see.
+        has_modules: The job loads modules, whose commands this process may not see.
 
     Raises:
         LaunchError: Wrong arguments; the text describes valid ones.
@@ -266,15 +277,20 @@ def require_program(name: str, arguments: Sequence[str], is_in_image: bool) -> N
                 f"{', '.join(benchmarks)}"
             )
         return
-    programs = list(arguments[:1])
+    if name == "couple":
+        for one in programs.parse(arguments):
+            if not is_in_image:
+                programs.require_found(one, has_modules)
+        return
+    files = list(arguments[:1])
     if name == "array":
         if not arguments or not Path(arguments[0]).is_file():
             raise LaunchError(
                 "array takes a file of arguments, one run a line: mpidist submit array --array 1-4 "
                 "-- sweep.txt train.py"
             )
-        programs = list(arguments[1:2])
-    for program in programs:
+        files = list(arguments[1:2])
+    for program in files:
         # Arguments without a program go to the example.
         if not program.startswith("-") and not is_in_image and not Path(program).is_file():
             raise LaunchError(
@@ -283,8 +299,10 @@ def require_program(name: str, arguments: Sequence[str], is_in_image: bool) -> N
             )
 
 
-def absolute(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return the arguments, the first one as an absolute path if it is a file."""
+def absolute(name: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return the arguments of a job script, programs as absolute paths if they are files."""
+    if name == "couple":
+        return programs.absolute(arguments)
     path = Path(arguments[0]) if arguments else None
     return (
         (str(path.resolve()), *arguments[1:])

@@ -44,9 +44,10 @@ def submit(
     The plan is logged at level INFO. Numbers left out are taken from the partition.
 
     Args:
-        script: Name of the job script: ``"ddp"``, ``"oss"``, ``"rpc"``, ``"array"``, ``"bench"``,
-            ``"test"``.
-        arguments: The program and its arguments; none for the script's example.
+        script: Name of the job script: ``"ddp"``, ``"oss"``, ``"rpc"``, ``"array"``,
+            ``"couple"``, ``"bench"``, ``"test"``.
+        arguments: The program and its arguments; none for the script's example. Several programs
+            for ``"couple"``, with ``"::"`` between them.
         nodes: Nodes of the job.
         ntasks_per_node: Ranks of a node.
         gpus_per_node: GPUs of a node, one rank each; ``"a100:4"`` names their type; 0 for none.

@@ -30,9 +30,10 @@ def site(tmp_path, monkeypatch):
     scripts, here = tmp_path / "scripts", tmp_path / "here"
     for folder in (scripts, here):
         folder.mkdir()
-    for name in ("array", "bench", "ddp", "test"):
+    for name in ("array", "bench", "couple", "ddp", "test"):
         (scripts / f"{name}.sbatch").write_text(_DDP)
-    (scripts / "bench_collectives.py").write_text("")
+    for name in ("bench_collectives.py", "coupled_heat.py"):
+        (scripts / name).write_text("")
     (scripts / "env.sh").write_text('MPIDIST_GPUS_PER_NODE="4"\nMPIDIST_VENV=""\n')
     (here / "env.sh").write_text(
         'MPIDIST_ACCOUNT="mine"\nMPIDIST_GPUS_PER_NODE="2"\nMPIDIST_VENV="$HOME/venv"\n'
@@ -87,7 +88,7 @@ def test_no_gpus_and_ranks_of_ones_own(site):
 @pytest.mark.parametrize(
     ("name", "options", "env", "words"),
     [
-        ("gone", Options({}), None, "no job script gone: array, bench, ddp"),
+        ("gone", Options({}), None, "no job script gone: array, bench, couple, ddp"),
         ("ddp", Options({}), Path("gone.sh"), "gone.sh: no such file"),
         ("ddp", Options({}, {}, ("gone.py",)), None, "gone.py: no such file"),
         # Errors that would otherwise appear only after the job has waited for its nodes.
@@ -101,6 +102,20 @@ def test_no_gpus_and_ranks_of_ones_own(site):
         ("test", Options({}, {}, ("train.py",)), None, "takes no program; got train.py"),
         ("array", Options({}), None, "a file of arguments"),
         ("array", Options({}, {}, ("train.py", "gone.py")), None, "gone.py: no such file"),
+        ("couple", Options({}, {}, ("train.py",)), None, "several programs"),
+        ("couple", Options({}, {}, ("train.py", ":", "gone.py")), None, "gone.py: no such file"),
+        (
+            "couple",
+            Options({}, {}, ("-n", "3", "train.py", ":", "-n", "2", "train.py")),
+            None,
+            "need 5 ranks .*, and the job has 4",
+        ),
+        (
+            "couple",
+            Options({"ntasks": "2"}, {}, ("-n", "2", "train.py", ":", "train.py")),
+            None,
+            "need 3 ranks .*, and the job has 2",
+        ),
         ("ddp", Options({}, {"MPIDIST_GPU_PER_NODE": "2"}), None, "is MPIDIST_GPUS_PER_NODE meant"),
         ("ddp", Options({}), Path("crlf.sh"), "crlf.sh has the line ends of Windows"),
         ("ddp", Options({}), Path("binary.sh"), "binary.sh is no text"),
@@ -109,6 +124,21 @@ def test_no_gpus_and_ranks_of_ones_own(site):
 def test_what_is_not_there_is_named(site, name, options, env, words):
     with pytest.raises(LaunchError, match=words):
         job_plan.planned(name, options, env, {})
+
+
+def test_programs_of_one_job_have_absolute_paths(site):
+    arguments = ("-n", "1", "train.py", "--grid", "a b", ":", "sim", "train.py")
+    modules = {"MPIDIST_MODULES": "sim/5"}
+    text = job_plan.planned("couple", Options({}, modules, arguments), None, {}).text
+    here = site / "here"
+    assert f"\nset -- -n 1 {here}/train.py --grid 'a b' :: sim train.py\n" in text
+    text = job_plan.planned("couple", Options({}, {}, ("-n", "2", "--steps", "5")), None, {}).text
+    assert "\nset -- -n 2 --steps 5\n" in text
+    image = {"MPIDIST_IMAGE": "x.sif"}
+    text = job_plan.planned(
+        "couple", Options({}, image, ("/x", ":", "-n", "1", "y")), None, {}
+    ).text
+    assert "\nset -- /x : -n 1 y\n" in text
 
 
 def test_a_number_that_is_no_ascii_is_refused_like_any_word(site):

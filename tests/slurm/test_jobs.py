@@ -53,6 +53,22 @@ for name, deaths in (("undisturbed", {}), ("killed", {1: 9})):
     found = elastic.run(training)
     print(json.dumps({**found, "run": name, "starts": training.starts}), flush=True)
 """
+# User's programs: one sends, in a folder with a blank in its name, and the other receives.
+COUPLED = {
+    "two words/sends": """\
+import sys
+import numpy
+import mpidist.comm
+with mpidist.comm.couple(["sends", "receives"], timeout_s=120) as coupled:
+    assert sys.argv[1:] == ["it's", '%t "$HOME"'], sys.argv
+    assert coupled.outlet("receives").put(numpy.ones(3), label=7)
+""",
+    "receives": """\
+import mpidist.comm
+with mpidist.comm.couple(["sends", "receives"], timeout_s=120) as coupled:
+    print("received", [sample.label for sample in coupled.inlet("sends")], coupled.programs)
+""",
+}
 # Replacement of Apptainer for job.sh: logs its arguments and runs the program.
 STUB = """\
 #!/bin/bash
@@ -136,7 +152,9 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
         "killed": KILLED,
         "fails": "raise SystemExit(3)",
         "saves": "raise SystemExit(75)",
+        **COUPLED,
     }.items():
+        (slurm.work / f"{name}.py").parent.mkdir(exist_ok=True)
         (slurm.work / f"{name}.py").write_text(program)
     # What the example reads without --data; the import of scikit-learn takes each rank seconds.
     np.savez(digits := slurm.work / "digits.npz", **digits_of_sklearn())
@@ -225,6 +243,11 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
         )
     submitted["bench"] = slurm.submit(
         mpich / "bench.sbatch", "collectives", *BENCH, options=TWO_NODES
+    )
+    submitted["couple"] = slurm.submit(
+        openmpi / "couple.sbatch",
+        *("-n", "1", "two words/sends.py", "it's", '%t "$HOME"', "::", "receives.py"),
+        options="--nodes=2 --ntasks-per-node=1",
     )
     submitted["test-gpu"] = slurm.submit(mpich / "test.sbatch", options=ONE_RANK)
     # The unedited script of an installation, with values from another folder.
@@ -377,6 +400,12 @@ def test_unsorted_nodes_of_components_end_the_job_by_pmix(jobs):
 def test_servers_and_trainers_are_one_world(jobs, name, trainers, words):
     assert jobs[name].exit_code() == 0, jobs[name].log()
     assert f"{trainers} trainer(s), 50 steps" in jobs[name].log() and words in jobs[name].log()
+
+
+def test_programs_of_one_job_exchange_tensors(jobs):
+    assert jobs["couple"].exit_code() == 0, jobs["couple"].log()
+    received = "received [7] {'sends': (0,), 'receives': (1,)}"
+    assert received in jobs["couple"].log() and "srun --mpi=pmix" in jobs["couple"].log()
 
 
 def test_the_benchmark_prints_its_table(slurm, jobs):

@@ -167,6 +167,53 @@ def test_the_launcher_fits_the_library_and_slurm(tmp_path, offered, setting, pri
     assert printed in f"{done.stdout}{done.stderr}"
 
 
+def test_several_programs_are_started_by_either_launcher(tmp_path):
+    _, body = (FOLDER / "couple.sbatch").read_text().split('/job.sh"\n')
+    folder = tmp_path / "two words"
+    folder.mkdir()
+    for name in ("simulate", "train"):
+        (folder / name).write_text('#!/bin/bash\nprintf "%s|" "${MPIDIST_APPNUM:-}" "$@"\n')
+        (folder / name).chmod(0o755)
+    # The ranks of srun's file, one after the other as Slurm reads its single quotes.
+    start = """
+say() { echo "$*"; }
+run_ranks() {
+    if [[ $1 != srun ]]; then printf '<%s>' "$@"; return; fi
+    echo "$2 $3"
+    while read -r ranks line; do echo "$ranks: $(eval "$line")"; done < "$4"
+}
+"""
+    words = ["-n", "1", "two words/simulate", "it's", '%t "$HOME"', "::", "two words/train", "*"]
+    for launcher, spare, expected in (
+        (
+            "srun",
+            1,
+            '--ntasks=4 --multi-prog\n0: 0|it\'s|%t "$HOME"|\n1-3: 1|*|',
+        ),
+        (
+            "/bin/mpirun",
+            0,
+            f'</bin/mpirun><-n><1><{folder}/simulate><it\'s><%t "$HOME"><:><-n><3>'
+            f"<{folder}/train><*>",
+        ),
+    ):
+        job = (
+            "set -euo pipefail; unset SLURM_NTASKS\n"
+            f"LAUNCHER=({launcher}) PYTHON=({shlex.quote(sys.executable)})\n"
+            f"SLURM_JOB_NUM_NODES={2 + spare} SLURM_NTASKS_PER_NODE=2 MPIDIST_SPARE_NODES={spare}\n"
+            f"{start}{body}"
+        )
+        done = subprocess.run(
+            ["bash", "-c", job, "couple", *words],
+            capture_output=True, text=True, timeout=20, cwd=tmp_path,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+        )  # fmt: skip
+        assert done.returncode == 0 and done.stdout.rstrip("\n").endswith(expected), done
+        assert f"ranks 1-3: '{folder}/train' '*'" in done.stdout
+    # The file of srun is removed.
+    assert [path.name for path in tmp_path.iterdir()] == ["two words"]
+
+
 @pytest.mark.parametrize(
     ("ending", "status", "is_told"), [("kill -USR1 $$", 138, True), ("exit 3", 3, False)]
 )
