@@ -17,7 +17,14 @@ def test_cases_are_drawn_by_their_seeds():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("powersgd", marks=pytest.mark.long), "rpc", "fsdp"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("powersgd", "diloco")),
+        "rpc",
+        "fsdp",
+    ],
+)
 def test_trainings_that_are_hit_end_with_the_same_bits(kind):
     # Of the first step, before any commit, and of a later one, behind the commit of the eighth.
     blows = (chaos.Blow(1, 0, 0.0005), chaos.Blow(2, 8, 0.01))

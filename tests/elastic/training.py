@@ -30,7 +30,7 @@ from mpidist import elastic
 from mpidist.checkpoint import commit, load
 from mpidist.optim import OSS
 
-KINDS = ("ddp", "powersgd", "oss", "torch", "rpc", "fsdp")
+KINDS = ("ddp", "powersgd", "oss", "torch", "rpc", "fsdp", "diloco")
 _OF_TORCH = ("torch", "fsdp")  # on torch's default group
 _MOST_RANKS = 16
 _EVERY = 4  # steps between two commits
@@ -95,6 +95,8 @@ class Training:
                 self.first_steps.append(time.time())
             if step % _EVERY == _EVERY - 1:
                 commit(self.folder, step + 1, **state)
+        if self.kind == "diloco":
+            state["hook_state"].sync()
         digest = _digest(state)
         self._end()
         return {"rank": rank, "size": size, "digest": digest}
@@ -111,6 +113,9 @@ class Training:
                 fully_shard(layer, mesh=dist.init_device_mesh("cpu", (size,)))
             torch.manual_seed(100 + rank)
             return {"model": net, "optimizer": torch.optim.Adam(net.parameters(), lr=0.01)}
+        if self.kind == "diloco":
+            torch.manual_seed(100 + rank)
+            return {"model": net, "hook_state": _outer_steps(net)}
         wrapped = torch.nn.parallel.DistributedDataParallel
         if self.kind != "torch":
             wrapped = mpidist.ddp.DistributedDataParallel
@@ -141,10 +146,11 @@ class Training:
                 mpidist.rpc.rpc_async(f"worker{(rank + 2) % size}", torch.add, (x, float(rank))),
             ]
             x = sum(future.wait() for future in futures)
-        state["optimizer"].zero_grad()
+        optimizer = _optimizer_of(state)
+        optimizer.zero_grad()
         state["model"](x).square().mean().backward()
         self.dies(rank, step)
-        state["optimizer"].step()
+        optimizer.step()
         if self.pause_s:
             time.sleep(self.pause_s)
 
@@ -157,10 +163,26 @@ class Training:
             mpidist.comm.default().close()
 
 
+def _outer_steps(net: torch.nn.Module) -> mpidist.ddp.DiLoCo:
+    """Return outer steps whose averages are on their way at some commits, and begin at others."""
+    hook_state = mpidist.ddp.PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=1)
+    return mpidist.ddp.DiLoCo(
+        net, torch.optim.Adam(net.parameters(), lr=0.01), every=6, fragments=2, overlap=2,
+        hook=mpidist.ddp.powerSGD_hook, state=hook_state,
+    )  # fmt: skip
+
+
+def _optimizer_of(state: dict[str, Any]) -> torch.optim.Optimizer:
+    found: torch.optim.Optimizer = (
+        state["optimizer"] if "optimizer" in state else state["hook_state"].inner
+    )
+    return found
+
+
 def _digest(state: dict[str, Any]) -> str:
     """Return a digest of weights and moments. Collective."""
     found = hashlib.sha256()
-    optimizer = state["optimizer"]
+    optimizer = _optimizer_of(state)
     moments = (
         optimizer.state_dict(all_ranks=True)
         if isinstance(optimizer, OSS)
