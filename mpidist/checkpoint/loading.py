@@ -205,14 +205,23 @@ class _Loading:
                 state = self._read(names)
         is_merged = self._needs_merged(state.own)
         self._require_all_sound(is_merged)
+        is_hook_merged = self._needs_merged_outer_steps(state.own)
         with self._same_error_on_all(), reporting_damage():
             if is_merged:
                 state.whole = self._merged()
-            if self._training.hook_state is not None and self._contents.hook == STATE:
+            if self._has_hook and not is_hook_merged:
                 state.hook = self._hook(state.own)
+        if is_hook_merged:
+            state.hook = self._merged_outer_steps()
+        with self._same_error_on_all(), reporting_damage():
             self._require_fits(state)
         with self._same_error_on_all(), reporting_damage():
             self._load(state)
+        if self._has_hook:
+            # By itself, as the ranks of a sharded inner optimizer load their state together.
+            with self._same_error_on_all(), reporting_damage():
+                if state.hook is not None and self._training.hook_state is not None:
+                    self._training.hook_state.load_state_dict(state.hook)
         self._load_collectively(state)
         with self._same_error_on_all():
             self._load_rng(state.own)
@@ -273,12 +282,53 @@ class _Loading:
                 names |= {manifest.rank_file(rank, size) for rank in range(size)}
             else:
                 names.add(manifest.rank_file(0, size))
+        self._require_shared_sound(names)
+
+    def _require_shared_sound(self, names: set[str]) -> None:
+        """Bring files that all ranks read, and check each on one. Collective: over the group."""
         if not names:
             return
         if self._bring is not None:
             self._bring(sorted(names))
         with self._same_error_on_all():
             self._reader.require_sound(files.share_of(names, self._group.rank, self._group.size))
+
+    # --- hooks ---
+
+    @property
+    def _has_hook(self) -> bool:
+        return self._training.hook_state is not None and self._contents.hook == STATE
+
+    def _needs_merged_outer_steps(self, own: RankState | None) -> bool:
+        """Return whether ranks begin from rank 0's outer steps. Collective: over the group."""
+        outer = self._training.outer_steps
+        if outer is None or not self._has_hook:
+            return False
+        if not self._is_same_size:
+            return True
+        with self._same_error_on_all(), reporting_damage():
+            is_other = not outer.continues(_outer_state_of(own))
+        return bool(maximum(self._group, int(is_other)))
+
+    def _merged_outer_steps(self) -> dict[str, Any]:
+        """Return rank 0's outer steps, with its inner optimizer's state merged from all shards.
+
+        Collective: over the group.
+        """
+        size = self._world_size
+        self._require_shared_sound({manifest.rank_file(0, size)} if self._is_same_size else set())
+        with self._same_error_on_all(), reporting_damage():
+            found = _outer_state_of(self._of_rank(0))
+        # No rank takes what was rank 0's own.
+        found = found | {"rank": None}
+        # All ranks have read one file.
+        if not found["is_sharded"]:
+            return found
+        replica = found["replica"]
+        self._require_shared_sound({manifest.rank_file(rank, size) for rank in replica})
+        with self._same_error_on_all(), reporting_damage():
+            shards = [_outer_state_of(self._of_rank(rank))["inner"] for rank in replica]
+            return found | {"is_sharded": False, "inner": merged(shards)}
 
     def _hook(self, own: RankState | None) -> object:
         """Return the state that a hook's state loads, other than PowerSGD's."""
@@ -322,8 +372,6 @@ class _Loading:
         """Load the objects that communicate nothing as they load."""
         training = self._training
         training.load_shared(state.model, state.shared)
-        if state.hook is not None and training.hook_state is not None:
-            training.hook_state.load_state_dict(state.hook)
         if state.own is not None and state.own["buffers"] is not None:
             training.load_own_buffers(state.own["buffers"])
         if state.whole is not None and training.optimizer is not None and training.sharded is None:
@@ -368,6 +416,13 @@ class _Loading:
     def _warn(self, text: str) -> None:
         if self._group.rank == 0:
             warnings.warn(f"{self._reader.path}: {text}", stacklevel=5)
+
+
+def _outer_state_of(own: RankState | None) -> dict[str, Any]:
+    found = None if own is None else own["hook"]
+    if not isinstance(found, dict) or not {"rank", "replica", "is_sharded"} <= found.keys():
+        raise ValueError("the checkpoint's state is that of another hook than DiLoCo")
+    return found
 
 
 def _shard_of(own: RankState | None) -> RankLocalState:

@@ -28,7 +28,9 @@ from torch.nn.parameter import is_lazy
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.consistency import comparing
 from mpidist.comm.execution.work import Work
+from mpidist.comm.group import ProcessGroup
 from mpidist.comm.group_types import AnyGroup, Group
+from mpidist.comm.mpi import rank_ranges
 from mpidist.comm.world_group import default_group, native_group
 from mpidist.ddp.buckets.ownership import ownership_of
 from mpidist.ddp.buckets.settings import require_int, require_real
@@ -37,6 +39,7 @@ from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.hooks.stages import BucketFuture, Hook, call_hook, overlaps_backward
 from mpidist.ddp.hooks.torch_bucket import name_of
+from mpidist.ddp.inner_optimizer import InnerOptimizer, is_sharded, load_with_scalars
 from mpidist.ddp.outer_fragment import OuterFragment
 from mpidist.ddp.outer_schedule import OuterSchedule, even_runs, runs_of
 from mpidist.ddp.verification import broadcast_state, rows_of
@@ -51,12 +54,13 @@ _FORMAT = "mpidist.diloco 1"
 # overlaps.
 _LEARNING_RATE, _MOMENTUM, _ALPHA = 0.7, 0.9, 0.5
 _TENSORS = ("global", "local")
+# Of the rank that goes on from a state with the same bits.
+_OWN = ("rank", "world_size", "replica", "is_sharded")
 _KEYS = frozenset(
     (
         *_TENSORS,
+        *_OWN,
         "format",
-        "rank",
-        "world_size",
         "step",
         "begun",
         "averages",
@@ -67,6 +71,10 @@ _KEYS = frozenset(
 )
 
 
+# Conditions of a rank's pseudo-gradient: there is none where its parameters have become others.
+_NOT_FINITE, _FINITE, _CHANGED = range(3)
+
+
 @dataclass
 class _Average:
     """An average that has begun and is not merged."""
@@ -74,9 +82,16 @@ class _Average:
     fragment: int
     # Inner step behind which it is merged.
     due: int
-    # By rank: is in ``sync``, inner steps, is finite. Complete once ``gathered`` is.
+    # Of this rank's parameters since the construction, if they have become others.
+    change: str | None = None
+    # By rank: is in ``sync``, inner steps, condition. Complete once ``gathered`` is.
     table: Tensor | None = None
     gathered: Work | None = None
+
+    def ranks_of(self, condition: int) -> list[int]:
+        """Return the ranks whose pseudo-gradient is in a condition; none if it is not known."""
+        rows = [] if self.table is None else self.table.view(-1, 3).tolist()
+        return [rank for rank, row in enumerate(rows) if row[2] == condition]
 
 
 class DiLoCo:
@@ -92,8 +107,10 @@ class DiLoCo:
     end with ``sync``. Rank 0's parameters and buffers are broadcast.
 
     Args:
-        module: The module, bare or wrapped; all of its parameters on devices of one type.
-        inner: Optimizer of its parameters, on this rank.
+        module: The module, bare or wrapped; all of its parameters dense, and on devices of one
+            type.
+        inner: Optimizer of its parameters, on this rank; or sharded over the ranks (of a node) over
+            which the module, a ``DistributedDataParallel``, averages gradients.
         outer: torch optimizer over the module's parameters, without state yet: from now on it
             holds their global copies, in the same groups. None: SGD with Nesterov's momentum of
             0.9 and a learning rate of 0.7.
@@ -114,10 +131,12 @@ class DiLoCo:
         steps: Inner steps so far.
 
     Raises:
-        TypeError: A number is no int or real, the hook is not callable, or an optimizer is of
-            another kind.
-        ValueError: A number is out of its range, a parameter has no shape yet, the optimizers or
-            fragments are of other parameters, or the hook reduces to owners.
+        TypeError: A number is no int or real, the hook is not callable or takes another group, or
+            the module or an optimizer is of another kind.
+        ValueError: A number is out of its range, a parameter has no shape yet, is sparse or a
+            DTensor, the optimizers or fragments are of other parameters, the hook reduces to
+            owners, the inner optimizer is sharded over ranks that do not have equal gradients, or
+            another ``DiLoCo`` of these parameters is on it.
         DisagreementError: Settings, parameters or buffers differ between ranks, or another rank
             raised one of these (all ranks).
     """
@@ -146,16 +165,17 @@ class DiLoCo:
         self._use(default_group() if process_group is None else process_group)
         with comparing(self._group, _NAME) as rows:
             named = _trained(module)
+            _require_inner(inner, named)
+            self._inner = InnerOptimizer(inner, module, self._group)
             runs = _runs(fragments, named)
             self.schedule = OuterSchedule(every, len(runs), overlap)
             self.alpha = _alpha_of(alpha, overlap)
-            _require_hook(hook)
+            _require_hook(hook, self.state)
             self.fragments = [
                 OuterFragment([named[i][0] for i in run], [named[i][1] for i in run])
                 for run in runs
             ]
-            _require_inner(inner, named)
-            _require_outer(outer, module, named)
+            _require_outer(outer, inner, module, named)
             rows += [
                 ("settings", str((self.schedule, self.alpha, name_of(hook)))),
                 ("outer optimizer", _settings_of(outer)),
@@ -186,7 +206,9 @@ class DiLoCo:
         Blocks: until all ranks have called it.
 
         Raises:
-            MpidistError: An average is not finite (all ranks).
+            MpidistError: An average is not finite, or a rank's parameters have another dtype,
+                device or shape than at the construction, or other ones require a gradient (all
+                ranks).
         """
         with torch.no_grad():
             while self._averages:
@@ -217,9 +239,9 @@ class DiLoCo:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: parameters, both optimizers, the hook's state and the counters.
 
-        Averages on their way are in it, so that a run goes on with the same bits. Tensors are not
-        copied. Save it on each rank, between steps: ``checkpoint.save`` and ``commit`` do, as
-        ``hook_state``.
+        Of a sharded inner optimizer it holds this rank's shard. Averages on their way are in it, so
+        that a run goes on with the same bits. Tensors are not copied. Save it on each rank, between
+        steps: ``checkpoint.save`` and ``commit`` do, as ``hook_state``.
 
         Blocks: until averages that have begun have arrived.
         """
@@ -238,27 +260,32 @@ class DiLoCo:
             "local": {name: own.detach() for name, own in self._named("parameters")},
             "averages": averages,
             "outer": self.outer.state_dict(),
-            "inner": self.inner.state_dict(),
+            "inner": self._inner.state(),
+            "is_sharded": self._inner.is_sharded,
+            "replica": self._inner.replica,
             "hook": self._hook_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned; the group and the settings stay.
 
-        The state of the same rank of as many ranks continues with the same bits. That of another
-        rank, or of another number of ranks, brings what all ranks shared: the global parameters,
-        from which this rank begins, the outer optimizer and averages on their way; with them the
-        inner optimizer's state of the rank that saved it. The errors of PowerSGD, which were that
-        rank's own, are dropped.
+        The state of the same rank of as many ranks continues with the same bits, if the same ones
+        average gradients in the inner steps. Another state brings what all ranks shared: the global
+        parameters, from which this rank begins, the outer optimizer and averages on their way; with
+        them the inner optimizer's state of the rank that saved it. The errors of PowerSGD, which
+        were that rank's own, are dropped.
 
-        Communicates nothing; called by all ranks, between steps, with states of one save.
+        Called by all ranks, between steps, with states of one save. Communicates among the ranks of
+        a sharded inner optimizer alone.
 
         Raises:
-            ValueError: ``state`` is no such state, or of another module or fragments; nothing has
-                been loaded.
+            ValueError: ``state`` is no such state, of another module or fragments, or has a shard
+                of an inner optimizer on other ranks; nothing has been loaded.
+            DisagreementError: Another rank of the sharded inner optimizer refused.
         """
-        self._require_fits(state)
-        is_own = (state["rank"], state["world_size"]) == (self._group.rank, self._group.size)
+        with self._inner.agreeing():
+            self._require_fits(state)
+        is_own = self.continues(state)
         with torch.no_grad():
             for key, attribute in (("global", "global_parameters"), ("local", "parameters")):
                 values = state[key if is_own else "global"]
@@ -270,10 +297,18 @@ class DiLoCo:
                 for bucket, flat in zip(fragment.buckets, held["flats"], strict=True):
                     bucket.flat.copy_(flat)
                 self._averages.append(_Average(held["fragment"], held["due"]))
-        self.outer.load_state_dict(state["outer"])
-        self.inner.load_state_dict(state["inner"])
+        load_with_scalars(self.outer, state["outer"])
+        self._inner.load(state["inner"])
         self._load_hook_state(state["hook"], is_own)
         self.steps, self._begun = state["step"], state["begun"]
+
+    def continues(self, state: Mapping[str, Any]) -> bool:
+        """Return whether this rank goes on with the same bits from a state.
+
+        The state is of the same rank, of as many ranks, and the same ones average their gradients.
+        """
+        own = self._group.rank, self._group.size, self._inner.replica, self._inner.is_sharded
+        return own == tuple(state[key] for key in _OWN)
 
     # --- steps ---
 
@@ -296,10 +331,11 @@ class DiLoCo:
         fragment = self.fragments[number]
         average = announced or self._announce(is_syncing=True)
         self._begun += 1
-        self._averages.append(average)
         is_last = number == len(self.fragments) - 1
         index = sum(len(one.buckets) for one in self.fragments[:number])
         fragment.average(self._call, self._group, index, is_last)
+        # Behind the hook: where it has raised, the buckets hold no average.
+        self._averages.append(average)
         if is_last:
             self._average_buffers()
         return average
@@ -311,10 +347,12 @@ class DiLoCo:
         """
         number = self._begun % len(self.fragments)
         fragment = self.fragments[number]
-        self._require_unchanged(fragment)
-        fragment.subtract()
-        average = _Average(number, self.steps + self.schedule.overlap)
-        own = torch.tensor([is_syncing, self.steps, fragment.is_finite()], device="cpu")
+        average = _Average(number, self.steps + self.schedule.overlap, self._change())
+        condition = _CHANGED
+        if average.change is None:
+            fragment.subtract()
+            condition = _FINITE if fragment.is_finite() else _NOT_FINITE
+        own = torch.tensor([is_syncing, self.steps, condition], device="cpu")
         average.table = torch.empty(3 * self._group.size, dtype=own.dtype, device="cpu")
         overlaps = self.schedule.overlap and overlaps_backward(self._group, own)
         average.gathered = self._group.all_gather_into_tensor(
@@ -341,11 +379,18 @@ class DiLoCo:
         """Step the global parameters by an average, and merge them into this rank's.
 
         Raises:
-            MpidistError: The average is not finite.
+            MpidistError: The average is not finite, or a rank had no pseudo-gradient.
         """
         self._averages.remove(average)
         fragment = self.fragments[average.fragment]
         self._arrive(average)
+        if changed := average.ranks_of(_CHANGED):
+            raise MpidistError(
+                f"{_NAME}: {average.change}"
+                if average.change is not None
+                else f"{_NAME}: the parameters of {rank_ranges.named(changed)} are no longer those "
+                "of the construction"
+            )
         if not fragment.is_finite():
             raise MpidistError(self._not_finite(average))
         fragment.step(self.outer)
@@ -364,16 +409,17 @@ class DiLoCo:
             self._group.all_reduce(flat, AVG)
             parts = flat.split([buffer.numel() for buffer in same])
             for buffer, part in zip(same, parts, strict=True):
-                buffer.copy_(part.view_as(buffer))
+                # A NaN of one rank stays on that rank.
+                mean = part.view_as(buffer)
+                buffer.copy_(torch.where(mean.isnan(), buffer, mean))
 
     def _call(self, bucket: GradBucket) -> BucketFuture:
         return call_hook(self.hook, self.state, bucket, self._group)
 
     def _not_finite(self, average: _Average) -> str:
-        rows = [] if average.table is None else average.table.view(-1, 3).tolist()
-        ranks = [rank for rank, (_, _, is_finite) in enumerate(rows) if not is_finite]
+        ranks = average.ranks_of(_NOT_FINITE)
         cause = (
-            f"the parameters of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} are not"
+            f"the parameters of {rank_ranges.named(ranks)} are not"
             if ranks
             else "those of all ranks are, and the hook's sum is not"
         )
@@ -384,17 +430,22 @@ class DiLoCo:
             "and global_state() has them"
         )
 
-    def _require_unchanged(self, fragment: OuterFragment) -> None:
-        """Require the parameters of the construction.
-
-        Raises:
-            RuntimeError: A parameter's dtype, device or shape has changed.
-        """
-        if (name := fragment.changed()) is not None:
-            raise RuntimeError(
-                f"parameter {name!r} has another dtype, device or shape than when {_NAME} was "
-                "constructed: move the module before"
-            )
+    def _change(self) -> str | None:
+        """Return what has become of this rank's parameters since the construction, if anything."""
+        for fragment in self.fragments:
+            if (name := fragment.changed()) is not None:
+                return (
+                    f"parameter {name!r} has another dtype, device or shape than when {_NAME} was "
+                    "constructed: move the module before"
+                )
+        known = self._copies()
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                return (
+                    f"parameter {name!r} requires a gradient, and did not when {_NAME} was "
+                    f"constructed: remove() it, and construct another"
+                )
+        return None
 
     # --- construction ---
 
@@ -456,6 +507,14 @@ class DiLoCo:
                     "the state holds averages on their way of other fragments: load it with the "
                     "fragments of the run that saved it"
                 )
+        if state["is_sharded"] and not self.continues(state):
+            raise ValueError(
+                f"the state has a shard of an inner optimizer over ranks {state['replica']} of "
+                f"{state['world_size']}, and this is rank {self._group.rank} of "
+                f"{self._group.size}, whose inner optimizer is "
+                + (f"of {self._inner.replica}" if self._inner.is_sharded else "not sharded")
+                + ": checkpoint.load merges shards"
+            )
         if (state["hook"] is None) == hasattr(self._given_state, "state_dict"):
             raise ValueError("the state is of another hook: one has a state, and the other has not")
 
@@ -464,13 +523,25 @@ def _trained(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     """Return names and parameters that require a gradient.
 
     Raises:
-        ValueError: There is none, one has no shape yet, or the devices are of several types.
+        TypeError: The module is none.
+        ValueError: There is none, one has no shape yet, is sparse or a part of a DTensor, or the
+            devices are of several types.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module; got {type(module).__name__}")
     if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
         raise ValueError(
             f"parameters {', '.join(lazy)} have no shape yet: run one forward pass of the module "
             "first"
         )
+    for name, tensor in _all_state(module):
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{_NAME} needs dense parameters and buffers; {name!r} is sparse")
+        # As FSDP2 makes them.
+        if hasattr(tensor, "device_mesh"):
+            raise ValueError(
+                f"{_NAME} needs whole parameters and buffers on each rank; {name!r} is a DTensor"
+            )
     named = [pair for pair in module.named_parameters() if pair[1].requires_grad]
     kinds = sorted({parameter.device.type for _, parameter in named})
     if len(kinds) != 1:
@@ -505,11 +576,17 @@ def _alpha_of(alpha: float | None, overlap: int) -> float:
     return float(alpha)
 
 
-def _require_hook(hook: object) -> None:
+def _require_hook(hook: object, state: object) -> None:
     if not callable(hook):
         raise TypeError(f"hook must be callable; got {type(hook).__name__}")
     if ownership_of(hook) is not None:
         raise ValueError("hook must bring the averages to all ranks, and this one to owners")
+    is_of_torch = str(getattr(hook, "__module__", "")).startswith("torch.")
+    if is_of_torch and isinstance(state, ProcessGroup):
+        raise TypeError(
+            f"{name_of(hook)} is torch's and takes a torch group on the backend mpidist: give one "
+            "as process_group, or the hook of this name in mpidist.ddp"
+        )
 
 
 def _require_inner(inner: object, named: Sequence[tuple[str, Tensor]]) -> None:
@@ -517,14 +594,23 @@ def _require_inner(inner: object, named: Sequence[tuple[str, Tensor]]) -> None:
         raise TypeError(f"inner must be a torch.optim.Optimizer; got {type(inner).__name__}")
     if not _held(inner) & {id(parameter) for _, parameter in named}:
         raise ValueError("inner steps none of the module's parameters that require a gradient")
+    own = {id(parameter) for _, parameter in named}
+    for hook in inner._optimizer_step_post_hooks.values():
+        other = getattr(hook, "__self__", None)
+        if isinstance(other, DiLoCo) and own & other._copies().keys():
+            raise ValueError(
+                f"another {_NAME} of these parameters is on the inner optimizer: remove() it first"
+            )
 
 
 def _require_outer(
-    outer: object, module: torch.nn.Module, named: Sequence[tuple[str, Tensor]]
+    outer: object, inner: object, module: torch.nn.Module, named: Sequence[tuple[str, Tensor]]
 ) -> None:
     if outer is None:
         return
-    if not isinstance(outer, Optimizer) or hasattr(outer, "rank_local_state_dict"):
+    if outer is inner:
+        raise ValueError("outer must be another optimizer than inner")
+    if not isinstance(outer, Optimizer) or is_sharded(outer):
         raise TypeError(
             "outer must be a torch.optim.Optimizer of whole parameters, or None; got "
             f"{type(outer).__name__}"

@@ -97,6 +97,7 @@ class OSS(torch.optim.Optimizer, Joinable):
         group: Native group.
         rank: This process's rank in the group.
         world_size: W, the number of ranks in the group.
+        one_copy: As given.
         before_step: Called before each step on a rank with inputs; set by
             ``DistributedDataParallel.join``.
 
@@ -140,7 +141,7 @@ class OSS(torch.optim.Optimizer, Joinable):
         self.group: Group = native_group(group)
         self.rank = self.group.rank
         self.world_size = self.group.size
-        self._one_copy = one_copy
+        self.one_copy = one_copy
         with comparing(self.group, "OSS") as rows:
             _require_current(defaults)
             partitions.require(partition, optim)
@@ -285,7 +286,7 @@ class OSS(torch.optim.Optimizer, Joinable):
         """
         if not callable(hook):
             raise TypeError(f"stepping_hook needs a communication hook; got {type(hook).__name__}")
-        if self._one_copy:
+        if self.one_copy:
             raise ValueError(
                 "one_copy=True and steps within the backward pass exclude each other: other ranks "
                 "still read the copy"
