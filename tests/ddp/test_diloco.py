@@ -4,6 +4,9 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from mpidist import ddp as mddp
 from mpidist.checkpoint import commit, load, save
@@ -228,6 +231,93 @@ def test_a_pseudo_gradient_that_is_not_finite_is_an_error_on_all_ranks(group):
     agree(group, all(map(torch.equal, held, [values[name] for name in named])))
 
 
+@pytest.mark.mpi
+def test_a_nan_of_one_ranks_buffer_stays_there(group):
+    model = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3))
+    inner = inner_of(model)
+    DiLoCo(model, inner, every=1, process_group=group)
+    is_last = group.rank == group.size - 1
+    if is_last:
+        model[1].running_mean[0] = float("nan")
+    step(model, inner, group.rank, 1)
+    found = model[1].running_mean.isfinite().tolist()
+    agree(group, found == [not is_last, True, True])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_parameters_that_change_on_one_rank_are_an_error_on_all(group, overlap):
+    """They are not averaged, and the other ranks do not wait for them."""
+    last = group.size - 1
+    for change, text in (
+        (lambda model: model[0].requires_grad_(True), "requires a gradient"),
+        (lambda model: model[2].double(), "another dtype"),
+    ):
+        model = net()
+        model[0].requires_grad_(False)
+        inner = inner_of(model)
+        diloco = DiLoCo(model, inner, every=2, overlap=overlap, process_group=group)
+        if group.rank == last:
+            change(model)
+
+        def go(diloco=diloco, inner=inner):
+            for _ in range(2 + overlap):
+                inner.step()
+            diloco.sync()
+
+        expected = text if group.rank == last else f"of rank {last} are no longer those"
+        caught = None
+        try:
+            go()
+        except MpidistError as error:
+            caught = str(error)
+        agree(group, caught is not None and expected in caught, f"{caught}")
+
+
+@pytest.mark.mpi
+def test_a_hook_that_raises_leaves_no_average_to_merge(group):
+    calls = []
+
+    def once(state, bucket):
+        calls.append(bucket)
+        if len(calls) == 1:
+            raise RuntimeError("of the hook")
+        return mddp.allreduce_hook(state, bucket)
+
+    model, diloco = trained(group, 1, every=2, overlap=1, hook=once)
+    raises_on_all(
+        group, RuntimeError, lambda: step(model, diloco.inner, group.rank, 2), "of the hook"
+    )
+    held = [one.clone() for one in diloco.fragments[0].global_parameters]
+    step(model, diloco.inner, group.rank, 3)
+    agree(group, all(map(torch.equal, held, diloco.fragments[0].global_parameters)))
+    diloco.sync()
+    sums = group.all_gather_object(sums_of(*model.parameters()))
+    agree(group, len({str(one) for one in sums}) == 1)
+
+
+@pytest.mark.mpi
+def test_half_precision_and_more_steps_than_are_taken(group):
+    for dtype in (torch.float16, torch.bfloat16):
+        model = net().to(dtype)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        diloco = DiLoCo(model, inner, every=1000, process_group=group)
+        for _ in range(3):
+            for own in model.parameters():
+                own.grad = torch.full_like(own, group.rank + 1.0)
+            inner.step()
+        mean = (group.size + 1) / 2
+        expected = net()
+        with torch.no_grad():
+            for own in expected.parameters():
+                # Nesterov's first step.
+                own.sub_(0.7 * 1.9 * 0.3 * mean)
+        diloco.sync()
+        diloco.remove()
+        diloco.remove()
+        agree(group, same(model.float(), expected, 0.03) and diloco.steps == 3, str(dtype))
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     "options",
@@ -267,19 +357,55 @@ def test_settings_that_differ_are_refused_on_all_ranks(group, options):
         ({"every": 2, "outer": "other"}, ValueError, "outer must hold"),
         ({"every": 2, "inner": "other"}, ValueError, "inner steps none"),
         ({"every": 2, "fragments": "some"}, ValueError, "exactly one"),
+        ({"every": 2, "outer": "inner"}, ValueError, "another optimizer than inner"),
+        ({"every": 2, "hook": default_hooks.allreduce_hook}, TypeError, "is torch's"),
+        ({"every": 2, "module": "sparse"}, ValueError, "'wide' is sparse"),
+        ({"every": 2, "module": "frozen"}, ValueError, "found 0 on"),
+        ({"every": 2, "module": [1]}, TypeError, "module must be a torch.nn.Module"),
     ],
 )
 def test_wrong_arguments_are_refused_on_all_ranks(group, options, error, text):
     model, other = net(), net()
-    given = {"inner": inner_of(model), "outer": None, **options}
+    given = {"inner": inner_of(model), "outer": None, "module": model, **options}
     for name in ("inner", "outer"):
         if given[name] == "other":
             given[name] = inner_of(other)
+    if given["outer"] == "inner":
+        given["outer"] = given["inner"]
+    if given["module"] == "sparse":
+        model.register_buffer("wide", torch.eye(2).to_sparse())
+        given["module"] = model
+    if given["module"] == "frozen":
+        given["module"] = model.requires_grad_(False)
     if given.get("fragments") == "some":
         given["fragments"] = [model[0], model[2]]
-    inner, outer = given.pop("inner"), given.pop("outer")
+    module, inner, outer = (given.pop(name) for name in ("module", "inner", "outer"))
     raises_on_all(
-        group, error, lambda: DiLoCo(model, inner, outer, process_group=group, **given), text
+        group, error, lambda: DiLoCo(module, inner, outer, process_group=group, **given), text
+    )
+
+
+@pytest.mark.mpi
+def test_two_of_the_same_parameters_are_refused(group):
+    model, diloco = trained(group, 0, every=2)
+
+    def again():
+        return DiLoCo(model, diloco.inner, every=2, process_group=group)
+
+    raises_on_all(group, ValueError, again, "remove() it first")
+    diloco.remove()
+    other = again()
+    step(model, diloco.inner, group.rank, 1)
+    agree(group, (diloco.steps, other.steps) == (0, 1))
+
+
+@pytest.mark.mpi
+def test_parts_of_parameters_are_refused(group, default_group):
+    model = net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (group.size,)))
+    inner = inner_of(model)
+    raises_on_all(
+        group, ValueError, lambda: DiLoCo(model, inner, every=2, process_group=group), "DTensor"
     )
 
 

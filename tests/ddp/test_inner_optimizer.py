@@ -63,11 +63,9 @@ def test_a_sharded_optimizer_trains_and_goes_on_with_the_bits_of_a_whole_one(gro
     train(second, of_second, group.rank, 5, 12)
     agree(group, same(first, model), "whole")
     agree(group, same(second, model) and of_second.steps == 12, "resumed")
-    # torch's names, and gradients by a stepping hook.
+    # With torch's names and partition.
     third = DistributedDataParallel(net(), process_group=replica)
-    inner = ZeroRedundancyOptimizer(
-        third.parameters(), torch.optim.AdamW, replica, lr=0.05, overlap_with_ddp=False
-    )
+    inner = ZeroRedundancyOptimizer(third.parameters(), torch.optim.AdamW, replica, lr=0.05)
     of_third = DiLoCo(third, inner, process_group=group, **OPTIONS)
     train(third, of_third, group.rank, 0, 12)
     agree(group, same(third, model), "torch's names")
