@@ -103,6 +103,14 @@ def differences(recordings: Mapping[int, Recording]) -> list[Difference]:
     return found
 
 
+def follows(late: Late, difference: Difference) -> bool:
+    """Return whether a collective is that of a difference, or a later one of the same group."""
+    calls = difference.calls
+    return difference.sequence <= late.sequence and any(
+        rank in calls and calls[rank].group == entry.group for rank, entry in late.inside.items()
+    )
+
+
 def sentence(difference: Difference) -> list[tuple[tuple[int, ...], str]]:
     """Return the ranks of each call and the call in words; what most ranks called comes last."""
     calls = difference.calls

@@ -35,14 +35,21 @@ class Finding(NamedTuple):
 def findings(job: Job) -> list[Finding]:
     """Return what keeps a job, or had kept it at its end."""
     late, chains = collectives.late(job.recordings), _chains(job)
+    different = collectives.differences(job.recordings)
     return [
         *_processes(job),
-        *(_different(one) for one in collectives.differences(job.recordings)[:_MOST]),
+        *(_different(one) for one in different[:_MOST]),
         *(_calls(job, chain) for chain in chains if chain.circle),
         *(_missing(job, one) for one in late[:_MOST] if one.missing),
         *(_calls(job, chain) for chain in chains if not chain.circle),
         *_messages(job),
-        *(_entered_by_all(job, one) for one in late[:1] if not (one.missing or one.unknown)),
+        # Ranks that wait in different calls have not all come, and no transfer is under way.
+        *(
+            _entered_by_all(job, one)
+            for one in late[:1]
+            if not (one.missing or one.unknown)
+            and not any(collectives.follows(one, other) for other in different)
+        ),
     ]
 
 
@@ -168,8 +175,8 @@ def words(job: Job, rank: int) -> str:
     last = job.last(rank)
     if last is None:
         return "nothing was recorded"
-    ended = duration(job.age_s(rank, last.end_ns or 0))
-    return f"in none; {described(last)} ended {ended} ago"
+    age, verb = duration(job.age_s(rank, last.end_ns or 0)), "failed" if last.failed else "ended"
+    return f"in none; {described(last)} {verb} {age} ago"
 
 
 def _is(ranks: Sized) -> str:

@@ -18,6 +18,10 @@ def said(made):
     return [finding.text for finding in of.findings(made)]
 
 
+def words(last):
+    return of.words(job([BEFORE, last]), 0)
+
+
 def test_a_good_job_has_none():
     assert said(job([BEFORE], [BEFORE])) == []
 
@@ -100,6 +104,22 @@ def test_a_collective_that_all_have_entered_is_named_last():
     assert said(job([collective(1, 1)], [collective(1, 2)])) == [
         'ranks 0, 1 are in all_reduce number 1 of group "world" for 19 s, and all others have come'
     ]
+
+
+def test_ranks_that_wait_in_different_calls_have_no_transfer_under_way():
+    """Neither at the difference, nor in what they all call behind it."""
+    made = job([BEFORE, collective(2, 3, operation="broadcast")], [BEFORE, collective(2, 3)])
+    (text,) = said(made)
+    assert text.startswith("rank 1 called all_reduce where rank 0 called broadcast")
+    passed = [BEFORE, collective(2, 3, 4, "broadcast")], [BEFORE, collective(2, 3, 4)]
+    (text,) = said(job(*([*each, collective(3, 5)] for each in passed)))
+    assert "as number 2" in text
+
+
+def test_a_last_operation_that_failed_is_not_said_to_have_ended():
+    failed = collective(2, 3, 4, failed=True)
+    assert words(failed).endswith("float32 failed 16 s ago")
+    assert words(collective(2, 3, 4)).endswith("float32 ended 16 s ago")
 
 
 def test_a_large_job_is_read_in_seconds():
