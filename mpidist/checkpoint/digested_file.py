@@ -24,7 +24,7 @@ _WORD_BYTES = 8
 
 def write(path: Path, value: object) -> Entry:
     """Write a value with ``torch.save``, and sync it; return the file's size and SHA-256."""
-    with open(path, "wb") as file:
+    with _naming(path), open(path, "wb") as file:
         entry = _saved(value, file, hashlib.sha256())
         os.fsync(file.fileno())
     return entry
@@ -37,12 +37,27 @@ def overwrite(path: Path, value: object) -> Entry:
     sum takes a tenth of a SHA-256's time.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    with open(os.open(path, flags, 0o600), "wb") as file, _without_crc32_of_records():
+    with (
+        _naming(path),
+        open(os.open(path, flags, 0o600), "wb") as file,
+        _without_crc32_of_records(),
+    ):
         entry = _saved(value, file, Sum64())
         # What the file held before may have been longer; a device has no length.
         if os.fstat(file.fileno()).st_size > entry.bytes:
             file.truncate(entry.bytes)
     return entry
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file in an error of a write: where it lies says what is full, disk or memory."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 @contextlib.contextmanager

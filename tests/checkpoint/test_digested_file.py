@@ -46,8 +46,9 @@ def test_a_sum_is_that_of_all_bytes_however_they_come():
 
 
 @pytest.mark.parametrize("write", [digested_file.write, digested_file.overwrite])
-def test_a_full_disk_is_named(write):
-    with pytest.raises(OSError, match="No space left") as full:
-        write(Path("/dev/full"), {"a": torch.zeros(100_000)})
+@pytest.mark.parametrize("numel", [100_000, 1])
+def test_a_full_disk_is_named(write, numel):
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'") as full:
+        write(Path("/dev/full"), {"a": torch.zeros(numel)})
     # Not torch's "enforce fail ... unexpected pos", which follows from it.
     assert "enforce" not in "".join(traceback.format_exception(full.value))
