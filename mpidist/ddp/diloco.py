@@ -182,7 +182,10 @@ class DiLoCo:
                 *((f"fragment {n}", str(one.names)) for n, one in enumerate(self.fragments)),
                 *rows_of(_all_state(module)),
             ]
-        broadcast_state(self._group, [tensor for _, tensor in _all_state(module)])
+        held = [tensor for _, tensor in _all_state(module)]
+        broadcast_state(self._group, held)
+        # A sharded optimizer with a wire asks by it whether its parameters have been written.
+        torch.autograd.graph.increment_version(held)
         with torch.no_grad():
             for fragment in self.fragments:
                 fragment.restart()

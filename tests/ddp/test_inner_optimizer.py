@@ -73,6 +73,50 @@ def test_a_sharded_optimizer_trains_and_goes_on_with_the_bits_of_a_whole_one(gro
 
 
 @pytest.mark.mpi
+def test_master_copies_of_a_wire_follow_the_outer_steps(group, folder):
+    replica = group.split(group.rank // 2)
+
+    def made():
+        model = DistributedDataParallel(net(), process_group=replica)
+        with torch.no_grad():
+            model.module[0].weight.add_(group.rank // 2)
+        inner = sharded(model, replica, wire="bf16", weight_decay=0.0)
+        return model, inner
+
+    # The optimizer has stepped before rank 0's parameters come.
+    model, inner = made()
+    for group_of in inner.param_groups:
+        group_of["lr"] = 0.0
+    for _ in range(2):
+        model(torch.ones(2, 6)).sum().backward()
+        inner.step()
+        diloco = DiLoCo(model, inner, process_group=group, every=100)
+        held = [one.detach().clone() for one in model.parameters()]
+        diloco.remove()
+    model(torch.ones(2, 6)).sum().backward()
+    inner.step()
+    fine = all(
+        torch.allclose(one, own, rtol=0.01, atol=0)
+        for one, own in zip(held, model.parameters(), strict=True)
+    )
+    agree(group, fine, "broadcast")
+
+    def outer_steps():
+        model, inner = made()
+        return model, DiLoCo(model, inner, process_group=group, **OPTIONS)
+
+    first, of_first = outer_steps()
+    train(first, of_first, group.rank, 0, 6)
+    save(folder, 6, model=first, hook_state=of_first, group=group)
+    train(first, of_first, group.rank, 6, 10)
+    second, of_second = outer_steps()
+    load(folder, model=second, hook_state=of_second, group=group)
+    train(second, of_second, group.rank, 6, 10)
+    agree(group, same(first, second), "resumed")
+    replica.close()
+
+
+@pytest.mark.mpi
 @pytest.mark.filterwarnings("ignore:.*random number generators are reseeded")
 def test_other_ranks_begin_from_the_global_parameters_with_all_shards(group, folder):
     half = group.split(0 if group.rank <= group.size // 2 else None)
