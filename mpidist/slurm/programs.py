@@ -131,7 +131,7 @@ def divided(programs: Sequence[Program], ranks: int) -> list[Program]:
         parts = [f"{one.ranks or 'at least 1'} for {_name(one)}" for one in programs]
         raise LaunchError(
             f"the programs need {given + len(open_ones)} ranks ({', '.join(parts)}), and the job "
-            f"has {ranks}: --nodes × --ntasks-per-node of sbatch for more, or less behind -n"
+            f"has {ranks}: --nodes times --ntasks-per-node of sbatch for more, or less behind -n"
         )
     return [replace(one, ranks=left if one.ranks is None else one.ranks) for one in programs]
 
