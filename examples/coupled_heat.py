@@ -77,9 +77,8 @@ def problem(options: argparse.Namespace, size: int) -> str | None:
     """Return what is wrong with the number of simulating processes among ``size``, or None."""
     if options.program is not None:
         return "--simulating is for one command line" if options.simulating else None
-    if (options.simulating or 1) < size:
-        return None
-    return f"--simulating {options.simulating or 1} leaves no trainer among {size} process(es)"
+    told = f"--simulating {options.simulating or 1} leaves no trainer among {size} process(es)"
+    return None if (options.simulating or 1) < size else told
 
 
 def main() -> None:
