@@ -178,7 +178,7 @@ class Commits:
             shared = self.group.broadcast_object(own.get(TRAINING), 0)
             if self.is_first:
                 own[TRAINING] = shared
-        self._finish_sending()
+        self._finish_sending(where)
         slot = self._next_slot(step, total, where)
         try:
             with self.same_error(where):
@@ -215,7 +215,7 @@ class Commits:
 
     def held(self) -> Held | None:
         """Return the newest whole commit. Collective: over the group."""
-        self._finish_sending()
+        self._finish_sending("checkpoint.load")
         self.has_passed_over = True
         with self.same_error("checkpoint.load"):
             manifests = self.slots.found()
@@ -308,18 +308,32 @@ class Commits:
             contents = [_content(path / name) for name in names]
             assert self._buddy is not None
             sends = [group.isend(one, self._buddy, tag) for tag, one in enumerate(contents)]
+            failed: OSError | None = None
             for rank in self._senders:
                 for tag, name in enumerate(sorted(filter(manifest.is_of_rank, tables[rank]))):
-                    _receive(group, path / name, tables[rank][name][0], rank, tag)
+                    try:
+                        _receive(group, path / name, tables[rank][name][0], rank, tag)
+                    except OSError as error:
+                        # The next copies are received all the same: their senders wait for it.
+                        failed = failed or error
             for work in sends:
                 work.wait()
+            if failed is not None:
+                raise failed
 
         self._work = group.in_order(send, async_op=True, operation="commit")
 
-    def _finish_sending(self) -> None:
+    def _finish_sending(self, where: str) -> None:
+        """Wait for the copies of the last commit. Collective: over the group.
+
+        Raises:
+            CheckpointError: A rank could not write a copy (all ranks).
+        """
         work, self._work = self._work, None
+        # Set on all ranks, or on none.
         if work is not None:
-            work.wait()
+            with self.same_error(f"{where}, copies of the last commit"):
+                work.wait()
 
 
 @dataclass(frozen=True)
@@ -417,5 +431,6 @@ def _receive(group: Group, path: Path, nbytes: int, source: int, tag: int) -> No
     content = torch.empty(nbytes, dtype=torch.uint8)
     group.recv(content, source, tag)
     partial = path.with_name(f"{path.name}.part")
-    content.numpy().tofile(partial)
-    partial.replace(path)
+    with digested_file.naming(path):
+        content.numpy().tofile(partial)
+        partial.replace(path)

@@ -24,7 +24,7 @@ _WORD_BYTES = 8
 
 def write(path: Path, value: object) -> Entry:
     """Write a value with ``torch.save``, and sync it; return the file's size and SHA-256."""
-    with _naming(path), open(path, "wb") as file:
+    with naming(path), open(path, "wb") as file:
         entry = _saved(value, file, hashlib.sha256())
         os.fsync(file.fileno())
     return entry
@@ -38,7 +38,7 @@ def overwrite(path: Path, value: object) -> Entry:
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     with (
-        _naming(path),
+        naming(path),
         open(os.open(path, flags, 0o600), "wb") as file,
         _without_crc32_of_records(),
     ):
@@ -50,7 +50,7 @@ def overwrite(path: Path, value: object) -> Entry:
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     """Name the file in an error of a write: where it lies says what is full, disk or memory."""
     try:
         yield

@@ -85,7 +85,7 @@ def test_a_lost_node_gets_its_state_from_the_others(group, folder, node_memory, 
     commit(folder, straight.step, **straight.state(), group=group)
     straight.train(2)
     commit(folder, straight.step, **straight.state(), group=group)
-    commits._of(group, folder)._finish_sending()
+    commits._of(group, folder)._finish_sending("test")
     group.barrier()
     if group.rank == 1:
         shutil.rmtree(node_memory)
@@ -105,7 +105,7 @@ def test_another_number_of_ranks_loads_as_from_the_disk(group, folder, kind):
     straight.train(2)
     path = save(folder, 2, **straight.state(), group=group)
     commit(folder, 3, **straight.state(), group=group)
-    commits._of(group, folder)._finish_sending()
+    commits._of(group, folder)._finish_sending("test")
     fewer = group.new_group(range(group.size - 1), "fewer") if group.rank < group.size - 1 else None
     wrong = ""
     if fewer is not None:
@@ -143,7 +143,7 @@ def test_a_commit_of_which_files_are_lost_is_passed_over(group, folder):
     straight.train(2)
     commit(folder, 4, **straight.state(), group=group)
     made = commits._of(group, folder)
-    made._finish_sending()
+    made._finish_sending("test")
     group.barrier()
     lost = f"rank-1-of-{group.size}.pt"
     (made.slots.path(1) / lost).unlink(missing_ok=True)
@@ -191,6 +191,26 @@ def test_a_failed_commit_leaves_the_ones_before(group, folder, monkeypatch):
     agree(group, load(folder, **state, group=group).step == 2)
     commit(folder, 3, **state, group=group)
     agree(group, load(folder, **state, group=group).step == 3)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("node_memory")
+def test_a_copy_that_cannot_be_written_is_an_error_of_all_ranks(group, folder, monkeypatch):
+    state = Run(group, "oss-flat").state()
+    receive = commits._receive
+
+    def full(sending, path, *rest):
+        receive(sending, path, *rest)
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    if group.rank == 0:
+        monkeypatch.setattr(commits, "_receive", full)
+    commit(folder, 1, **state, group=group)
+    words = "commit of step 2, copies of the last commit: rank 0: OSError: [Errno 28] No space left"
+    raises_on_all(group, CheckpointError, lambda: commit(folder, 2, **state, group=group), words)
+    monkeypatch.setattr(commits, "_receive", receive)
+    commit(folder, 2, **state, group=group)
+    agree(group, load(folder, **state, group=group).step == 2)
 
 
 @pytest.mark.mpi
