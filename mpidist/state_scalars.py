@@ -19,6 +19,12 @@ _KEPT = "step"
 _SCALARS = frozenset({"mu_product", "eta", "mu"})
 
 
+def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Load the state of a ``torch.optim.Optimizer`` with the bits that were saved."""
+    optimizer.load_state_dict(state_dict)
+    restore(optimizer, state_dict)
+
+
 def restore(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """Give the scalars of a state that was just loaded the dtypes and values that were saved.
 

@@ -21,6 +21,7 @@ from mpidist.checkpoint.plain_data import require_plain
 from mpidist.ddp.buckets.layout import SavedPlan
 from mpidist.ddp.diloco import DiLoCo
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
+from mpidist.ddp.inner_optimizer import is_sharded
 from mpidist.zero.optimizer import OSS
 from mpidist.zero.state import state_dict
 from mpidist.zero.state.rank_local import RankLocalState
@@ -77,8 +78,7 @@ class Training:
     @property
     def sharded(self) -> OSS | None:
         """The optimizer if its state is divided among the ranks, else None."""
-        # By its method, not its class: a wrapper may delegate to the sharded optimizer.
-        found = self.optimizer if hasattr(self.optimizer, "rank_local_state_dict") else None
+        found = self.optimizer if is_sharded(self.optimizer) else None
         return cast("OSS | None", found)
 
     @property

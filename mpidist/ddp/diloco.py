@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch.nn.parameter import is_lazy
 
+from mpidist import state_scalars
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.consistency import comparing
 from mpidist.comm.execution.work import Work
@@ -39,7 +40,7 @@ from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.hooks.stages import BucketFuture, Hook, call_hook, overlaps_backward
 from mpidist.ddp.hooks.torch_bucket import name_of
-from mpidist.ddp.inner_optimizer import InnerOptimizer, is_sharded, load_with_scalars
+from mpidist.ddp.inner_optimizer import InnerOptimizer, is_sharded
 from mpidist.ddp.outer_fragment import OuterFragment
 from mpidist.ddp.outer_schedule import OuterSchedule, even_runs, runs_of
 from mpidist.ddp.verification import broadcast_state, rows_of
@@ -300,7 +301,7 @@ class DiLoCo:
                 for bucket, flat in zip(fragment.buckets, held["flats"], strict=True):
                     bucket.flat.copy_(flat)
                 self._averages.append(_Average(held["fragment"], held["due"]))
-        load_with_scalars(self.outer, state["outer"])
+        state_scalars.load(self.outer, state["outer"])
         self._inner.load(state["inner"])
         self._load_hook_state(state["hook"], is_own)
         self.steps, self._begun = state["step"], state["begun"]
@@ -446,7 +447,7 @@ class DiLoCo:
             if parameter.requires_grad and id(parameter) not in known:
                 return (
                     f"parameter {name!r} requires a gradient, and did not when {_NAME} was "
-                    f"constructed: remove() it, and construct another"
+                    "constructed: remove() it, and construct another"
                 )
         return None
 

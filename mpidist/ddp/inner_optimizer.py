@@ -40,7 +40,8 @@ class InnerOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer, module: torch.nn.Module, group: Group) -> None:
-        self.optimizer = optimizer
+        # A sharded one has more methods than torch's class.
+        self.optimizer: Any = optimizer
         self.is_sharded = is_sharded(optimizer)
         averaging = _gradient_ranks(module) or [group.world_ranks[group.rank]]
         if self.is_sharded:
@@ -52,24 +53,23 @@ class InnerOptimizer:
         """Return a context whose error is raised on all ranks that share the state."""
         if not self.is_sharded:
             return nullcontext()
-        return raising_on_all(self._shards.group, "DiLoCo.load_state_dict")
+        return raising_on_all(self.optimizer.group, "DiLoCo.load_state_dict")
 
     def state(self) -> Any:
         """Return the optimizer's state, or this rank's shard of it; tensors are not copied."""
         if not self.is_sharded:
             return self.optimizer.state_dict()
-        return self._shards.rank_local_state_dict(copies=False)
+        return self.optimizer.rank_local_state_dict(copies=False)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load what ``state`` returned, or the whole state.
 
         Collective: over the ranks that share the state.
         """
-        load_with_scalars(self.optimizer, state)
-
-    @property
-    def _shards(self) -> Any:
-        return self.optimizer
+        if self.is_sharded:
+            self.optimizer.load_state_dict(dict(state))
+        else:
+            state_scalars.load(self.optimizer, dict(state))
 
 
 def _sharing_ranks(shards: Any, averaging: list[int], group: Group) -> list[int]:
@@ -105,13 +105,6 @@ def is_sharded(optimizer: object) -> bool:
     """Return whether an optimizer's state is divided among ranks."""
     # By its method, not its class: a wrapper may delegate to the sharded optimizer.
     return hasattr(optimizer, "rank_local_state_dict")
-
-
-def load_with_scalars(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load an optimizer's state with the bits that were saved."""
-    optimizer.load_state_dict(dict(state))
-    if not is_sharded(optimizer):
-        state_scalars.restore(optimizer, state)
 
 
 def _gradient_ranks(module: torch.nn.Module) -> list[int]:

@@ -100,8 +100,7 @@ class GradAttributeOptimizer:
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Load a state of the same optimizer."""
         with self.locks:
-            self._optimizer.load_state_dict(state_dict)
-            state_scalars.restore(self._optimizer, state_dict)
+            state_scalars.load(self._optimizer, state_dict)
 
     def _lay_out(self) -> None:
         """Copy gradients and state for fused kernels to their parameter's strides."""

@@ -201,8 +201,7 @@ class LocalOptimizer:
         self._keep(state)
 
     def _load(self, given: StateDict) -> None:
-        self.optim.load_state_dict(given)
-        state_scalars.restore(self.optim, given)
+        state_scalars.load(self.optim, given)
 
     def _keep(self, state: StateOfTensors) -> None:
         """Move the content of the dict that torch has made in a load into the former one."""
