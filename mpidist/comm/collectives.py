@@ -22,6 +22,11 @@ from mpidist.comm.execution.operation import Operation, Tensors
 Tensor = torch.Tensor
 
 
+def barrier(execution: Execution) -> Operation:
+    """Return the operation of ``barrier``."""
+    return Operation("barrier", movement.barrier)
+
+
 def broadcast(
     execution: Execution, tensors: Tensors, src: int, name: str = "broadcast"
 ) -> Operation:

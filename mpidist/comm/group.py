@@ -13,7 +13,7 @@ import torch
 from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm import collectives, objects
-from mpidist.comm.algorithms import movement, node_memory, sparse, tuning, tuning_runs
+from mpidist.comm.algorithms import node_memory, sparse, tuning, tuning_runs
 from mpidist.comm.algorithms.reduce_op import SUM, ReduceOp
 from mpidist.comm.execution import arguments, profiling
 from mpidist.comm.execution.execution import Execution
@@ -89,17 +89,13 @@ class ProcessGroup:
         self._object_messages = ObjectMessages(state)
         self._monitored_barrier = MonitoredBarrier(state)
         self._subgroups = Subgroups(execution, type(self))
-        self._fast_path = FastPath(
-            state,
-            self._progress,
-            execution.helps,
-            is_open=not (execution.is_debug or execution.checks_nan),
-        )
+        self._fast_path = FastPath(execution)
         state.close_fast_path = self._fast_path.close
         # Bound once, because each attribute access in a call costs 30 ns.
         self._launch = execution.launch
         self._require_no_nan = execution.require_no_nan
         self.all_reduce_at_once = self._fast_path.all_reduce
+        self._at_once = self._fast_path.take
         self._tables: dict[str, tuning.Table] = {}  # by device type
         self._windows: WindowChannel | None = None  # of the first window with a tensor
         watchdog.watch(state)
@@ -156,40 +152,35 @@ class ProcessGroup:
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work | None:
         """Copy rank ``src``'s tensor (any shape and dtype, equal on all ranks) to all."""
-        operation = collectives.broadcast(self._execution, (tensor,), src)
-        return self._launch(operation, async_op)
+        return self._collective(collectives.broadcast, async_op, (tensor,), src)
 
     def broadcast_coalesced(
         self, tensors: Tensors, src: int, async_op: bool = False
     ) -> Work | None:
         """Copy rank ``src``'s list of tensors to all, as one operation."""
-        operation = collectives.broadcast_coalesced(self._execution, tensors, src)
-        return self._launch(operation, async_op)
+        return self._collective(collectives.broadcast_coalesced, async_op, tensors, src)
 
     def barrier(self, async_op: bool = False) -> Work | None:
         """Wait until all ranks have called ``barrier``."""
-        return self._launch(Operation("barrier", movement.barrier), async_op)
+        return self._collective(collectives.barrier, async_op)
 
     def all_gather(
         self, tensor_list: Tensors, tensor: Tensor, async_op: bool = False
     ) -> Work | None:
         """Gather each rank's ``tensor`` into a list of W tensors; sizes may differ by rank."""
-        operation = collectives.all_gather(self._execution, tensor_list, tensor)
-        return self._launch(operation, async_op)
+        return self._collective(collectives.all_gather, async_op, tensor_list, tensor)
 
     def all_gather_into_tensor(
         self, output: Tensor, input: Tensor, async_op: bool = False
     ) -> Work | None:
         """Gather each rank's ``input`` (N elements) into ``output`` (W·N elements, by rank)."""
-        operation = collectives.all_gather_into_tensor(self._execution, (output,), (input,))
-        return self._launch(operation, async_op)
+        return self._collective(collectives.all_gather_into_tensor, async_op, (output,), (input,))
 
     def all_gather_into_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, async_op: bool = False
     ) -> Work | None:
         """Execute ``all_gather_into_tensor`` for each pair of two lists, as one operation."""
-        operation = collectives.all_gather_into_tensor(self._execution, outputs, inputs)
-        return self._launch(operation, async_op)
+        return self._collective(collectives.all_gather_into_tensor, async_op, outputs, inputs)
 
     def gather(
         self,
@@ -199,8 +190,7 @@ class ProcessGroup:
         async_op: bool = False,
     ) -> Work | None:
         """Gather each rank's ``tensor`` (equal shapes) into rank ``dst``'s list of W tensors."""
-        operation = collectives.gather(self._execution, tensor, gather_list, dst)
-        return self._launch(operation, async_op)
+        return self._collective(collectives.gather, async_op, tensor, gather_list, dst)
 
     def scatter(
         self,
@@ -210,8 +200,7 @@ class ProcessGroup:
         async_op: bool = False,
     ) -> Work | None:
         """Copy the i-th of rank ``src``'s W tensors (equal shapes) to rank i's ``tensor``."""
-        operation = collectives.scatter(self._execution, tensor, scatter_list, src)
-        return self._launch(operation, async_op)
+        return self._collective(collectives.scatter, async_op, tensor, scatter_list, src)
 
     def all_to_all(
         self, output_list: Tensors, input_list: Tensors, async_op: bool = False
@@ -220,8 +209,7 @@ class ProcessGroup:
 
         Sizes may differ.
         """
-        operation = collectives.all_to_all(self._execution, output_list, input_list)
-        return self._launch(operation, async_op)
+        return self._collective(collectives.all_to_all, async_op, output_list, input_list)
 
     def all_to_all_single(
         self,
@@ -239,10 +227,14 @@ class ProcessGroup:
             output_split_sizes: W equal parts if None.
             input_split_sizes: W equal parts if None.
         """
-        operation = collectives.all_to_all_single(
-            self._execution, output, input, output_split_sizes, input_split_sizes
+        return self._collective(
+            collectives.all_to_all_single,
+            async_op,
+            output,
+            input,
+            output_split_sizes,
+            input_split_sizes,
         )
-        return self._launch(operation, async_op)
 
     # --- collectives that compute ---
 
@@ -263,21 +255,19 @@ class ProcessGroup:
                 return None
         if isinstance(tensor, Tensor) and tensor.layout is torch.sparse_coo:
             return self._all_reduce_sparse(tensor, op, async_op)
-        return self._launch(collectives.all_reduce(self._execution, tensor, op), async_op)
+        return self._collective(collectives.all_reduce, async_op, tensor, op)
 
     def all_reduce_coalesced(
         self, tensors: Tensors, op: ReduceOp = SUM, async_op: bool = False
     ) -> Work | None:
         """Reduce each tensor of a list (one dtype, one device) in place, as one operation."""
-        operation = collectives.all_reduce_coalesced(self._execution, tensors, op)
-        return self._launch(operation, async_op)
+        return self._collective(collectives.all_reduce_coalesced, async_op, tensors, op)
 
     def reduce(
         self, tensor: Tensor, dst: int, op: ReduceOp = SUM, async_op: bool = False
     ) -> Work | None:
         """Reduce ``tensor`` over all ranks into rank ``dst``'s; the others' keep their values."""
-        operation = collectives.reduce(self._execution, tensor, dst, op)
-        return self._launch(operation, async_op)
+        return self._collective(collectives.reduce, async_op, tensor, dst, op)
 
     def reduce_scatter(
         self, output: Tensor, input_list: Tensors, op: ReduceOp = SUM, async_op: bool = False
@@ -288,22 +278,28 @@ class ProcessGroup:
             output: As many elements as ``input_list[rank]``.
             input_list: Tensors of any sizes; the i-th has the same size on all ranks.
         """
-        operation = collectives.reduce_scatter(self._execution, output, input_list, op)
-        return self._launch(operation, async_op)
+        return self._collective(collectives.reduce_scatter, async_op, output, input_list, op)
 
     def reduce_scatter_tensor(
         self, output: Tensor, input: Tensor, op: ReduceOp = SUM, async_op: bool = False
     ) -> Work | None:
         """Reduce ``input`` (W·N elements) over all ranks; keep the rank's own N in ``output``."""
-        operation = collectives.reduce_scatter_tensor(self._execution, (output,), (input,), op)
-        return self._launch(operation, async_op)
+        return self._collective(
+            collectives.reduce_scatter_tensor, async_op, (output,), (input,), op
+        )
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, op: ReduceOp = SUM, async_op: bool = False
     ) -> Work | None:
         """Execute ``reduce_scatter_tensor`` for each pair of two lists, as one operation."""
-        operation = collectives.reduce_scatter_tensor(self._execution, outputs, inputs, op)
-        return self._launch(operation, async_op)
+        return self._collective(collectives.reduce_scatter_tensor, async_op, outputs, inputs, op)
+
+    def _collective(
+        self, describe: Callable[..., Operation], async_op: bool, *arguments: Any
+    ) -> Work | None:
+        if not async_op and self._at_once(describe, arguments):
+            return None
+        return self._launch(describe(self._execution, *arguments), async_op)
 
     def _all_reduce_sparse(self, tensor: Tensor, op: ReduceOp, async_op: bool) -> Work | None:
         with self._execution.checked("all_reduce") as where:

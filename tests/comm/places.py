@@ -24,8 +24,9 @@ class Lazy:
         monkeypatch.setattr(
             execution, "device_at", lambda device: self.device if device is not None else None
         )
-        monkeypatch.setattr(buffer, "is_direct", lambda tensor: False)
+        monkeypatch.setattr(buffer, "is_direct", lambda *tensors: False)
         # The fast path would use the host memory directly.
+        monkeypatch.setattr(fast_path, "_flat", lambda *args: None)
         monkeypatch.setattr(fast_path.FastPath, "find", lambda path, tensor, op: None)
         monkeypatch.setattr(direct_messages.DirectMessages, "take", lambda direct, *args: False)
 

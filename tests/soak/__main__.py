@@ -65,9 +65,8 @@ _UNJUDGED = {
     ALLOCATED,
     NODE_MEMORY,
     CLOSED,
-    f"{OF_CLASS}mpidist.comm.execution.fast_path.Call",
-    f"{OF_CLASS}mpidist.comm.execution.op_status.Description",
-    f"{OF_CLASS}mpidist.comm.execution.op_status.Form",
+    f"{OF_CLASS}mpidist.comm.execution.fast_path.Reduction",
+    f"{OF_CLASS}mpidist.comm.execution.fast_path.Movement",
     # One for each dtype and operation.
     f"{OF_CLASS}mpidist.comm.algorithms.reduce_op.Reduction",
 }

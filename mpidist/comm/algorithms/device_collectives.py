@@ -209,9 +209,9 @@ def _on_device(needed: tuple[str, ...], execute: Execute) -> DeviceForm:
     ) -> bool:
         if not able_operations(comm, (*inputs, *outputs)[0].device).issuperset(needed):
             return False
-        sources = [_dense(fence, tensor, filled=True) for tensor in inputs]
+        sources: Tensors = [_dense(fence, tensor, filled=True) for tensor in inputs]
         targets = [_dense(fence, tensor, filled=False) for tensor in outputs]
-        places = movement.in_place(execute, comm.rank, sources, targets)
+        places = partial(movement.in_place, execute, comm.rank, sources, targets)
         sources = separated(sources, targets, places, partial(_copy, fence))
         fence.synchronize()
         # A rank's own part is copied on the device.

@@ -13,7 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from ctypes import c_uint64, memmove
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -36,7 +38,8 @@ FLAT_BYTES = 32 << 10
 # First message of every broadcast: the tensor's length, and its data if they fit.
 HEAD_BYTES = 1 << 10
 _LENGTH_BYTES = 8
-_INLINE = 1 << 63  # flag in the length: the same message contains the data
+INLINE_BYTES = HEAD_BYTES - _LENGTH_BYTES
+INLINE = 1 << 63  # flag in the length: the same message contains the data
 
 
 def barrier(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
@@ -63,21 +66,18 @@ def broadcast(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) 
 def _broadcast_one(comm: Communicator, tensor: torch.Tensor, nbytes: int, root: int) -> int:
     """Broadcast a tensor, unless its length differs; return the root's length."""
     # MPI would write a longer message past the end of a shorter tensor before it reports the error.
-    word, data, head = _head(comm)
+    word, data, head = head_of(comm)
     if comm.rank == root:
         # The host cannot read device memory.
-        is_inline = nbytes <= HEAD_BYTES - _LENGTH_BYTES and tensor.is_cpu
+        is_inline = nbytes <= INLINE_BYTES and tensor.is_cpu
         if is_inline:
             memmove(data, tensor.data_ptr(), nbytes)
-        word.value = nbytes | _INLINE if is_inline else nbytes
+        word.value = nbytes | INLINE if is_inline else nbytes
     comm.mpi.Bcast(head, root)
-    is_inline, sent = word.value >= _INLINE, word.value & ~_INLINE
-    if sent != nbytes:
-        tensor = torch.empty(sent, dtype=torch.uint8, device="cpu")
-    if not is_inline:
-        for start, length in buffer.pieces(sent):
-            comm.mpi.Bcast(buffer.byte_range(tensor, start, length), root)
-    elif comm.rank != root and sent == nbytes:
+    is_inline, sent = word.value >= INLINE, word.value & ~INLINE
+    if not is_inline or sent != nbytes:
+        return broadcast_body(comm, tensor.data_ptr(), nbytes, root)
+    if comm.rank != root:
         if tensor.is_cpu:
             memmove(tensor.data_ptr(), data, nbytes)
         else:
@@ -86,7 +86,22 @@ def _broadcast_one(comm: Communicator, tensor: torch.Tensor, nbytes: int, root: 
     return sent
 
 
-def _head(comm: Communicator) -> tuple[c_uint64, int, buffer.Buffer]:
+def broadcast_body(comm: Communicator, address: int, nbytes: int, root: int) -> int:
+    """Broadcast the data behind a first message without them; return the root's length.
+
+    Data of another length than this rank's are received in memory of their own.
+    """
+    word, _, _ = head_of(comm)
+    is_inline, sent = word.value >= INLINE, word.value & ~INLINE
+    if not is_inline:
+        other = None if sent == nbytes else torch.empty(sent, dtype=torch.uint8, device="cpu")
+        begin = address if other is None else other.data_ptr()
+        for start, length in buffer.pieces(sent):
+            comm.mpi.Bcast((buffer.memory(begin + start, length), length, MPI.BYTE), root)
+    return sent
+
+
+def head_of(comm: Communicator) -> tuple[c_uint64, int, buffer.Buffer]:
     """Return a broadcast's first message: length word, address of the data, MPI buffer."""
     held: tuple[c_uint64, int, buffer.Buffer] | None = comm.kept.get("head")
     if held is None:
@@ -102,7 +117,7 @@ def _head(comm: Communicator) -> tuple[c_uint64, int, buffer.Buffer]:
 
 def all_gather_into(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     """Gather each rank's tensor into a flat one: pairs of (N bytes) and (W·N bytes)."""
-    inputs = separated(inputs, outputs, in_place(all_gather_into, comm.rank, inputs, outputs))
+    inputs = _separated(all_gather_into, comm, inputs, outputs)
     memory = node_memory.of(comm)
     for source, target in zip(inputs, outputs, strict=True):
         nbytes = source.nbytes
@@ -129,7 +144,7 @@ def all_gather_into(comm: Communicator, inputs: Tensors, outputs: Tensors) -> No
 
 def all_gather(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     """Gather each rank's tensor into a list of W tensors, which may have different sizes."""
-    (source,) = separated(inputs, outputs, in_place(all_gather, comm.rank, inputs, outputs))
+    (source,) = _separated(all_gather, comm, inputs, outputs)
     counts = [t.nbytes for t in outputs]
     # The choice depends on sizes only, which all ranks know; memory addresses differ between ranks.
     if max(counts) > FLAT_BYTES:
@@ -143,14 +158,14 @@ def all_gather(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     if min(counts) == max(counts):
         comm.mpi.Allgather(send, (buffer.memory(held.data_ptr(), sum(counts)), counts[0], MPI.BYTE))
     else:
-        comm.mpi.Allgatherv(send, _ragged(held, counts))
+        comm.mpi.Allgatherv(send, ragged(_memory(held), counts))
     if flat is None:
         _unpack(held, outputs, counts)
 
 
 def gather(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> None:
     """Gather each rank's tensor at the root; ``outputs`` is empty on other ranks."""
-    (source,) = separated(inputs, outputs, in_place(gather, comm.rank, inputs, outputs))
+    (source,) = _separated(gather, comm, inputs, outputs)
     if source.nbytes <= FLAT_BYTES:
         if comm.rank != root:
             comm.mpi.Gather(buffer.as_bytes(source), None, root)
@@ -172,7 +187,7 @@ def gather(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> 
 def scatter(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> None:
     """Send the root's i-th tensor to rank i; ``inputs`` is empty on other ranks."""
     (target,) = outputs
-    inputs = separated(inputs, outputs, in_place(scatter, comm.rank, inputs, outputs))
+    inputs = _separated(scatter, comm, inputs, outputs)
     if target.nbytes <= FLAT_BYTES:
         if comm.rank != root:
             comm.mpi.Scatter(None, buffer.as_bytes(target), root)
@@ -193,9 +208,7 @@ def scatter(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) ->
 
 def all_to_all(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     """Send the i-th of W tensors to rank i and receive the i-th from rank i; sizes may differ."""
-    pairwise_exchange(
-        comm, separated(inputs, outputs, in_place(all_to_all, comm.rank, inputs, outputs)), outputs
-    )
+    pairwise_exchange(comm, _separated(all_to_all, comm, inputs, outputs), outputs)
 
 
 def all_to_all_single(
@@ -212,7 +225,7 @@ def all_to_all_single(
     """
     (source,), (target,) = separated(inputs, outputs), outputs
     if max(source.nbytes, target.nbytes) <= buffer.MAX_COUNT:
-        comm.mpi.Alltoallv(_ragged(source, send_bytes), _ragged(target, recv_bytes))
+        comm.mpi.Alltoallv(ragged(_memory(source), send_bytes), ragged(_memory(target), recv_bytes))
         return
     # A rank with more bytes than it can count counts in larger units. The other ranks may count in
     # bytes, because MPI matches bytes.
@@ -225,10 +238,17 @@ def all_to_all_single(
     datatype = MPI.BYTE.Create_contiguous(unit).Commit()
     try:
         comm.mpi.Alltoallv(
-            _ragged(source, send_bytes, unit, datatype), _ragged(target, recv_bytes, unit, datatype)
+            ragged(_memory(source), send_bytes, unit, datatype),
+            ragged(_memory(target), recv_bytes, unit, datatype),
         )
     finally:
         datatype.Free()
+
+
+def _separated(
+    execute: Callable[..., None], comm: Communicator, inputs: Tensors, outputs: Tensors
+) -> Tensors:
+    return separated(inputs, outputs, partial(in_place, execute, comm.rank, inputs, outputs))
 
 
 def in_place(execute: Callable[..., None], rank: int, inputs: Tensors, outputs: Tensors) -> Places:
@@ -259,12 +279,17 @@ def _as_one(tensors: Tensors, nbytes: int) -> torch.Tensor | None:
         return None
 
 
-def _ragged(
-    tensor: torch.Tensor, nbytes: Sequence[int], unit: int = 1, datatype: MPI.Datatype | None = None
-) -> tuple[MPI.buffer, tuple[list[int], list[int]], MPI.Datatype]:
+def ragged(
+    memory: Any, nbytes: Sequence[int], unit: int = 1, datatype: MPI.Datatype | None = None
+) -> tuple[Any, tuple[list[int], list[int]], MPI.Datatype]:
+    """Return the buffer of consecutive slices of some memory, counted in units."""
     counts = [n // unit for n in nbytes] if unit > 1 else list(nbytes)
     starts = [0, *accumulate(counts)][:-1]
-    return (buffer.memory(tensor.data_ptr(), tensor.nbytes), (counts, starts), datatype or MPI.BYTE)
+    return (memory, (counts, starts), datatype or MPI.BYTE)
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    return buffer.memory(tensor.data_ptr(), tensor.nbytes)
 
 
 def _flat_shape(tensor: torch.Tensor, parts: int) -> tuple[int, ...]:

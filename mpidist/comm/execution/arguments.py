@@ -156,6 +156,8 @@ def rank(where: str, value: Any, name: str, size: int) -> None:
         TypeError: Not an int.
         ValueError: Outside 0 … W - 1.
     """
+    if type(value) is int and 0 <= value < size:
+        return
     if (
         isinstance(value, bool)
         or not hasattr(value, "__index__")

@@ -1,90 +1,120 @@
-"""Fast path of the all-reduce: a call of MPI prepared once for each tensor's memory.
+"""Fast path of short synchronous collectives: a call of MPI prepared once for the tensors' memory.
 
-A training loop reduces the same buffers in every step. The path caches, by address, the arguments
-of MPI's call. If a tensor's memory is in the cache, the group's queue is empty and its lock free,
-the calling thread calls MPI without the checks and the objects of ``execution``.
+A training loop reduces, broadcasts and gathers the same buffers in every step. The path caches, by
+address, the arguments of MPI's call. If the tensors' memory is in the cache, the group's queue is
+empty and its lock free, the calling thread calls MPI without the checks and the objects of
+``execution``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm.algorithms import (
     low_precision,
+    movement,
     mpi_types,
+    prepared_movement,
     rank_order,
     reduce_op,
     reductions,
 )
 from mpidist.comm.algorithms.reduce_op import ReduceOp
-from mpidist.comm.execution.group_state import GroupState
-from mpidist.comm.execution.op_status import IDLE, Description, Form
-from mpidist.comm.execution.progress import Progress, is_at_once
+from mpidist.comm.execution.execution import Execution
+from mpidist.comm.execution.op_status import IDLE, described_as
+from mpidist.comm.execution.operation import Operation
+from mpidist.comm.execution.progress import is_at_once
 from mpidist.comm.execution.work import Work
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
-from mpidist.comm.recorder.ring import BeginNext
+from mpidist.comm.recorder.collective_begins import Described
 
-_CACHED = 256  # addresses
+_CACHED = 256  # calls
 _STRIDED = torch.strided
+
+_PLAIN = (int, str, type(None))
+_LONGEST = 64  # tensors of a list: the cache keeps the address of each
+
+Describe: TypeAlias = Callable[..., Operation]
+
+_PREPARED: dict[Callable[..., Any], Callable[..., prepared_movement.Run | None]] = {
+    movement.barrier: prepared_movement.barrier,
+    movement.broadcast: prepared_movement.broadcast,
+    movement.all_gather: prepared_movement.all_gather,
+    movement.all_gather_into: prepared_movement.all_gather_into,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Prepared all-reduce of one address, valid for tensors of the same size, dtype and operation.
+    """Prepared collective, for known memory.
 
     Attributes:
-        message: Buffer and datatype of one call of MPI; None if more than this call is needed.
-        mpi_op: MPI's operation of that call.
-        run: Reduces the tensor if ``message`` is None.
-        description: The call in the group's journal.
-        begin: Begins an entry of the call in the recorder; takes its number in the group.
+        run: Executes it, in the thread that holds the lock of ``Progress``. Takes the tensor that a
+            report names meanwhile (or None), and what torch works on: the tensor of a
+            ``Reduction``, inputs and outputs of another collective, or nothing.
+        takes_tensors: ``run`` takes these.
     """
 
-    nbytes: int
+    run: Callable[..., None]
+    takes_tensors: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction(Call):
+    """Prepared all-reduce, valid for tensors of the same shape, dtype and operation."""
+
+    shape: torch.Size
     dtype: torch.dtype
     op: ReduceOp
-    message: tuple[Any, Any] | None
-    mpi_op: Any
-    run: Callable[[torch.Tensor], None] | None
-    description: Description
-    begin: BeginNext
+
+
+@dataclass(frozen=True, slots=True)
+class Movement(Call):
+    """Prepared collective of another kind, valid for equal arguments and tensors of equal forms.
+
+    Attributes:
+        inputs: Places of the operation's inputs among the tensors of the call's arguments.
+        outputs: Places of its outputs; None if they are the inputs.
+        shown: Place of the tensor that a report names; None without one.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...] | None
+    shown: int | None
 
 
 class FastPath:
-    """The fast path of one group's ``all_reduce``.
+    """The fast path of one group's collectives.
 
     Args:
-        state: The group's state.
-        progress: Its queue.
-        helps: Threads that wait execute the queue.
-        is_open: No call needs a check of its values.
+        execution: The group's.
     """
 
-    def __init__(self, state: GroupState, progress: Progress, helps: bool, is_open: bool) -> None:
+    def __init__(self, execution: Execution) -> None:
+        state, progress = execution.state, execution.progress
+        self._execution = execution
         self._state = state
         self._comm = state.comm
         self._progress = progress
-        self._helps = helps
+        self._helps = execution.helps
         self._journal = state.journal
-        self._is_open = is_open
-        self._calls: dict[int, Call] = {}  # by address
+        # No call needs a check of its values.
+        self._is_open = not (execution.is_debug or execution.checks_nan)
+        self._calls: dict[int, Reduction] = {}  # by address
+        # By what ``_flat`` returns.
+        self._movements: dict[tuple[object, ...], Movement] = {}
         # Looked up once, because each attribute access in the call costs 30 ns.
-        self._mpi_allreduce = state.comm.mpi.Allreduce
-        self._in_place = MPI.IN_PLACE
         self._enter, self._leave = progress.lock.acquire, progress.lock.release
         self._queued = progress.items
         self._help = progress.help
-        self._note = state.journal.ended.append
-        self._begins = state.recorder.begins
-        self._end, self._fail = state.recorder.end, state.recorder.fail
 
     def close(self) -> None:
         """Return False from every later call."""
@@ -94,6 +124,45 @@ class FastPath:
     def forget(self) -> None:
         """Empty the cache, because another algorithm may be chosen from now on."""
         self._calls = {}
+        self._movements = {}
+
+    def take(self, describe: Describe, arguments: Sequence[object]) -> bool:
+        """Execute a synchronous collective if the fast path applies.
+
+        Args:
+            describe: A function of ``collectives``: returns the operation, its arguments checked.
+                Called once for arguments that are equal, with tensors of equal forms and memory.
+            arguments: Its arguments behind the first.
+
+        Returns:
+            False if the call needs ``Execution.launch``; then nothing was done.
+
+        Raises:
+            TypeError, ValueError: See ``describe``.
+        """
+        if not self._is_open or torch_profiler._is_profiler_enabled:
+            return False
+        flat = _flat(describe, arguments)
+        if flat is None:
+            return False
+        key, tensors = flat
+        call = self._movements.get(key)
+        if call is None:
+            call = self._prepare_movement(key, tensors, describe(self._execution, *arguments))
+        operands: tuple[object, ...] = ()
+        if call.takes_tensors:
+            if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in tensors):
+                return False  # torch writes them in inference mode alone
+            inputs = [tensors[place] for place in call.inputs]
+            outputs = call.outputs
+            operands = inputs, inputs if outputs is None else [tensors[place] for place in outputs]
+        if self._queued or not self._enter(False):
+            return False
+        try:
+            call.run(None if call.shown is None else tensors[call.shown], *operands)
+        finally:
+            self._leave()
+        return True
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> bool:
         """Execute a group's synchronous ``all_reduce`` if the fast path applies.
@@ -108,7 +177,10 @@ class FastPath:
         if call is None or self._queued or not self._enter(False):
             return False
         try:
-            self.run(call, tensor)
+            if call.takes_tensors:
+                call.run(tensor, tensor)
+            else:
+                call.run(tensor)
         finally:
             self._leave()
         return True
@@ -129,67 +201,101 @@ class FastPath:
         self._progress.submit(work, partial(self._run_later, call, tensor))
         return work
 
-    def find(self, tensor: torch.Tensor, op: ReduceOp) -> Call | None:
+    def find(self, tensor: torch.Tensor, op: ReduceOp) -> Reduction | None:
         """Return the prepared call of a tensor; None if the fast path does not apply to it."""
-        if (
-            torch_profiler._is_profiler_enabled
-            or not tensor.is_cpu
-            or tensor.layout is not _STRIDED
-            or not tensor.is_contiguous()
-            or tensor.is_neg()
-        ):
+        if torch_profiler._is_profiler_enabled or not tensor.is_cpu:
             return None
-        address = tensor.data_ptr()
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # a sparse layout
+            return None
+        if not tensor.is_contiguous() or tensor.is_neg():
+            return None
         call = self._calls.get(address)
         if (
             call is None
-            or call.nbytes != tensor.nbytes
+            or call.shape != tensor.shape
             or call.dtype is not tensor.dtype
             or call.op is not op
         ):
             call = self._prepare(address, tensor, op)
         if (
             call is not None
-            and call.run is not None
+            and call.takes_tensors
             and (tensor.requires_grad or tensor.is_inference())
         ):
             return None  # autograd would record the arithmetic, or inference mode is needed
         return call
 
-    def run(self, call: Call, tensor: torch.Tensor) -> None:
-        """Execute a prepared call, in the thread that holds the lock of ``Progress``."""
-        journal = self._journal
-        journal.description = call.description
-        journal.sequence = sequence = journal.sequence + 1
-        journal.operation = "all_reduce"
-        journal.tensor = tensor
-        end, number = self._end, call.begin(sequence)
-        try:
-            if call.run is None:
-                self._mpi_allreduce(self._in_place, call.message, call.mpi_op)
-            else:
-                call.run(tensor)
-        except Exception as error:
-            end = self._fail
-            raise self._state.explain(error, "all_reduce") from error
-        finally:
+    def _prepare_movement(
+        self, key: tuple[object, ...], tensors: Sequence[torch.Tensor], operation: Operation
+    ) -> Movement:
+        inputs, outputs, args = operation.inputs, operation.outputs, operation.args
+        prepared = _PREPARED.get(operation.execute)
+        run = prepared and prepared(self._comm, inputs, outputs, *args)
+        places = {id(tensor): place for place, tensor in enumerate(tensors)}
+        shown = outputs or inputs
+        call = Movement(
+            self._recorded(
+                operation.name,
+                run or partial(_execute, operation.execute, self._comm, args),
+                described_as(operation.name, inputs, outputs),
+            ),
+            run is None,
+            tuple([places[id(tensor)] for tensor in inputs]),
+            None if outputs is inputs else tuple([places[id(tensor)] for tensor in outputs]),
+            places[id(shown[0])] if shown else None,
+        )
+        if len(self._movements) >= _CACHED:
+            self._movements.clear()
+        self._movements[key] = call
+        return call
+
+    def _recorded(
+        self, name: str, execute: Callable[..., object], described: Described
+    ) -> Callable[..., None]:
+        """Return ``execute`` with its entries in the journal and the recorder."""
+        # In cells, as twelve attributes of objects take a tenth of a call.
+        journal, explain = self._journal, self._state.explain
+        begin, note = journal.begins[described], journal.ended.append
+        end, fail = self._state.recorder.end, self._state.recorder.fail
+
+        def run(tensor: torch.Tensor | None, *operands: object) -> None:
+            journal.described = described
+            journal.sequence = sequence = journal.sequence + 1
+            journal.operation = name
+            journal.tensor = tensor
+            number = begin(sequence)
+            try:
+                execute(*operands)
+            except BaseException as error:
+                journal.tensor = IDLE
+                note(described)
+                fail(number)
+                explained = explain(error, name) if isinstance(error, Exception) else error
+                if explained is error:
+                    raise
+                raise explained from error
             journal.tensor = IDLE
-            self._note(call.description)
+            note(described)
             end(number)
+
+        return run
 
     def _run_later(self, call: Call, tensor: torch.Tensor) -> tuple[torch.Tensor]:
         if self._state.failure is not None:
             self._state.raise_failure()
-        self.run(call, tensor)
+        call.run(tensor, *((tensor,) if call.takes_tensors else ()))
         return (tensor,)
 
-    def _prepare(self, address: int, tensor: torch.Tensor, op: ReduceOp) -> Call | None:
+    def _prepare(self, address: int, tensor: torch.Tensor, op: ReduceOp) -> Reduction | None:
         """Return the prepared call of this memory; None if the fast path does not apply."""
         dtype = tensor.dtype
         # Conjugate views share their original's memory.
         if (
             not self._is_open
             or type(tensor) is not torch.Tensor
+            or tensor.layout is not _STRIDED
             or not isinstance(op, str)
             or dtype.is_complex
         ):
@@ -198,23 +304,75 @@ class FastPath:
             plan = reduce_op.reduction(dtype, op)
         except (TypeError, ValueError):
             return None  # the normal path raises the error
-        both = (Form(tensor.shape, dtype),)
-        description = Description("all_reduce", both, both)
-        begin = self._begins(
-            self._journal.signatures["all_reduce", dtype, tensor.shape], tensor.nbytes
-        )
-        if reductions.is_one_call(self._comm, tensor, plan):
+        run: Callable[..., object] | None
+        is_one_call = reductions.is_one_call(self._comm, tensor, plan)
+        if is_one_call:
             message = (buffer.memory(address, tensor.nbytes), mpi_types.datatypes()[dtype])
             mpi_op = mpi_types.datatype_and_op(dtype, plan)[1]
-            call = Call(tensor.nbytes, dtype, op, message, mpi_op, None, description, begin)
+            run = partial(self._comm.mpi.Allreduce, MPI.IN_PLACE, message, mpi_op)
         else:
             of = rank_order if rank_order.applies(self._comm, dtype, plan) else low_precision
             run = of.prepared(self._comm, tensor, plan) or partial(_all_reduce, self._comm, op)
-            call = Call(tensor.nbytes, dtype, op, None, None, run, description, begin)
+        both = ((tensor.shape, dtype),)
+        run = self._recorded("all_reduce", run, ("all_reduce", both, both))
+        call = Reduction(run, not is_one_call, tensor.shape, dtype, op)
         if len(self._calls) >= _CACHED:
             self._calls.clear()
         self._calls[address] = call
         return call
+
+
+def _flat(
+    describe: Describe, arguments: Sequence[object]
+) -> tuple[tuple[object, ...], list[torch.Tensor]] | None:
+    """Return the key of a call among the prepared ones, and the tensors of its arguments.
+
+    The key holds address, shape and dtype of each tensor, the length of each list, and the value of
+    every other argument. None if the call cannot be prepared.
+    """
+    key: list[object] = [describe]
+    tensors: list[torch.Tensor] = []
+    for argument in arguments:
+        kind = type(argument)
+        items: Any = argument
+        if kind is torch.Tensor:
+            items = (argument,)
+        elif kind is tuple or kind is list:
+            if len(items) > _LONGEST:
+                return None
+            key.append(len(items))
+        elif kind in _PLAIN:  # a bool equals a rank, and is none
+            key.append(argument)
+            continue
+        else:
+            return None
+        for item in items:
+            if type(item) is int:  # of split sizes
+                key.append(item)
+                continue
+            if (
+                type(item) is not torch.Tensor
+                or not item.is_cpu
+                or item.layout is not _STRIDED
+                or not item.is_contiguous()
+                or item.is_neg()
+                or item.is_conj()
+                or item.requires_grad
+            ):
+                return None
+            key += (item.data_ptr(), item.shape, item.dtype)
+            tensors.append(item)
+    return tuple(key), tensors
+
+
+def _execute(
+    execute: Callable[..., object],
+    comm: Communicator,
+    args: tuple[object, ...],
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+) -> None:
+    execute(comm, inputs, outputs, *args)
 
 
 def _all_reduce(comm: Communicator, op: ReduceOp, tensor: torch.Tensor) -> None:

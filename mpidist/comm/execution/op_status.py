@@ -10,11 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from mpidist.comm.recorder.collective_begins import CollectiveBegins, Described, Form
 from mpidist.comm.recorder.recorder import Off, Recorder
-from mpidist.comm.recorder.signatures import Signatures
 
 if TYPE_CHECKING:
     import torch
@@ -25,24 +24,8 @@ T = TypeVar("T")
 _ENV_KEPT = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _KEPT = 2000
 _HISTORY = 32  # calls that another rank compares with its own
-_nbytes = attrgetter("nbytes")
 # To read a journal between two operations of another thread.
 _ATTEMPTS = 10
-
-
-class Form(NamedTuple):
-    """Shape and dtype of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Description(NamedTuple):
-    """An operation without its tensors' memory."""
-
-    operation: str
-    inputs: Sequence[Form] = ()
-    outputs: Sequence[Form] = ()
 
 
 class Call(NamedTuple):
@@ -78,13 +61,14 @@ class Recorded(NamedTuple):
     """An operation that has ended, or is under way.
 
     Attributes:
+        described: Its name, and the forms of its inputs and outputs.
         sequence: Number of the collective on its group.
         begun_ns: A time before it began, in ns since the epoch; 0 if not known.
         ended_ns: A time at which it had ended; None if it is under way or not known.
         is_over: Whether it has ended.
     """
 
-    description: Description
+    described: Described
     sequence: int
     begun_ns: int
     ended_ns: int | None
@@ -193,14 +177,13 @@ class Journal:
         own: Number of those that mpidist called for itself, which reports do not count.
         operation: The name of the last that started.
         tensor: Its tensor while it is under way (None if it has none), else ``IDLE``.
-        description: Its description.
-        ended: Descriptions of the last operations that ended, the newest last.
+        described: It, without its tensors' memory.
+        ended: The last operations that ended, the newest last.
         queued: Returns the number of queued operations.
-        signatures: Signatures of the group's collectives in the recorder.
+        begins: Begins of the group's collectives in the recorder.
     """
 
     __slots__ = (
-        "_begin",
         "_creations",
         "_end",
         "_fail",
@@ -209,7 +192,8 @@ class Journal:
         "_seen",
         "_ticks",
         "_waits",
-        "description",
+        "begins",
+        "described",
         "ended",
         "group",
         "key",
@@ -217,7 +201,6 @@ class Journal:
         "own",
         "queued",
         "sequence",
-        "signatures",
         "tensor",
     )
 
@@ -238,8 +221,8 @@ class Journal:
         self._outer: tuple[int, int, str] | None = None
         self.operation = "none"
         self.tensor: Any = IDLE
-        self.description = Description("none")
-        self.ended: deque[Description] = deque(maxlen=_kept(os.environ))
+        self.described: Described = ("none", (), ())
+        self.ended: deque[Described] = deque(maxlen=_kept(os.environ))
         self.queued = queued
         # Number of operations that had ended, and the time in ns at which the watchdog saw it.
         self._ticks: deque[tuple[int, int]] = deque([(0, time.time_ns())], self.ended.maxlen)
@@ -247,8 +230,8 @@ class Journal:
         self._seen = (0, 0.0)
         self._waits: dict[int, Wait] = {}
         recorder = recorder or Off()
-        self._begin, self._end, self._fail = recorder.begin, recorder.end, recorder.fail
-        self.signatures = Signatures(recorder, "collective", label)
+        self.begins = CollectiveBegins(recorder, label)
+        self._end, self._fail = recorder.end, recorder.fail
         self._creations = itertools.count(1)
 
     def enter(
@@ -262,25 +245,16 @@ class Journal:
         Returns:
             The number of its entry in the recorder.
         """
-        read = _forms(inputs) if inputs else ()
-        # The same tensors where they are reduced in place.
-        written = read if outputs is inputs else _forms(outputs) if outputs else ()
-        self.description = Description(operation, read, written)
-        self.sequence += 1
+        described = self.described = described_as(operation, inputs, outputs)
+        self.sequence = sequence = self.sequence + 1
         self.operation = operation
-        tensor = self.tensor = outputs[0] if outputs else inputs[0] if inputs else None
-        if tensor is None:
-            return self._begin(self.signatures[operation, None, ()], self.sequence)
-        signature = self.signatures[operation, tensor.dtype, tensor.shape]
-        # Of lists the longer one: of a gather, a scatter and their kin it has all data.
-        tensors = inputs if len(inputs) > len(outputs) else outputs
-        size = tensor.nbytes if len(tensors) == 1 else sum(map(_nbytes, tensors))
-        return self._begin(signature, self.sequence, size)
+        self.tensor = outputs[0] if outputs else inputs[0] if inputs else None
+        return self.begins[described](sequence)
 
     def leave(self, number: int = 0, is_failed: bool = False) -> None:
         """Record the end of the collective of an entry."""
         self.tensor = IDLE
-        self.ended.append(self.description)
+        self.ended.append(self.described)
         if is_failed:
             self._fail(number)
         else:
@@ -297,7 +271,7 @@ class Journal:
         Those collectives have numbers of their own, which follow the operation's.
         """
         sequence, own, is_own = self.sequence, self.own, self.sequence == self._own_sequence
-        operation, description = self.operation, self.description
+        operation, described = self.operation, self.described
         outer = self._outer
         self._outer = outer or (sequence, own, operation)
         try:
@@ -306,7 +280,7 @@ class Journal:
             self._outer = outer
             self.own = own + self.sequence - sequence
             self._own_sequence = self.sequence if is_own else 0
-            self.operation, self.description = operation, description
+            self.operation, self.described = operation, described
 
     def enter_wait(
         self,
@@ -382,7 +356,7 @@ class Journal:
         Called by any thread, while others enter and leave operations.
         """
         for _ in range(_ATTEMPTS):
-            is_idle, sequence, current = self.tensor is IDLE, self.sequence, self.description
+            is_idle, sequence, current = self.tensor is IDLE, self.sequence, self.described
             ended, ticks = list(self.ended), list(self._ticks)
             if (self.tensor is IDLE, self.sequence) == (is_idle, sequence):
                 break
@@ -390,8 +364,8 @@ class Journal:
         first = over - len(ended) + 1
         counts, times = [count for count, _ in ticks], [at for _, at in ticks]
         found = [
-            Recorded(description, number, *_bounds(counts, times, number), is_over=True)
-            for number, description in enumerate(ended, first)
+            Recorded(described, number, *_bounds(counts, times, number), is_over=True)
+            for number, described in enumerate(ended, first)
         ]
         if not is_idle and self.ended.maxlen:
             begun_ns, _ = _bounds(counts, times, sequence)
@@ -404,7 +378,7 @@ class Journal:
         Called by any thread.
         """
         for _ in range(_ATTEMPTS):
-            is_idle, sequence, current = self.tensor is IDLE, self.sequence, self.description
+            is_idle, sequence, current = self.tensor is IDLE, self.sequence, self.described
             ended = list(self.ended)[-_HISTORY:]
             if (self.tensor is IDLE, self.sequence) == (is_idle, sequence):
                 break
@@ -431,6 +405,15 @@ class Journal:
         )  # fmt: skip
 
 
+def described_as(
+    operation: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> Described:
+    """Return a collective without its tensors' memory."""
+    read = _forms(inputs)
+    # The same tensors where they are reduced in place.
+    return operation, read, read if outputs is inputs else _forms(outputs)
+
+
 def _kept(environ: Mapping[str, str]) -> int:
     """Return the number of operations that a group keeps; 0 for none."""
     text = next((environ[name] for name in _ENV_KEPT if environ.get(name)), str(_KEPT))
@@ -438,14 +421,19 @@ def _kept(environ: Mapping[str, str]) -> int:
 
 
 def _forms(tensors: Sequence[torch.Tensor]) -> tuple[Form, ...]:
-    return tuple([Form(tensor.shape, tensor.dtype) for tensor in tensors])
+    if len(tensors) == 1:  # a comprehension takes three times as long
+        (tensor,) = tensors
+        return ((tensor.shape, tensor.dtype),)
+    return tuple([(tensor.shape, tensor.dtype) for tensor in tensors]) if tensors else ()
 
 
-def _call(description: Description) -> Call:
-    forms = (*description.outputs, *description.inputs)
+def _call(described: Described) -> Call:
+    operation, inputs, outputs = described
+    forms = (*outputs, *inputs)
     if not forms:
-        return Call(description.operation)
-    return Call(description.operation, tuple(forms[0].shape), str(forms[0].dtype))
+        return Call(operation)
+    shape, dtype = forms[0]
+    return Call(operation, tuple(shape), str(dtype))
 
 
 def _bounds(counts: Sequence[int], times: Sequence[int], sequence: int) -> tuple[int, int | None]:

@@ -54,14 +54,10 @@ class Operation:
 
     def is_direct(self) -> bool:
         """Return whether MPI can work on the memory of all tensors."""
-        for tensor in self.inputs:
-            if not buffer.is_direct(tensor):
-                return False
-        if self.outputs is not self.inputs:
-            for tensor in self.outputs:
-                if not buffer.is_direct(tensor):
-                    return False
-        return True
+        outputs = self.outputs
+        return buffer.is_direct(*self.inputs) and (
+            outputs is self.inputs or buffer.is_direct(*outputs)
+        )
 
     def work_results(self) -> Tensors:
         """Return the value of a Work's future."""

@@ -64,9 +64,13 @@ def elements(tensor: torch.Tensor, start: int, count: int, datatype: MPI.Datatyp
     return (MPI.buffer.fromaddress(tensor.data_ptr() + start * size, count * size), count, datatype)
 
 
-def is_direct(tensor: torch.Tensor) -> bool:
-    """Return whether MPI can work on the tensor's own memory: contiguous, on the CPU."""
-    return tensor.is_cpu and is_plain(tensor)
+def is_direct(*tensors: torch.Tensor) -> bool:
+    """Return whether MPI can work on the tensors' own memory: contiguous, on the CPU."""
+    for tensor in tensors:
+        # ``is_plain`` in this frame, as a call costs as much as its looks.
+        if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            return False
+    return True
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -19,33 +19,37 @@ Places = Mapping[tuple[int, int], int]  # (input, output): address
 def separated(
     inputs: Tensors,
     outputs: Tensors,
-    in_place: Places | None = None,
+    in_place: Callable[[], Places] | None = None,
     copy: Callable[[Tensor], Tensor] = torch.clone,
-) -> list[Tensor]:
+) -> Tensors:
     """Return the inputs, each that shares memory with an output replaced by a copy.
 
     Args:
         inputs: Contiguous tensors.
         outputs: Contiguous tensors.
-        in_place: Addresses at which an input may lie in an output, because the operation does not
-            change it there (the in-place form of a gather).
+        in_place: Returns addresses at which an input may lie in an output, because the operation
+            does not change it there (the in-place form of a gather). Called only where they
+            overlap.
         copy: Returns a copy of a tensor.
     """
     if not inputs or not outputs:
-        return list(inputs)
-    ranges = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in outputs]
-    low, high = min(start for start, _ in ranges), max(end for _, end in ranges)
-    result = []
+        return inputs
+    starts = [tensor.data_ptr() for tensor in outputs]
+    ends = [start + tensor.nbytes for start, tensor in zip(starts, outputs, strict=True)]
+    low, high = min(starts), max(ends)
+    result: list[Tensor] | None = None
     for place, tensor in enumerate(inputs):
-        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        if start < high and low < end:
-            allowed = in_place or {}
-            for other, (output_start, output_end) in enumerate(ranges):
-                if (
-                    max(start, output_start) < min(end, output_end)
-                    and allowed.get((place, other)) != start
-                ):
-                    tensor = copy(tensor)
-                    break
-        result.append(tensor)
-    return result
+        start = tensor.data_ptr()
+        end = start + tensor.nbytes
+        if start >= high or low >= end:
+            continue
+        allowed = in_place() if in_place is not None else {}
+        for other, (output_start, output_end) in enumerate(zip(starts, ends, strict=True)):
+            if (
+                max(start, output_start) < min(end, output_end)
+                and allowed.get((place, other)) != start
+            ):
+                result = result or list(inputs)
+                result[place] = copy(tensor)
+                break
+    return result or inputs

@@ -18,10 +18,13 @@ import torch
 _UNCHANGED: AbstractContextManager[object] = nullcontext()
 
 
-def writing(*groups: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-    """Return a context in which this thread may write these tensors, unrecorded by autograd."""
+def to_write(*groups: Sequence[torch.Tensor]) -> AbstractContextManager[object] | None:
+    """Return a context in which this thread may write these tensors, unrecorded by autograd.
+
+    None if it may do so as it is.
+    """
     if torch.is_inference_mode_enabled():
-        return _UNCHANGED
+        return None
     is_recorded = False
     seen: Sequence[torch.Tensor] | None = None
     for tensors in groups:
@@ -32,7 +35,12 @@ def writing(*groups: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
             if tensor.is_inference():
                 return torch.inference_mode()
             is_recorded = is_recorded or tensor.requires_grad
-    return torch.no_grad() if is_recorded and torch.is_grad_enabled() else _UNCHANGED
+    return torch.no_grad() if is_recorded and torch.is_grad_enabled() else None
+
+
+def writing(*groups: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
+    """Return ``to_write``'s context, or one that changes nothing."""
+    return to_write(*groups) or _UNCHANGED
 
 
 def allocating() -> AbstractContextManager[object]:

@@ -26,5 +26,6 @@ class Scratch(IntEnum):
     # Kept by prepared calls on known memory (``fast_path``).
     PREPARED_WIDE = auto()
     PREPARED_RECEIVED = auto()
+    PREPARED_GATHERED = auto()
     # First message of a broadcast.
     HEADER = auto()

@@ -13,7 +13,6 @@ Source: torch/csrc/distributed/c10d/FlightRecorder.hpp; torch/distributed/flight
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import time
@@ -24,7 +23,8 @@ from typing import Any, Protocol
 import torch
 
 from mpidist import torch_version, whole_file
-from mpidist.comm.execution.op_status import Form, Journal, Recorded
+from mpidist.comm.execution.op_status import Journal, Recorded
+from mpidist.comm.recorder.collective_begins import Form
 
 FORMAT = "2.10"  # version of the form, as torch 2.13 to 2.15 write it
 # torch's variables, the older name second.
@@ -162,9 +162,8 @@ def _config(key: str, name: str, ranks: Sequence[int]) -> dict[str, str]:
 
 
 def _collective(group: Group, recorded: Recorded) -> Entry:
-    described = recorded.description
-    kind = KINDS.get(described.operation, OTHER)
-    inputs, outputs = described.inputs, described.outputs
+    operation, inputs, outputs = recorded.described
+    kind = KINDS.get(operation, OTHER)
     if kind in ("broadcast", "reduce"):
         # torch gives each rank the tensor as both, ours has it on the ranks that read or write it.
         inputs = outputs = inputs or outputs
@@ -174,7 +173,7 @@ def _collective(group: Group, recorded: Recorded) -> Entry:
         inputs = outputs = ()
     is_flat = kind in ("all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
     return {
-        **_about(group.key, group.name, kind, described.operation),
+        **_about(group.key, group.name, kind, operation),
         "collective_seq_id": recorded.sequence,
         "p2p_seq_id": 0,
         "is_p2p": False,
@@ -202,7 +201,7 @@ def _messages(group: Group) -> Iterator[tuple[dict[str, str], Entry]]:
         kind = f"send {here}->{there}" if is_send else f"recv {here}<-{there}"
         name = f"{group.key}:{','.join(map(str, ranks)) if not is_any else 'any'}"
         seen[name] = seen.get(name, 0) + 1
-        form = (Form(wait.tensor.shape, wait.tensor.dtype),)
+        form = ((wait.tensor.shape, wait.tensor.dtype),)
         entry = {
             **_about(name, group.name, kind, wait.operation),
             "collective_seq_id": seen[name],
@@ -245,16 +244,16 @@ def _times(begun_ns: int, ended_ns: int | None, is_over: bool) -> Entry:
 def _sizes(forms: Sequence[Form], is_flat: bool) -> Sizes:
     """Return the shapes, or all elements as one tensor; of no tensor one empty shape."""
     if is_flat and len(forms) > 1:
-        return [[sum(math.prod(form.shape) for form in forms)]]
-    return [list(form.shape) for form in forms] or [[]]
+        return [[sum(shape.numel() for shape, _ in forms)]]
+    return [list(shape) for shape, _ in forms] or [[]]
 
 
 def _dtypes(forms: Sequence[Form]) -> list[str]:
-    return sorted({str(form.dtype).removeprefix("torch.") for form in forms})
+    return sorted({str(dtype).removeprefix("torch.") for _, dtype in forms})
 
 
 def _are_alike(forms: Sequence[Form]) -> bool:
-    return len({math.prod(form.shape) for form in forms}) <= 1
+    return len({shape.numel() for shape, _ in forms}) <= 1
 
 
 def _milliseconds(seconds: float | None) -> int:

@@ -91,7 +91,10 @@ def device(monkeypatch):
         monkeypatch.setattr(module, "device_of", device_of)
         monkeypatch.setattr(module, "device_at", lambda where: made if where else None)
     is_direct = buffer.is_direct
-    monkeypatch.setattr(buffer, "is_direct", lambda t: not made.has(t) and is_direct(t))
+    monkeypatch.setattr(
+        buffer, "is_direct", lambda *ts: not any(map(made.has, ts)) and is_direct(*ts)
+    )
+    monkeypatch.setattr(fast_path, "_flat", lambda *args: None)
     monkeypatch.setattr(fast_path.FastPath, "find", lambda path, tensor, op: None)
     monkeypatch.setattr(direct_messages.DirectMessages, "take", lambda direct, *args: False)
     return made

@@ -1,4 +1,6 @@
-"""Fast path of the all-reduce: calls of MPI prepared for a tensor's memory."""
+"""Fast path of synchronous collectives: calls prepared for the memory of their tensors."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -45,3 +47,102 @@ def test_the_fast_path_notices_reused_memory(group):
             else before
         )
         agree(group, torch.equal(view, wanted), f"{view} {wanted}")
+
+
+def calls(group, numel):
+    """Yield (name, call, its tensors that are read, those that are written) of each collective."""
+    size, is_first = group.size, group.rank == 0
+
+    def many():
+        return [torch.empty(numel) for _ in range(size)]
+
+    one, whole, part = torch.empty(numel), torch.empty(size * numel), torch.empty(numel)
+    parts, others = many(), many()
+    root = size - 1
+    yield "broadcast", partial(group.broadcast, one, root), [one], [one]
+    yield "broadcast_coalesced", partial(group.broadcast_coalesced, parts, 0), parts, parts
+    yield "all_gather", partial(group.all_gather, parts, one), [one], parts
+    chunks = list(whole.split(numel))
+    yield "all_gather into chunks", partial(group.all_gather, chunks, one), [one], chunks
+    own = partial(group.all_gather, chunks, chunks[group.rank])
+    yield "all_gather in place", own, [chunks[group.rank]], chunks
+    into = partial(group.all_gather_into_tensor, whole, one)
+    yield "all_gather_into_tensor", into, [one], [whole]
+    halves = [torch.empty(size * numel), torch.empty(size)], [torch.empty(numel), torch.empty(1)]
+    pairs = partial(group.all_gather_into_tensor_coalesced, *halves)
+    yield "all_gather_into_tensor_coalesced", pairs, halves[1], halves[0]
+    scattered = partial(group.reduce_scatter_tensor_coalesced, *reversed(halves))
+    yield "reduce_scatter_tensor_coalesced", scattered, halves[0], halves[1]
+    gather = partial(group.gather, one, parts if is_first else None, 0)
+    yield "gather", gather, [one], parts if is_first else []
+    scatter = partial(group.scatter, one, parts if is_first else None, 0)
+    yield "scatter", scatter, parts if is_first else [], [one]
+    yield "all_to_all", partial(group.all_to_all, others, parts), parts, others
+    exchanged = torch.empty(size * numel)
+    splits = [numel] * size
+    single = partial(group.all_to_all_single, exchanged, whole, splits, splits)
+    yield "all_to_all_single", single, [whole], [exchanged]
+    yield "all_reduce_coalesced", partial(group.all_reduce_coalesced, parts, MAX), parts, parts
+    yield "reduce", partial(group.reduce, one, 0), [one], [one] if is_first else []
+    yield "reduce_scatter", partial(group.reduce_scatter, part, parts), parts, [part]
+    flat = partial(group.reduce_scatter_tensor, part, whole)
+    yield "reduce_scatter_tensor", flat, [whole], [part]
+
+
+@pytest.mark.parametrize("numel", [3, 20_000])
+def test_every_prepared_collective_gives_what_the_executor_gives(group, numel, monkeypatch):
+    wrong = []
+    for name, call, read, written in calls(group, numel):
+        for turn in range(3):  # the same memory, with other values
+            outcomes = []
+            for is_prepared in (False, True):
+                values = torch.Generator().manual_seed(100 * turn + group.rank)
+                for tensor in (*written, *read):
+                    tensor.copy_(torch.randint(-9, 9, tensor.shape, generator=values).float())
+                with monkeypatch.context() as patch:
+                    if not is_prepared:
+                        patch.setattr(group, "_at_once", lambda *args: False)
+                    call()
+                outcomes.append([tensor.clone() for tensor in written])
+            if not all(map(torch.equal, *outcomes)):
+                wrong.append((name, turn))
+    agree(group, not wrong, str(wrong))
+
+
+def test_a_prepared_call_is_not_taken_for_another(group):
+    t = torch.full((4,), float(group.rank))
+    group.broadcast(t, 0)
+    with pytest.raises(TypeError, match=r"src to be a rank"):
+        group.broadcast(t, False)
+    group.broadcast(t.view(2, 2), 0)
+    group.broadcast(t.view(torch.int32), group.size - 1)
+    agree(group, t.tolist() == [0.0] * 4, str(t))
+
+
+def test_prepared_calls_write_inference_tensors_and_refuse_leaves(group):
+    with torch.inference_mode():
+        made = torch.full((3,), float(group.rank + 1))
+        total = made.clone()
+        group.reduce_scatter_tensor(total[:1], total.repeat(group.size)[: group.size])
+    expected = group.size * (group.size + 1) / 2
+    source = torch.full((group.size,), float(group.rank + 1))
+    group.reduce_scatter_tensor(total[1:2], source)
+    group.broadcast(made, 0)
+    leaf = torch.ones(3, requires_grad=True)
+    group.broadcast(leaf.detach(), 0)
+    if group.rank:
+        with pytest.raises(ValueError, match="requires grad"):
+            group.broadcast(leaf, 0)
+        with torch.no_grad():
+            group.broadcast(leaf, 0)
+    else:
+        group.broadcast(leaf, 0)
+    agree(group, total.tolist()[:2] == [expected] * 2 and made.tolist() == [1.0] * 3, str(total))
+
+
+def test_a_list_of_many_tensors_is_not_kept(group):
+    held = len(group._fast_path._movements)
+    tensors = [torch.full((1,), float(group.rank)) for _ in range(100)]
+    group.broadcast_coalesced(tensors, group.size - 1)
+    right = all(tensor.item() == group.size - 1 for tensor in tensors)
+    agree(group, right and len(group._fast_path._movements) == held, str(tensors[:2]))

@@ -161,8 +161,10 @@ def test_the_last_operations_are_kept_with_bounds_of_their_times(clock, monkeypa
     assert [one.sequence for one in found] == [2, 3, 4, 5]
     assert [one.is_over for one in found] == [True, True, True, False]
     second, *_, last = found
-    assert second.description.inputs == ((torch.Size([2]), torch.float32),)
-    assert second.description.outputs == ((torch.Size([2, 2]), torch.float32),)
+    operation, inputs, outputs = second.described
+    assert operation == "all_gather_into_tensor"
+    assert inputs == ((torch.Size([2]), torch.float32),)
+    assert outputs == ((torch.Size([2, 2]), torch.float32),)
     # Seen under way at 1002 and 1003: it began after the first had begun, and ended before the
     # third was seen.
     assert second.begun_ns <= 1002e9 and second.ended_ns == 1003e9

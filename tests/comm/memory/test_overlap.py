@@ -22,9 +22,9 @@ def test_only_what_an_output_would_overwrite_is_copied():
         and torch.equal(mixed[0], a)
         and torch.equal(mixed[1], b)
     )
-    assert separated((b,), (memory,), {(0, 0): b.data_ptr()})[0] is b
-    assert separated((a,), (memory,), {(0, 0): b.data_ptr()})[0] is not a
-    assert separated((b,), (memory, memory[5:]), {(0, 0): b.data_ptr()})[0] is not b
+    assert separated((b,), (memory,), lambda: {(0, 0): b.data_ptr()})[0] is b
+    assert separated((a,), (memory,), lambda: {(0, 0): b.data_ptr()})[0] is not a
+    assert separated((b,), (memory, memory[5:]), lambda: {(0, 0): b.data_ptr()})[0] is not b
     empty = memory[4:4]
     assert separated((empty,), (memory,))[0] is empty
 
