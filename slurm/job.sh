@@ -128,8 +128,8 @@ choose_launcher() {
     fi
 }
 
-# One GPU for each rank, and all GPUs of a node visible to each of its ranks, because ranks copy
-# between devices.
+# One GPU for each rank, unless HAS_CPU_RANKS is set, and all GPUs of a node visible to each of its
+# ranks, because ranks copy between devices.
 check_gpus() {
     local gpus=${SLURM_GPUS_ON_NODE:-0} ranks=0 count
     [[ -z ${SLURM_GPUS_PER_TASK:-}${SLURM_GPU_BIND:-} ]] ||
@@ -141,6 +141,7 @@ check_gpus() {
         die "this job has no GPUs, and MPIDIST_GPUS_PER_NODE=$MPIDIST_GPUS_PER_NODE: submit with" \
             "--gpus-per-node=$MPIDIST_GPUS_PER_NODE, or edit $SITE: MPIDIST_GPUS_PER_NODE=0 for a" \
             "partition without them"
+    [[ -z ${HAS_CPU_RANKS:-} ]] || return 0
     # "4(x2),3": the most on a node.
     for count in $(tr ',' ' ' <<< "${SLURM_TASKS_PER_NODE:-1}"); do
         count=${count%%(*}

@@ -102,7 +102,7 @@ def planned(
     shipped_header = job_script.header_of(script)
     where = _partitions_of(given, partitions)
     header = completed(name, given, shipped_header, where[0] if where else None)
-    _require_sound({**shipped_header, **header}, where)
+    _require_sound({**shipped_header, **header}, where, has_cpu_ranks=name == "couple")
     if name == "couple":
         programs.divided(programs.parse(options.arguments), _ranks({**shipped_header, **header}))
     filled = replace(
@@ -144,9 +144,11 @@ def _ranks(header: Mapping[str, str | None]) -> int:
     return int(header.get("ntasks") or shape.nodes * shape.ranks)
 
 
-def _require_sound(header: Mapping[str, str | None], where: Sequence[Partition]) -> None:
+def _require_sound(
+    header: Mapping[str, str | None], where: Sequence[Partition], has_cpu_ranks: bool
+) -> None:
     """Refuse a job that fails everywhere, or in each of its partitions."""
-    if own := own_objections(header):
+    if own := own_objections(header, has_cpu_ranks):
         raise LaunchError("; ".join(own))
     by_partition = {str(partition): objections(header, partition) for partition in where}
     if by_partition and all(by_partition.values()):

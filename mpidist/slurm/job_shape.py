@@ -126,8 +126,13 @@ def completed(
     return header
 
 
-def own_objections(header: Mapping[str, str | None]) -> list[str]:
-    """Return why a job of this complete header fails on every cluster; empty if it does not."""
+def own_objections(header: Mapping[str, str | None], has_cpu_ranks: bool = False) -> list[str]:
+    """Return why a job of this complete header fails on every cluster; empty if it does not.
+
+    Args:
+        header: The options.
+        has_cpu_ranks: Ranks of some programs use no GPU, so there may be more ranks than GPUs.
+    """
     shape = shape_of(header)
     found = [
         f"--{key} hides the GPUs of a node from its other ranks: --gpus-per-node and "
@@ -135,7 +140,7 @@ def own_objections(header: Mapping[str, str | None]) -> list[str]:
         for key in _HIDING
         if header.get(key)
     ]
-    if shape.gpus and shape.ranks > shape.gpus:
+    if shape.gpus and shape.ranks > shape.gpus and not has_cpu_ranks:
         found.append(
             f"{shape.ranks} ranks and {shape.gpus} GPUs on a node: the same number for "
             f"--ntasks-per-node and --gpus-per-node, as --ntasks-per-node {shape.gpus}, or "

@@ -141,6 +141,17 @@ def test_programs_of_one_job_have_absolute_paths(site):
     assert "\nset -- /x : -n 1 y\n" in text
 
 
+def test_only_programs_beside_others_may_be_more_ranks_than_gpus(site):
+    header = {"ntasks-per-node": "3", "gpus-per-node": "1"}
+    programs = ("-n", "2", "sim", "::", "train.py")
+    modules = {"MPIDIST_MODULES": "sim/5"}
+    plan = job_plan.planned("couple", Options(header, modules, programs), None, {})
+    assert "#SBATCH --ntasks-per-node=3" in plan.text and "--gpus-per-node=1" in plan.text
+    assert not any("unused" in note for note in plan.notes)
+    with pytest.raises(LaunchError, match="3 ranks and 1 GPUs on a node"):
+        job_plan.planned("ddp", Options(header, {}, ("train.py",)), None, {})
+
+
 def test_a_number_that_is_no_ascii_is_refused_like_any_word(site):
     with pytest.raises(ValueError, match="TYPE:NUMBER"):
         job_plan.planned("ddp", Options({"gpus-per-node": "²"}), None, {})

@@ -134,6 +134,8 @@ def sites(slurm: Slurm) -> dict[str, Path]:
         "mpirun": slurm.site("mpirun", GPUS_PER_NODE=0, MPI="mpirun"),
         "once": slurm.site("once", GPUS_PER_NODE=0, MAX_REQUEUES=0),
         "restarts": slurm.site("restarts", mpich, GPUS_PER_NODE=0, MAX_RESTARTS=1),
+        # One rank of the two has a GPU.
+        "coupled": slurm.site("coupled", GPUS_PER_NODE=1),
         "container": slurm.site(
             "container", path, GPUS_PER_NODE=0, IMAGE=image, IMAGE_OPTIONS="--nv --bind /tmp"
         ),
@@ -245,9 +247,9 @@ def jobs(slurm: Slurm, sites: dict[str, Path]) -> dict[str, Job]:
         mpich / "bench.sbatch", "collectives", *BENCH, options=TWO_NODES
     )
     submitted["couple"] = slurm.submit(
-        openmpi / "couple.sbatch",
+        sites["coupled"] / "couple.sbatch",
         *("-n", "1", "two words/sends.py", "it's", '%t "$HOME"', "::", "receives.py"),
-        options="--nodes=2 --ntasks-per-node=1",
+        options="--nodes=1 --ntasks-per-node=2 --gpus-per-node=1",
     )
     submitted["test-gpu"] = slurm.submit(mpich / "test.sbatch", options=ONE_RANK)
     # The unedited script of an installation, with values from another folder.

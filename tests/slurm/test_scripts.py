@@ -28,6 +28,12 @@ set -euo pipefail
 # Slurm runs a copy of this script: env.sh and job.sh are in the folder of the original.
 MPIDIST_SLURM="""
 
+# Of the script whose programs may use no GPU.
+CPU_RANKS = """\
+# A simulation's ranks may use no GPU: more ranks than GPUs are right.
+export HAS_CPU_RANKS=1
+"""
+
 
 def header(script: Path) -> str:
     return "".join(
@@ -54,7 +60,8 @@ def test_a_script_is_a_header_the_common_part_and_ranks(script):
     first, found, _ = text.partition(FINDS)
     # Slurm ignores #SBATCH lines after the first command.
     assert found and not commands_in(first) and "#SBATCH" not in text[len(first) :]
-    assert between(text) == between(SCRIPTS[0].read_text())
+    assert between(text).replace(CPU_RANKS, "") == between(SCRIPTS[0].read_text())
+    assert (CPU_RANKS in text) == (script.stem == "couple")
     # The self-check starts ranks twice: the doctor, and a training.
     assert len(re.findall(r"^run_ranks ", commands(script), re.MULTILINE)) == (
         2 if script.stem == "test" else 1

@@ -78,7 +78,7 @@ class Inlet:
             return None
         limit_s = self._timeout_s if timeout_s == -1.0 else timeout_s
         try:
-            found = self._samples.get(timeout=limit_s)
+            found = self._wait(limit_s)
         except queue.Empty:
             raise CommTimeout(
                 f'{self._link.where}: get from "{self._link.program}": no sample within '
@@ -117,12 +117,20 @@ class Inlet:
             for sender in self._senders:
                 self._link.ask(sender, LEAVES)
         limit_s = self._timeout_s if timeout_s == -1.0 else timeout_s
-        self._thread.join(limit_s)
+        with self._link.waiting("close"):
+            self._thread.join(limit_s)
         if self._thread.is_alive():
             raise CommTimeout(
                 f'{self._link.where}: close of the inlet from "{self._link.program}": a sender '
                 f"did not notice it within {limit_s:g} s"
             )
+
+    def _wait(self, limit_s: float | None) -> Sample | BaseException | None:
+        try:
+            return self._samples.get_nowait()
+        except queue.Empty:
+            with self._link.waiting("get"):
+                return self._samples.get(timeout=limit_s)
 
     def _run(self) -> None:
         try:
@@ -141,7 +149,7 @@ class Inlet:
             found = link.header()
             return found is not None or self._stops
 
-        link.until(has_come, "get", "no header came", None)
+        link.until(has_come, "get", "no header came", None, is_recorded=False)
         if found is None:
             return
         sender, numbers = found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from mpidist.comm.coupling.messages import END, LEAVES, Tag
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi import backoff, mpi_errors, serialized
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.recorder import recorder
 from mpidist.errors import CommTimeout, MpidistError
 
 _LONGEST_SLEEP_S = 1e-3
@@ -96,7 +98,7 @@ class Link:
 
     def until(
         self, ready: Callable[[], object], call: str, problem: str,
-        timeout_s: float | None = -1.0, yield_s: float = _YIELD_S,
+        timeout_s: float | None = -1.0, yield_s: float = _YIELD_S, is_recorded: bool = True,
     ) -> None:  # fmt: skip
         """Wait until ``ready`` is true.
 
@@ -104,18 +106,26 @@ class Link:
             call: The user's call, and ``problem`` what has not come, for the error.
             timeout_s: -1 for the link's own.
             yield_s: Time after which the wait sleeps between tests.
+            is_recorded: The wait is an entry in the recorder, unless ``ready`` is true at once.
 
         Raises:
             CommTimeout: Not in time.
         """
         limit_s = self._timeout_s if timeout_s == -1.0 else timeout_s
-        with self._explained(call):
+        with self._explained(call), self._entry(call, is_recorded and not ready()):
             if not backoff.until(
                 ready, timeout_s=limit_s, yield_s=yield_s, longest_s=_LONGEST_SLEEP_S
             ):
                 raise CommTimeout(
                     f'{self.where}: {call} with "{self.program}": {problem} within {limit_s:g} s'
                 )
+
+    def waiting(self, call: str) -> AbstractContextManager[None]:
+        """Return a context that is an entry in the recorder: this thread waits in a call."""
+        return recorder.recorded("wait", f'{call} with "{self.program}"')
+
+    def _entry(self, call: str, is_recorded: bool) -> AbstractContextManager[None]:
+        return self.waiting(call) if is_recorded else nullcontext()
 
     def _explained(self, call: str) -> _Explained:
         return _Explained(f'{self.where}: {call} with "{self.program}"')
