@@ -1,4 +1,4 @@
-"""``MPIDIST_TRUST``: whether other ranks may send pickles, which can run any code (pure).
+"""``MPIDIST_TRUST``: whether other ranks may send pickles, which can run any code.
 
 ``pickle``, or unset: any object is sent. ``data``: only plain data, tensors and arrays, and pickles
 from other ranks are refused. The setting must be the same on all ranks: ``world`` compares it when
@@ -8,18 +8,17 @@ MPI starts, and raises an error on all ranks if ranks differ or a value is unkno
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+
+from mpidist.comm.mpi.word_setting import WordSetting
 
 ENV_TRUST = "MPIDIST_TRUST"
-# Numbers, because ranks compare them.
 PICKLE, DATA, UNREADABLE = range(3)
-_CODES = {"": PICKLE, "pickle": PICKLE, "data": DATA}
-_WORDS = ("'pickle' or unset", "'data'", "neither 'pickle' nor 'data'")
-
-
-def code() -> int:
-    """Return this process's setting as a number: ``PICKLE``, ``DATA`` or ``UNREADABLE``."""
-    return _CODES.get(os.environ.get(ENV_TRUST, ""), UNREADABLE)
+SETTING = WordSetting(
+    ENV_TRUST,
+    {"": PICKLE, "pickle": PICKLE, "data": DATA},
+    ("'pickle' or unset", "'data'"),
+    "'pickle' or 'data'",
+)
 
 
 def is_data_only(asked: bool | None = None) -> bool:
@@ -33,17 +32,9 @@ def is_data_only(asked: bool | None = None) -> bool:
     """
     if asked is not None:
         return bool(asked)
-    setting = code()
+    setting = SETTING.code()
     if setting == UNREADABLE:
         raise ValueError(
             f"{ENV_TRUST} must be 'pickle' or 'data', or unset; got {os.environ[ENV_TRUST]!r}"
         )
     return setting == DATA
-
-
-def problem(codes: Sequence[int]) -> str | None:
-    """Return the error in all ranks' settings, in rank order; None if equal and readable."""
-    if set(codes) in ({PICKLE}, {DATA}):
-        return None
-    values = ", ".join(f"{_WORDS[code]} on rank {codes.index(code)}" for code in sorted(set(codes)))
-    return f"{ENV_TRUST} must be 'pickle' or 'data', the same on all ranks; it is {values}"

@@ -201,7 +201,7 @@ def _joined(comm: MPI.Comm, whole: MPI.Comm, launch: Launch, uses: Sequence[str]
         rank=comm.Get_rank(), size=comm.Get_size(),
         local_rank=local_rank, local_size=local_size, launcher=launch.launcher,
         thread_level=level, highest_tag=highest_tag, nodes=nodes,
-        adds_in_rank_order=determinism.code() in (determinism.ORDER, determinism.EXACT),
+        adds_in_rank_order=determinism.SETTING.code() in (determinism.ORDER, determinism.EXACT),
         processes=processes, first=None if comm.Get_size() == whole.Get_size() else first, job=job,
     )  # fmt: skip
 
@@ -228,14 +228,18 @@ def _gather_settings(
     node.Bcast((first, len(first), MPI.BYTE), 0)
     host = socket.gethostname().encode()
     job = launcher_env.job_name(os.environ, f"{socket.gethostname()}-{os.getpid()}").encode()
-    settings = trust.code(), determinism.code(), bool(tracing.file())
+    settings = trust.SETTING.code(), determinism.SETTING.code(), bool(tracing.file())
     mine = _ROW.pack(*_INT.unpack(first), *settings, bool(uses), os.getpid(), own, host, job)
     gathered = bytearray(len(mine) * comm.Get_size())
     comm.Allgather((mine, len(mine), MPI.BYTE), (gathered, len(mine), MPI.BYTE))
     facts = zip(*_ROW.iter_unpack(gathered), strict=True)
     nodes, trusts, orders, traces, users, pids, job_ranks, hosts, jobs = facts
     names = [host.rstrip(b"\0").decode(errors="replace") for host in hosts]
-    problem = trust.problem(trusts) or determinism.problem(orders) or tracing.problem(traces)
+    problem = (
+        trust.SETTING.problem(trusts)
+        or determinism.SETTING.problem(orders)
+        or tracing.problem(traces)
+    )
     error: MpidistError | None = LaunchError(problem) if problem else None
     if any(users):
         where = f"rank {comm.Get_rank()} of {comm.Get_size()}: init(comm=...)"
