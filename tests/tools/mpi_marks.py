@@ -70,9 +70,9 @@ def at_size(items: Sequence[pytest.Item], size: int, is_other: bool = False) -> 
     The cases of a parametrized function are sorted by a checksum of their ids, which is independent
     of their meaning, and dealt in turn to 1 and 2, 3, or 4 ranks, and to the other MPI where it
     runs the function's folder. A function with one case runs at 1 rank, and at 2, 3, or 4; one of a
-    folder near MPI at 1 and 2 ranks, at 3 or 4, and on the other MPI, too. The turn begins at a
-    checksum of the function's name. What the other MPI runs of ``DEALT_ON_OTHER`` is
-    dealt to two and three ranks there.
+    folder near MPI at 1 rank, at 3 or 4, and at 2 on the other MPI. The turn begins at a checksum
+    of the function's name. What the other MPI runs of ``DEALT_ON_OTHER`` is dealt to two and three
+    ranks there; a function with one case runs at 2 ranks on one MPI, and at 3 or 4 on the other.
     What is marked ``every_case`` runs everywhere.
 
     Args:
@@ -94,13 +94,21 @@ def at_size(items: Sequence[pytest.Item], size: int, is_other: bool = False) -> 
         ordered = sorted((case.nodeid for case in cases), key=_checksum)
         least = least_size(cases[0])
         for number, case in enumerate(ordered, _checksum(name)):
-            if place in turns[number % len(turns)] and (
+            turn = turns[number % len(turns)]
+            if place in turn and (
                 not is_other
                 or folder not in DEALT_ON_OTHER
-                or size == max(least, 2 + _checksum(case) // 2 % 2)
+                or size == max(least, _size_on_other(case, turn))
             ):
                 chosen.add(case)
     return chosen
+
+
+def _size_on_other(case: str, turn: set[int]) -> int:
+    """Return the number of ranks, 2 or 3, at which the other MPI runs a case of a turn."""
+    if len(turn) == 1:
+        return 2 + _checksum(case) // 2 % 2
+    return 3 if 2 in turn else 2
 
 
 def _turns(least: int, cases: int, folder: str) -> Sequence[set[int]]:
@@ -111,7 +119,9 @@ def _turns(least: int, cases: int, folder: str) -> Sequence[set[int]]:
         if folder in BOTH_MPIS:
             turns += ({OTHER},)
     elif folder in _NEAR_MPI:
-        turns = ({1, 2, 3, OTHER}, {1, 2, 4, OTHER}) if least < 3 else ({3, 4, OTHER},)
+        turns = ({1, 3, OTHER}, {1, 4, OTHER}) if least < 3 else ({3, 4, OTHER},)
+        if folder in DEALT_ON_OTHER and least < 3:
+            turns += ({1, 2, OTHER},)
     else:
         turns = ({1, 2}, {1, 3}, {1, 4})
     # A function that needs more than four ranks runs in none of these jobs. The other MPI's have

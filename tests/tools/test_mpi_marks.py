@@ -8,7 +8,15 @@ import pytest
 
 from mpidist.comm.mpi import runtime
 from tests import conftest
-from tests.tools.mpi_marks import BOTH_MPIS, DEALT_ON_OTHER, MpiMarks, asked_for, at_size, may_hold
+from tests.tools.mpi_marks import (
+    BOTH_MPIS,
+    DEALT_ON_OTHER,
+    MpiMarks,
+    asked_for,
+    at_size,
+    least_size,
+    may_hold,
+)
 from tests.tools.support import ROOT, python, started
 
 
@@ -105,7 +113,7 @@ def test_cases_are_dealt_to_the_numbers_of_ranks():
     for one in always:
         one.keywords["every_case"] = True
     larger = [item(f"n[{a}]", 6) for a in "ab"]
-    near, far = item("tests/comm/n"), item("tests/ddp/n")
+    near, far = item("tests/rpc/n"), item("tests/ddp/n")
     everything = [
         *product,
         *on_both,
@@ -132,18 +140,22 @@ def test_cases_are_dealt_to_the_numbers_of_ranks():
     dealt += [other := names_at(2, on_both, is_other=True)]
     assert [len(part) for part in dealt] == [3] * 4 and len(set.union(*dealt)) == len(on_both)
     assert names_at(3, on_both, is_other=True) == other
-    on_other = {size: names_at(size, [near, far], is_other=True) for size in (2, 3)}
-    assert on_other[2] ^ on_other[3] == {near.nodeid}
+    assert names_at(2, [near, far], is_other=True) == {near.nodeid}
     dealt = {size: names_at(size, in_comm, is_other=True) for size in (2, 3)}
     assert all(dealt.values()) and not dealt[2] & dealt[3]
     assert dealt[2] | dealt[3] == {one.nodeid for one in in_comm}
-    assert names_at(2, [near]) == {near.nodeid}
+    for one in in_comm:
+        sizes = [size for size in (2, 3, 4) if names_at(size, [one])]
+        if least_size(one) == 3:
+            assert sizes == [3, 4]
+        else:
+            assert len(sizes) == 1 and (one.nodeid in dealt[2]) == (sizes != [2])
     assert sum(names_at(size, [far]) == {far.nodeid} for size in (2, 3, 4)) == 1
     assert not names_at(2, large)
     assert len(names_at(3, large)) == len(names_at(4, large)) == 2
     assert len(names_at(3, large) | names_at(4, large)) == 4
     assert len(names_at(1, [*singles, *near_singles])) == 40
-    assert len(names_at(2, near_singles)) == 20
+    assert not names_at(2, near_singles) and len(names_at(2, near_singles, is_other=True)) == 20
     ids = {one.nodeid for one in near_singles}
     assert names_at(3, near_singles) ^ names_at(4, near_singles) == ids
     assert all(names_at(size, near_singles) for size in (3, 4))
