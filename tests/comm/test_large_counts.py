@@ -9,7 +9,7 @@ from tests.tools.support import agree
 NUMEL = 2**31 + 5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.mpi(min_size=2)
 def test_more_elements_than_a_c_int_counts(group):
     if group.size > 2:
