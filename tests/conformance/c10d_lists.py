@@ -68,6 +68,7 @@ LONG = {
     "test_barrier_timeout_global": "waits for a timeout",
     "test_barrier_timeout_group": "waits for a timeout",
     "test_batch_isend_irecv_mixed_backend_err": "needs a GPU: Gloo fails it, too, after a timeout",
+    "test_ddp_hook_parity_powerSGD": "300 steps of it",
     "test_ddp_hook_parity_post_localSGD": "Gloo fails it on the host, too",
     "test_ddp_apply_optim_in_backward": "a million parameters, six optimizers",
     "test_ddp_apply_optim_in_backward_grad_as_bucket_view_false": "a million parameters, six "
