@@ -33,16 +33,16 @@ FILES = [
 # stores; fp64 needs the most registers, and so does the highest rank.
 CASES = [
     *((*file, "sm_90") for file in FILES),
-    *((*file, "sm_80") for file in FILES if file[0] in ("quantize.cu", "powersgd.cu")),
+    *((*file, "sm_80") for file in FILES if file[0] == "quantize.cu"),
+    *(("powersgd.cu", of_rank(*case), "sm_90") for case in ((4, "float16"), (32, "double"))),
+]
+# The texts do not depend on the architecture; types at other ranks than above.
+LONG_CASES = [
+    *((*file, "sm_80") for file in FILES if file[0] != "quantize.cu"),
     *(
         ("powersgd.cu", of_rank(*case), "sm_90")
-        for case in ((1, "float"), (32, "float16"), (32, "double"))
+        for case in ((1, "float"), (4, "bfloat16"), (4, "double"), (32, "float16"))
     ),
-]
-# Copies are the same text for all architectures; types at a lower rank than above.
-LONG_CASES = [
-    *((*file, "sm_80") for file in FILES if file[0] in ("accumulate.cu", "pack.cu")),
-    *(("powersgd.cu", of_rank(4, element), "sm_90") for element in ("bfloat16", "double")),
 ]
 
 
