@@ -202,7 +202,7 @@ def judged_record_of(folder, pattern, goals):
     return record
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("_libraries")
 def test_starts_of_whole_jobs_are_timed(tmp_path):
     text = _run_by_itself(tmp_path, "bench_startup.py", "--quick")

@@ -143,7 +143,7 @@ _ONE_AFTER_ANOTHER = """
     ("ranks", "level"),
     [
         (3, "serialized"),
-        (3, "multiple"),
+        pytest.param(3, "multiple", marks=pytest.mark.long),
         pytest.param(4, "multiple", marks=pytest.mark.long),
     ],
 )

@@ -37,7 +37,10 @@ def test_actors_win_by_the_learners_policy(ranks):
 
 
 # A model of byte frequencies alone reaches 3.2.
-@pytest.mark.parametrize(("ranks", "steps", "most"), [(1, 25, 3.2), (3, 60, 2.9)])
+@pytest.mark.parametrize(
+    ("ranks", "steps", "most"),
+    [pytest.param(1, 25, 3.2, marks=pytest.mark.long), (3, 60, 2.9)],
+)
 def test_a_divided_transformer_learns_the_librarys_text(ranks, steps, most):
     text = run(ranks, "pipeline_transformer.py", f"--steps={steps}")
     match = re.search(
@@ -56,7 +59,10 @@ def test_ranks_that_average_every_50_steps_learn_the_librarys_text():
     assert match and 6 < float(match[1]) < 7 and float(match[2]) < 3.9, text
 
 
-@pytest.mark.parametrize(("ranks", "trainers", "servers", "steps"), [(1, 1, 1, 60), (4, 2, 2, 100)])
+@pytest.mark.parametrize(
+    ("ranks", "trainers", "servers", "steps"),
+    [pytest.param(1, 1, 1, 60, marks=pytest.mark.long), (4, 2, 2, 100)],
+)
 def test_trainers_learn_with_tables_on_servers(ranks, trainers, servers, steps):
     text = run(ranks, "embedding_server.py", f"--steps={steps}")
     match = re.search(
