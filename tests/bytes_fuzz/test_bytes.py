@@ -1,4 +1,4 @@
-"""Fuzzing command: ten thousand cases, and a report of each kind of fault."""
+"""Fuzzing command: three thousand cases, and a report of each kind of fault."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.bytes_fuzz import checkpoints, mutations, watching
 from tests.bytes_fuzz.targets import SHARES, TARGETS
 from tests.tools.support import ROOT, python
 
-COUNT = 5_000
+COUNT = 3_000
 SEED = 0
 
 

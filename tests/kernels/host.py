@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -69,8 +70,8 @@ def _library(file: str, defines: tuple[str, ...]) -> ctypes.CDLL:
     text = "\n".join(
         [f'#include "{_SHIM}"', f'#include "{load.folder() / file}"', *map(_launcher, names)]
     )
-    # Ranks, workers and later runs load the first compiled library. Two processes may compile at
-    # the same time, so each writes a temporary file and renames it.
+    # Ranks, workers and later runs load the first compiled library. One process compiles, the
+    # others wait for it: of four ranks on two cores each would take twice as long.
     common = (load.folder() / "common.cuh").read_text()
     parts = (require_tool("g++"), *_options(defines), text, expanded, common, _SHIM.read_text())
     kept = _KEPT / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.so"
@@ -78,7 +79,13 @@ def _library(file: str, defines: tuple[str, ...]) -> ctypes.CDLL:
     if is_ours and kept.exists():
         return ctypes.CDLL(str(kept))
     _KEPT.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=_KEPT) as folder:
+    with (
+        kept.with_suffix(".lock").open("w") as lock,
+        tempfile.TemporaryDirectory(dir=_KEPT) as folder,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if is_ours and kept.exists():
+            return ctypes.CDLL(str(kept))
         source, library = Path(folder, "host.cpp"), Path(folder, "host.so")
         source.write_text(text)
         options = [*_options(defines), "-shared", "-fPIC", "-o", str(library), str(source)]
