@@ -13,24 +13,31 @@ from tests.slurm.conftest import LIMIT_S
 pytestmark = pytest.mark.slurm
 
 
-@pytest.fixture
-def submitted(slurm, monkeypatch, tmp_path):
+@pytest.fixture(scope="module")
+def submitted(slurm, tmp_path_factory):
     """Return a function that submits the text of a program, with all CPUs and GPUs left out."""
-    for name, text in slurm.environment.items():
-        monkeypatch.setenv(name, text)
-    monkeypatch.chdir(slurm.work)
-    env = slurm.site(tmp_path.name) / "env.sh"
+    env = slurm.site("api") / "env.sh"
     # The number of GPUs is left out: set within the job, where the plan does not look.
     env.write_text(env.read_text().replace('NODE="1"', 'NODE="$((1))"'))
 
     def submit(text, script="ddp", **options):
-        program = tmp_path / "program.py"
+        program = tmp_path_factory.mktemp("program") / "program.py"
         program.write_text(text)
         options = {"settings": {"MPIDIST_GPUS_PER_NODE": "0"}, "cpus_per_task": 1, **options}
         arguments = [program] if text else []
         return mpidist.slurm.submit(script, *arguments, env=env, **options)
 
-    return submit
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name, text in slurm.environment.items():
+            monkeypatch.setenv(name, text)
+        monkeypatch.chdir(slurm.work)
+        yield submit
+
+
+@pytest.fixture(scope="module", autouse=True)
+def self_check(submitted):
+    """Return a job that the last test waits for: it runs while the others wait for theirs."""
+    return submitted("", "test", nodes=2, ntasks_per_node=1)
 
 
 def test_a_job_is_waited_for_and_its_log_read(submitted):
@@ -82,10 +89,9 @@ def test_numbers_left_out_give_a_job_that_runs(submitted):
     assert job.stdout().count("fine") == 4 and "GPUs of a node: 4" in job.stdout()
 
 
-def test_the_self_check_looks_at_both_nodes(submitted):
-    job = submitted("", "test", nodes=2, ntasks_per_node=1)
-    assert job.wait(LIMIT_S, poll_s=0.2) == "COMPLETED", job.stdout()
-    log = job.stdout()
+def test_the_self_check_looks_at_both_nodes(self_check):
+    assert self_check.wait(LIMIT_S, poll_s=0.2) == "COMPLETED", self_check.stdout()
+    log = self_check.stdout()
     assert "node 0      n1: rank 0" in log and "node 1      n2: rank 1" in log
     assert "init_process_group and all_reduce" in log and "clocks differ" not in log
     assert "MPI_THREAD_MULTIPLE" in log
