@@ -265,6 +265,7 @@ def test_sums_in_rank_order_are_compared_and_recorded(of_collectives):
     assert [row["bytes"] for row in record["rows"]] == [8, 65536]
     assert all(row["order_us"] > 0 and row["over_plain"] > 0 for row in record["rows"])
     assert [row["bytes"] for row in record["exact"]] == [65536]
+    assert all(row["accumulated_over_plain"] > 0 for row in record["exact"])
 
 
 @pytest.mark.slow

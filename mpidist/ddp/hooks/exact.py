@@ -7,15 +7,17 @@ neither their order nor their division among ranks changes a bit. Plain gradient
 and summed in float32, whose last bits depend on both.
 
 For a bucket of N elements each rank sends the tops of its blocks, 16·N bytes of sums to the ranks
-that round them, and N means.
+that round them, and N means. Where no rank has accumulated, it sends the N gradients as they are,
+and the rank that rounds them cuts and adds them (``exact_terms``), with the same bits.
 
 Letters: W ranks; N elements of a bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -23,7 +25,17 @@ import torch
 from mpidist.comm.algorithms.reduce_op import MAX, SUM
 from mpidist.comm.group_types import Group
 from mpidist.ddp.buckets.weak_hook import weak_hook
-from mpidist.ddp.hooks.exact_sums import MOST_TERMS, ExactSum, blocks_of, cut, tops_of
+from mpidist.ddp.hooks.exact_sums import (
+    MOST_TERMS,
+    ExactSum,
+    blocks_of,
+    cut,
+    largest_of,
+    lengths_of,
+    tops_from,
+    tops_of,
+)
+from mpidist.ddp.hooks.exact_terms import scales_of, write_means
 from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.stages import in_order, run_stages
 from mpidist.future import Future
@@ -43,6 +55,7 @@ class ExactAverage:
     Attributes:
         terms: Number of backward passes of all ranks whose mean the buckets of the running pass
             get.
+        are_terms: No rank holds a sum: each has one term, its gradient in the running pass.
 
     Raises:
         ValueError: A parameter has a dtype whose sums this does not keep exactly.
@@ -59,6 +72,7 @@ class ExactAverage:
                 f"{', '.join(wrong[:10])}"
             )
         self.terms = 0
+        self.are_terms = False
         self._is_averaging = is_averaging
         self._sums: dict[str, ExactSum] = {}
         self._own_terms = 0  # accumulated passes since the last averaging one
@@ -88,10 +102,11 @@ class ExactAverage:
         Raises:
             ValueError: There are too many for exact sums (all ranks).
         """
-        terms = torch.tensor([self._own_terms + 1])
-        group.all_reduce(terms, SUM)
+        counts = torch.tensor([self._own_terms + 1, len(self._sums)])
+        group.all_reduce(counts, SUM)
         self._own_terms = 0
-        self.terms = int(terms)
+        self.terms, sums = counts.tolist()
+        self.are_terms = self.terms == group.size and not sums
         if self.terms > MOST_TERMS:
             raise ValueError(
                 f"exact_average adds at most {MOST_TERMS} backward passes of all ranks exactly; "
@@ -131,8 +146,8 @@ def exact_average_hook(state: ExactAverage, bucket: GradBucket) -> Future[Tensor
     def stages() -> None:
         if bucket.index() == 0:
             state.begin(group)
-        if buffer.numel():
-            _average(state, group, bucket)
+        if buffer.numel() and not (state.are_terms and _average_terms(state, group, bucket)):
+            _average_sums(state, group, bucket)
 
     return run_stages(group, buffer, stages)
 
@@ -148,7 +163,51 @@ class _Part(NamedTuple):
     end: int
 
 
-def _average(state: ExactAverage, group: Group, bucket: GradBucket) -> None:
+def _average_terms(state: ExactAverage, group: Group, bucket: GradBucket) -> bool:
+    """Average gradients that are all ranks' only terms; return False if one is not finite."""
+    buffer, gradients = bucket.buffer(), bucket.gradients()
+    largest = torch.cat([largest_of(gradient.reshape(-1)) for gradient in gradients]).float()
+    is_infinite = largest.isfinite().logical_not_().any()
+    # All ranks see one that is not finite on any.
+    tops = torch.cat([tops_from(largest), is_infinite.int().view(1)])
+    group.all_reduce(tops, MAX)
+    if tops[-1]:
+        return False
+    numel, size = buffer.numel(), group.size
+    whole = numel + -numel % size
+    # Ranks round equal shares of the elements, in the order of the blocks.
+    is_copied = whole > numel or not all(gradient.is_contiguous() for gradient in gradients)
+    flat = buffer.view(-1)
+    if is_copied:
+        flat = state.memory(0, whole, buffer.dtype, buffer.device)
+        flat[numel:].zero_()
+        for gradient, copy in zip(gradients, _views(flat, gradients), strict=True):
+            copy.copy_(gradient)
+    terms, share = flat, flat.view(size, -1)[group.rank]
+    if size > 1:
+        terms = state.memory(1, whole, buffer.dtype, buffer.device)
+        group.all_to_all_single(terms, flat)
+    lengths = [length for gradient in gradients for length in lengths_of(gradient.numel())]
+    scales = scales_of(tops[:-1], lengths, size, share.numel(), group.rank)
+    write_means(terms.view(size, -1), scales, share)
+    if size > 1:
+        group.all_gather_into_tensor(flat, share)
+    if is_copied:
+        for gradient, copy in zip(gradients, _views(flat, gradients), strict=True):
+            gradient.copy_(copy)
+    return True
+
+
+def _views(flat: Tensor, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return one contiguous view of ``flat`` for each gradient, in its shape."""
+    ends = accumulate(gradient.numel() for gradient in gradients)
+    return [
+        flat[end - gradient.numel() : end].view(gradient.shape)
+        for end, gradient in zip(ends, gradients, strict=True)
+    ]
+
+
+def _average_sums(state: ExactAverage, group: Group, bucket: GradBucket) -> None:
     parts, numel = _parts_of(bucket)
     device = bucket.buffer().device
     held = [state.sum_of(part.name) for part in parts]

@@ -35,11 +35,34 @@ def blocks_of(flat: Tensor) -> Tensor:
         Shape (blocks, BLOCK) or (1, N); a view where no zeros are needed.
     """
     numel = flat.numel()
-    if numel <= BLOCK:
+    if 0 < numel <= BLOCK:
         return flat.view(1, numel)
     if numel % BLOCK:
         flat = torch.nn.functional.pad(flat, (0, -numel % BLOCK))
-    return flat.view(-1, BLOCK)
+    return flat.view(flat.numel() // BLOCK, BLOCK)
+
+
+def lengths_of(numel: int) -> list[int]:
+    """Return the number of elements of each of the blocks of ``numel`` elements."""
+    return [BLOCK] * (numel // BLOCK) + [numel % BLOCK] * (numel % BLOCK > 0)
+
+
+def largest_of(flat: Tensor) -> Tensor:
+    """Return the largest size in each block of elements; NaN if one is in it."""
+    numel = flat.numel()
+    whole = numel - numel % BLOCK
+    if 0 < whole < numel:
+        # The last elements are a block without a copy of all.
+        return torch.cat([_largest(blocks_of(flat[:whole])), _largest(flat[whole:].view(1, -1))])
+    return _largest(blocks_of(flat))
+
+
+def tops_from(largest: Tensor) -> Tensor:
+    """Return the tops, int32, of blocks with these largest sizes, all finite."""
+    exponents = torch.frexp(largest.double()).exponent
+    tops = torch.div(exponents + WIDTH, WIDTH, rounding_mode="floor") - 1
+    # 2^(e - 1) <= largest < 2^e, and e <= WIDTH·(top + 1) - 1.
+    return torch.where(largest > 0, tops, NO_TOP).int()
 
 
 def tops_of(blocks: Tensor) -> tuple[Tensor, bool]:
@@ -53,15 +76,11 @@ def tops_of(blocks: Tensor) -> tuple[Tensor, bool]:
     Returns:
         int32, and whether all elements are finite.
     """
-    sizes = blocks.abs()
-    largest = sizes.amax(1)
+    largest = _largest(blocks)
     is_finite = bool(largest.isfinite().all())
     if not is_finite:
-        largest = torch.where(sizes.isfinite(), sizes, 0).amax(1)
-    exponents = torch.frexp(largest.double()).exponent
-    tops = torch.div(exponents + WIDTH, WIDTH, rounding_mode="floor") - 1
-    # 2^(e - 1) <= largest < 2^e, and e <= WIDTH·(top + 1) - 1.
-    return torch.where(largest > 0, tops, NO_TOP).int(), is_finite
+        largest = _largest(torch.where(blocks.isfinite(), blocks, 0))
+    return tops_from(largest), is_finite
 
 
 def cut(blocks: Tensor, tops: Tensor, is_finite: bool, high: Tensor, low: Tensor) -> None:
@@ -123,6 +142,11 @@ class ExactSum:
             self.low[moved] = torch.where(kept.isfinite(), kept, 0)
             self.high[moved] = lost
             self.tops = tops.clone()
+
+
+def _largest(blocks: Tensor) -> Tensor:
+    # Both read the elements once and write none; abs() would write them all.
+    return torch.maximum(blocks.amax(1), blocks.amin(1).neg())
 
 
 def _pieces_of(blocks: Tensor, tops: Tensor, is_finite: bool) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,11 @@ import torch
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from mpidist import ddp
+from mpidist.ddp.buckets.bucket import Bucket
 from mpidist.ddp.hooks import exact, exact_sums
+from mpidist.ddp.hooks.exact import ExactAverage
 from mpidist.ddp.hooks.exact_sums import ExactSum
+from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.optim import OSS
 from tests.tools.support import agree, raises_on_all
 
@@ -172,6 +175,64 @@ def test_infinities_reach_all_ranks(group):
     wrapped(torch.tensor([[scale, 1.0, 2.0]])).sum().backward()
     gradient = model.weight.grad.view(-1)
     agree(group, gradient[1:].tolist() == [1.0, 2.0] and bool(gradient[0].isinf()))
+
+
+def bucket_of(group, dtype, sizes, prepare):
+    """Return a bucket of gradients that differ by rank and element; one is channels last."""
+    shapes = [(size,) for size in sizes] + [(3, 5, 30, 20)]
+    parameters = [torch.nn.Parameter(torch.empty(shape, dtype=dtype)) for shape in shapes]
+    parameters[-1].data = parameters[-1].data.contiguous(memory_format=torch.channels_last)
+    made = Bucket(range(len(shapes)), parameters, [f"p{n}" for n in range(len(shapes))])
+    generator = torch.Generator().manual_seed(group.rank)
+    numel = made.flat.numel()
+    tens = torch.randint(-20, 8, (numel,), generator=generator)
+    made.flat.copy_(torch.randn(numel, generator=generator) * 2.0**tens)
+    prepare(made.flat)
+    return GradBucket(made, 0, True, group)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (5, 4096, 3), (9000, 11, 2)])
+def test_gradients_sent_as_they_are_have_the_bits_of_sums(group, sizes):
+    """Both ways for one term of each rank, whatever their shares, layouts and values."""
+
+    def cancelling(flat):
+        flat.copy_(torch.linspace(-1, 1, flat.numel()) * (-1) ** group.rank)
+
+    def extreme(flat):
+        flat[::2] *= 2.0**-120
+        flat[-2500:] = 0
+
+    def infinite(flat):
+        if group.rank == group.size - 1:
+            flat[3], flat[50] = float("inf"), float("nan")
+
+    wrong = []
+    for prepare in (lambda flat: None, cancelling, extreme, torch.Tensor.zero_, infinite):
+        for dtype in (torch.float32, torch.bfloat16):
+            results = []
+            for are_terms in (True, False):
+                state = ExactAverage([], lambda: True)
+                bucket = bucket_of(group, dtype, sizes, prepare)
+                state.begin(group)
+                whole = state.are_terms
+                if not (are_terms and exact._average_terms(state, group, bucket)):
+                    whole &= not are_terms or prepare is infinite
+                    exact._average_sums(state, group, bucket)
+                results.append(bucket.buffer().clone().view(torch.uint8))
+            if not whole or not torch.equal(*results):
+                wrong.append((prepare.__name__, dtype))
+    agree(group, not wrong, str(wrong))
+
+
+def test_a_sum_on_any_rank_makes_all_send_sums(group):
+    state = ExactAverage([], lambda: True)
+    if group.rank == group.size - 1:
+        state._sums["weight"] = ExactSum(torch.ones(2))
+    state.begin(group)
+    has_sum = state.are_terms
+    state.sum_of("weight")
+    state.begin(group)
+    agree(group, not has_sum and state.are_terms and state.terms == group.size)
 
 
 def test_constants_fit_each_other():
