@@ -7,8 +7,10 @@ agree on the length of a step now and then, and try again when it has changed
 (``compression_schedule``).
 
 Within a node gradients are averaged exactly, always: there a transfer is a copy, and no compression
-is as fast. Where several ranks share a node (``node_means``), a compressing method averages on the
-node first, and compresses the node's mean: the ranks of a node have the same P, Q and errors.
+is as fast. Where several ranks share a node (``node_means``), bf16 and uint8 average on the node
+first, and narrow the node's mean. PowerSGD need not: P and Q are linear in the gradients, so the
+average of the ranks' Ps is the P of the average, and each rank's own gradient gives the result of
+the node's mean without a copy of whole gradients. An error is then the rank's own.
 
 What PowerSGD has left out of the averages stays in its errors when the decisions change. Another
 rank of PowerSGD goes on with them. Any other method adds them to its next gradients, and drops them
@@ -104,14 +106,7 @@ def _reduction(
     """Return the stages that reduce a bucket; what comes before the first of them runs here."""
     buffer, means = bucket.buffer(), state.means
     if factors is not None:
-        if means is None:
-            return powersgd.prepare(state.powersgd, factors, group, call.step)
-
-        def compress() -> None:
-            means.average_within(buffer)
-            powersgd.prepare(state.powersgd, factors, means, call.step)()
-
-        return compress
+        return powersgd.prepare(state.powersgd, factors, group, call.step)
     if call.method == BF16:
         call.sent_bytes = buffer.numel() * 2
         narrow = partial(average_narrow, means or group, buffer, torch.bfloat16)

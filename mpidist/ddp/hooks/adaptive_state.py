@@ -289,7 +289,7 @@ class AdaptiveState:
         self.schedule.begin_step(self.iter, layout, step_s, lambda: _times(calls, step_s), agree)
 
     def _agree_on_loaded(self, group: Group) -> None:
-        """Compare what the ranks have loaded; the ranks of a node get the mean of their errors.
+        """Compare what the ranks have loaded.
 
         Collective: over the group.
         """
@@ -300,9 +300,6 @@ class AdaptiveState:
                 ("decisions", list(self.schedule.decided.items())),
                 ("errors of", sorted(self.error_dict)),
             ]
-        if self.means is not None:
-            for name in sorted(self.error_dict):
-                self.means.average_within(self.error_dict[name])
 
 
 def _can_be(method: str, buffer: Tensor) -> bool:

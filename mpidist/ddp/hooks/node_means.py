@@ -1,6 +1,6 @@
 """Averages by levels: exact within each node, and by the nodes' leaders between nodes.
 
-A compressing hook on several ranks a node compresses the mean of a node and not each rank's own
+A hook that rounds, on several ranks a node, rounds the mean of a node and not each rank's own
 gradient: the ranks of a node average in their memory, and what the hook sends is sent once for each
 node. A node's mean has the weight of its ranks, so nodes may have different numbers of them.
 

@@ -34,7 +34,6 @@ from mpidist.ddp.hooks import lowrank
 from mpidist.ddp.hooks.default import average
 from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.lowrank import Factors
-from mpidist.ddp.hooks.node_means import Averaging
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.hooks.stages import in_order, run_stages
 from mpidist.ddp.hooks.torch_bucket import on_either_module
@@ -84,9 +83,7 @@ def _compress(
     return prepare(state, factors, group, step)
 
 
-def prepare(
-    state: PowerSGDState, factors: Factors, group: Averaging, step: int
-) -> Callable[[], bool]:
+def prepare(state: PowerSGDState, factors: Factors, group: Group, step: int) -> Callable[[], bool]:
     """Compute the Ps; return the stages from the first collective on.
 
     The stages return whether the step was finite.
