@@ -1,9 +1,9 @@
 """Compression that is measured and decided, bucket by bucket, in the first steps of a training.
 
 Of 200 set-ups compression made six faster (arXiv 2103.00543), and which depends on the network, the
-model and the processor. So the hook tries: ``compression_trial`` gives each candidate a few steps,
-the ranks agree on the times, and the fastest step decides for all of them. From then on the ranks
-agree on the length of a step now and then, and try again when it has changed
+model and the processor. So the hook tries: ``compression_trial`` gives each candidate that the link
+allows a few steps, the ranks agree on the times, and the fastest step decides for all of them. From
+then on the ranks agree on the length of a step now and then, and try again when it has changed
 (``compression_schedule``).
 
 Within a node gradients are averaged exactly, always: there a transfer is a copy, and no compression

@@ -47,7 +47,8 @@ class Decision(NamedTuple):
         method: What reduces it.
         sent_bytes: Bytes that a rank passes to the reduction in a step.
         measured_s: By candidate, seconds of the hook's computing and of the reduction in the last
-            trial, without the wait for other buckets; empty without a trial in this process.
+            trial, without the wait for other buckets; of those that were tried, and empty without
+            a trial in this process.
     """
 
     bucket: int
@@ -64,6 +65,7 @@ class BucketCall:
 
     names: Names
     numel: int
+    element_bytes: int
     method: str
     step: int
     sent_bytes: int
@@ -88,8 +90,8 @@ class AdaptiveState:
         process_group: A group of mpidist, or None for the default.
         candidates: Methods to choose from: ``"none"``, which is required, ``"bf16"``, ``"uint8"``
             (one scale for 512 elements), and ``"powersgd-<rank>"`` for any ranks.
-        start_iter: Steps of plain averages before the trial, which takes three steps for each
-            candidate and at most twelve more.
+        start_iter: Steps of plain averages before the trial, which takes at most three steps for
+            each candidate and twelve more.
         check_interval: Steps after which the ranks compare the median step with that of the first
             interval. A trial that decides as the one before doubles it, up to 16 times.
         change: Share by which a step must have changed for another trial.
@@ -140,9 +142,15 @@ class AdaptiveState:
             ]
         self.process_group = process_group
         self.iter = 0
-        self.schedule = Schedule(self.candidates, start_iter, check_interval, change)
         self.decides = not group.is_single_node and group.size > 1 and len(self.candidates) > 1
         self.means = NodeMeans(group) if self.decides and shares_nodes(group) else None
+        self.schedule = Schedule(
+            self.candidates,
+            start_iter,
+            check_interval,
+            change,
+            1 if self.means is None else self.means.ranks_per_node,
+        )
         self._calls: list[BucketCall] = []  # of the present step; between steps of the last one
         self._is_between_steps = True
         self._is_loaded = False  # and no step has been begun since
@@ -266,7 +274,9 @@ class AdaptiveState:
         method = self.schedule.method(len(calls), names) if self.decides else NONE
         if not _can_be(method, buffer):
             method = NONE
-        call = BucketCall(names, buffer.numel(), method, self.iter, buffer.nbytes, entered)
+        numel, element_bytes = buffer.numel(), buffer.element_size()
+        sent_bytes = numel * element_bytes
+        call = BucketCall(names, numel, element_bytes, method, self.iter, sent_bytes, entered)
         calls.append(call)
         self._is_between_steps = bucket.is_last()
         self.iter += self._is_between_steps
@@ -286,7 +296,10 @@ class AdaptiveState:
 
         step_s = now - calls[0].entered
         layout = tuple([call.names for call in calls])
-        self.schedule.begin_step(self.iter, layout, step_s, lambda: _times(calls, step_s), agree)
+        element_bytes = max([call.element_bytes for call in calls])
+        self.schedule.begin_step(
+            self.iter, layout, step_s, lambda: _times(calls, step_s), agree, element_bytes
+        )
 
     def _agree_on_loaded(self, group: Group) -> None:
         """Compare what the ranks have loaded.

@@ -55,16 +55,22 @@ class Schedule:
         check_interval: Steps of a ``StepWatch``'s interval; a trial that decides as the one before
             doubles it.
         change: Share by which a step must change for another trial.
+        ranks_per_node: The most ranks on one node.
 
     Attributes:
         table: Methods of the present step's buckets, in the order of the launches; empty in the
             first step, whose buckets are not known before.
         decided: Methods by the names of a bucket's parameters; empty before the first decision.
-        measured: Times of each candidate in the last trial.
+        measured: Times of each candidate that the last trial tried.
     """
 
     def __init__(
-        self, candidates: Sequence[str], start_iter: int, check_interval: int, change: float
+        self,
+        candidates: Sequence[str],
+        start_iter: int,
+        check_interval: int,
+        change: float,
+        ranks_per_node: int = 1,
     ) -> None:
         self.table: Table = ()
         self.decided: dict[Names, str] = {}
@@ -74,6 +80,7 @@ class Schedule:
         self._check_interval = check_interval
         self._interval = check_interval
         self._change = change
+        self._ranks_per_node = ranks_per_node
         self._layout: tuple[Names, ...] = ()
         self._trial: Trial | None = None
         self._watch: StepWatch | None = None
@@ -107,6 +114,7 @@ class Schedule:
         step_s: float,
         times: Callable[[], Times],
         agree: Agree,
+        element_bytes: int = 4,
     ) -> None:
         """Set ``table`` for a step.
 
@@ -116,6 +124,7 @@ class Schedule:
             step_s: Seconds of the last step.
             times: Returns the parts of it.
             agree: Called at the same steps on all ranks.
+            element_bytes: Bytes of the widest gradient's elements.
         """
         if layout != self._layout:
             # The first steps, or buckets that were laid out again; decisions that were loaded hold.
@@ -125,16 +134,18 @@ class Schedule:
         elif self._trial is not None:
             self._try(self._trial, times(), agree)
         elif self._watch is not None and self._watch.add(step_s, agree):
-            self._begin_trial()
+            self._begin_trial(element_bytes)
         if self._trial is None and not self.decided and step >= self._start_iter:
-            self._begin_trial()
+            self._begin_trial(element_bytes)
         if self._trial is not None:
             self.table = self._trial.table
         else:
             self.table = tuple(self.decided.get(names, NONE) for names in layout)
 
-    def _begin_trial(self) -> None:
-        self._trial, self._watch = Trial(self._candidates, len(self._layout)), None
+    def _begin_trial(self, element_bytes: int) -> None:
+        plain_bytes = element_bytes * self._ranks_per_node
+        self._trial = Trial(self._candidates, len(self._layout), plain_bytes)
+        self._watch = None
 
     def _try(self, trial: Trial, times: Times, agree: Agree) -> None:
         trial.add(times)

@@ -9,6 +9,7 @@ Letters: W ranks of the group.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
@@ -41,14 +42,18 @@ class NodeMeans:
 
     Args:
         group: A group that ``shares_nodes``.
+
+    Attributes:
+        ranks_per_node: The most ranks on one node.
     """
 
     def __init__(self, group: Group) -> None:
         self._node = group.split_by_node()
         self._leaders = group.split(0 if self._node.rank == 0 else None)
-        count = len(set(runtime.world().nodes_of(group.world_ranks)))
+        nodes = Counter(runtime.world().nodes_of(group.world_ranks))
+        self.ranks_per_node = max(nodes.values())
         # The leaders' average counts each node alike.
-        self._weight = self._node.size * count / group.size
+        self._weight = self._node.size * len(nodes) / group.size
 
     def average_within(self, tensor: Tensor) -> None:
         """Average a tensor over the ranks of this node, in place."""

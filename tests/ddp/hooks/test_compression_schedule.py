@@ -24,7 +24,7 @@ def run_one(schedule, step, last, layout=LAYOUT):
     """Begin a step after one of ``last`` seconds."""
 
     def times():
-        part = tuple(0.1 if name == "powersgd-4" else 0.2 for name in schedule.table)
+        part = tuple(last * (0.1 if name == "powersgd-4" else 0.2) for name in schedule.table)
         return Times(last, (0.0,) * len(layout), (0.0,) * len(layout), part)
 
     schedule.begin_step(step, layout, last, times, lambda values: values)
