@@ -19,6 +19,7 @@ def sync_folder(folder: Path) -> None:
     except OSError as error:
         # Some file systems cannot sync a folder, and order renames by themselves.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            error.filename = str(folder)
             raise
     finally:
         os.close(handle)

@@ -1,9 +1,10 @@
-"""Reader of untrusted files of ``torch.save``: returns plain data and tensors, or raises.
+"""Files of ``torch.save``: written with the disk's own errors, read although they are untrusted.
 
-``weights_only=True`` excludes code. The remaining cases are checked here: an archive whose members
-are compressed or reach beyond the file (a storage longer than its member would be read past its
-end), objects that are not plain data, sparse tensors whose indices are out of range. A digest
-stored next to the file would detect damage but not forgery, because the same user writes both.
+A read returns plain data and tensors, or raises. ``weights_only=True`` excludes code. The remaining
+cases are checked here: an archive whose members are compressed or reach beyond the file (a storage
+longer than its member would be read past its end), objects that are not plain data, sparse tensors
+whose indices are out of range. A digest stored next to the file would detect damage but not
+forgery, because the same user writes both.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import stat
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol, cast
 
 import torch
 
@@ -26,6 +27,60 @@ _LAYOUTS = (
     torch.sparse_bsr,
     torch.sparse_bsc,
 )
+
+
+class Writable(Protocol):
+    """File that takes bytes."""
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        """Write bytes; return their number."""
+        ...
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        ...
+
+
+def write(value: object, file: Writable) -> None:
+    """Write a value with ``torch.save``, and flush the file.
+
+    Raises:
+        OSError: The file's own error. torch would raise one of its archive, which reads like a
+            damaged file.
+    """
+    remembering = _Remembering(file)
+    try:
+        torch.save(value, cast("IO[bytes]", remembering))
+    except Exception:
+        if remembering.problem is not None:
+            raise remembering.problem from None
+        raise
+    file.flush()
+
+
+class _Remembering:
+    """File that remembers the first error of another one, and raises it from then on.
+
+    Attributes:
+        problem: The error.
+    """
+
+    def __init__(self, file: Writable) -> None:
+        self._file = file
+        self.problem: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        # torch writes on, to end its archive.
+        if self.problem is not None:
+            raise self.problem
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.problem = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def read(path: str | os.PathLike[str], map_location: Any = None, mmap: bool = False) -> Any:

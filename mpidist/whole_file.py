@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from mpidist.file_errors import naming
 from mpidist.folder_sync import sync_folder
 
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -35,7 +36,7 @@ def replacing(path: Path, *, is_synced: bool = True) -> Iterator[IO[bytes]]:
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     handle = os.open(part, _FLAGS, 0o666)
     try:
-        with open(handle, "wb") as file:
+        with naming(path), open(handle, "wb") as file:
             yield file
             if is_synced:
                 file.flush()

@@ -39,7 +39,7 @@ def test_a_file_system_that_cannot_sync_folders_is_accepted(tmp_path, refusing, 
 
 def test_a_failing_disk_is_an_error(tmp_path, refusing):
     refusing(errno.EIO)
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+    with pytest.raises(OSError, match=f"{os.strerror(errno.EIO)}: '{tmp_path}'"):
         sync_folder(tmp_path)
 
 

@@ -13,7 +13,15 @@ ROOT = Path(__file__).resolve().parents[1]
 # The parts of mpidist, lowest first. A part imports lower ones only, and never another of its own
 # row.
 LAYERS = [
-    ["errors", "cache", "dynamo", "exception_copy", "folder_sync", "torch_version"],
+    [
+        "errors",
+        "cache",
+        "dynamo",
+        "exception_copy",
+        "file_errors",
+        "folder_sync",
+        "torch_version",
+    ],
     [
         "future",
         "progress_bar",

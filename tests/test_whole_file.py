@@ -1,6 +1,7 @@
 """Replacement of a file as a whole."""
 
 import os
+import resource
 import threading
 
 import pytest
@@ -62,6 +63,18 @@ def test_a_guessed_name_is_refused(tmp_path, monkeypatch):
     with pytest.raises(FileExistsError), replacing(tmp_path / "state.pt") as file:
         file.write(b"new")
     assert victim.read_bytes() == b"precious"
+
+
+def test_a_write_without_room_names_its_file(tmp_path):
+    path = tmp_path / "state.pt"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{path}'"), replacing(path) as file:
+            file.write(b"content")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(tmp_path) == []
 
 
 def test_two_writers_do_not_mix(tmp_path):

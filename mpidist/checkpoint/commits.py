@@ -23,7 +23,6 @@ from mpidist.checkpoint import (
     digested_file,
     files,
     manifest,
-    model_state,
     progress,
     replicas,
 )
@@ -34,11 +33,10 @@ from mpidist.checkpoint.training import Stateful, Training
 from mpidist.comm.consistency import comparing, same_error_on_all
 from mpidist.comm.execution.work import Work
 from mpidist.comm.group_types import AnyGroup, Group
-from mpidist.comm.mpi import runtime
-from mpidist.comm.mpi.job_folder import ADVICE
+from mpidist.comm.mpi import job_folder, runtime
 from mpidist.comm.recorder import recorder
-from mpidist.ddp.hooks import checkpoint as powersgd
 from mpidist.errors import CheckpointError, MpidistError
+from mpidist.file_errors import naming
 
 _WHERE = "checkpoint.commit"
 # By the group's key and the run's folder.
@@ -169,10 +167,6 @@ class Commits:
             own = training.files(
                 contents, extra, self.group.rank, self.group.size, has_shared=self.is_first
             )
-            if training.powersgd is not None:
-                module = model_state.data_parallel(training.model)
-                name = manifest.powersgd_file(self.group.rank, self.group.size)
-                own[name] = powersgd.content(module, training.powersgd)
         if len(set(self.nodes)) > 1:
             # Rank 0's is saved, and other ranks may have other objects there.
             shared = self.group.broadcast_object(own.get(TRAINING), 0)
@@ -285,7 +279,7 @@ class Commits:
         if not self.has_passed_over:
             raise CheckpointError(
                 f"{where}: the memory of a node holds a commit of step {newest}, which the next "
-                f"start would take: load it first, or {ADVICE}"
+                f"start would take: load it first, or {job_folder.ADVICE}"
             )
         # The load has passed over them, because some of their files are lost.
         with self.same_error(where):
@@ -378,14 +372,22 @@ class Held:
         commits = self.commits
         group, rank = commits.group, commits.group.rank
         wanted = group.all_gather_object(list(names))
+        failed: OSError | None = None
         for name, source, dest in buddies.copies(wanted, self.names, commits.nodes):
             if rank == source:
                 group.send(_content(self.path / name), dest)
             elif rank == dest:
-                _receive(group, self.path / name, self.manifest.files[name].bytes, source, 0)
+                nbytes = self.manifest.files[name].bytes
+                try:
+                    _receive(group, self.path / name, nbytes, source, 0)
+                except OSError as error:
+                    # The next files are received all the same: their senders wait for it.
+                    failed = failed or error
             for other in buddies.members(commits.nodes[dest], commits.nodes):
                 self.names[other].add(name)
         with commits.same_error("checkpoint.load"):
+            if failed is not None:
+                raise failed
             if commits.is_first and not (self.path / manifest.NAME).exists():
                 commits.slots.commit(self.slot, self.manifest)
 
@@ -427,10 +429,19 @@ def _content(path: Path) -> torch.Tensor:
 
 
 def _receive(group: Group, path: Path, nbytes: int, source: int, tag: int) -> None:
-    """Receive a file; a reader sees all of it or none."""
+    """Receive a file; a reader sees all of it or none.
+
+    Raises:
+        OSError: It cannot be written; it has been received.
+    """
     content = torch.empty(nbytes, dtype=torch.uint8)
     group.recv(content, source, tag)
     partial = path.with_name(f"{path.name}.part")
-    with digested_file.naming(path):
-        content.numpy().tofile(partial)
+    try:
+        with naming(path):
+            partial.write_bytes(content.numpy().data)
         partial.replace(path)
+    except OSError:
+        # What there is of it takes memory that is short.
+        partial.unlink(missing_ok=True)
+        raise

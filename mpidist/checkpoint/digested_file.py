@@ -10,13 +10,15 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, BinaryIO, Protocol, cast
+from typing import Protocol
 
 import numpy as np
-import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from mpidist import saved_file
 from mpidist.checkpoint.manifest import Entry, digest_name
+from mpidist.file_errors import naming
+from mpidist.saved_file import Writable
 
 _CHUNK_BYTES = 1 << 20
 _WORD_BYTES = 8
@@ -50,17 +52,6 @@ def overwrite(path: Path, value: object) -> Entry:
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Name the file in an error of a write: where it lies says what is full, disk or memory."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
-        raise
-
-
-@contextlib.contextmanager
 def _without_crc32_of_records() -> Iterator[None]:
     """Have ``torch.save`` compute no checksums of its own, which no reader compares."""
     before = get_crc32_options()
@@ -71,25 +62,10 @@ def _without_crc32_of_records() -> Iterator[None]:
         set_crc32_options(before)
 
 
-def _saved(value: object, file: BinaryIO, digest: _Digest) -> Entry:
+def _saved(value: object, file: Writable, digest: _Digest) -> Entry:
     digesting = _Digesting(file, digest)
-    try:
-        torch.save(value, cast("IO[bytes]", digesting))
-    except Exception:
-        # torch raises an error of its archive, which reads like a damaged file; the disk's own
-        # error gives the cause.
-        if digesting.problem is not None:
-            raise digesting.problem from None
-        raise
-    file.flush()
+    saved_file.write(value, digesting)
     return Entry(digesting.bytes, digest.hexdigest())
-
-
-def sync(path: Path) -> Entry:
-    """Sync a file written by other code; return its size and digest."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-    return Entry(path.stat().st_size, digest(path))
 
 
 def digest(path: Path, like: str = "") -> str:
@@ -99,7 +75,7 @@ def digest(path: Path, like: str = "") -> str:
         like: A digest of the same algorithm; SHA-256 if empty.
     """
     total: _Digest = Sum64() if digest_name(like) == "sum64" else hashlib.sha256()
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             total.update(chunk)
     return total.hexdigest()
@@ -140,26 +116,15 @@ class Sum64:
 
 
 class _Digesting:
-    """File that counts and hashes the bytes written to it.
+    """File that counts and hashes the bytes written to it."""
 
-    Attributes:
-        problem: The first error of the underlying file.
-    """
-
-    def __init__(self, file: BinaryIO, digest: _Digest) -> None:
+    def __init__(self, file: Writable, digest: _Digest) -> None:
         self._file = file
         self._digest = digest
         self.bytes = 0
-        self.problem: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        if self.problem is not None:
-            raise self.problem
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self.problem = error
-            raise
+        self._file.write(data)
         size = memoryview(data).nbytes
         self.bytes += size
         self._digest.update(data)

@@ -20,6 +20,7 @@ from mpidist import saved_file
 from mpidist.checkpoint import digested_file, manifest
 from mpidist.checkpoint.manifest import Entry, Manifest
 from mpidist.errors import CheckpointError
+from mpidist.file_errors import naming
 from mpidist.folder_sync import sync_folder
 
 # Longest wait for a path made on another node: NFS may show a node a folder as it was up to 30 s or
@@ -197,7 +198,8 @@ def commit(part: Path, written: Manifest) -> Path:
         raise CheckpointError(
             f"files are not as they were written: {', '.join(wrong)}; {_OTHER_RUN}"
         )
-    with open(part / manifest.NAME, "w", encoding="utf-8") as file:
+    path = part / manifest.NAME
+    with naming(path), open(path, "w", encoding="utf-8") as file:
         file.write(manifest.to_json(written))
         file.flush()
         os.fsync(file.fileno())

@@ -18,10 +18,9 @@ from mpidist import progress_bar
 from mpidist.checkpoint import digested_file, files, model_state, progress
 from mpidist.checkpoint.manifest import Contents, Entry, Manifest
 from mpidist.checkpoint.training import Stateful, Training
-from mpidist.comm.consistency import comparing, converting_errors, same_error_on_all
+from mpidist.comm.consistency import comparing, same_error_on_all
 from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.comm.world_group import native_group
-from mpidist.ddp.hooks import checkpoint as powersgd
 from mpidist.errors import CheckpointError, MpidistError
 
 _WHERE = "checkpoint.save"
@@ -149,12 +148,6 @@ class _Saving:
             entries = {
                 name: digested_file.write(part / name, value) for name, value in self.own.items()
             }
-        if self.training.powersgd is not None:
-            with converting_errors(CheckpointError, self._where):
-                module = model_state.data_parallel(self.training.model)
-                path = powersgd.save(part, module, self.training.powersgd)
-            with self._same_error_on_all():
-                entries[path.name] = digested_file.sync(path)
         return entries
 
     def _commit(self, part: Path, entries: dict[str, Entry]) -> None:

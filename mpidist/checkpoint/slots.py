@@ -20,6 +20,7 @@ from mpidist.checkpoint.manifest import Manifest
 from mpidist.comm.mpi import job_folder
 from mpidist.comm.mpi.job_folder import ADVICE
 from mpidist.errors import CheckpointError
+from mpidist.file_errors import naming
 
 
 class Slots:
@@ -83,7 +84,13 @@ class Slots:
         shutil.rmtree(self.path(slot), ignore_errors=True)
 
     def commit(self, slot: int, written: Manifest) -> None:
-        """Write a slot's manifest, after which the slot counts."""
-        partial = self.path(slot) / f"{manifest.NAME}.part"
-        partial.write_text(manifest.to_json(written), encoding="utf-8")
-        partial.replace(self.path(slot) / manifest.NAME)
+        """Write a slot's manifest, after which the slot counts.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        path = self.path(slot) / manifest.NAME
+        partial = path.with_name(f"{path.name}.part")
+        with naming(path):
+            partial.write_text(manifest.to_json(written), encoding="utf-8")
+        partial.replace(path)

@@ -20,6 +20,7 @@ from mpidist.checkpoint.manifest import MODEL, OPTIMIZER, TRAINING, Contents
 from mpidist.checkpoint.plain_data import require_plain
 from mpidist.ddp.buckets.layout import SavedPlan
 from mpidist.ddp.diloco import DiLoCo
+from mpidist.ddp.hooks import checkpoint as powersgd
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.inner_optimizer import is_sharded
 from mpidist.zero.optimizer import OSS
@@ -210,6 +211,11 @@ class Training:
             content[manifest.rank_file(rank, world_size)] = self._own(contents)
         for name, value in content.items():
             require_plain(f"the content of {name}", value)
+        if self.powersgd is not None:
+            module = model_state.data_parallel(self.model)
+            content[manifest.powersgd_file(rank, world_size)] = powersgd.content(
+                module, self.powersgd
+            )
         return content
 
     def _shared(self, extra: object) -> SharedState:

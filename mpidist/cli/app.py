@@ -42,6 +42,7 @@ from mpidist.cli.option_types import (
     TimeLimit,
 )
 from mpidist.errors import MpidistError
+from mpidist.file_errors import naming
 
 P = ParamSpec("P")
 
@@ -135,7 +136,9 @@ def doctor(
     if report.is_mine:
         tables.print_report(report, tables.console(is_rank=report.ranks[0].tasks is not None))
         if json_file is not None:
-            json_file.write_text(json.dumps(report.as_data(), indent=1) + "\n", encoding="utf-8")
+            with naming(json_file):
+                text = json.dumps(report.as_data(), indent=1) + "\n"
+                json_file.write_text(text, encoding="utf-8")
         sys.stdout.flush()
     elif report.ranks[0].problem:
         # Rank 0 may have started MPI and wait for this rank, so this rank prints its own problem.

@@ -4,6 +4,7 @@ import errno
 import json
 import shutil
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -211,6 +212,39 @@ def test_a_copy_that_cannot_be_written_is_an_error_of_all_ranks(group, folder, m
     monkeypatch.setattr(commits, "_receive", receive)
     commit(folder, 2, **state, group=group)
     agree(group, load(folder, **state, group=group).step == 2)
+
+
+def test_a_file_that_cannot_be_received_leaves_no_part(tmp_path):
+    path = tmp_path / "rank-0-of-1.pt"
+    path.with_name(f"{path.name}.part").symlink_to("/dev/full")
+    group = SimpleNamespace(recv=lambda content, source, tag: None)
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+        commits._receive(group, path, 10, 0, 0)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_load_without_room_is_an_error_of_all_ranks(group, folder, node_memory, monkeypatch):
+    state = Run(group, "oss-flat").state()
+    commit(folder, 1, **state, group=group)
+    commits._of(group, folder)._finish_sending("test")
+    group.barrier()
+    receive = commits._receive
+
+    def full(sending, path, *rest):
+        receive(sending, path, *rest)
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    commits._commits.clear()
+    if group.rank == 1:
+        shutil.rmtree(node_memory)
+        node_memory.mkdir()
+        job_folder._jobs.clear()
+        monkeypatch.setattr(commits, "_receive", full)
+    words = "checkpoint.load: rank 1: OSError: [Errno 28] No space left on device: '/"
+    raises_on_all(group, CheckpointError, lambda: load(folder, **state, group=group), words)
+    monkeypatch.setattr(commits, "_receive", receive)
+    agree(group, load(folder, **state, group=group).step == 1)
 
 
 @pytest.mark.mpi

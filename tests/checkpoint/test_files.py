@@ -125,6 +125,14 @@ def test_a_file_of_another_size_is_not_committed(tmp_path, monkeypatch):
         files.commit(part, Manifest(1, 1, held, Contents()))
 
 
+def test_a_manifest_without_room_names_its_file(tmp_path):
+    part = files.begin(tmp_path, 1)
+    (part / manifest.NAME).symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"No space left on device: '{part / manifest.NAME}'"):
+        files.commit(part, Manifest(1, 1, {}, Contents()))
+    assert files.latest(tmp_path) is None
+
+
 def test_a_folder_that_another_run_removed_is_named_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "VISIBLE_WITHIN_S", 0.0)
     part = files.begin(tmp_path, 1)

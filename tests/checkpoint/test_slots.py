@@ -49,6 +49,17 @@ def test_a_slot_counts_while_it_has_its_manifest(tmp_path):
     assert made.found() == {}
 
 
+def test_a_manifest_without_room_names_its_file(tmp_path):
+    made = Slots("job", tmp_path)
+    made.open()
+    made.begin(0, ())
+    path = made.path(0) / "manifest.json"
+    path.with_name("manifest.json.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+        made.commit(0, written(3))
+    assert made.found() == {}
+
+
 def test_a_manifest_of_another_version_is_refused(tmp_path):
     made = Slots("job", tmp_path)
     made.open()

@@ -36,6 +36,7 @@ from mpidist.comm.recorder.file_format import (
     SLOT_BYTES,
     SLOT_WORDS,
 )
+from mpidist.file_errors import naming
 
 SLOTS = 4096
 _KEPT = 64
@@ -391,9 +392,10 @@ def _mapped(path: Path | None, length: int) -> mmap.mmap:
     path.unlink(missing_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        # Reserved here, because a store to memory that cannot be had kills the process.
-        os.posix_fallocate(file, 0, length)
-        return mmap.mmap(file, length)
+        with naming(path):
+            # Reserved here, because a store to memory that cannot be had kills the process.
+            os.posix_fallocate(file, 0, length)
+            return mmap.mmap(file, length)
     except BaseException:
         path.unlink(missing_ok=True)
         raise

@@ -18,6 +18,7 @@ from mpidist import saved_file
 from mpidist.comm.consistency import comparing
 from mpidist.comm.world_group import native_group
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState, merged
+from mpidist.file_errors import naming
 
 if TYPE_CHECKING:
     from torch.serialization import MAP_LOCATION
@@ -44,7 +45,8 @@ def save(folder: str | Path, module: Any, state: PowerSGDState) -> Path:
     partial = path.with_suffix(".part")
     with comparing(group, "saving of the PowerSGD state"):
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save(content(module, state), partial)
+        with naming(path), open(partial, "wb") as file:
+            saved_file.write(content(module, state), file)
     partial.replace(path)
     if group.rank == 0:
         for other in folder.iterdir():

@@ -9,9 +9,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from mpidist import whole_file
+from mpidist import saved_file, whole_file
 from mpidist.comm.execution.work import Work
 from mpidist.comm.group_types import Group
 from mpidist.comm.mpi import runtime
@@ -139,7 +137,7 @@ class Background:
 def write(state: StateDict, path: Path) -> None:
     """Write a file that is complete, and on the disk, when it has its name."""
     with whole_file.replacing(path) as file:
-        torch.save(state, file)
+        saved_file.write(state, file)
 
 
 def _lower_priority() -> None:
