@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import tempfile
 import threading
+from typing import IO
 
 from mpidist.comm.mpi import runtime
+from mpidist.comm.recorder.file_format import SLOT_BYTES
 from mpidist.comm.recorder.ring import Ring
 from mpidist.comm.recorder.tail import Tail
 
@@ -26,13 +28,14 @@ class Spool:
 
     Attributes:
         threads: Names of the threads that were seen, by native id.
-        problem: Why entries are missing: the spool's disk is full.
+        problem: Why later entries are missing: the spool's disk is full.
     """
 
     def __init__(self, ring: Ring) -> None:
         self._tail = Tail(ring)
         self._slots = ring.slots
-        self._file = tempfile.SpooledTemporaryFile(_MEMORY_BYTES)  # noqa: SIM115
+        self._memory = bytearray()
+        self._file: IO[bytes] | None = None
         self.threads: dict[int, str] = {}
         self.problem = ""
         self._stop = threading.Event()
@@ -51,10 +54,7 @@ class Spool:
         self._stop.set()
         self._thread.join()
         self._read()
-        self._file.seek(0)
-        slots = self._file.read() + self._tail.under_way()
-        self._file.close()
-        return slots
+        return b"".join((self._memory, self._on_disk(), self._tail.under_way()))
 
     def _run(self) -> None:
         wait_s = _LONGEST_S
@@ -64,15 +64,47 @@ class Spool:
     def _read(self) -> int:
         """Read the ring; return the number of entries that have begun since the last time."""
         before = self._tail.last
-        slots = self._tail.read()
-        try:
-            self._file.write(slots)
-        except OSError as error:
-            self.problem = f"the folder for temporary files took no more: {error}"
+        self._store(self._tail.read())
         for thread in threading.enumerate():
             if thread.native_id is not None:
                 self.threads[thread.native_id] = thread.name
         return self._tail.last - before
+
+    def _store(self, slots: bytes) -> None:
+        if len(self._memory) < _MEMORY_BYTES:
+            self._memory += slots
+            return
+        # A write that has failed may have stored a part of a slot: none follows it.
+        if self.problem:
+            return
+        try:
+            if self._file is None:
+                # Without a buffer, which would be written again, and fail, when it is closed.
+                self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+            rest = memoryview(slots)
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._note(error)
+
+    def _on_disk(self) -> bytes:
+        """Return the slots that were written to the file, and close it."""
+        if self._file is None:
+            return b""
+        try:
+            with self._file as file:
+                file.seek(0)
+                found = file.read()
+        except OSError as error:
+            self._note(error)
+            return b""
+        return found[: len(found) // SLOT_BYTES * SLOT_BYTES]
+
+    def _note(self, error: OSError) -> None:
+        self.problem = (
+            f"the folder for temporary files, {tempfile.gettempdir()}, took no more: "
+            f"{error.strerror or error}"
+        )
 
 
 def next_wait_s(wait_s: float, share: float) -> float:
