@@ -439,6 +439,7 @@ def _receive(group: Group, path: Path, nbytes: int, source: int, tag: int) -> No
     partial = path.with_name(f"{path.name}.part")
     try:
         with naming(path):
+            job_folder.require_room(path.parent, nbytes)
             partial.write_bytes(content.numpy().data)
         partial.replace(path)
     except OSError:

@@ -1,8 +1,10 @@
 """Digests computed as a file is written, and by reading; a full disk."""
 
 import hashlib
+import os
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,3 +54,23 @@ def test_a_full_disk_is_named(write, numel):
         write(Path("/dev/full"), {"a": torch.zeros(numel)})
     # Not torch's "enforce fail ... unexpected pos", which follows from it.
     assert "enforce" not in "".join(traceback.format_exception(full.value))
+
+
+def test_a_file_in_memory_grows_while_mpi_has_room(tmp_path, monkeypatch):
+    free = [5 << 20]
+    path = tmp_path / "model.pt"
+
+    def found(where):
+        grown = path.stat().st_size
+        return SimpleNamespace(f_frsize=1, f_blocks=64 << 20, f_bavail=free[0] - grown)
+
+    monkeypatch.setattr(os, "statvfs", found)
+    digested_file.overwrite(path, torch.zeros(200_000))
+    words = f"No space left on device but what MPI may need: '{path}'"
+    with pytest.raises(OSError, match=words):
+        digested_file.overwrite(path, torch.zeros(2_000_000))
+    # What the file has is no more memory.
+    size = path.stat().st_size
+    free[0] = size
+    digested_file.overwrite(path, torch.ones(200_000))
+    assert torch.equal(torch.load(path), torch.ones(200_000))

@@ -9,6 +9,7 @@ clean`` those without a process. Nothing here communicates.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -22,6 +23,8 @@ from mpidist.errors import CheckpointError
 MEMORY = Path("/dev/shm")
 _LOCK = "lock"
 ADVICE = "remove it with `mpidist clean`"
+# Of the memory, left to MPI: one part in so many, and at most so many bytes.
+_LEFT_PARTS, _LEFT_BYTES = 16, 64 << 20
 
 
 def jobs_folders() -> list[Path]:
@@ -32,6 +35,27 @@ def jobs_folders() -> list[Path]:
 def path_of(job: str) -> Path:
     """Return the folder of a job, which need not exist."""
     return MEMORY / f"mpidist-{os.geteuid()}-{job}"
+
+
+def require_room(where: int | Path, nbytes: int) -> None:
+    """Require room for more bytes, beside what MPI may still need.
+
+    Open MPI's segments in the memory are sparse, and their pages are taken as messages need them: a
+    page that cannot be had is a bus error, which ends the process.
+
+    Args:
+        where: A file or folder of the memory.
+        nbytes: What is to be written, beyond what the file has.
+
+    Raises:
+        OSError: There is no such room.
+    """
+    found = os.statvfs(where)
+    total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    left = min(total // _LEFT_PARTS, _LEFT_BYTES)
+    # A memory without a limit gives no size.
+    if total and free < nbytes + left:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} but what MPI may need")
 
 
 def clean() -> tuple[list[Path], list[Path]]:
