@@ -7,6 +7,7 @@ of its tests in such a job.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pickle
@@ -76,9 +77,11 @@ def run_test(rank: int, kind: Any, method: str, file_name: str) -> None:
     try:
         kind._run(rank, method, file_name, theirs)
     finally:
-        # torch's process sends the traceback of a failure.
-        if ours.poll():
-            print(ours.recv(), flush=True)
+        # torch's process sends the traceback of a failure, and closes its end after any test: then
+        # there is something to receive, which is the end.
+        with contextlib.suppress(EOFError):
+            if ours.poll():
+                print(ours.recv(), flush=True)
 
 
 class _Jobs:
