@@ -16,6 +16,9 @@ from mpidist.reports.job import ENDED, STOPPED, Job
 
 _MOST = 4  # findings of one kind
 _STUCK_S = 1.0  # a call of a living job that takes less is none to name
+# At the timeout of one call others of its circle may be over, too, and a lock is given up.
+_BEFORE_TIMEOUT_NS = 500_000_000
+_PAST_S = 60.0  # a job that has gone on for longer is past its timeout
 
 
 class Finding(NamedTuple):
@@ -40,6 +43,7 @@ def findings(job: Job) -> list[Finding]:
         *_processes(job),
         *(_different(one) for one in different[:_MOST]),
         *(_calls(job, chain) for chain in chains if chain.circle),
+        *(_circles_of_the_past(job) if not chains else ()),
         *(_missing(job, one) for one in late[:_MOST] if one.missing),
         *(_calls(job, chain) for chain in chains if not chain.circle),
         *_messages(job),
@@ -87,9 +91,18 @@ def _missing(job: Job, late: Late) -> Finding:
     ranks = sorted(late.inside)
     first = late.inside[ranks[0]]
     age = max(job.age_s(rank, entry.begin_ns) for rank, entry in late.inside.items())
-    return Finding(
+    look = (
         f"look at what {rank_ranges.named(late.missing)} "
-        f"{'is in, and its' if len(late.missing) == 1 else 'are in, and their'} stack",
+        f"{'is in, and its' if len(late.missing) == 1 else 'are in, and their'} stack"
+    )
+    # Of a job that has ended nothing tells a rank that was killed from one that was late.
+    if {job.states.get(rank) for rank in late.missing} == {ENDED} and not job.is_alive:
+        look = (
+            "see whether the launcher's last lines name a signal for it: 9 (Killed) is a full "
+            f"memory (dmesg; sacct -o State,MaxRSS -j JOB) or a person. If none, {look}"
+        )
+    return Finding(
+        look,
         f"{rank_ranges.named(late.missing)} {_has(late.missing)} not called {first.operation} "
         f'number {late.sequence} of group "{late.group}", which {rank_ranges.named(ranks)} '
         f"{_is(ranks)} in for {duration(age)}"
@@ -137,6 +150,33 @@ def _calls(job: Job, chain: Chain) -> Finding:
         f"calls wait for each other: {call_waits.arrows(chain.circle, names)}",
         lines,
     )
+
+
+def _circles_of_the_past(job: Job) -> Iterator[Finding]:
+    """Yield the circle of calls that a timeout has broken, of the last calls that failed."""
+    failed = [
+        (job.wall_ns(rank, entry.end_ns), rank, entry)
+        for rank, recording in job.recordings.items()
+        for entry in recording.entries
+        if entry.kind is Kind.CALL
+        and entry.failed
+        and entry.end_ns is not None
+        and entry.end_ns - entry.begin_ns >= _STUCK_S * 1e9
+        and job.age_s(rank, entry.end_ns) < _PAST_S
+    ]
+    for _, rank, call in sorted(failed, key=lambda each: each[0], reverse=True)[:_MOST]:
+        at_ns = (call.end_ns or 0) - _BEFORE_TIMEOUT_NS
+        for chain in call_waits.chains(job.under_way_at(rank, at_ns)):
+            if chain.circle:
+                then_ns = {each: job.same_time_ns(rank, at_ns, each) for each in job.recordings}
+                yield Finding(
+                    "a handler that calls back must not wait for what its caller holds: a lock is "
+                    "given up before the call, or the call is made without waiting (rpc_async)",
+                    "calls waited for each other until a timeout: "
+                    + call_waits.arrows(chain.circle, job.workers),
+                    tuple(call_waits.sentences(chain, job.workers, then_ns)),
+                )
+                return
 
 
 def _messages(job: Job) -> Iterator[Finding]:

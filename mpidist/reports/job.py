@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mpidist.comm.recorder.recording import Entry, Recording
@@ -79,6 +79,18 @@ class Job:
             for rank, recording in self.recordings.items()
         }
 
+    def under_way_at(self, rank: int, time_ns: int) -> dict[int, list[Entry]]:
+        """Return the entries that had not ended at a time of a rank's clock, by world rank."""
+        found = {}
+        for other, recording in self.recordings.items():
+            at_ns = self.same_time_ns(rank, time_ns, other)
+            found[other] = [
+                replace(entry, end_ns=None)
+                for entry in recording.entries
+                if entry.begin_ns <= at_ns and (entry.end_ns is None or entry.end_ns > at_ns)
+            ]
+        return found
+
     @cached_property
     def locks(self) -> dict[Thread, str]:
         """Return, of threads with a stack, the place of the lock they wait for, or ""."""
@@ -112,6 +124,10 @@ class Job:
     def wall_ns(self, rank: int, time_ns: int) -> int:
         """Return the time since the epoch of a time of a rank's monotonic clock."""
         return self._offsets[self.recordings[rank].host] + time_ns
+
+    def same_time_ns(self, rank: int, time_ns: int, other: int) -> int:
+        """Return a time of a rank's monotonic clock as one of another rank's."""
+        return self.wall_ns(rank, time_ns) - self._offsets[self.recordings[other].host]
 
     @cached_property
     def _offsets(self) -> dict[str, int]:

@@ -81,6 +81,42 @@ def test_calls_in_a_circle_are_named_with_their_lock():
     assert "rpc_async" in finding.remedy
 
 
+def test_a_circle_that_a_timeout_has_broken_is_named_after_it():
+    """The caller gives up its lock behind its timeout, and both handlers end."""
+    f = dict(peer=1, tag=7, thread=1, end_s=6, failed=True)
+    g = dict(peer=0, tag=3, thread=2, end_s=6.1)
+    ranks = (
+        [
+            entry(1, Kind.CALL, "f", 1, **f),
+            entry(2, Kind.HANDLER, "g", 1.2, peer=1, tag=3, thread=4, end_s=6.05),
+        ],
+        [
+            entry(1, Kind.HANDLER, "f", 1.1, peer=0, tag=7, thread=2, end_s=6.2),
+            entry(2, Kind.CALL, "g", 1.2, **g),
+        ],
+    )
+    (finding,) = of.findings(job(*ranks, workers=["worker0"], states=(ENDED, ENDED)))
+    assert finding.text == (
+        "calls waited for each other until a timeout: worker0 -> rank 1 -> worker0"
+    )
+    assert finding.details == (
+        "worker0 waits 4.5 s for f of rank 1",
+        "rank 1, as its handler, waits 4.3 s for g of worker0",
+        "worker0 runs it, or waits for a lock there",
+    )
+    assert "rpc_async" in finding.remedy
+    assert said(job(*ranks, now_s=66.5)) == []  # and it has gone on for a minute
+    # A call that fails soon is an error of its handler.
+    ranks[0][0] = entry(1, Kind.CALL, "f", 1, **(f | {"end_s": 1.9}))
+    assert said(job(*ranks)) == []
+
+
+def test_a_rank_that_a_signal_may_have_ended_has_another_remedy():
+    ranks = [BEFORE, collective(2, 3)], [BEFORE]
+    (ended,) = of.findings(job(*ranks, states=(ENDED, ENDED)))
+    assert "sacct" in ended.remedy and ended.remedy.endswith("what rank 1 is in, and its stack")
+
+
 def test_a_call_of_a_moment_is_no_finding_while_the_job_runs():
     made = [entry(1, Kind.CALL, "f", 19.5, peer=1, tag=7)], []
     assert said(job(*made)) == []
