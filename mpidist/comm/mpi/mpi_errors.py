@@ -37,7 +37,8 @@ def translate(error: MPI.Exception, where: str) -> MpidistError:
     if error.Get_error_class() == MPI.ERR_TRUNCATE or "truncat" in text.lower():
         text += (
             "; the ranks' tensors differ in size, or they called different collectives: with "
-            "MPIDIST_DEBUG=1 all ranks compare before they communicate"
+            "MPIDIST_DEBUG=1 all ranks compare before they communicate, and of this run "
+            "'mpidist report' says who called what"
         )
     return RankFailureError(text) if is_failure(error) else MpidistError(text)
 

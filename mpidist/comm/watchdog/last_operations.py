@@ -160,14 +160,18 @@ def lines(last: Mapping[int, LastOperations], ranks: Sequence[int]) -> list[str]
         said += [f"    {line}" for line in call_waits.sentences(chain, names, now_ns)]
     for rank in [rank for rank in ranks if rank in last and last[rank].entries][:_MOST]:
         said.append(f"  last operations of rank {rank}:")
-        said += [f"    {described(entry)}: {_when(entry)}" for entry in last[rank].entries[-_LAST:]]
+        # Without numbers: the report's count the program's calls, those of a recorder all.
+        said += [
+            f"    {described(entry, has_number=False)}: {_when(entry)}"
+            for entry in last[rank].entries[-_LAST:]
+        ]
     return said
 
 
-def described(entry: Entry) -> str:
+def described(entry: Entry, *, has_number: bool = True) -> str:
     """Return an operation in words: its name, number and group or other side, and its tensor."""
     words = [f"handler of {entry.operation}" if entry.kind is Kind.HANDLER else entry.operation]
-    if entry.sequence:
+    if entry.sequence and has_number:
         words.append(f"number {entry.sequence}")
     if entry.group and entry.kind is Kind.COLLECTIVE:
         words.append(f'of "{entry.group}"')

@@ -34,11 +34,11 @@ def test_what_is_under_way_and_the_last_that_ended_are_kept_with_their_ages():
         "    w0 waits 19.0 s for f of rank 1",
         "    rank 1 has not begun it",
         "  last operations of rank 0:",
-        '    all_reduce number 7 of "world" (5,) float32: ended 12.5 s ago',
-        '    all_reduce number 8 of "world" (5,) float32: ended 11.5 s ago',
-        '    all_reduce number 9 of "world" (5,) float32: ended 10.5 s ago',
-        '    all_reduce number 10 of "world" (5,) float32: failed 9 s ago',
-        '    all_reduce number 11 of "world" (5,) float32: under way for 8 s',
+        '    all_reduce of "world" (5,) float32: ended 12.5 s ago',
+        '    all_reduce of "world" (5,) float32: ended 11.5 s ago',
+        '    all_reduce of "world" (5,) float32: ended 10.5 s ago',
+        '    all_reduce of "world" (5,) float32: failed 9 s ago',
+        '    all_reduce of "world" (5,) float32: under way for 8 s',
     ]
 
 
