@@ -96,15 +96,14 @@ def test_lines_are_compared_without_what_differs_between_runs():
 @pytest.mark.parametrize("fault", faults(), ids=lambda fault: fault.title)
 def test_a_fault_is_reported_as_the_page_has_it(fault, tmp_path):
     name = str(os.getpid())
-    program = tmp_path / "train.py"
-    program.write_text(fault.code)
+    (tmp_path / "train.py").write_text(fault.code)
     variables = {**without_launcher(os.environ), **VARIABLES, "MPIDIST_JOB": name, "COLUMNS": "80"}
 
     def output_of(*command):
         done = subprocess.run(
             command,
             env={**variables, **fault.variables},
-            cwd=ROOT,
+            cwd=tmp_path,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -115,7 +114,7 @@ def test_a_fault_is_reported_as_the_page_has_it(fault, tmp_path):
         return done.stdout
 
     try:
-        said = output_of(*launcher(fault.ranks), sys.executable, str(program))
+        said = output_of(*launcher(fault.ranks), sys.executable, "train.py")
         assert missing(said, fault.says) == [], said
         if fault.report:
             said = output_of(sys.executable, "-m", "mpidist", "report", name)
