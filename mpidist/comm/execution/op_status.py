@@ -409,9 +409,10 @@ def described_as(
     operation: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> Described:
     """Return a collective without its tensors' memory."""
-    read = _forms(inputs)
+    read = _forms(inputs) if inputs else ()
     # The same tensors where they are reduced in place.
-    return operation, read, read if outputs is inputs else _forms(outputs)
+    written = read if outputs is inputs else _forms(outputs) if outputs else ()
+    return operation, read, written
 
 
 def _kept(environ: Mapping[str, str]) -> int:
@@ -424,7 +425,7 @@ def _forms(tensors: Sequence[torch.Tensor]) -> tuple[Form, ...]:
     if len(tensors) == 1:  # a comprehension takes three times as long
         (tensor,) = tensors
         return ((tensor.shape, tensor.dtype),)
-    return tuple([(tensor.shape, tensor.dtype) for tensor in tensors]) if tensors else ()
+    return tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
 
 
 def _call(described: Described) -> Call:
