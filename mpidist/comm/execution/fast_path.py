@@ -8,6 +8,7 @@ empty and its lock free, the calling thread calls MPI without the checks and the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -58,8 +59,8 @@ class Call:
 
     Attributes:
         run: Executes it, in the thread that holds the lock of ``Progress``. Takes the tensor that a
-            report names meanwhile (or None), and what torch works on: the tensor of a
-            ``Reduction``, inputs and outputs of another collective, or nothing.
+            report names meanwhile (or None), all tensors, and what torch works on: the tensor of
+            a ``Reduction``, inputs and outputs of another collective, or nothing.
         takes_tensors: ``run`` takes these.
     """
 
@@ -100,7 +101,8 @@ class FastPath:
 
     def __init__(self, execution: Execution) -> None:
         state, progress = execution.state, execution.progress
-        self._execution = execution
+        # Not the object: the state refers to the path, and a group that is dropped ends at once.
+        self._execution = weakref.ref(execution)
         self._state = state
         self._comm = state.comm
         self._progress = progress
@@ -108,11 +110,17 @@ class FastPath:
         self._journal = state.journal
         # No call needs a check of its values.
         self._is_open = not (execution.is_debug or execution.checks_nan)
-        self._calls: dict[int, Reduction] = {}  # by address
+        self._calls: dict[int, Reduction] = {}  # by address, the last of each
+        self._reductions: dict[tuple[object, ...], Reduction] = {}  # by address, form and operation
         # By what ``_flat`` returns.
         self._movements: dict[tuple[object, ...], Movement] = {}
+        self._seen: set[int] = set()  # hashes of such keys
         # Looked up once, because each attribute access in the call costs 30 ns.
-        self._enter, self._leave = progress.lock.acquire, progress.lock.release
+        self._enter: Callable[[bool], bool] = progress.lock.acquire
+        self._leave = progress.lock.release
+        if not self._comm.is_single_node:
+            # The group's thread sleeps while it waits; a prepared call does not.
+            self._enter = self._enter_outside_its_thread
         self._queued = progress.items
         self._help = progress.help
 
@@ -124,6 +132,7 @@ class FastPath:
     def forget(self) -> None:
         """Empty the cache, because another algorithm may be chosen from now on."""
         self._calls = {}
+        self._reductions = {}
         self._movements = {}
 
     def take(self, describe: Describe, arguments: Sequence[object]) -> bool:
@@ -131,7 +140,8 @@ class FastPath:
 
         Args:
             describe: A function of ``collectives``: returns the operation, its arguments checked.
-                Called once for arguments that are equal, with tensors of equal forms and memory.
+                Called once for arguments that are equal, with tensors of equal forms and memory,
+                when they come the second time.
             arguments: Its arguments behind the first.
 
         Returns:
@@ -148,7 +158,11 @@ class FastPath:
         key, tensors = flat
         call = self._movements.get(key)
         if call is None:
-            call = self._prepare_movement(key, tensors, describe(self._execution, *arguments))
+            if self._is_new(key):
+                return False
+            execution = self._execution()
+            assert execution is not None
+            call = self._prepare_movement(key, tensors, describe(execution, *arguments))
         operands: tuple[object, ...] = ()
         if call.takes_tensors:
             if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in tensors):
@@ -159,7 +173,7 @@ class FastPath:
         if self._queued or not self._enter(False):
             return False
         try:
-            call.run(None if call.shown is None else tensors[call.shown], *operands)
+            call.run(None if call.shown is None else tensors[call.shown], tensors, *operands)
         finally:
             self._leave()
         return True
@@ -178,9 +192,9 @@ class FastPath:
             return False
         try:
             if call.takes_tensors:
-                call.run(tensor, tensor)
+                call.run(tensor, None, tensor)
             else:
-                call.run(tensor)
+                call.run(tensor, None)
         finally:
             self._leave()
         return True
@@ -227,6 +241,23 @@ class FastPath:
             return None  # autograd would record the arithmetic, or inference mode is needed
         return call
 
+    def _is_new(self, key: tuple[object, ...]) -> bool:
+        """Return whether a call has not been seen: most memory that comes once comes never again.
+
+        To prepare a call takes longer than to execute it.
+        """
+        number, seen = hash(key), self._seen
+        if number in seen:
+            return False
+        if len(seen) >= _CACHED:
+            seen.clear()
+        seen.add(number)
+        return True
+
+    def _enter_outside_its_thread(self, blocking: bool) -> bool:
+        progress = self._progress
+        return not progress.is_own_thread() and progress.lock.acquire(blocking)
+
     def _prepare_movement(
         self, key: tuple[object, ...], tensors: Sequence[torch.Tensor], operation: Operation
     ) -> Movement:
@@ -260,7 +291,11 @@ class FastPath:
         begin, note = journal.begins[described], journal.ended.append
         end, fail = self._state.recorder.end, self._state.recorder.fail
 
-        def run(tensor: torch.Tensor | None, *operands: object) -> None:
+        # ``held`` is what ``nonblocking.keep_buffers`` finds in this frame: MPI may still write
+        # there when a wait has ended by the group's failure.
+        def run(
+            tensor: torch.Tensor | None, held: Sequence[torch.Tensor] | None, *operands: object
+        ) -> None:
             journal.described = described
             journal.sequence = sequence = journal.sequence + 1
             journal.operation = name
@@ -285,7 +320,7 @@ class FastPath:
     def _run_later(self, call: Call, tensor: torch.Tensor) -> tuple[torch.Tensor]:
         if self._state.failure is not None:
             self._state.raise_failure()
-        call.run(tensor, *((tensor,) if call.takes_tensors else ()))
+        call.run(tensor, None, *((tensor,) if call.takes_tensors else ()))
         return (tensor,)
 
     def _prepare(self, address: int, tensor: torch.Tensor, op: ReduceOp) -> Reduction | None:
@@ -300,6 +335,12 @@ class FastPath:
             or dtype.is_complex
         ):
             return None
+        # Views of one memory may take turns.
+        key = (address, tensor.shape, dtype, op)
+        known = self._reductions.get(key)
+        if known is not None:
+            self._calls[address] = known
+            return known
         try:
             plan = reduce_op.reduction(dtype, op)
         except (TypeError, ValueError):
@@ -316,9 +357,10 @@ class FastPath:
         both = ((tensor.shape, dtype),)
         run = self._recorded("all_reduce", run, ("all_reduce", both, both))
         call = Reduction(run, not is_one_call, tensor.shape, dtype, op)
-        if len(self._calls) >= _CACHED:
+        if len(self._reductions) >= _CACHED:
             self._calls.clear()
-        self._calls[address] = call
+            self._reductions.clear()
+        self._calls[address] = self._reductions[key] = call
         return call
 
 
@@ -327,7 +369,7 @@ def _flat(
 ) -> tuple[tuple[object, ...], list[torch.Tensor]] | None:
     """Return the key of a call among the prepared ones, and the tensors of its arguments.
 
-    The key holds address, shape and dtype of each tensor, the length of each list, and the value of
+    The key holds address, shape and dtype of each tensor, a mark before each list, and the value of
     every other argument. None if the call cannot be prepared.
     """
     key: list[object] = [describe]
@@ -340,7 +382,7 @@ def _flat(
         elif kind is tuple or kind is list:
             if len(items) > _LONGEST:
                 return None
-            key.append(len(items))
+            key.append(kind)  # begins a list: no argument of another kind is a type
         elif kind in _PLAIN:  # a bool equals a rank, and is none
             key.append(argument)
             continue

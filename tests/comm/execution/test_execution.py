@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mpidist.comm.execution.execution import Execution
+from mpidist.comm.execution.fast_path import FastPath
 from mpidist.comm.execution.group_settings import GroupSettings
 from mpidist.comm.execution.group_state import GroupState
 from mpidist.comm.execution.op_status import IDLE
@@ -168,6 +169,7 @@ def test_stages_in_order_are_one_operation(execution, async_op):
 
 def test_a_group_that_is_dropped_warns_and_ends_its_thread():
     execution = execution_of()
+    execution.state.close_fast_path = FastPath(execution).close
     execution.launch(Operation("name", lambda *_: None), async_op=True).wait(10)
     thread = execution.progress._thread
     with pytest.warns(ResourceWarning, match='group "test" was dropped without close'):

@@ -1,14 +1,19 @@
 """Fast path of synchronous collectives: calls prepared for the memory of their tensors."""
 
+import threading
 from functools import partial
 
 import pytest
 import torch
 
+from mpidist.comm import collectives
 from mpidist.comm.algorithms.reduce_op import (
     MAX,
     SUM,
 )
+from mpidist.comm.mpi import nonblocking
+from mpidist.errors import MpidistError
+from tests.tools.simulated_nodes import groups
 from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi
@@ -146,3 +151,96 @@ def test_a_list_of_many_tensors_is_not_kept(group):
     group.broadcast_coalesced(tensors, group.size - 1)
     right = all(tensor.item() == group.size - 1 for tensor in tensors)
     agree(group, right and len(group._fast_path._movements) == held, str(tensors[:2]))
+
+
+def test_memory_is_prepared_for_when_it_comes_again(group):
+    path = group._fast_path
+    tensors = [torch.full((2,), float(group.rank)) for _ in range(5)]
+    held = len(path._movements)
+    for tensor in tensors:
+        group.broadcast(tensor, 0)
+    first = len(path._movements) - held
+    for tensor in tensors:
+        group.broadcast(tensor, group.size - 1)
+        group.broadcast(tensor, group.size - 1)
+    right = all(tensor.tolist() == [0.0] * 2 for tensor in tensors)
+    again = len(path._movements) - held
+    agree(group, right and first == 0 and again == 5, f"{tensors} {first} {again}")
+
+
+def test_views_of_one_memory_that_take_turns_are_prepared_once(group, monkeypatch):
+    whole, prepared = torch.ones(4), []
+    views = [whole, whole.view(2, 2), whole[:2], whole.view(torch.int32)]
+    recorded = group._fast_path._recorded
+    monkeypatch.setattr(
+        group._fast_path, "_recorded", lambda *args: prepared.append(args) or recorded(*args)
+    )
+    for _ in range(3):
+        for view in views:
+            group.all_reduce(view, MAX)
+    agree(group, len(prepared) == len(views) and whole.tolist() == [1.0] * 4, str(prepared))
+
+
+def test_split_sizes_that_are_no_list_are_not_taken_for_some(group):
+    size, rows = group.size, 2 * group.size
+    sends = [rows if group.rank == 0 else 0] * size
+    receives = [rows] + [0] * (size - 1)
+    source, target = torch.arange(sum(sends)), torch.zeros(rows, dtype=torch.int64)
+    for _ in range(3):
+        group.all_to_all_single(target, source, receives, sends)
+    # The same numbers in the same order, were a list known by its length and its items.
+    with pytest.raises((TypeError, ValueError)):
+        group.all_to_all_single(target, source, size, [*receives[1:], size, *sends])
+    first = rows * group.rank
+    agree(group, target.tolist() == list(range(first, first + rows)), str(target))
+
+
+def test_a_call_that_is_left_keeps_its_tensors(world, monkeypatch):
+    """MPI may go on to read and to write them."""
+    group, kept = world.clone("left", on_timeout="raise"), []
+    monkeypatch.setattr(nonblocking, "_abandoned", kept)
+    monkeypatch.setattr("mpidist.comm.mpi.runtime.note_failure", lambda *args: None)
+    source, target = torch.ones(2), torch.zeros(2 * group.size)
+    for _ in range(2):
+        group.all_gather_into_tensor(target, source)
+    (call,) = group._fast_path._movements.values()
+
+    def fail() -> None:
+        group._state.fail(MpidistError("left"))
+        raise MpidistError("left")
+
+    run = group._fast_path._recorded("broadcast", fail, ("broadcast", (), ()))
+    group._fast_path._movements = {
+        key: type(call)(run, False, call.inputs, call.outputs, call.shown)
+        for key in group._fast_path._movements
+    }
+    with pytest.raises(MpidistError, match="left"):
+        group.all_gather_into_tensor(target, source)
+    found = {
+        id(item)
+        for frames in kept
+        for local in frames
+        for value in local.values()
+        for item in (value if isinstance(value, list) else [value])
+    }
+    group.close()
+    agree(world, {id(source), id(target)} <= found)
+
+
+def test_the_groups_thread_prepares_nothing_between_nodes(world, monkeypatch):
+    with groups(world, monkeypatch) as clone:
+        group, tensor = clone("alone"), torch.ones(2)
+        for _ in range(2):
+            group.barrier()
+            group.all_reduce(tensor)
+        with monkeypatch.context() as patch:
+            # It would wait by polling where the group's thread sleeps.
+            patch.setattr(group._progress, "_thread_id", threading.get_ident())
+            in_thread = (
+                group._at_once(collectives.barrier, ()),
+                group.all_reduce_at_once(tensor, SUM),
+            )
+        elsewhere = group._at_once(collectives.barrier, ())
+        # On one node and one rank there are no waits between nodes.
+        is_far = world.size > 1
+        agree(world, elsewhere and in_thread == ((False, False) if is_far else (True, True)))
