@@ -46,7 +46,8 @@ def tensor(where: str, value: object, name: str) -> None:
     """Require a dense tensor on the CPU or on CUDA.
 
     Raises:
-        TypeError: Not a tensor, or not a dense one.
+        TypeError: Not a tensor, not a dense one, or one without memory of its own (a DTensor, a
+            fake one, one of ``torch.func``).
         ValueError: On another device.
     """
     if not isinstance(value, torch.Tensor):
@@ -57,6 +58,18 @@ def tensor(where: str, value: object, name: str) -> None:
         )
     if not (value.is_cpu or value.is_cuda):
         raise ValueError(f"{where} needs {name} on the CPU or a CUDA device; got {value.device}")
+    if not _has_memory(value):
+        raise TypeError(
+            f"{where} needs {name} with memory of its own; got a {type(value).__name__} without "
+            "(of a DTensor pass .to_local(); a function that torch traces cannot communicate)"
+        )
+
+
+def _has_memory(value: torch.Tensor) -> bool:
+    try:
+        return value.data_ptr() != 0 or not value.numel()
+    except RuntimeError:  # of torch.func
+        return False
 
 
 def sparse(where: str, value: torch.Tensor, name: str, op: ReduceOp) -> None:

@@ -221,7 +221,7 @@ class FastPath:
             return None
         try:
             address = tensor.data_ptr()
-        except RuntimeError:  # a sparse layout
+        except RuntimeError:  # a sparse layout, or a tensor of torch.func
             return None
         if not tensor.is_contiguous() or tensor.is_neg():
             return None
@@ -333,6 +333,7 @@ class FastPath:
             or tensor.layout is not _STRIDED
             or not isinstance(op, str)
             or dtype.is_complex
+            or not (address or not tensor.numel())  # a functional tensor
         ):
             return None
         # Views of one memory may take turns.
@@ -402,7 +403,10 @@ def _flat(
                 or item.requires_grad
             ):
                 return None
-            key += (item.data_ptr(), item.shape, item.dtype)
+            try:
+                key += (item.data_ptr(), item.shape, item.dtype)
+            except RuntimeError:  # a tensor of torch.func
+                return None
             tensors.append(item)
     return tuple(key), tensors
 

@@ -1,9 +1,11 @@
 """Wrong arguments: a typed error with place, expected and given value, before any call of MPI."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.tools.support import agree
 
@@ -98,6 +100,39 @@ def test_a_wrong_argument_raises_with_place_and_values(group):
         else:
             wrong.append((what, "nothing raised"))
     group.barrier()
+    agree(group, not wrong, str(wrong))
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_tensors_without_memory_are_refused(group):
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    wrong = []
+
+    def refused(tensor):
+        for call in (
+            partial(group.broadcast, tensor, 0),
+            partial(group.all_reduce, tensor),
+            partial(group.all_gather, [tensor] * group.size, tensor),
+            partial(group.all_reduce, tensor, async_op=True),
+        ):
+            for _ in range(2):  # the second time looked up among prepared calls
+                try:
+                    call()
+                except TypeError as error:
+                    if "tensor with memory of its own; got a " not in str(error):
+                        wrong.append(str(error))
+                else:
+                    wrong.append(f"{call} took it")
+        return tensor
+
+    refused(fake)
+    with pytest.raises(TypeError, match="tensor with memory of its own; got a FakeTensor"):
+        group.isend(fake, group.rank)
+    torch.func.vmap(refused)(torch.ones(2, 3))
+    group.barrier()
+    empty = torch.empty(0)
+    group.broadcast(empty, 0)
     agree(group, not wrong, str(wrong))
 
 
