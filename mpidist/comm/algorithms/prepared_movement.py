@@ -93,8 +93,7 @@ def all_gather(comm: Communicator, inputs: Tensors, outputs: Tensors) -> Run | N
     if are_adjacent:
         send = MPI.IN_PLACE if source.data_ptr() == own else send
         return _gathering(comm, send, start, counts)
-    # By powers of two: prepared calls of growing lengths keep twice the longest in all.
-    held = comm.scratch(1 << (total - 1).bit_length(), torch.uint8, Scratch.PREPARED_GATHERED)
+    held = comm.scratch(total, torch.uint8, Scratch.PREPARED_GATHERED)
     start = held.data_ptr()
     gather = _gathering(comm, send, start, counts)
     copies = [(target, start + place, nbytes) for target, place, nbytes in copies]

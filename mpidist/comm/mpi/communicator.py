@@ -17,6 +17,7 @@ from mpidist.comm.mpi.tags import Tag
 
 # The highest tags belong to the library's own algorithms, all lower ones to the user.
 _RESERVED_TAGS = 64
+_SHORT = 1 << 20  # elements of scratch memory
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,10 @@ class Communicator:
         """
         held = self._scratch.get((dtype, use))
         if held is None or held.numel() < numel:
+            # Prepared calls keep theirs: of growing lengths, by powers of two, twice the longest in
+            # all.
+            length = 1 << (numel - 1).bit_length() if 0 < numel <= _SHORT else numel
             with autograd_mode.allocating():
-                held = torch.empty(numel, dtype=dtype, device="cpu")
+                held = torch.empty(length, dtype=dtype, device="cpu")
             self._scratch[dtype, use] = held
         return held[:numel]
