@@ -204,6 +204,10 @@ def test_with_ulfm_calls_to_a_dead_worker_fail_and_the_living_go_on():
         facts["method"] = failure(lambda: kept.rpc_sync(timeout=20).sum())
         other = 1 - world.rank
         facts["relay"] = failure(lambda: rpc.rpc_sync(other, relay, args=(1,), timeout=20))
+        # The other worker's word of the holder that died is on its way.
+        until = time.monotonic() + 20
+        while any(owned()) and time.monotonic() < until:
+            time.sleep(0.01)
         facts["owned"] = owned()
         facts["living"] = []
         for size in (1, 100_000):
