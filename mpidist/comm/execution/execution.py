@@ -228,9 +228,13 @@ class Execution:
         except Exception as error:
             is_failed = True
             explained = state.explain(error, operation.name)
-            if explained is error:
-                raise
-            raise explained from error
+            try:
+                if explained is error:
+                    raise
+                raise explained from error
+            finally:
+                # Its traceback holds this frame, and the frame this group.
+                del explained
         finally:
             journal.leave(number, is_failed)
 

@@ -160,9 +160,7 @@ class FastPath:
         if call is None:
             if self._is_new(key):
                 return False
-            execution = self._execution()
-            assert execution is not None
-            call = self._prepare_movement(key, tensors, describe(execution, *arguments))
+            call = self._prepare_movement(key, tensors, describe(self._execution(), *arguments))
         operands: tuple[object, ...] = ()
         if call.takes_tensors:
             if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in tensors):
@@ -308,9 +306,13 @@ class FastPath:
                 note(described)
                 fail(number)
                 explained = explain(error, name) if isinstance(error, Exception) else error
-                if explained is error:
-                    raise
-                raise explained from error
+                try:
+                    if explained is error:
+                        raise
+                    raise explained from error
+                finally:
+                    # Its traceback holds this frame, and the group through the frames below.
+                    del explained
             journal.tensor = IDLE
             note(described)
             end(number)
