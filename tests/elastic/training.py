@@ -47,6 +47,20 @@ class Steps:
         self.rows = np.memmap(file, np.int64, "r+", shape=(_MOST_RANKS, 3))
 
 
+def _threads() -> int:
+    """Return the number of threads when those of the world before have ended, or 5 s are over.
+
+    Its store serves until all ranks have left it, and the timer of a recovery ends when it comes to
+    run: both may be after the next start.
+    """
+    until = time.monotonic() + 5
+    while time.monotonic() < until and any(
+        thread.name in ("mpidist-store", "mpidist-deadline") for thread in threading.enumerate()
+    ):
+        time.sleep(1e-3)
+    return threading.active_count()
+
+
 class Training:
     """Training on this process, begun as often as ranks die.
 
@@ -76,7 +90,7 @@ class Training:
 
     def __call__(self) -> dict[str, Any]:
         """Train on, and return rank and digest."""
-        self.counts.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
+        self.counts.append((_threads(), len(os.listdir("/proc/self/fd"))))
         if self.kind in _OF_TORCH:
             dist.init_process_group("mpidist")
             rank, size = dist.get_rank(), dist.get_world_size()
