@@ -117,7 +117,7 @@ def head_of(comm: Communicator) -> tuple[c_uint64, int, buffer.Buffer]:
 
 def all_gather_into(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     """Gather each rank's tensor into a flat one: pairs of (N bytes) and (W·N bytes)."""
-    inputs = _separated(all_gather_into, comm, inputs, outputs)
+    inputs = separated_for(all_gather_into, comm, inputs, outputs)
     memory = node_memory.of(comm)
     for source, target in zip(inputs, outputs, strict=True):
         nbytes = source.nbytes
@@ -144,7 +144,7 @@ def all_gather_into(comm: Communicator, inputs: Tensors, outputs: Tensors) -> No
 
 def all_gather(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     """Gather each rank's tensor into a list of W tensors, which may have different sizes."""
-    (source,) = _separated(all_gather, comm, inputs, outputs)
+    (source,) = separated_for(all_gather, comm, inputs, outputs)
     counts = [t.nbytes for t in outputs]
     # The choice depends on sizes only, which all ranks know; memory addresses differ between ranks.
     if max(counts) > FLAT_BYTES:
@@ -165,7 +165,7 @@ def all_gather(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
 
 def gather(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> None:
     """Gather each rank's tensor at the root; ``outputs`` is empty on other ranks."""
-    (source,) = _separated(gather, comm, inputs, outputs)
+    (source,) = separated_for(gather, comm, inputs, outputs)
     if source.nbytes <= FLAT_BYTES:
         if comm.rank != root:
             comm.mpi.Gather(buffer.as_bytes(source), None, root)
@@ -187,7 +187,7 @@ def gather(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> 
 def scatter(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> None:
     """Send the root's i-th tensor to rank i; ``inputs`` is empty on other ranks."""
     (target,) = outputs
-    inputs = _separated(scatter, comm, inputs, outputs)
+    inputs = separated_for(scatter, comm, inputs, outputs)
     if target.nbytes <= FLAT_BYTES:
         if comm.rank != root:
             comm.mpi.Scatter(None, buffer.as_bytes(target), root)
@@ -208,7 +208,7 @@ def scatter(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) ->
 
 def all_to_all(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     """Send the i-th of W tensors to rank i and receive the i-th from rank i; sizes may differ."""
-    pairwise_exchange(comm, _separated(all_to_all, comm, inputs, outputs), outputs)
+    pairwise_exchange(comm, separated_for(all_to_all, comm, inputs, outputs), outputs)
 
 
 def all_to_all_single(
@@ -245,9 +245,10 @@ def all_to_all_single(
         datatype.Free()
 
 
-def _separated(
+def separated_for(
     execute: Callable[..., None], comm: Communicator, inputs: Tensors, outputs: Tensors
 ) -> Tensors:
+    """Return the inputs, copies of those that ``execute`` would overwrite; the same if of none."""
     return separated(inputs, outputs, partial(in_place, execute, comm.rank, inputs, outputs))
 
 

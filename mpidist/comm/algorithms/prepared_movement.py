@@ -81,7 +81,7 @@ def all_gather(comm: Communicator, inputs: Tensors, outputs: Tensors) -> Run | N
     if max(counts) > movement.FLAT_BYTES or not source.nbytes:
         return None
     start, own = outputs[0].data_ptr(), outputs[comm.rank].data_ptr()
-    if source.data_ptr() != own and any(_overlap(source, target) for target in outputs):
+    if movement.separated_for(movement.all_gather, comm, inputs, outputs) is not inputs:
         return None
     copies: list[tuple[int, int, int]] = []
     total, are_adjacent = 0, True
@@ -116,7 +116,7 @@ def all_gather_into(comm: Communicator, inputs: Tensors, outputs: Tensors) -> Ru
     if not 0 < nbytes < node_memory.SMALLEST_BYTES or target.nbytes > buffer.MAX_COUNT:
         return None
     is_in_place = source.data_ptr() == target.data_ptr() + comm.rank * nbytes
-    if not is_in_place and _overlap(source, target):
+    if movement.separated_for(movement.all_gather_into, comm, inputs, outputs) is not inputs:
         return None
     send = MPI.IN_PLACE if is_in_place else buffer.as_bytes(source)
     return _gathering(comm, send, target.data_ptr(), [nbytes] * comm.size)
@@ -127,8 +127,3 @@ def _gathering(comm: Communicator, send: Any, address: int, counts: list[int]) -
     if min(counts) == max(counts):
         return partial(comm.mpi.Allgather, send, (memory, counts[0], MPI.BYTE))
     return partial(comm.mpi.Allgatherv, send, movement.ragged(memory, counts))
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    start, begin = one.data_ptr(), other.data_ptr()
-    return start < begin + other.nbytes and begin < start + one.nbytes

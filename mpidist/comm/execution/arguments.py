@@ -58,14 +58,15 @@ def tensor(where: str, value: object, name: str) -> None:
         )
     if not (value.is_cpu or value.is_cuda):
         raise ValueError(f"{where} needs {name} on the CPU or a CUDA device; got {value.device}")
-    if not _has_memory(value):
+    if not has_memory(value):
         raise TypeError(
             f"{where} needs {name} with memory of its own; got a {type(value).__name__} without "
             "(of a DTensor pass .to_local(); a function that torch traces cannot communicate)"
         )
 
 
-def _has_memory(value: torch.Tensor) -> bool:
+def has_memory(value: torch.Tensor) -> bool:
+    """Return whether a tensor's elements lie at an address; that of a fake tensor is 0."""
     try:
         return value.data_ptr() != 0 or not value.numel()
     except RuntimeError:  # of torch.func

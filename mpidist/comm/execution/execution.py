@@ -227,14 +227,7 @@ class Execution:
                 return execute(comm, inputs, outputs, *operation.args)
         except Exception as error:
             is_failed = True
-            explained = state.explain(error, operation.name)
-            try:
-                if explained is error:
-                    raise
-                raise explained from error
-            finally:
-                # Its traceback holds this frame, and the frame this group.
-                del explained
+            state.raise_explained(error, operation.name)
         finally:
             journal.leave(number, is_failed)
 

@@ -27,6 +27,7 @@ from mpidist.comm.algorithms import (
     reductions,
 )
 from mpidist.comm.algorithms.reduce_op import ReduceOp
+from mpidist.comm.execution.arguments import has_memory
 from mpidist.comm.execution.execution import Execution
 from mpidist.comm.execution.op_status import IDLE, described_as
 from mpidist.comm.execution.operation import Operation
@@ -285,7 +286,7 @@ class FastPath:
     ) -> Callable[..., None]:
         """Return ``execute`` with its entries in the journal and the recorder."""
         # In cells, as twelve attributes of objects take a tenth of a call.
-        journal, explain = self._journal, self._state.explain
+        journal, raise_explained = self._journal, self._state.raise_explained
         begin, note = journal.begins[described], journal.ended.append
         end, fail = self._state.recorder.end, self._state.recorder.fail
 
@@ -305,14 +306,9 @@ class FastPath:
                 journal.tensor = IDLE
                 note(described)
                 fail(number)
-                explained = explain(error, name) if isinstance(error, Exception) else error
-                try:
-                    if explained is error:
-                        raise
-                    raise explained from error
-                finally:
-                    # Its traceback holds this frame, and the group through the frames below.
-                    del explained
+                if isinstance(error, Exception):
+                    raise_explained(error, name)
+                raise
             journal.tensor = IDLE
             note(described)
             end(number)
@@ -335,7 +331,7 @@ class FastPath:
             or tensor.layout is not _STRIDED
             or not isinstance(op, str)
             or dtype.is_complex
-            or not (address or not tensor.numel())  # a functional tensor
+            or not has_memory(tensor)
         ):
             return None
         # Views of one memory may take turns.

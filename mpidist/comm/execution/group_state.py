@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from mpidist.comm.execution.group_settings import RAISE, GroupSettings
 from mpidist.comm.execution.op_status import Journal
@@ -157,10 +158,20 @@ class GroupState:
         try:
             yield
         except Exception as error:
-            explained = self.explain(error, operation, is_collective)
+            self.raise_explained(error, operation, is_collective)
+
+    def raise_explained(
+        self, error: Exception, operation: str, is_collective: bool = True
+    ) -> NoReturn:
+        """Raise an error that is being handled as ``explain`` returns it."""
+        explained = self.explain(error, operation, is_collective)
+        try:
             if explained is error:
                 raise
             raise explained from error
+        finally:
+            # Its traceback holds this frame, and the group through those of the callers.
+            del error, explained
 
     def message_error(self, error: Exception, operation: str) -> Exception:
         """Return the user's error for an error of a message, which fails no group."""
