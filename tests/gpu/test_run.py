@@ -92,7 +92,13 @@ def test_a_short_dry_run_and_the_next(tmp_path, variables):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["term", "kill"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGTERM, id="term", marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, id="kill"),
+    ],
+)
 def test_a_run_that_is_cut_off_loses_nothing_that_has_ended(tmp_path, variables, number):
     launcher(2)  # or skip
     fifo = tmp_path / "begun"
