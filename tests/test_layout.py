@@ -40,7 +40,6 @@ COVERED_BY = {
     "comm/messages/request_work": "comm/messages/test_p2p.py",
     "ddp/autograd_context": "autograd/test_data_parallel.py",
     "ddp/backward_pass": "ddp/test_reducer.py",
-    "ddp/outer_fragment": "ddp/test_diloco.py",
     "frameworks/environment": "frameworks/test_lightning.py",
     "frameworks/group": "frameworks/test_lightning.py",
     "kernels/powersgd_launches": "kernels/test_powersgd.py",

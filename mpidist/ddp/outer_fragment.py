@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,6 +12,7 @@ from mpidist.ddp.buckets.bucket import Bucket
 from mpidist.ddp.buckets.buffers import BucketAllocator
 from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.stages import BucketFuture, value_of
+from mpidist.kernels.powersgd import is_finite
 
 Tensor = torch.Tensor
 
@@ -62,13 +62,7 @@ class OuterFragment:
 
     def is_finite(self) -> bool:
         """Return whether the buckets hold neither infinity nor NaN."""
-        # The largest magnitude, which is NaN if an element is: one pass, without the memory of
-        # ``isfinite``.
-        return all(
-            math.isfinite(torch.linalg.vector_norm(bucket.flat, math.inf))
-            for bucket in self.buckets
-            if bucket.flat.numel()
-        )
+        return all(is_finite(_real(bucket.flat)) for bucket in self.buckets)
 
     def average(
         self, call: Callable[[GradBucket], BucketFuture], group: Group, index: int, is_last: bool
@@ -135,3 +129,7 @@ class OuterFragment:
 
     def _own(self, bucket: Bucket) -> list[Tensor]:
         return [self.parameters[place] for place in bucket.indices]
+
+
+def _real(flat: Tensor) -> Tensor:
+    return torch.view_as_real(flat) if flat.is_complex() else flat
