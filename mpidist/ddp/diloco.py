@@ -72,8 +72,9 @@ _KEYS = frozenset(
 )
 
 
-# Conditions of a rank's pseudo-gradient: there is none where its parameters have become others.
-_NOT_FINITE, _FINITE, _CHANGED = range(3)
+# Conditions of a rank's pseudo-gradient: there is none where its parameters have become others, and
+# where they are the global ones (asked in ``sync`` alone) it is zero.
+_NOT_FINITE, _FINITE, _CHANGED, _ZERO = range(4)
 
 
 @dataclass
@@ -88,6 +89,11 @@ class _Average:
     # By rank: is in ``sync``, inner steps, condition. Complete once ``gathered`` is.
     table: Tensor | None = None
     gathered: Work | None = None
+
+    def wait_for_table(self) -> None:
+        """Wait until the table is complete."""
+        if self.gathered is not None:
+            self.gathered.wait()
 
     def ranks_of(self, condition: int) -> list[int]:
         """Return the ranks whose pseudo-gradient is in a condition; none if it is not known."""
@@ -203,7 +209,8 @@ class DiLoCo:
 
         For the end of the training, and before an evaluation. A rank that comes while others still
         take inner steps takes part in their averages, with the parameters that it has reached,
-        until all have come.
+        until all have come. A fragment that all ranks hold as its last outer step left it takes
+        none: by momentum alone it would be moved on.
 
         Collective: over the group.
 
@@ -220,7 +227,12 @@ class DiLoCo:
             while (others := self._others_average()) is not None:
                 self._merge(self._begin(others))
             for _ in self.fragments:
-                self._merge(self._begin(None))
+                average = self._announce(is_syncing=True)
+                average.wait_for_table()
+                if len(average.ranks_of(_ZERO)) == self._group.size:
+                    self._pass_over(average)
+                else:
+                    self._merge(self._begin(average))
             for fragment in self.fragments:
                 fragment.merge(0)
 
@@ -329,11 +341,10 @@ class DiLoCo:
                 if average.due <= self.steps:
                     self._merge(average)
 
-    def _begin(self, announced: _Average | None) -> _Average:
-        """Begin the next fragment's average. Collective: over the group."""
-        number = self._begun % len(self.fragments)
+    def _begin(self, average: _Average) -> _Average:
+        """Begin the next fragment's average, as announced. Collective: over the group."""
+        number = average.fragment
         fragment = self.fragments[number]
-        average = announced or self._announce(is_syncing=True)
         self._begun += 1
         is_last = number == len(self.fragments) - 1
         index = sum(len(one.buckets) for one in self.fragments[:number])
@@ -343,6 +354,12 @@ class DiLoCo:
         if is_last:
             self._average_buffers()
         return average
+
+    def _pass_over(self, average: _Average) -> None:
+        """Take no average of the next fragment, but that of the buffers. Collective: as _begin."""
+        self._begun += 1
+        if average.fragment == len(self.fragments) - 1:
+            self._average_buffers()
 
     def _announce(self, is_syncing: bool) -> _Average:
         """Compute the next pseudo-gradient; begin to gather what each rank is about to do.
@@ -356,6 +373,8 @@ class DiLoCo:
         if average.change is None:
             fragment.subtract()
             condition = _FINITE if fragment.is_finite() else _NOT_FINITE
+            if is_syncing and fragment.is_zero():
+                condition = _ZERO
         own = torch.tensor([is_syncing, self.steps, condition], device="cpu")
         average.table = torch.empty(3 * self._group.size, dtype=own.dtype, device="cpu")
         overlaps = self.schedule.overlap and overlaps_backward(self._group, own)
@@ -370,8 +389,7 @@ class DiLoCo:
         Collective: over the group.
         """
         average = self._announce(is_syncing=True)
-        if average.gathered is not None:
-            average.gathered.wait()
+        average.wait_for_table()
         assert average.table is not None
         rows = average.table.view(-1, 3).tolist()
         if not all(is_syncing for is_syncing, _, _ in rows):
@@ -401,8 +419,7 @@ class DiLoCo:
         fragment.merge(self.alpha)
 
     def _arrive(self, average: _Average) -> None:
-        if average.gathered is not None:
-            average.gathered.wait()
+        average.wait_for_table()
         self.fragments[average.fragment].wait()
 
     def _average_buffers(self) -> None:

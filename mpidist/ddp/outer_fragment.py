@@ -64,6 +64,10 @@ class OuterFragment:
         """Return whether the buckets hold neither infinity nor NaN."""
         return all(is_finite(_real(bucket.flat)) for bucket in self.buckets)
 
+    def is_zero(self) -> bool:
+        """Return whether all elements of the buckets are zero."""
+        return not any(bucket.flat.any() for bucket in self.buckets)
+
     def average(
         self, call: Callable[[GradBucket], BucketFuture], group: Group, index: int, is_last: bool
     ) -> None:

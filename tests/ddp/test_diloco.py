@@ -151,9 +151,30 @@ def test_hooks_average_pseudo_gradients(group, name):
         group.broadcast(one, 0)
     is_equal = all(map(torch.equal, values, model.parameters()))
     if state is not None:
-        # The rounds, and the one of sync.
-        assert state.iter == 4 and set(state.error_dict) <= dict(model.named_parameters()).keys()
+        # The rounds; sync averages the two fragments that inner steps have moved since.
+        assert state.iter == 3 and set(state.error_dict) <= dict(model.named_parameters()).keys()
     agree(group, is_equal and same(model, trained_and_synced(group), tolerance), name)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_sync_averages_what_inner_steps_have_moved(group, fragments):
+    """Momentum alone moves nothing: neither behind an average nor at a second sync."""
+    model, diloco = trained(group, 8, every=4, fragments=fragments)
+    last = diloco.fragments[-1]
+    held = [one.clone() for one in last.global_parameters]
+    diloco.sync()
+    assert all(map(torch.equal, held, last.global_parameters))
+    values = [one.detach().clone() for one in model.parameters()]
+    diloco.sync()
+    agree(group, all(map(torch.equal, values, model.parameters())))
+    # One rank has moved: all average.
+    if group.rank == 0:
+        step(model, diloco.inner, 0, 9)
+    diloco.sync()
+    moved = [not torch.equal(*pair) for pair in zip(values, model.parameters(), strict=True)]
+    sums = group.all_gather_object(sums_of(*model.parameters()))
+    agree(group, any(moved) and len({str(one) for one in sums}) == 1)
 
 
 def trained_and_synced(group):

@@ -19,12 +19,13 @@ def fragment_of(group, *tensors):
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
 )
 @pytest.mark.parametrize("value", [0.0, 1.0, math.inf, -math.inf, math.nan])
-def test_one_element_that_is_not_finite_is_found(group, dtype, value):
+def test_one_element_that_is_not_finite_or_not_zero_is_found(group, dtype, value):
     own = [torch.ones(3, 5, dtype=dtype), torch.ones(7, dtype=dtype), torch.ones(0, dtype=dtype)]
     fragment = fragment_of(group, *own)
     own[1][-1] -= value
     fragment.subtract()
     assert fragment.is_finite() == math.isfinite(value)
+    assert fragment.is_zero() == (value == 0)
 
 
 @pytest.mark.mpi
@@ -33,4 +34,4 @@ def test_a_sum_that_overflows_is_finite(group):
     fragment = fragment_of(group, *own)
     own[0].fill_(-torch.finfo(torch.float32).max)
     fragment.subtract()
-    assert fragment.is_finite()
+    assert fragment.is_finite() and not fragment.is_zero()
