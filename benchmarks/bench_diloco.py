@@ -2,23 +2,30 @@
 
 mpirun --bind-to none -n 2 python benchmarks/bench_diloco.py
 benchmarks/slow_link.sh 1gbit MPIRUN python benchmarks/bench_diloco.py    (MPICH's mpirun)
+
+``torchft.local_sgd.DiLoCo`` takes part where torchft is installed (training/torchft_replica.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from harness import benchmark_options, environment, report, tables, timing
 from mpidist import ddp
-from training import cases
+from training import cases, torchft_replica
+from training.torchft_replica import TorchftReplica
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -30,8 +37,44 @@ Module = torch.nn.Module
 Attach = Callable[[Module, torch.optim.Optimizer], tuple[Module, Callable[[], object]]]
 
 _MARGIN = 1.02
-_LONGEST_AVERAGE_S = 1.0
 _LEARNING_RATE = 3e-3
+# An outer optimizer and its settings, those of mpidist's default.
+_OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train on several ranks."""
+
+    attach: Attach
+    # Inner steps before the first that is measured: an average that begins then ends in a round.
+    lead: int = 0
+
+
+class Usage:
+    """Seconds, processor time of the rank's process and bytes on the link, by contender.
+
+    An instance is the ``run_burst`` of ``timing.time_rounds``.
+    """
+
+    def __init__(self) -> None:
+        self.cpu_s: dict[str, list[float]] = defaultdict(list)
+        self.sent_bytes: dict[str, list[float]] = defaultdict(list)
+
+    def __call__(self, comm: Any, contender: timing.Contender, passes: int) -> float:
+        """Run passes of a contender, and return the seconds."""
+        comm.Barrier()
+        sent, start, cpu = _link_bytes(), time.perf_counter(), time.process_time()
+        for _ in range(passes):
+            for call in contender.calls:
+                call()
+        elapsed, used = time.perf_counter() - start, time.process_time() - cpu
+        count = passes * len(contender.calls)
+        self.cpu_s[contender.name].append(used / count)
+        comm.Barrier()
+        if sent is not None:
+            self.sent_bytes[contender.name].append(((_link_bytes() or sent) - sent) / count)
+        return elapsed
 
 
 def main() -> None:
@@ -53,28 +96,41 @@ def main() -> None:
     raw = MPI.COMM_WORLD.Dup()
     benchmark_options.require_two_ranks(raw.Get_size())
     about = environment.describe(raw)
+    if raw.Get_rank() == 0 and not torchft_replica.IS_INSTALLED:
+        print(f"without torchft: {torchft_replica.INSTALL}")
     timing.touch_memory()
-    times = time_steps(raw, options)
-    losses = compare_losses(raw, options)
+    replicas: list[TorchftReplica] = []
+    compared = ways(raw, options.every, replicas)
+    times = time_steps(raw, options, compared)
+    losses = compare_losses(raw, options, compared)
     if raw.Get_rank() == 0:
         print(_table(times, losses))
         parts = ["diloco", environment.library_name(about), str(about["ranks"]), options.link]
         record = {
             "benchmark": "diloco", "link": options.link, "environment": about,
+            "torchft": torchft_replica.installed_version(),
             "model": options.model, "every": options.every, "rounds": options.rounds,
-            "steps_on_text": options.steps, "results_checked": True, "times": times,
+            "steps_on_text": options.steps, "results_checked": True,
+            "times": {name: row for name, row in times.items() if name in losses},
+            "floors": {name: row for name, row in times.items() if name not in losses},
             "losses": losses,
         }  # fmt: skip
         report.write_json(record, options.output / f"{'-'.join(filter(None, parts))}.json")
+    for one in replicas:
+        one.close()
     raw.Barrier()
     raw.Free()
     dist.destroy_process_group()
 
 
-def ways(every: int) -> dict[str, Attach]:
-    """Return what is compared, by name; "bare" communicates nothing."""
+def ways(raw: Any, every: int, replicas: list[TorchftReplica]) -> dict[str, Way]:
+    """Return what is compared, by name; "bare" communicates nothing.
 
-    def outer(**given: Any) -> Attach:
+    Args:
+        replicas: Takes those of torchft's managers that the ways construct.
+    """
+
+    def outer(**given: Any) -> Way:
         def attach(net: Module, inner: torch.optim.Optimizer) -> tuple[Module, Any]:
             settings = dict(given)
             if "rank" in settings:
@@ -83,42 +139,92 @@ def ways(every: int) -> dict[str, Attach]:
             made = ddp.DiLoCo(net, inner, every=every, **settings)
             return net, made.sync
 
-        return attach
+        return Way(attach, given.get("overlap", 0))
 
-    def nothing() -> None:
-        pass
+    def theirs(parts: int = 1, **given: Any) -> Way:
+        def attach(net: Module, inner: torch.optim.Optimizer) -> tuple[Module, Any]:
+            replicas.append(TorchftReplica(raw))
+            fragments = torchft_replica.even_fragments(net, parts)
+            outers = [_OUTER(part.parameters()) for part in fragments]
+            made = replicas[-1].diloco(fragments, inner, outers, every, **given)
+            # The global parameters, from which those of a rank differ with a mixture.
+            return net, made._restore_parameters
 
-    half = every // 2
-    return {
-        "bare": lambda net, inner: (net, nothing),
-        "DDP": lambda net, inner: (ddp.DistributedDataParallel(net), nothing),
+        return Way(attach)
+
+    half, bf16 = every // 2, ddp.bf16_compress_hook
+    found = {
+        "bare": Way(lambda net, inner: (net, _nothing)),
+        "DDP": Way(lambda net, inner: (ddp.DistributedDataParallel(net), _nothing)),
         "DiLoCo": outer(),
-        "DiLoCo, bf16": outer(hook=ddp.bf16_compress_hook),
+        "DiLoCo, bf16": outer(hook=bf16),
         "DiLoCo, uint8": outer(hook=ddp.quantization_perchannel_hook),
+        "DiLoCo, PowerSGD rank 1": outer(rank=1),
         "DiLoCo, PowerSGD rank 4": outer(rank=4),
-        "DiLoCo, overlap H/2": outer(overlap=half, hook=ddp.bf16_compress_hook),
-        "DiLoCo, 2 fragments, overlap H/4": outer(
-            fragments=2, overlap=half // 2, hook=ddp.bf16_compress_hook
+        "DiLoCo, overlap H/2": outer(overlap=half, hook=bf16),
+        "DiLoCo, 2 fragments, overlap H/4": outer(fragments=2, overlap=half // 2, hook=bf16),
+        "DiLoCo, uint8, 2 fragments, overlap H/4": outer(
+            fragments=2, overlap=half // 2, hook=ddp.quantization_perchannel_hook
         ),
+    }
+    if torchft_replica.IS_INSTALLED:
+        found |= {
+            "torchft": theirs(),
+            "torchft, 2 fragments, delay H/4": theirs(
+                2, fragment_sync_delay=half // 2, fragment_update_alpha=0.5
+            ),
+        }
+    return found
+
+
+def floors(raw: Any, numel: int, every: int) -> dict[str, Way]:
+    """Return steps without outer steps, with an all-reduce of as many bytes every H."""
+    ours, theirs = torch.ones(numel), np.ones(numel, np.float32)
+    gloo = dist.new_group(backend="gloo")
+
+    def reduced_by(call: Callable[[], object]) -> Way:
+        def attach(net: Module, inner: torch.optim.Optimizer) -> tuple[Module, Any]:
+            steps = 0
+
+            def after(*_: object) -> None:
+                nonlocal steps
+                steps += 1
+                if steps % every == 0:
+                    call()
+
+            inner.register_step_post_hook(after)
+            return net, _nothing
+
+        return Way(attach)
+
+    from mpi4py import MPI
+
+    return {
+        "Gloo's all_reduce": reduced_by(lambda: dist.all_reduce(ours, group=gloo)),
+        "MPI_Allreduce": reduced_by(lambda: raw.Allreduce(MPI.IN_PLACE, theirs)),
     }
 
 
-def time_steps(raw: Any, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Time rounds of H steps, of DDP a tenth; return the record of each way.
+def time_steps(
+    raw: Any, options: argparse.Namespace, compared: dict[str, Way]
+) -> dict[str, dict[str, Any]]:
+    """Time rounds of H steps, of DDP a tenth; return the record of each way and each floor.
 
     Collective: over all ranks.
 
     Raises:
-        RuntimeError: The ranks' parameters differ at the end; on all ranks.
+        RuntimeError: The ranks' parameters differ at the end, or mpidist's and torchft's; on all
+            ranks.
     """
     name, size = options.model.split(":")
     model = cases.MODELS[name](int(size))
     own = cases.own_batch(model)
+    lone = floors(raw, model.numel(), options.every)
     contenders, ends, nets = [], {}, {}
-    for way, attach in ways(options.every).items():
+    for way, how in (compared | lone).items():
         net = cases.build(model)
         inner = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
-        called, ends[way] = attach(net, inner)
+        called, ends[way] = how.attach(net, inner)
         nets[way] = net
 
         def step(called: Module = called, inner: torch.optim.Optimizer = inner) -> None:
@@ -126,24 +232,40 @@ def time_steps(raw: Any, options: argparse.Namespace) -> dict[str, dict[str, Any
             called(own).square().mean().backward()
             inner.step()
 
+        for _ in range(how.lead):
+            step()
         count = max(options.every // 10, 1) if way == "DDP" else options.every
         contenders.append(timing.Contender(way, (step,) * count, ()))
-    sent = {one.name: _sent_bytes(raw, one) for one in contenders}
-    series = timing.time_rounds(raw, contenders, options.rounds, 0.0)
+    usage = Usage()
+    series = timing.time_rounds(raw, contenders, options.rounds, 0.0, usage)
+    if "torchft" in nets:
+        _require_near(raw, nets["DiLoCo"], nets["torchft"])
     for way, net in nets.items():
         ends[way]()
-        if way != "bare":
+        if way != "bare" and way not in lone:
             _require_equal(raw, way, net)
-    bare, of_ddp = series[0].median_us, sent["DDP"]
+    cpu_s = {way: float(np.median(one[-options.rounds :])) for way, one in usage.cpu_s.items()}
+    sent = {way: float(np.median(one)) for way, one in usage.sent_bytes.items()}
+    of_ddp = sent.get("DDP")
     return {
         one.name: report.series_record(one)
-        | {"over_bare": one.median_us / bare, "sent_bytes_a_step": sent[one.name]}
+        | {
+            "over_bare": timing.compare(one, series[0]).ratio_of_rounds,
+            "cpu_over_bare": cpu_s[one.name] / cpu_s["bare"],
+            # Of a way that averages gradients: of one step.
+            "average_ms": timing.compare(one, series[0]).difference_of_rounds_us
+            * (1 if one.name == "DDP" else options.every)
+            / 1e3,
+            "sent_bytes_a_step": sent.get(one.name),
+        }
         | ({"of_ddp_bytes": sent[one.name] / of_ddp} if of_ddp else {})
         for one in series
     }
 
 
-def compare_losses(raw: Any, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+def compare_losses(
+    raw: Any, options: argparse.Namespace, compared: dict[str, Way]
+) -> dict[str, dict[str, float]]:
     """Train on text in each way with equally many words; return the losses on other text.
 
     Collective: over all ranks.
@@ -153,11 +275,11 @@ def compare_losses(raw: Any, options: argparse.Namespace) -> dict[str, dict[str,
     numbers, held_out = words.numbers[:-kept], words.numbers[-kept:]
     test = batch(held_out, torch.Generator().manual_seed(1), 4000)
     found: dict[str, dict[str, float]] = {}
-    for way, attach in ways(options.every).items():
+    for way, how in compared.items():
         torch.manual_seed(0)
         net = NextWord(len(words))
         inner = torch.optim.AdamW(net.parameters(), lr=_LEARNING_RATE)
-        called, end = attach(net, inner)
+        called, end = how.attach(net, inner)
         generator = torch.Generator().manual_seed(100 + raw.Get_rank())
         for _ in range(options.steps):
             x, y = batch(numbers, generator, 64)
@@ -174,21 +296,8 @@ def compare_losses(raw: Any, options: argparse.Namespace) -> dict[str, dict[str,
     return found
 
 
-def _sent_bytes(raw: Any, contender: timing.Contender) -> float | None:
-    """Return the bytes a step that this rank sends over the link, None without a link."""
-    counts = []
-    for _ in range(2):
-        for call in contender.calls:
-            call()
-        if _link_bytes() is not None:
-            # An average that overlaps ends on its group's thread.
-            time.sleep(_LONGEST_AVERAGE_S)
-        raw.Barrier()
-        counts.append(_link_bytes())
-    before, after = counts
-    if before is None or after is None:
-        return None
-    return (after - before) / len(contender.calls)
+def _nothing() -> None:
+    pass
 
 
 def _link_bytes() -> int | None:
@@ -206,6 +315,13 @@ def _require_equal(raw: Any, way: str, net: Module) -> None:
         raise RuntimeError(f"{way}: the ranks ended with different parameters")
 
 
+def _require_near(raw: Any, ours: Module, theirs: Module) -> None:
+    """Raise unless mpidist and torchft have made the same parameters of the same batches."""
+    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+    if not all(raw.allgather(all(torch.allclose(a, b, 1e-5, 1e-6) for a, b in pairs))):
+        raise RuntimeError("mpidist's parameters are not those of torchft")
+
+
 def _table(times: dict[str, dict[str, Any]], losses: dict[str, dict[str, float]]) -> str:
     rows = []
     for name, row in times.items():
@@ -215,12 +331,20 @@ def _table(times: dict[str, dict[str, Any]], losses: dict[str, dict[str, float]]
                 name,
                 f"{row['median_us'] / 1e3:.2f}",
                 f"{row['over_bare']:.3f}",
+                f"{row['cpu_over_bare']:.3f}",
+                f"{row['average_ms']:.0f}",
                 "" if sent is None else f"{sent:,.0f}",
-                f"{losses[name]['loss']:.3f}",
-                f"{losses[name]['over_ddp']:.3f}",
+                *(
+                    (f"{losses[name]['loss']:.3f}", f"{losses[name]['over_ddp']:.3f}")
+                    if name in losses
+                    else ("", "")
+                ),
             ]
         )
-    headers = ["way", "ms a step", "over bare", "bytes sent a step", "loss on text", "over DDP"]
+    headers = [
+        "way", "ms a step", "over bare", "processor time over bare", "ms an average",
+        "bytes sent a step", "loss on text", "over DDP",
+    ]  # fmt: skip
     return tables.text(rows, headers)
 
 
