@@ -1,9 +1,13 @@
 """Outer steps: as one process that plays all ranks computes them in plain torch."""
 
 import copy
+import importlib
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
+from mpi4py import MPI
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -125,6 +129,61 @@ def test_each_step_with_a_plain_outer_step_is_the_average_of_the_parameters(grou
         step(model, inner, group.rank, number)
         step(wrapped, of_plain, group.rank, number)
     agree(group, same(model, plain, 1e-6) and diloco.steps == 3)
+
+
+@pytest.fixture
+def replica(world, monkeypatch):
+    """This rank as a replica of torchft."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    module = importlib.import_module("training.torchft_replica")
+    made = module.TorchftReplica(MPI.COMM_WORLD)
+    yield made
+    made.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.long
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchft") is None, reason="pip install torchft-nightly"
+)
+@pytest.mark.parametrize(("parts", "overlap"), [(1, 0), (2, 0), (2, 1)])
+def test_torchft_makes_the_same_parameters(group, replica, parts, overlap):
+    """Its average begins so many steps earlier as ours is merged later."""
+    every, steps = 4, 16
+    model = net()
+    fragments = [model[:2], model[2:]] if parts == 2 else [model]
+    inner = inner_of(model)
+    # One outer optimizer would step the other fragments by the gradients of the inner steps.
+    theirs = replica.diloco(
+        fragments,
+        inner,
+        [outer_of(one) for one in fragments],
+        every,
+        fragment_sync_delay=overlap,
+        fragment_update_alpha=0.5 if overlap else 0.0,
+    )
+    for number in range(1, steps + 1):
+        step(model, inner, group.rank, number)
+    ours = net()
+    diloco = DiLoCo(
+        ours,
+        inner_of(ours),
+        outer_of(ours),
+        every=every,
+        fragments=[ours[:2], ours[2:]] if parts == 2 else 1,
+        overlap=overlap,
+        process_group=group,
+    )
+    # Theirs begins fragment f behind step (f + 1) · H / F less the delay.
+    diloco.steps = overlap
+    for number in range(1, steps + 1):
+        step(ours, diloco.inner, group.rank, number)
+    farthest = max(
+        float((a - b).detach().abs().max())
+        for a, b in zip(ours.parameters(), model.parameters(), strict=True)
+    )
+    theirs.__exit__(None, None, None)
+    agree(group, farthest < 1e-5, f"{farthest}")
 
 
 @pytest.mark.mpi
