@@ -1,6 +1,7 @@
 """Scaling on networks larger than the machine: messages replayed by SimGrid.
 
 python benchmarks/bench_replay.py judge    # the model of bench_scaling.py
+python benchmarks/bench_replay.py judge --add --nodes 1024 --ranks 1024    # into the record
 python benchmarks/bench_replay.py calibrate    # by measured links
 python benchmarks/bench_replay.py scale run.json.gz --ranks 64
 """
@@ -8,6 +9,7 @@ python benchmarks/bench_replay.py scale run.json.gz --ranks 64
 from __future__ import annotations
 
 import argparse
+import datetime
 import functools
 import json
 import math
@@ -15,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from replay import calibration, judgement, recorded, schedules, simulator, traces
+from replay import calibration, judgement, recorded, records, schedules, simulator, traces
 from replay import report as replay_report
 from replay.networks import Network
 
@@ -53,13 +55,33 @@ def _judge(options: argparse.Namespace) -> None:
     measure = judgement.replayed(_messages(options))
     if options.quick:
         options.ranks, options.nodes, options.rates = [64], 64, options.rates[:1]
+    path = options.output / "replay-simgrid.json"
+    record = _empty_record(options)
+    # Other assumptions are refused before minutes of simulation.
+    _completed(options, path, record)
     costs = advice.gpu_costs(json.loads(advice.GPU_FILE.read_text(encoding="utf-8")))
     jobs = [
         judgement.Job(name, seconds, steps.buckets_of(shapes()), costs)
         for name, (shapes, seconds) in _JOBS.items()
         if name in options.jobs
     ]
-    record: dict[str, Any] = {
+    cases = [(kind, rate) for kind in options.networks for rate in options.rates]
+    for kind, rate in progress_bar.track(cases, "networks", 0):
+        for name, entries in _judged(_network(options, kind, rate), jobs, options, measure).items():
+            record[name] += entries
+    record["choices"] = judgement.choices(record["steps"])
+    record = _completed(options, path, record)
+    report.write_json(record, path)
+    print(f"{replay_report.text_of(record)}\n\n{plots.beside(path)}")
+
+
+def _empty_record(options: argparse.Namespace) -> dict[str, Any]:
+    run = {
+        "date": datetime.date.today().isoformat(),
+        **{name: getattr(options, name) for name in ("nodes", "networks", "rates", "ranks")},
+        **{name: getattr(options, name) for name in ("libraries", "jobs", "parts", "sizes")},
+    }
+    return {
         "benchmark": "replay",
         "simgrid": simulator.version(),
         "assumptions": {
@@ -69,22 +91,22 @@ def _judge(options: argparse.Namespace) -> None:
             "overhead_us": options.overhead_us,
             "taper": options.taper,
             "library": options.libraries[0],
-            "fitted_ranks": judgement.FITTED_RANKS,
+            "fitted_ranks": list(judgement.FITTED_RANKS),
         },
-        "collectives": [],
-        "steps": [],
-        "shards": [],
-        "crossings": [],
+        "runs": [run],
+        **{name: [] for name in records.PARTS},
         "choices": [],
     }
-    cases = [(kind, rate) for kind in options.networks for rate in options.rates]
-    for kind, rate in progress_bar.track(cases, "networks", 0):
-        for name, entries in _judged(_network(options, kind, rate), jobs, options, measure).items():
-            record[name] += entries
-    record["choices"] = judgement.choices(record["steps"])
-    path = options.output / "replay-simgrid.json"
-    report.write_json(record, path)
-    print(f"{replay_report.text_of(record)}\n\n{plots.beside(path)}")
+
+
+def _completed(options: argparse.Namespace, path: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """Return the run's record, with ``--add`` the one of the file with the run's cases."""
+    if not options.add:
+        return record
+    try:
+        return records.added(json.loads(path.read_text(encoding="utf-8")), record)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path}: {error}") from None
 
 
 def _judged(
@@ -95,10 +117,13 @@ def _judged(
 ) -> dict[str, list[Any]]:
     """Return the judged cases of one network by the record's names."""
     one_round = judgement.round_fit(network, measure)
-    collectives, judged, shards = [], [], []
+    found: dict[str, list[Any]] = {name: [] for name in records.PARTS}
     for library in options.libraries:
         fit = judgement.fitted(network, library, one_round, measure)
-        collectives += judgement.judged_collectives(network, library, fit, options.ranks, measure)
+        if "collectives" in options.parts:
+            found["collectives"] += judgement.judged_collectives(
+                network, library, fit, options.ranks, measure, options.sizes
+            )
         for job in jobs:
             is_long = len(job.buckets) >= _MANY_BUCKETS
             takes_rings = schedules.takes_rings(library)
@@ -108,23 +133,25 @@ def _judged(
             most = _MOST_OF_A_RING if takes_rings else math.inf
             most = min(most, _MOST_OF_MANY_BUCKETS) if is_long else most
             ranks = [count for count in options.ranks if count <= most]
-            judged += [
-                judgement.judged_step(job, network, library, fit, count, hook, measure)
-                for count in ranks
-                for hook in judgement.HOOKS
-            ]
-            if not is_long:
-                shards += [
+            if "steps" in options.parts:
+                found["steps"] += [
+                    judgement.judged_step(job, network, library, fit, count, hook, measure)
+                    for count in ranks
+                    for hook in judgement.HOOKS
+                ]
+            if "shards" in options.parts and not is_long:
+                found["shards"] += [
                     judgement.judged_shards(job, network, library, one_round, count, measure)
                     for count in ranks
                 ]
-    crossings = [
-        judgement.judged_crossing(network, count, first, second, one_round, measure)
-        for count in options.ranks
-        if count in _CROSSED_RANKS
-        for first, second in _CROSSED
-    ]
-    return {"collectives": collectives, "steps": judged, "shards": shards, "crossings": crossings}
+    if "crossings" in options.parts:
+        found["crossings"] = [
+            judgement.judged_crossing(network, count, first, second, one_round, measure)
+            for count in options.ranks
+            if count in _CROSSED_RANKS
+            for first, second in _CROSSED
+        ]
+    return found
 
 
 def _calibrate(options: argparse.Namespace) -> None:
@@ -174,6 +201,15 @@ def _parser() -> argparse.ArgumentParser:
     judge.set_defaults(run=_judge)
     _add_network(judge)
     judge.add_argument("--jobs", nargs="+", choices=_JOBS, default=list(_JOBS), metavar="NAME")
+    judge.add_argument(
+        "--add", action="store_true", help="the cases to the record that the folder has"
+    )
+    judge.add_argument(
+        "--parts", nargs="+", choices=records.PARTS, default=list(records.PARTS), metavar="PART"
+    )
+    judge.add_argument(
+        "--sizes", type=int, nargs="+", metavar="BYTES", help="of the judged all-reduces"
+    )
     benchmark_options.add_output(judge, "JSON and the plot")
     benchmark_options.add_quick(judge)
     calibrate = commands.add_parser("calibrate", help="the simulator beside measured links")

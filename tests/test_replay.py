@@ -173,6 +173,7 @@ def test_shards_are_gathered_after_the_step(part):
         ("fat tree", 512, "2;16,32;1,8;1,1"),
         ("fat tree", 4, "2;2,2;1,1;1,1"),
         ("dragonfly", 512, "16,8;1,1;16,2;2"),
+        ("dragonfly", 1024, "32,8;1,1;32,2;1"),
     ],
 )
 def test_platforms_have_all_nodes(part, kind, nodes, parameters):
@@ -190,7 +191,7 @@ def test_platforms_have_all_nodes(part, kind, nodes, parameters):
         ("torus", 8, "no network"),
         ("fat tree", 48, "power of two"),
         ("fat tree", 2, "at least 4"),
-        ("dragonfly", 32, "64 to 512"),
+        ("dragonfly", 32, "64 to 1024"),
         ("pair", 4, "two nodes"),
     ],
 )
@@ -316,6 +317,54 @@ def test_rounds_of_few_nodes_say_what_rings_and_shards_of_more_take(part, monkey
     # Between the fitted sizes a time is straight over logarithms.
     assert abs(shards["relative_error"]) < 0.03
     assert shards["simulated_exposed_seconds"] > 0
+
+
+def run_of(records, nodes=512, **cases):
+    """Return a record of one run."""
+    assumptions = {"nodes": nodes, "latency_us": 1.0, "overhead_us": 1.0, "taper": 1}
+    return {
+        "simgrid": "3.32", "runs": [{"nodes": nodes}],
+        "assumptions": assumptions | {"fitted_ranks": [2, 4, 8]},
+        "choices": [], **{name: cases.get(name, []) for name in records.PARTS},
+    }  # fmt: skip
+
+
+def test_cases_are_added_to_a_record(part):
+    records = part("replay.records")
+
+    def case(nbytes, nodes=512, ranks=64, **about):
+        where = {"network": "fat tree", "nodes": nodes, "rate_gbit_s": 10.0, "library": "mpich"}
+        return {**where, "ranks": ranks, "nbytes": nbytes, **about}
+
+    def step(hook, seconds):
+        times = {"simulated_seconds": seconds, "predicted_seconds": seconds}
+        return case(0, job="a job", hook=hook) | times
+
+    dragonfly = case(8) | {"network": "dragonfly"}
+    old = run_of(
+        records,
+        collectives=[case(8), case(1024, seconds=1), dragonfly],
+        steps=[step("none", 3.0)],
+    )
+    new = run_of(
+        records,
+        nodes=1024,
+        collectives=[case(8, 1024, 1024), case(1024, seconds=2), case(64)],
+        steps=[step("bf16", 2.0)],
+    )
+    found = records.added(old, new)
+    # The newer of two equal cases, and the order of ranks and bytes in each network.
+    expected = [case(8), case(64), case(1024, seconds=2), case(8, 1024, 1024), dragonfly]
+    assert found["collectives"] == expected
+    assert [one["nodes"] for one in found["runs"]] == [512, 1024]
+    assert found["assumptions"] == old["assumptions"]
+    assert len(found["steps"]) == 2 and found["choices"][0]["fastest"] == "bf16"
+    for other, text in (
+        (new | {"assumptions": new["assumptions"] | {"taper": 2}}, "has taper 1, and not 2"),
+        (new | {"simgrid": "4.0"}, "of SimGrid 3.32, not 4.0"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            records.added(old, other)
 
 
 def test_a_calibration_takes_the_cable_from_two_ranks(part):

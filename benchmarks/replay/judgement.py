@@ -115,13 +115,19 @@ def fitted(network: Network, library: str, one_round: Fit, measure: Measure) -> 
 
 
 def judged_collectives(
-    network: Network, library: str, fit: Times, ranks: Iterable[int], measure: Measure
+    network: Network,
+    library: str,
+    fit: Times,
+    ranks: Iterable[int],
+    measure: Measure,
+    sizes: Iterable[int] | None = None,
 ) -> list[dict[str, Any]]:
     """Return an entry for each simulated all-reduce, with the model's time and its error."""
     choose = functools.partial(schedules.chosen, library)
     return [
         {
             "network": network.kind,
+            "nodes": network.nodes,
             "rate_gbit_s": network.rate_gbit_s,
             "library": library,
             "ranks": point.nodes,
@@ -130,7 +136,7 @@ def judged_collectives(
             "predicted_seconds": fit.seconds(replace(point, seconds=0.0)),
             "relative_error": cost_model.relative_error(fit, point),
         }
-        for point in points(network, ranks, SIZES, choose, measure)
+        for point in points(network, ranks, sizes or SIZES, choose, measure)
     ]
 
 
@@ -184,6 +190,7 @@ def _entry(
     exposed, said = simulated_s - job.compute_s, predicted_s - job.compute_s
     return {
         "network": network.kind,
+        "nodes": network.nodes,
         "rate_gbit_s": network.rate_gbit_s,
         "library": library,
         "job": job.name,
@@ -244,6 +251,7 @@ def judged_crossing(
 
     return {
         "network": network.kind,
+        "nodes": network.nodes,
         "rate_gbit_s": network.rate_gbit_s,
         "ranks": ranks,
         "first": first,

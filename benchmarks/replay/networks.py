@@ -5,7 +5,8 @@ thread that communicates takes no time from the one that computes, and a loopbac
 
 - **Fat tree** of two levels, routed by destination (D-mod-k): the leaf switches have as many cables
   to the spines as to nodes, divided by ``taper``.
-- **Dragonfly**: groups of 32 nodes (16 routers with 2 nodes each, 2 cables between two routers).
+- **Dragonfly**: groups of 32 nodes (16 routers with 2 nodes each, 2 cables between two routers; 32
+  routers with a node each if there are more than 16 groups).
   SimGrid's routes are minimal, so that all traffic of two groups takes their own cables. A real one
   has few of them and spreads the load over other groups, which gives half of the nodes' rate to any
   pattern; so each two groups have 16 cables here, divided by ``taper``.
@@ -23,9 +24,8 @@ KINDS = ("fat tree", "dragonfly", "pair")
 # Operations per second of a node, so that a trace's computing is in nanoseconds.
 FLOP_RATE = 1_000_000_000
 _LOOPBACK = 'loopback_bw="100GBps" loopback_lat="100ns"'
-# Of the dragonfly: routers of a group, nodes of a router.
-_ROUTERS, _NODES = 16, 2
-GROUP = _ROUTERS * _NODES
+# Of the dragonfly: nodes of a group, and its routers where there are not more groups than that.
+GROUP, _ROUTERS = 32, 16
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Network:
         if self.kind == "pair" and self.nodes != 2:
             raise ValueError(f"a pair has two nodes; got {self.nodes}")
         # Each router of a group has the cables to one other group: with more groups than routers
-        # of a chassis SimGrid 3.32 ends by a segmentation fault.
-        most = GROUP * _ROUTERS
+        # of a chassis SimGrid 3.32 ends by a segmentation fault, and a router has a node.
+        most = GROUP * GROUP
         if self.kind == "dragonfly" and not 2 * GROUP <= self.nodes <= most:
             raise ValueError(f"a dragonfly has {2 * GROUP} to {most} nodes; got {self.nodes}")
         if self.kind == "fat tree" and self.nodes < 4:
@@ -86,8 +86,9 @@ def _cluster(network: Network) -> str:
         topology, parameters = "FAT_TREE", f"2;{leaf},{network.nodes // leaf};1,{spines};1,1"
     else:
         bundle = max(GROUP // 2 // network.taper, 1)
-        topology = "DRAGONFLY"
-        parameters = f"{network.nodes // GROUP},{bundle};1,1;{_ROUTERS},2;{_NODES}"
+        groups = network.nodes // GROUP
+        routers = max(_ROUTERS, groups)
+        topology, parameters = "DRAGONFLY", f"{groups},{bundle};1,1;{routers},2;{GROUP // routers}"
     return (
         f'<cluster id="network" prefix="node-" suffix="" radical="0-{network.nodes - 1}" core="2" '
         f'speed="{FLOP_RATE}f" {_cable(network, "bw", "lat")} {_LOOPBACK} '
