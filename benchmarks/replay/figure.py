@@ -18,15 +18,18 @@ _STYLES = {
 def draw(record: Mapping[str, Any], theme: Theme) -> Any:
     """Draw the efficiency of weak scaling over the ranks, a panel for each job and network."""
     about = record["assumptions"]
+    steps = [one for one in record["steps"] if one["library"] == about["library"]]
+    steps = [one for one in steps if one["rate_gbit_s"] == about["rate_gbit_s"]]
+    larger = sorted({one["nodes"] for one in steps} - {about["nodes"]})
+    networks = "; ".join(f"{nodes} ranks: of {nodes}" for nodes in larger)
     made = pictures.sheet(
         8.6,
         f"SIMULATED weak scaling, SimGrid {record['simgrid']}, {about['rate_gbit_s']:g} Gbit/s, "
         f"{about['latency_us']:g} us a cable",
         "markers: replayed messages; dashed: PREDICTED by the model that is fitted to 2, 4 and 8 "
-        "nodes of the same network; one rank a node, MPICH's algorithms",
+        "nodes of the same network; one rank a node, MPICH's algorithms; networks of "
+        f"{about['nodes']} nodes{f' ({networks})' if networks else ''}",
     )
-    steps = [one for one in record["steps"] if one["library"] == about["library"]]
-    steps = [one for one in steps if one["rate_gbit_s"] == about["rate_gbit_s"]]
     cases = list(dict.fromkeys((one["job"], one["network"]) for one in steps))
     for axes, (job, network) in zip(pictures.panels(made, len(cases), 2), cases, strict=True):
         own = [one for one in steps if (one["job"], one["network"]) == (job, network)]
