@@ -70,13 +70,13 @@ class Calls:
             self._batch.append(native)
         return TorchWork(native, result)
 
-    def sent(self, native: NativeWork | RequestWork, tensors: object) -> Work:
+    def sent(self, native: RequestWork, tensors: object) -> Work:
         """Return torch's work for the native work of a send."""
-        if native.is_completed() and native.exception() is None:
+        if native.is_success():
             return ENDED  # MPI has taken a short message; saves an object of C++
         return TorchWork(native, tensors)
 
-    def receive(self, native: NativeWork | RequestWork, tensors: object) -> Work:
+    def receive(self, native: RequestWork, tensors: object) -> Work:
         """Return torch's work for the native work of a receive."""
         return TorchReceive(native, tensors)
 
@@ -124,11 +124,11 @@ class AnsweringCalls:
         """See ``Calls``."""
         return _answered(self._calls.started(native, result))
 
-    def sent(self, native: NativeWork | RequestWork, tensors: object) -> Work:
+    def sent(self, native: RequestWork, tensors: object) -> Work:
         """See ``Calls``."""
         return _answered(self._calls.sent(native, tensors))
 
-    def receive(self, native: NativeWork | RequestWork, tensors: object) -> Work:
+    def receive(self, native: RequestWork, tensors: object) -> Work:
         """See ``Calls``."""
         return _answered(self._calls.receive(native, tensors))
 

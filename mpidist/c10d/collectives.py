@@ -59,7 +59,9 @@ class Collectives:
             if calls.all_reduce_at_once(tensor, op):
                 return ENDED
             return calls.call(self.native.all_reduce, tensors, opts, untracked(tensor), op)
-        native: Any = self.native.all_reduce(untracked(tensor), op, async_op=True)
+        if tensor.requires_grad:
+            tensor = untracked(tensor)
+        native: Any = self.native.all_reduce(tensor, op, async_op=True)
         work = calls.started(native, tensors)
         if tensor.numel() == 1:
             calls.flags.append(work)
@@ -203,11 +205,17 @@ class Collectives:
 
     def send(self, tensors: TensorList, dst: int, tag: int = 0) -> Work:
         """See isend."""
-        return self.calls.sent(self.native.isend(untracked(tensors[0]), dst, tag), tensors)
+        tensor = tensors[0]
+        if tensor.requires_grad:
+            tensor = untracked(tensor)
+        return self.calls.sent(self.native.isend(tensor, dst, tag), tensors)
 
     def recv(self, tensors: TensorList, src: int, tag: int = 0) -> Work:
         """See irecv."""
-        return self.calls.receive(self.native.irecv(untracked(tensors[0]), src, tag), tensors)
+        tensor = tensors[0]
+        if tensor.requires_grad:
+            tensor = untracked(tensor)
+        return self.calls.receive(self.native.irecv(tensor, src, tag), tensors)
 
     def recv_anysource(self, tensors: TensorList, tag: int = 0) -> Work:
         """See irecv."""

@@ -202,7 +202,7 @@ def test_a_sender_that_stops_between_two_parts_is_a_timeout(group):
         for part in parts[1:]:
             send(*part)
     group.barrier()
-    while request_work._orphans:
+    while request_work.orphans:
         request_work.release_orphans()
 
 

@@ -56,8 +56,8 @@ class Player:
             self._deadline.now(f"close of group {number}")
             self._close(number)
         request_work.release_orphans()
-        if request_work._orphans:
-            self._run.fail("the end", f"{len(request_work._orphans)} request(s) left")
+        if request_work.orphans:
+            self._run.fail("the end", f"{len(request_work.orphans)} request(s) left")
         left = [
             thread.name
             for thread in threading.enumerate()

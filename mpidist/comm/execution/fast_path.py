@@ -31,7 +31,7 @@ from mpidist.comm.execution.arguments import has_memory
 from mpidist.comm.execution.execution import Execution
 from mpidist.comm.execution.op_status import IDLE, described_as
 from mpidist.comm.execution.operation import Operation
-from mpidist.comm.execution.progress import is_at_once
+from mpidist.comm.execution.progress import here
 from mpidist.comm.execution.work import Work
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi.communicator import Communicator
@@ -107,8 +107,8 @@ class FastPath:
         self._state = state
         self._comm = state.comm
         self._progress = progress
-        self._helps = execution.helps
         self._journal = state.journal
+        self._where_all_reduce = state.where("all_reduce")
         # No call needs a check of its values.
         self._is_open = not (execution.is_debug or execution.checks_nan)
         self._calls: dict[int, Reduction] = {}  # by address, the last of each
@@ -123,7 +123,7 @@ class FastPath:
             # The group's thread sleeps while it waits; a prepared call does not.
             self._enter = self._enter_outside_its_thread
         self._queued = progress.items
-        self._help = progress.help
+        self._help = progress.help if execution.helps else None
 
     def close(self) -> None:
         """Return False from every later call."""
@@ -200,7 +200,7 @@ class FastPath:
 
     def all_reduce_later(self, tensor: torch.Tensor, op: ReduceOp) -> Work | None:
         """Queue the prepared call of a tensor; None if the fast path does not apply to it."""
-        if is_at_once():
+        if here.is_at_once:
             return None
         call = self.find(tensor, op)
         if call is None:
@@ -208,9 +208,7 @@ class FastPath:
         state = self._state
         if state.is_closed or state.failure is not None:
             state.require_usable("all_reduce")
-        work = Work("all_reduce", (tensor,), state.where("all_reduce"))
-        if self._helps:
-            work.helped_by(self._help)
+        work = Work("all_reduce", (tensor,), self._where_all_reduce, None, None, self._help)
         self._progress.submit(work, partial(self._run_later, call, tensor))
         return work
 

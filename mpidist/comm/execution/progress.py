@@ -38,23 +38,35 @@ _LOOK_S = 1e-3
 # It sleeps until it is woken once no operation has been executed so long.
 _LINGER_S = 0.1
 
-_here = threading.local()
+
+class _Here(threading.local):
+    """What each thread knows of itself.
+
+    Attributes:
+        is_at_once: The thread is within ``at_once``.
+    """
+
+    is_at_once = False
+
+
+# Read without a call where a prepared operation is queued.
+here = _Here()
 
 
 @contextmanager
 def at_once() -> Iterator[None]:
     """End each operation that this thread issues in the block before the call returns."""
-    before = is_at_once()
-    _here.is_at_once = True
+    before = here.is_at_once
+    here.is_at_once = True
     try:
         yield
     finally:
-        _here.is_at_once = before
+        here.is_at_once = before
 
 
 def is_at_once() -> bool:
     """Return whether this thread is within ``at_once``."""
-    return getattr(_here, "is_at_once", False)
+    return here.is_at_once
 
 
 class Completion(Protocol):
@@ -124,13 +136,13 @@ class Progress:
         former may block until a synchronous call of another thread has ended. The caller calls
         ``leave``.
         """
-        here = threading.get_ident()
-        if here == self._thread_id or here == self._executing_id:
+        own_id = threading.get_ident()
+        if own_id == self._thread_id or own_id == self._executing_id:
             self.lock.acquire()
         elif self.items or not self.lock.acquire(blocking=False):
             return False
         self._depth += 1
-        self._executing_id = here
+        self._executing_id = own_id
         return True
 
     def leave(self) -> None:
@@ -155,7 +167,7 @@ class Progress:
             self._start()
         # In this order: the thread looks for items after it has decided to sleep until it is woken.
         self.items.append((completion, execute))
-        if self._wakes_thread():
+        if not self._looks or self._helped < _HELPED:
             self._wakes.put(True)
 
     def _start(self) -> None:
@@ -174,23 +186,31 @@ class Progress:
 
         Returns early where the group's thread executes, or is to run a callback.
         """
-        here = threading.get_ident()
-        if self._thread_id == here:
+        own_id = threading.get_ident()
+        if self._thread_id == own_id:
             return
-        items, acquire = self.items, self.lock.acquire
-        is_done = completion.done()
+        items, acquire, release, is_done = self.items, self.lock.acquire, self.lock.release, False
         self._is_helped = True
         try:
             while not is_done and acquire(False):
                 self._depth += 1
-                self._executing_id = here
+                self._executing_id = own_id
                 try:
-                    if not items or items[0][0].has_callbacks():
+                    first = items[0][0] if items else None
+                    # Most waits are for the next operation.
+                    if first is not completion and completion.done():
+                        is_done = True
+                        break
+                    if first is None or first.has_callbacks():
                         break
                     self._help_with_next()
                 finally:
-                    self.leave()
-                is_done = completion.done()
+                    # The lines of ``leave``.
+                    self._depth -= 1
+                    if not self._depth:
+                        self._executing_id = None
+                    release()
+                is_done = first is completion or completion.done()
         finally:
             self._is_helped = False
             if not is_done or (items and self._wakes_thread()):
@@ -199,8 +219,11 @@ class Progress:
     def _help_with_next(self) -> None:
         self._running += 1
         completion, execute = self.items.popleft()
+        result, error = None, None
         try:
-            result, error = _outcome(execute)
+            result = execute()
+        except Exception as raised:
+            error = raised
         except BaseException as interrupt:  # an interrupt of this thread
             self._running -= 1
             completion.set_exception(interrupt)

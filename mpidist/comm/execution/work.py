@@ -55,6 +55,7 @@ class Work:
         events: On a device the results are complete behind them; filled before the work is
             completed.
         fence: See ``Future``.
+        help: See ``helped_by``.
 
     Attributes:
         operation: The name of the collective.
@@ -73,13 +74,14 @@ class Work:
         where: str,
         events: Sequence[Event] | None = None,
         fence: Callable[[], Event] | None = None,
+        help: Callable[[Any], object] | None = None,
     ) -> None:
         self.operation = operation
         self.tensors = tensors
         self.where = where
         self._events = events
         self._fence = fence
-        self._help: Callable[[Any], object] | None = None
+        self._help = help
         # The collective has ended without an error, and before there was a future, which knows the
         # end of every other work.
         self._done = False

@@ -1,10 +1,12 @@
 """Messages of plain host memory, sent and received without the objects of the general path.
 
 A tensor that MPI can read or write in place, a valid rank and a valid tag need neither checks nor
-copies. A thread that waits for its only message probes for it by itself for a short time; it
-enters the group's queue of posted receives, with its watchdog, timeout and checks of the peer, only
-when the message is late. The handle of a receive that is started and waited for later is its own
-entry in that queue. Everything else takes the general path of ``p2p``.
+copies. What MPI and the recorder are told of such a message is kept by the tensor's address, the
+peer and the tag: a program sends the same buffers to the same neighbours again and again. A thread
+that waits for its only message probes for it by itself for a short time; it enters the group's
+queue of posted receives, with its watchdog, timeout and checks of the peer, only when the message
+is late. The handle of a receive that is started and waited for later is its own entry in that
+queue. Everything else takes the general path of ``p2p``.
 
 Source: MPI-4.1 §3.8.2 (matched probe): the length is compared before bytes are received.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,14 +24,18 @@ import torch
 
 from mpidist.comm.execution.group_state import GroupState
 from mpidist.comm.memory import buffer
+from mpidist.comm.memory.buffer import Buffer
+from mpidist.comm.messages.message_entries import MessageEntries
 from mpidist.comm.messages.message_pieces import HEAD_BYTES
-from mpidist.comm.messages.posted_receives import PostedReceive, ReceiveQueue
+from mpidist.comm.messages.posted_receives import Pattern, PostedReceive, ReceiveQueue
 from mpidist.comm.messages.request_work import RequestWork
 from mpidist.comm.mpi import backoff
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.mpi_errors import is_over
 from mpidist.comm.mpi.nonblocking import MatchedMessage, Mpi, Request
+from mpidist.comm.recorder.ring import BeginNext
+from mpidist.comm.recorder.signatures import Signatures
 from mpidist.dynamo import untraced
 from mpidist.errors import CommTimeout, MpidistError
 
@@ -36,6 +43,33 @@ from mpidist.errors import CommTimeout, MpidistError
 _SPIN_S = 200e-6
 _PROBES = 32  # between two looks at the clock, each with a yield to the sender on this core
 _STRIDED = torch.strided
+_KEPT = 1 << 12  # prepared messages of a group, as signatures
+
+
+class DirectMessage:
+    """Prepared message of known memory, valid for tensors there of the same shape and dtype.
+
+    Attributes:
+        begin: Begins an entry in the recorder, called with 0; returns its number.
+        dtype: Of the tensor.
+        nbytes: Of the tensor; -1 if messages of this length may come in pieces.
+        pattern: See ``posted_receives.Posted``.
+        shape: Of the tensor.
+        space: The memory, as MPI is given it.
+    """
+
+    __slots__ = ("begin", "dtype", "nbytes", "pattern", "shape", "space")
+
+    def __init__(
+        self, tensor: torch.Tensor, address: int, pattern: Pattern, begin: BeginNext
+    ) -> None:
+        nbytes = tensor.nbytes
+        self.begin = begin
+        self.dtype = tensor.dtype
+        self.nbytes = -1 if nbytes == HEAD_BYTES else nbytes
+        self.pattern = pattern
+        self.shape = tensor.shape
+        self.space = MPI.buffer.fromaddress(address, nbytes), nbytes, MPI.BYTE
 
 
 class DirectMessages:
@@ -44,38 +78,83 @@ class DirectMessages:
     Args:
         mpi: The group's communicator.
         comm: Its size and highest tag.
+        entries: The recorder's entries of the group's messages.
         is_open: False if the values of each message are looked at before it is sent.
+
+    Attributes:
+        start_send: Starts the send of a prepared message's ``space`` to a rank, with a tag.
     """
 
-    __slots__ = ("_byte", "_highest_tag", "_isend", "_longest", "_memory", "_probe", "_size")
+    __slots__ = ("_entries", "_highest_tag", "_known", "_longest", "_probe", "_size", "start_send")
 
-    def __init__(self, mpi: Mpi, comm: Communicator, is_open: bool) -> None:
+    def __init__(
+        self, mpi: Mpi, comm: Communicator, entries: MessageEntries, is_open: bool
+    ) -> None:
         self._size, self._highest_tag = comm.size, comm.max_tag
         self._longest = buffer.MAX_COUNT if is_open else -1  # in bytes; -1: no message is direct
+        self._entries = entries
         # Looked up once, because each attribute access costs 30 ns.
-        self._isend, self._probe = mpi.Isend, mpi.Improbe
-        self._byte, self._memory = MPI.BYTE, MPI.buffer.fromaddress
+        self.start_send: Callable[[Buffer, int, int], Request] = mpi.Isend
+        self._probe = mpi.Improbe
+        # By operation, address, peer and tag, the last of each.
+        self._known: dict[tuple[str, int, int | None, int], DirectMessage] = {}
 
-    def take(self, tensor: torch.Tensor, peer: int, tag: int) -> bool:
-        """Return whether a message needs no check, no copy and one call of MPI."""
-        return (
-            type(tensor) is torch.Tensor
-            and type(peer) is int
-            and 0 <= peer < self._size
-            and type(tag) is int
-            and 0 <= tag <= self._highest_tag
-            and tensor.is_cpu
-            and tensor.layout is _STRIDED
-            and tensor.is_contiguous()
-            and not tensor.is_neg()
-            and not tensor.is_conj()
-            and tensor.nbytes <= self._longest
-        )
+    def take(
+        self, tensor: torch.Tensor, peer: int | None, tag: int, kind: Signatures, operation: str
+    ) -> DirectMessage | None:
+        """Return a message that needs no check, no copy and one call of MPI; None for another.
 
-    def start_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Request:
-        """Start the send of a tensor that ``take`` accepts."""
-        nbytes = tensor.nbytes
-        return self._isend((self._memory(tensor.data_ptr(), nbytes), nbytes, self._byte), dst, tag)
+        Args:
+            tensor: To send, or to receive into.
+            peer: The other rank in the group; None for a receive from any.
+            tag: The message's tag.
+            kind: ``sends`` or ``receives`` of the group's entries.
+            operation: The name of the call.
+        """
+        # A bool equals a rank, and is none.
+        if (
+            type(tensor) is not torch.Tensor
+            or not (type(peer) is int or peer is None)
+            or type(tag) is not int
+            or not tensor.is_cpu
+        ):
+            return None
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # a sparse layout, or a tensor of torch.func
+            return None
+        if not tensor.is_contiguous() or tensor.is_neg():
+            return None
+        key = (operation, address, peer, tag)
+        message = self._known.get(key)
+        if (
+            message is None
+            or message.shape != tensor.shape
+            or message.dtype is not tensor.dtype
+            or (message.dtype.is_complex and tensor.is_conj())
+        ):
+            return self._prepare(key, tensor, kind)
+        return message
+
+    def _prepare(
+        self, key: tuple[str, int, int | None, int], tensor: torch.Tensor, kind: Signatures
+    ) -> DirectMessage | None:
+        operation, address, peer, tag = key
+        if (
+            not (kind is self._entries.receives if peer is None else 0 <= peer < self._size)
+            or not 0 <= tag <= self._highest_tag
+            or tensor.layout is not _STRIDED
+            or tensor.is_conj()
+            or tensor.nbytes > self._longest
+        ):
+            return None
+        begin = self._entries.prepared(kind, operation, tensor, peer, tag)
+        pattern = (MPI.ANY_SOURCE if peer is None else peer, tag)
+        message = DirectMessage(tensor, address, pattern, begin)
+        if len(self._known) >= _KEPT:
+            self._known.clear()
+        self._known[key] = message
+        return message
 
     def match(self, src: int, tag: int, status: MPI.Status) -> MPI.Message | MatchedMessage | None:
         """Match a message that arrives soon; None if it is late.
@@ -99,11 +178,26 @@ class DirectMessages:
                     return message
         return None
 
-    def start_receive(
-        self, tensor: torch.Tensor, nbytes: int, message: MPI.Message | MatchedMessage
-    ) -> Request:
-        """Start the receive of a matched message of the tensor's length."""
-        return message.Irecv((self._memory(tensor.data_ptr(), nbytes), nbytes, self._byte))
+
+@untraced
+class DirectSend(RequestWork):
+    """Handle of a send from plain host memory."""
+
+    __slots__ = ()
+
+    def _test(self) -> bool:
+        # The steps of RequestWork._test in one call.
+        try:
+            if not self._request.Test():
+                return False
+        except Exception as error:
+            self._fail(error)
+            return True
+        self._done = True
+        self._state.recorder.end(self._entry)
+        if self._future is not None:
+            self._complete_future()
+        return True
 
 
 @untraced
@@ -113,9 +207,9 @@ class DirectReceive(RequestWork):
     Args:
         state: The state of the message's group.
         operation: The name of the call.
-        tensor: A tensor that ``DirectMessages.take`` accepts.
+        tensor: The tensor that the message was prepared for.
         src: The sender's rank in the group; None for any.
-        tag: The message's tag.
+        message: The prepared message.
         queue: The group's queue, to which the caller adds the receive.
         entry: See ``RequestWork``.
 
@@ -125,7 +219,7 @@ class DirectReceive(RequestWork):
         error: See ``Posted``; or MPI's error.
     """
 
-    __slots__ = ("_other", "_queue", "_sender", "error", "number", "pattern")
+    __slots__ = ("_message", "_queue", "error", "number", "pattern")
 
     def __init__(
         self,
@@ -133,31 +227,29 @@ class DirectReceive(RequestWork):
         operation: str,
         tensor: torch.Tensor,
         src: int | None,
-        tag: int,
+        message: DirectMessage,
         queue: ReceiveQueue,
         entry: int,
     ) -> None:
         # Not super(), which costs twice as much.
         RequestWork.__init__(self, state, operation, tensor, None, src, None, entry)
         self._queue = queue
-        self.pattern = (MPI.ANY_SOURCE if src is None else src, tag)
-        self.number = self._sender = -1
+        self._message = message
+        self.pattern = message.pattern
+        self.number = -1
         self.error: Exception | None = None
-        # The receive of a message of another length, or of one that comes in pieces.
-        self._other: PostedReceive | None = None
 
     def start(self, message: MPI.Message | MatchedMessage, sender: int, received: int) -> None:
         """See ``Posted``."""
-        self._sender, tensor = sender, self.tensor
+        self._source, known = sender, self._message
         try:
-            if received == tensor.nbytes and received != HEAD_BYTES:
-                space = MPI.buffer.fromaddress(tensor.data_ptr(), received), received, MPI.BYTE
-                self._request = message.Irecv(space)
+            if received == known.nbytes:
+                self._request = message.Irecv(known.space)
                 return
-            space = buffer.as_bytes(tensor)
-            other = PostedReceive(self._queue, space, sender, self.pattern[1], None, None)
+            # The receive of a message of another length, or of one that comes in pieces.
+            other = PostedReceive(self._queue, known.space, sender, self.pattern[1], None, None)
             other.start(message, sender, received)
-            self._other = self._request = other
+            self._kept = self._request = other
         except Exception as error:
             self.error = error
 
@@ -182,9 +274,8 @@ class DirectReceive(RequestWork):
                 raise self.error
             if self._request is None or not self._request.Test():
                 return False
-            self._source = self._sender
-            if self._other is not None:
-                self._require_length(self._other)
+            if self._kept is not None:
+                self._require_length(self._request)
         except Exception as error:
             self._fail(error)
             return True

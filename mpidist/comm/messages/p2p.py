@@ -21,15 +21,17 @@ from mpidist.comm.memory.device_request import start_request
 from mpidist.comm.memory.stream import Event
 from mpidist.comm.messages import device_p2p
 from mpidist.comm.messages.direct_messages import (
+    DirectMessage,
     DirectMessages,
     DirectReceive,
+    DirectSend,
     ends_soon,
     length_error,
 )
 from mpidist.comm.messages.message_entries import MessageEntries
-from mpidist.comm.messages.message_pieces import HEAD_BYTES, PieceTransfers
+from mpidist.comm.messages.message_pieces import PieceTransfers
 from mpidist.comm.messages.posted_receives import PostedReceive, ReceiveQueue
-from mpidist.comm.messages.request_work import RequestWork, release_orphans
+from mpidist.comm.messages.request_work import RequestWork, orphans, release_orphans
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import Request
 from mpidist.errors import CommTimeout
@@ -73,37 +75,36 @@ class Messages:
         self._checks_nan = checks_nan
         self.pieces = PieceTransfers(comm, state.mpi)
         self.receives = ReceiveQueue(state.mpi, self.pieces)
-        self._direct = DirectMessages(state.mpi, comm, is_open=not checks_nan)
         self._entries = MessageEntries(state.recorder, state.label, state.world_ranks)
+        self._sends, self._receives = self._entries.sends, self._entries.receives
+        self._direct = DirectMessages(state.mpi, comm, self._entries, is_open=not checks_nan)
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> None:
         """Send a tensor; see ``ProcessGroup.send``."""
         self._state.require_usable("send")
-        if not self._direct.take(tensor, dst, tag):
+        message = self._direct.take(tensor, dst, tag, self._sends, "send")
+        if not message:
             self.isend("send", tensor, dst, tag).wait()
             return
-        entry = self._entries.send("send", tensor, dst, tag)
+        entry = message.begin(0)
         try:
-            request = self._direct.start_send(tensor, dst, tag)
+            request = self._direct.start_send(message.space, dst, tag)
             if request.Test() or ends_soon(request):
                 self._entries.end(entry)
                 return
         except MPI.Exception as error:
             self._entries.fail(entry)
             raise self._state.message_error(error, "send") from None
-        RequestWork(self._state, "send", tensor, request, dst, None, entry).wait()
+        DirectSend(self._state, "send", tensor, request, dst, None, entry).wait()
 
     def recv(self, tensor: Tensor, src: int | None, tag: int) -> int:
         """Receive a tensor; see ``ProcessGroup.recv``."""
         self._state.require_usable("recv")
-        if (
-            self.receives.is_empty()
-            and self._direct.take(tensor, 0 if src is None else src, tag)
-            and not tensor.requires_grad
-        ):
-            entry = self._entries.receive("recv", tensor, src, tag)
+        message = self._direct.take(tensor, src, tag, self._receives, "recv")
+        if message and self.receives.is_empty() and not tensor.requires_grad:
+            entry = message.begin(0)
             try:
-                sender = self._receive_soon(tensor, src, tag)
+                sender = self._receive_soon(tensor, src, message)
             except BaseException:
                 self._entries.fail(entry)
                 raise
@@ -121,22 +122,21 @@ class Messages:
             work.cancel()  # no effect after the end
         return work.source_rank()
 
-    def _receive_soon(self, tensor: Tensor, src: int | None, tag: int) -> int | None:
+    def _receive_soon(self, tensor: Tensor, src: int | None, message: DirectMessage) -> int | None:
         """Receive a message that arrives soon; return the sender's rank, None if it is late."""
-        status = MPI.Status()
+        status, (source, tag) = MPI.Status(), message.pattern
         try:
-            message = self._direct.match(MPI.ANY_SOURCE if src is None else src, tag, status)
-            if message is None:
+            matched = self._direct.match(source, tag, status)
+            if matched is None:
                 return None
             sender, received = status.Get_source(), status.Get_count(MPI.BYTE)
-            if received != tensor.nbytes or received == HEAD_BYTES:
+            if received != message.nbytes:
                 # A message of another length, which is an error; or one that comes in pieces.
-                space = buffer.as_bytes(tensor)
-                receive = PostedReceive(self.receives, space, sender, tag, None, None)
-                receive.start(message, sender, received)
+                receive = PostedReceive(self.receives, message.space, sender, tag, None, None)
+                receive.start(matched, sender, received)
                 _Receive(self._state, "recv", tensor, (receive,), src).wait()
                 return sender
-            request = self._direct.start_receive(tensor, received, message)
+            request = matched.Irecv(message.space)
             if request.Test() or ends_soon(request):
                 return sender
         except MPI.Exception as error:
@@ -150,19 +150,21 @@ class Messages:
         Args:
             operation: The name in errors and reports.
         """
-        state, direct = self._state, self._direct
+        state = self._state
         self.receives.is_in_use = True
         if state.is_closed or state.failure is not None:
             state.require_usable(operation)
-        if direct.take(tensor, dst, tag):
-            release_orphans()
-            entry = self._entries.send(operation, tensor, dst, tag)
+        message = self._direct.take(tensor, dst, tag, self._sends, operation)
+        if message:
+            if orphans:
+                release_orphans()
+            entry = message.begin(0)
             try:
-                request = direct.start_send(tensor, dst, tag)
+                request = self._direct.start_send(message.space, dst, tag)
             except BaseException:
                 self._entries.fail(entry)
                 raise
-            return RequestWork(state, operation, tensor, request, dst, None, entry)
+            return DirectSend(state, operation, tensor, request, dst, None, entry)
         where = state.where(operation)
         arguments.tensor(where, tensor, "tensor")
         arguments.rank(where, dst, "dst", self._state.size)
@@ -213,10 +215,12 @@ class Messages:
         state = self._state
         if state.is_closed or state.failure is not None:
             state.require_usable(operation)
-        if self._direct.take(tensor, 0 if src is None else src, tag) and not tensor.requires_grad:
-            release_orphans()
-            entry = entry or self._entries.receive(operation, tensor, src, tag)
-            receive = DirectReceive(state, operation, tensor, src, tag, self.receives, entry)
+        message = self._direct.take(tensor, src, tag, self._receives, operation)
+        if message and not tensor.requires_grad:
+            if orphans:
+                release_orphans()
+            entry = entry or message.begin(0)
+            receive = DirectReceive(state, operation, tensor, src, message, self.receives, entry)
             self.receives.add(receive, waits)
             return receive
         where = self._state.where(operation)
@@ -276,6 +280,7 @@ class _Receive(RequestWork):
         super().__init__(state, operation, tensor, _as_one(receives), src, memory, entry)
         self._receives = receives
         self._arrive = arrive
+        self._events: list[Event] = []
 
     def cancel(self) -> None:
         if not self._done:

@@ -34,19 +34,19 @@ _YIELD_S = 5e-3
 _TESTS = 8
 
 # Requests whose handles were dropped before the end, and the memory that MPI works on.
-_orphans: deque[tuple[Request, object]] = deque()
+orphans: deque[tuple[Request, object]] = deque()
 _releasing = threading.Lock()
 
 
 def release_orphans() -> None:
     """Free the memory of messages that have ended since their handles were dropped."""
-    if not _orphans or not _releasing.acquire(blocking=False):
+    if not orphans or not _releasing.acquire(blocking=False):
         return
     try:
-        for _ in range(len(_orphans)):
-            request, memory = _orphans.popleft()
+        for _ in range(len(orphans)):
+            request, memory = orphans.popleft()
             if not is_over(request):
-                _orphans.append((request, memory))
+                orphans.append((request, memory))
     finally:
         _releasing.release()
 
@@ -92,8 +92,8 @@ class RequestWork:
         self._peer = peer
         self._kept = kept
         self._entry = entry
-        # On a device the data is complete behind the events.
-        self._events: list[Event] = []
+        # On a device the data is complete behind the events, and this is a list.
+        self._events: Sequence[Event] = ()
         self._done = False
         self._error: BaseException | None = None
         self._source = -1
@@ -104,7 +104,7 @@ class RequestWork:
             if self._entry:
                 self._state.recorder.end(self._entry)
             if self._request is not None:
-                _orphans.append((self._request, (self._kept, self.tensor)))
+                orphans.append((self._request, (self._kept, self.tensor)))
 
     @property
     def tensors(self) -> Sequence[Any]:
@@ -139,6 +139,10 @@ class RequestWork:
             event.block_current_stream()
         return True
 
+    def is_success(self) -> bool:
+        """Test once whether the message has ended without an error."""
+        return (self._done or self._test()) and self._error is None
+
     def cancel(self) -> None:
         """Withdraw a receive that is not matched; its tensor may be used again.
 
@@ -164,7 +168,7 @@ class RequestWork:
 
     def source_rank(self) -> int:
         """Return the sender's rank in the group once a receive has ended, else -1."""
-        return self._source
+        return self._source if self._done else -1
 
     def _test(self) -> bool:
         try:

@@ -57,7 +57,7 @@ class Off:
         """Return 0."""
         return 0
 
-    def begins(self, signature: int, size_bytes: int) -> BeginNext:
+    def begins(self, signature: int, size_bytes: int, peer: int = -1, tag: int = 0) -> BeginNext:
         """Return a function that returns 0."""
         return self._begin_next
 

@@ -53,9 +53,11 @@ _WORD = 8
 
 
 # begin(signature, sequence=0, size_bytes=0, peer=-1, tag=0) -> number, the same where all but the
-# sequence is known before, and end(number)
+# sequence is known before, which begins(signature, size_bytes, peer=-1, tag=0) returns, and
+# end(number)
 Begin: TypeAlias = Callable[..., int]
 BeginNext: TypeAlias = Callable[[int], int]
+Begins: TypeAlias = Callable[..., BeginNext]
 End: TypeAlias = Callable[[int], None]
 
 
@@ -78,8 +80,8 @@ class Ring:
             signature; the number of the collective on its group (0); the bytes of its data (0);
             the world rank of the other side (-1 for none, or any); a message's tag or a call's
             number (0).
-        begins: Returns a function that does the same for a signature and a number of bytes: it
-            takes the number of the collective alone.
+        begins: Returns a function that does the same for known arguments: it takes the number of
+            the collective alone.
         end: Stores the end of the operation of a number; called once, by any thread.
         fail: Called in its place: the operation has ended by an exception.
     """
@@ -115,7 +117,7 @@ class Ring:
         # may record within it.
         self._lock = threading.RLock()
         self.begin: Begin
-        self.begins: Callable[[int, int], BeginNext]
+        self.begins: Begins
         self.end: End
         self.fail: End
         self.begin, self.begins, self.end, self.fail = self._writers()
@@ -198,7 +200,7 @@ class Ring:
             view.release()
         self._buffer.close()
 
-    def _writers(self) -> tuple[Begin, Callable[[int, int], BeginNext], End, End]:
+    def _writers(self) -> tuple[Begin, Begins, End, End]:
         """Return ``begin``, ``begins``, ``end`` and ``fail``.
 
         What they need is in their cells: fifteen attributes of an object cost a fifth of an entry.
@@ -244,8 +246,8 @@ class Ring:
             )
             return number
 
-        def begins(signature: int, size_bytes: int) -> BeginNext:
-            constant = file_format.CONSTANT.pack(size_bytes, 0, -1, signature)
+        def begins(signature: int, size_bytes: int, peer: int = -1, tag: int = 0) -> BeginNext:
+            constant = file_format.CONSTANT.pack(size_bytes, tag, peer, signature)
 
             # The lines of ``begin`` again: a call of a function for them costs a tenth of an entry.
             def begin_next(sequence: int) -> int:

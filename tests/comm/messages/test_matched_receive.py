@@ -124,7 +124,7 @@ def test_a_receive_of_what_is_announced_and_not_sent_takes_no_memory(group):
     if group.rank == 1:
         send(group, b"late", 0, Tag.OBJECT_MESSAGE_PART)
     group.barrier()
-    while request_work._orphans:
+    while request_work.orphans:
         request_work.release_orphans()
     agree(group, grown < MOST_MIB, f"{grown} MiB")
 
