@@ -7,13 +7,17 @@ reader takes no lock, and the threads that record wait for no more than that cop
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeAlias
+
 import numpy as np
-import numpy.typing as npt
 
 from mpidist.comm.recorder.file_format import END_WORD, NUMBER_WORD, SLOT_WORDS, UNDER_WAY
 from mpidist.comm.recorder.ring import Ring
 
-_Rows = npt.NDArray[np.int64]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+_Rows: TypeAlias = "npt.NDArray[np.int64]"
 
 
 class Tail:

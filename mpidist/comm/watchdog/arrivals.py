@@ -13,16 +13,18 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from mpidist.comm.recorder.file_format import NUMBER_WORD, SLOT_WORDS, UNDER_WAY
 from mpidist.comm.recorder.recording import Kind, Signature, tables
 from mpidist.comm.recorder.ring import Ring
 from mpidist.comm.recorder.tail import Tail
 from mpidist.comm.watchdog import stragglers
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 MOST = 128  # collectives of a group that a rank tells at a time
 _MOST_OF_STEP = 512  # operations in which a period is looked for
