@@ -190,6 +190,14 @@ def test_a_waiting_thread_executes_the_queue_up_to_its_operation(progress, held)
     assert futures[0].done() and not futures[2].done() and progress.pending == 1
 
 
+def test_a_thread_does_not_execute_what_is_queued_behind_an_ended_operation(progress, held):
+    ran, ended = [], Future()
+    ended.set_result(None)
+    behind = submit(progress, ran, "behind")
+    progress.help(ended)
+    assert ran == [] and not behind.done() and progress.pending == 1
+
+
 def test_what_a_waiting_thread_leaves_is_executed(progress):
     ran = []
     first, behind = submit(progress, ran, "first"), submit(progress, ran, "behind")
