@@ -6,19 +6,19 @@ term, and the ranks' sums are added without rounding: the mean over all terms is
 neither their order nor their division among ranks changes a bit. Plain gradients are divided by W
 and summed in float32, whose last bits depend on both.
 
-For a bucket of N elements each rank sends the tops of its blocks, 16·N bytes of sums to the ranks
-that round them, and N means. Where no rank has accumulated, it sends the N gradients as they are,
-and the rank that rounds them cuts and adds them (``exact_terms``), with the same bits.
+For a bucket of N elements each rank sends the tops of its blocks, N gradients as they are or, where
+any rank has accumulated, N totals of its sums in float64, to the ranks that round them
+(``exact_terms``), and N means. A total of 8 bytes is exact but where terms differ by more than 28
+binades; then all ranks send what theirs lack, too. Short buckets are sent to all ranks, each of
+which rounds all means.
 
 Letters: W ranks; N elements of a bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
@@ -27,13 +27,13 @@ from mpidist.comm.group_types import Group
 from mpidist.ddp.buckets.weak_hook import weak_hook
 from mpidist.ddp.hooks.exact_sums import (
     MOST_TERMS,
+    NOT_FINITE,
     ExactSum,
-    blocks_of,
-    cut,
     largest_of,
     lengths_of,
     tops_from,
     tops_of,
+    write_totals,
 )
 from mpidist.ddp.hooks.exact_terms import scales_of, write_means
 from mpidist.ddp.hooks.grad_bucket import GradBucket
@@ -43,6 +43,8 @@ from mpidist.future import Future
 Tensor = torch.Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Buckets of which all ranks get no more bytes go to all of them: one collective in place of two.
+_SHORT_BYTES = 256 << 10
 
 
 class ExactAverage:
@@ -77,7 +79,7 @@ class ExactAverage:
         self._sums: dict[str, ExactSum] = {}
         self._own_terms = 0  # accumulated passes since the last averaging one
         self._is_counted = False  # the running one is among them
-        self._memory: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
         take = weak_hook(self, ExactAverage.take)
         for name, parameter in named:
             if parameter.requires_grad:
@@ -102,7 +104,8 @@ class ExactAverage:
         Raises:
             ValueError: There are too many for exact sums (all ranks).
         """
-        counts = torch.tensor([self._own_terms + 1, len(self._sums)])
+        counts = self.memory("counts", 2, torch.int64, torch.device("cpu"))
+        counts.copy_(torch.tensor([self._own_terms + 1, len(self._sums)]))
         group.all_reduce(counts, SUM)
         self._own_terms = 0
         self.terms, sums = counts.tolist()
@@ -117,8 +120,8 @@ class ExactAverage:
         """Remove and return what was accumulated for a parameter."""
         return self._sums.pop(name, None)
 
-    def memory(self, use: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for one of the pieces of a bucket, kept between steps."""
+    def memory(self, use: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory kept between steps, whose collectives are prepared once."""
         held = self._memory.get((use, dtype))
         if held is None or held.numel() < numel or held.device != device:
             held = self._memory[use, dtype] = torch.empty(numel, dtype=dtype, device=device)
@@ -146,114 +149,120 @@ def exact_average_hook(state: ExactAverage, bucket: GradBucket) -> Future[Tensor
     def stages() -> None:
         if bucket.index() == 0:
             state.begin(group)
-        if buffer.numel() and not (state.are_terms and _average_terms(state, group, bucket)):
-            _average_sums(state, group, bucket)
+        if buffer.numel():
+            _BucketAverage(state, group, bucket).run()
 
     return run_stages(group, buffer, stages)
 
 
-class _Part(NamedTuple):
-    """One parameter's share of a bucket: its gradient's blocks, and their places in the pieces."""
+class _BucketAverage:
+    """Average of one bucket's gradients and of what was accumulated for them."""
 
-    name: str
-    gradient: Tensor
-    blocks: Tensor
-    first_block: int
-    start: int
-    end: int
+    def __init__(self, state: ExactAverage, group: Group, bucket: GradBucket) -> None:
+        self._state, self._group = state, group
+        self._buffer, self._gradients = bucket.buffer(), bucket.gradients()
+        self._flats = [gradient.reshape(-1) for gradient in self._gradients]
+        self._sums = [state.sum_of(name) for name in bucket.names()]
+        self._lengths = [lengths_of(flat.numel()) for flat in self._flats]
+        self._is_finite = True
 
+    def run(self) -> None:
+        """Write the means into the bucket.
 
-def _average_terms(state: ExactAverage, group: Group, bucket: GradBucket) -> bool:
-    """Average gradients that are all ranks' only terms; return False if one is not finite."""
-    buffer, gradients = bucket.buffer(), bucket.gradients()
-    largest = torch.cat([largest_of(gradient.reshape(-1)) for gradient in gradients]).float()
-    is_infinite = largest.isfinite().logical_not_().any()
-    # All ranks see one that is not finite on any.
-    tops = torch.cat([tops_from(largest), is_infinite.int().view(1)])
-    group.all_reduce(tops, MAX)
-    if tops[-1]:
-        return False
-    numel, size = buffer.numel(), group.size
-    whole = numel + -numel % size
-    # Ranks round equal shares of the elements, in the order of the blocks.
-    is_copied = whole > numel or not all(gradient.is_contiguous() for gradient in gradients)
-    flat = buffer.view(-1)
-    if is_copied:
-        flat = state.memory(0, whole, buffer.dtype, buffer.device)
-        flat[numel:].zero_()
-        for gradient, copy in zip(gradients, _views(flat, gradients), strict=True):
-            copy.copy_(gradient)
-    terms, share = flat, flat.view(size, -1)[group.rank]
-    if size > 1:
-        terms = state.memory(1, whole, buffer.dtype, buffer.device)
-        group.all_to_all_single(terms, flat)
-    lengths = [length for gradient in gradients for length in lengths_of(gradient.numel())]
-    scales = scales_of(tops[:-1], lengths, size, share.numel(), group.rank)
-    write_means(terms.view(size, -1), scales, share)
-    if size > 1:
-        group.all_gather_into_tensor(flat, share)
-    if is_copied:
-        for gradient, copy in zip(gradients, _views(flat, gradients), strict=True):
-            gradient.copy_(copy)
-    return True
+        Collective: over the group.
+        """
+        state, group, numel = self._state, self._group, self._buffer.numel()
+        dtype = self._buffer.dtype if state.are_terms else torch.float64
+        is_short = group.size == 1 or group.size * numel * dtype.itemsize <= _SHORT_BYTES
+        # Ranks round equal shares of the elements, in the order of the blocks, or a short bucket.
+        share = numel if is_short else -(-numel // group.size)
+        whole = share if is_short else share * group.size
+        means = self._buffer.view(-1)
+        is_copied = whole > numel or not all(g.is_contiguous() for g in self._gradients)
+        if is_copied:
+            means = self._memory("means", whole, self._buffer.dtype)
+            if state.are_terms:
+                for flat, copy in zip(self._flats, self._split(means), strict=True):
+                    copy.copy_(flat)
+        tops = self._agree_on_tops()
+        if state.are_terms:
+            rows = self._exchange("rows", means, share)
+        else:
+            rows = self._exchange_totals(tops, whole, share)
+        place = 0 if is_short else group.rank
+        mine = means if is_short else means.view(group.size, -1)[place]
+        lengths = [length for lengths in self._lengths for length in lengths]
+        scales = scales_of(tops.tolist(), lengths, rows, place)
+        write_means(rows, scales, mine, state.terms, self._is_finite)
+        if not is_short:
+            group.all_gather_into_tensor(means, mine)
+        if is_copied:
+            for gradient, copy in zip(self._gradients, self._split(means), strict=True):
+                gradient.copy_(copy.view(gradient.shape))
 
+    def _agree_on_tops(self) -> Tensor:
+        """Return the tops of all ranks' terms and sums; find out whether all are finite."""
+        largest = [largest_of(flat) for flat in self._flats]
+        tops = self._all_tops(tops_from(largest[0] if len(largest) == 1 else torch.cat(largest)))
+        self._is_finite = NOT_FINITE not in tops.tolist()
+        if self._is_finite:
+            return tops
+        return self._all_tops(torch.cat([tops_of(flat)[0] for flat in self._flats]))
 
-def _views(flat: Tensor, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return one contiguous view of ``flat`` for each gradient, in its shape."""
-    ends = accumulate(gradient.numel() for gradient in gradients)
-    return [
-        flat[end - gradient.numel() : end].view(gradient.shape)
-        for end, gradient in zip(ends, gradients, strict=True)
-    ]
+    def _all_tops(self, terms: Tensor) -> Tensor:
+        tops = self._memory("tops", terms.numel(), torch.int32).copy_(terms)
+        parts = tops.split([len(lengths) for lengths in self._lengths])
+        for part, held in zip(parts, self._sums, strict=True):
+            if held is not None:
+                torch.maximum(part, held.tops, out=part)
+                if self._is_finite and not held.is_finite:
+                    part[0] = NOT_FINITE
+        self._group.all_reduce(tops, MAX)
+        return tops
 
+    def _exchange_totals(self, tops: Tensor, whole: int, share: int) -> Tensor:
+        # Behind the totals, whether they lack something; all ranks get that of a short bucket.
+        totals = self._memory("totals", whole + 1, torch.float64)
+        lost = totals[whole:].zero_()
+        self._write_totals(tops, totals, lost, False)
+        if self._group.size == 1:
+            return totals[:whole].view(1, -1)
+        if share == whole:
+            rows = self._exchange("rows", totals, whole + 1)
+            is_lost = rows[:, whole].any()
+        else:
+            rows = self._exchange("rows", totals[:whole], share)
+            is_lost = self._memory("lost", 1, torch.int32).copy_(lost != 0)
+            self._group.all_reduce(is_lost, MAX)
+        if not is_lost.item():
+            return rows[:, :share]
+        self._write_totals(tops, totals, lost, True)
+        return torch.cat([rows[:, :share], self._exchange("rest", totals[:whole], share)])
 
-def _average_sums(state: ExactAverage, group: Group, bucket: GradBucket) -> None:
-    parts, numel = _parts_of(bucket)
-    device = bucket.buffer().device
-    held = [state.sum_of(part.name) for part in parts]
-    found = [tops_of(part.blocks) for part in parts]
-    tops = torch.cat(
-        [
-            own if before is None else torch.maximum(own, before.tops)
-            for (own, _), before in zip(found, held, strict=True)
-        ]
-    )
-    group.all_reduce(tops, MAX)
-    # Ranks round equal shares.
-    whole = numel + -numel % group.size
-    high, low = (state.memory(use, whole, torch.float64, device) for use in (0, 1))
-    high[numel:].zero_()
-    low[numel:].zero_()
-    for part, before, (_, is_finite) in zip(parts, held, found, strict=True):
-        shape = part.blocks.shape
-        mine = tops[part.first_block : part.first_block + len(part.blocks)]
-        pieces = [piece[part.start : part.end].view(shape) for piece in (high, low)]
-        cut(part.blocks, mine, is_finite, *pieces)
-        if before is not None:
-            before.raise_to(mine)
-            pieces[0] += before.high
-            pieces[1] += before.low
-    means = state.memory(2, whole, torch.float32, device)
-    share = means.view(group.size, -1)[group.rank]
-    if group.size > 1:
-        sums = [state.memory(use, share.numel(), torch.float64, device) for use in (3, 4)]
-        for total, piece in zip(sums, (high, low), strict=True):
-            group.reduce_scatter_tensor(total, piece, SUM)
-    else:
-        sums = [high, low]
-    share.copy_(sums[0].add_(sums[1]).div_(state.terms))
-    if group.size > 1:
-        group.all_gather_into_tensor(means, share)
-    for part in parts:
-        part.gradient.copy_(means[part.start :][: part.gradient.numel()].view_as(part.gradient))
+    def _write_totals(self, tops: Tensor, target: Tensor, lost: Tensor, is_rest: bool) -> None:
+        tops_of_each = tops.split([len(lengths) for lengths in self._lengths])
+        targets = self._split(target)
+        for flat, held, mine, part in zip(
+            self._flats, self._sums, tops_of_each, targets, strict=True
+        ):
+            write_totals(flat, held, mine, self._is_finite, part, lost, is_rest)
 
+    def _exchange(self, use: str, sent: Tensor, share: int) -> Tensor:
+        """Return the share of all ranks, one row each."""
+        size = self._group.size
+        if size == 1:
+            return sent.view(1, -1)
+        rows = self._memory(use, size * share, sent.dtype)
+        if share == sent.numel():
+            self._group.all_gather_into_tensor(rows, sent)
+        else:
+            self._group.all_to_all_single(rows, sent)
+        return rows.view(size, -1)
 
-def _parts_of(bucket: GradBucket) -> tuple[list[_Part], int]:
-    """Return a bucket's gradients in blocks, and the number of elements of all blocks."""
-    parts, blocks_before, start = [], 0, 0
-    for name, gradient in zip(bucket.names(), bucket.gradients(), strict=True):
-        blocks = blocks_of(gradient.float().reshape(-1))
-        end = start + blocks.numel()
-        parts.append(_Part(name, gradient, blocks, blocks_before, start, end))
-        blocks_before, start = blocks_before + len(blocks), end
-    return parts, start
+    def _split(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Return one view for each gradient's elements, in order."""
+        numel = self._buffer.numel()
+        return flat[:numel].split([part.numel() for part in self._flats])
+
+    def _memory(self, use: str, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._state.memory(use, numel, dtype, self._buffer.device)

@@ -1,18 +1,20 @@
-"""Exact means of one term of each rank, from the terms themselves.
+"""Exact means of what the ranks send: one term of each, or what each has added.
 
 A term that was added to no other before need not be cut where it arises: its float32 values say
-all, in a quarter of the bytes of its pieces. The rank that rounds a share of the means gets it of
-all W terms and does here what ``exact_sums`` does with pieces, in fewer passes: a term is cut at a
-block's lower unit u by rounding x / u to a whole number, of at most 71 bits; where a sum of W of
-them might need more than 53, each is divided into a high and a low part whose sums are exact. The
-means have the bits of those of ``ExactSum``.
+all, in a quarter of the bytes of its pieces. A sum of several is sent in one float64 an element,
+the total of its pieces, and in a second one where the total is rounded. The rank that rounds a
+share of the means gets it of all W ranks and does here what ``exact_sums`` does with pieces, in
+fewer passes: a term is cut at a block's lower unit u by rounding x / u to a whole number, of at
+most 71 bits; where a sum of them might need more than 53, each is divided into a high and a low
+part whose sums are exact. The means have the bits of those of ``ExactSum``.
 
-Letters: W terms; N elements of the share.
+Letters: W ranks; N elements of the share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -24,71 +26,98 @@ Tensor = torch.Tensor
 _TOGETHER = 1 << 16
 # Tops whose unit, and that times W, are float32; whole numbers of those units are, too.
 _LOWEST, _MOST_TERMS = -2, 32
-# Of float64.
-_BIAS, _MANTISSA_BITS = 1023, 52
-# (x + c) - c rounds a whole number below 2^71 to multiples of the last place of c: in float32 2^49,
-# which leaves lower parts of 48 bits and their sign, in float64 2^36.
+# (x + c) - c rounds a whole number to multiples of the last place of c: in float32, whose numbers
+# are below 2^71, 2^49, which leaves lower parts of 48 bits and their sign. In float64 they are
+# totals of T terms below T·2^71, with ``MOST_TERMS`` of all ranks: multiples of at least 2^35, and
+# lower parts of at most 2^36.
 _SHIFTS = {torch.float32: 1.5 * 2.0**72, torch.float64: 1.5 * 2.0**88}
 
 
-def scales_of(
-    tops: Tensor, lengths: Sequence[int], terms: int, numel: int, place: int = 0
-) -> Tensor:
+def scales_of(tops: Sequence[int], lengths: Sequence[int], rows: Tensor, place: int = 0) -> Tensor:
     """Return 1 / u for each element of a share.
 
     Args:
-        tops: Of the blocks of the whole vector, int32, over all terms.
+        tops: Of the blocks of the whole vector, over all terms; all finite.
         lengths: Their numbers of elements, in order.
-        terms: W.
-        numel: N; elements behind the last block may have any scale.
-        place: The share's number, whose elements begin at ``place``·N.
+        rows: The share of all ranks, shape (R, N), as in ``write_means``.
+        place: The share's number, whose elements begin at ``place``·N; those behind the last block
+            may have any scale.
 
     Returns:
-        Shape (N,); in float32 where that is exact, else in float64.
+        Shape (N,), or (1,) for all; in float32 where that is exact and the rows are no wider, else
+        in float64.
     """
-    highest = int(tops.max())
     # Zeros are zeros in any unit.
-    tops = torch.where(tops > NO_TOP, tops, highest)
-    lowest = int(tops.min())
-    is_narrow = lowest >= _LOWEST and terms <= _MOST_TERMS
-    # The bits of 2^(-WIDTH·(top - 1)): ldexp takes its power in float32, where it may be infinite.
-    bits = (_BIAS + WIDTH * (1 - tops.long())) << _MANTISSA_BITS
-    scales = bits.view(torch.float64).to(torch.float32 if is_narrow else torch.float64)
+    units = {*tops} - {NO_TOP} or {0}
+    lowest, highest = min(units), max(units)
+    is_narrow = rows.dtype is not torch.float64 and lowest >= _LOWEST and len(rows) <= _MOST_TERMS
+    dtype, numel = torch.float32 if is_narrow else torch.float64, rows.shape[1]
     if lowest == highest:
-        return scales[:1].expand(numel)
-    counts = torch.tensor(lengths, device=tops.device)
-    ends = counts.cumsum(0)
-    start, end = place * numel, (place + 1) * numel
+        return torch.full((1,), _scale(highest), dtype=dtype, device=rows.device)
     # How many elements of each block lie in the share; the last block goes on behind its end.
-    starts, ends[-1] = (ends - counts).clamp(start, end), max(int(ends[-1]), end)
-    return torch.repeat_interleave(scales, ends.clamp(start, end) - starts)
+    start, end = place * numel, (place + 1) * numel
+    bounds = [0, *accumulate(lengths)]
+    bounds[-1] = max(bounds[-1], end)
+    bounds = [min(max(bound, start), end) for bound in bounds]
+    counts = torch.tensor([after - before for before, after in pairwise(bounds)])
+    scales = [_scale(highest if top == NO_TOP else top) for top in tops]
+    of_blocks = torch.tensor(scales, dtype=dtype, device=rows.device)
+    return torch.repeat_interleave(of_blocks, counts.to(rows.device), output_size=numel)
 
 
-def write_means(terms: Tensor, scales: Tensor, means: Tensor) -> None:
-    """Write the means of terms that are all finite, rounded to float32 and then to their dtype.
+def _scale(top: int) -> float:
+    return 2.0 ** (WIDTH * (1 - top))
+
+
+def write_means(
+    rows: Tensor, scales: Tensor, means: Tensor, terms: int, is_finite: bool = True
+) -> None:
+    """Write the means of terms, rounded to float32 and then to their dtype.
 
     Args:
-        terms: Shape (W, N), of float32 or narrower.
+        rows: Shape (R, N): one term of each rank, of float32 or narrower; or totals of float64,
+            of which each rank may have several.
         scales: Shape (N,), of ``scales_of``.
-        means: Result, shape (N,); may be one of the terms.
+        means: Result, shape (N,); may be one of the rows.
+        terms: How many terms are in all rows.
+        is_finite: All are finite; else means are infinite or NaN where a plain sum is.
     """
-    step = max(_TOGETHER // len(terms), 1)
-    for start in range(0, means.numel(), step):
+    count, numel = rows.shape
+    step = min(max(_TOGETHER // count, 1), numel)
+    are_totals = rows.dtype is torch.float64
+    memory = torch.empty((count, step), dtype=scales.dtype, device=rows.device)
+    for start in range(0, numel, step):
         part = slice(start, start + step)
-        scale = scales[part]
-        # In units of each block; ties go to even numbers, as in ``exact_sums.cut``.
-        numbers = torch.mul(terms[:, part], scale).round_()
-        total = _sum_of(numbers)
-        means[part].copy_(total.div_(scale * len(terms)).float())
+        scale = scales if len(scales) == 1 else scales[part]
+        row, mean = rows[:, part], means[part]
+        numbers = memory[:, : mean.numel()]
+        if are_totals:
+            # Multiples of each block's unit already.
+            total = _sum_of(row, _SHIFTS[row.dtype] / scale, is_finite, numbers).div_(terms)
+        else:
+            # In units of each block; ties go to even numbers, as in ``exact_sums.cut``.
+            torch.mul(row, scale, out=numbers).round_()
+            total = _sum_of(numbers, _SHIFTS[scale.dtype], is_finite, numbers)
+            total.div_(scale * terms)
+        mean.copy_(total if mean.dtype is torch.float32 else total.float())
 
 
-def _sum_of(numbers: Tensor) -> Tensor:
-    """Return the sums of whole numbers, as if rounded to float64 once and then to their dtype."""
-    if len(numbers) <= 2 and numbers.dtype is torch.float32:
+def _sum_of(numbers: Tensor, shift: float | Tensor, is_finite: bool, memory: Tensor) -> Tensor:
+    """Return the sums of whole numbers, as if rounded to float64 once and then to their dtype.
+
+    Args:
+        numbers: Shape (R, n), in any unit.
+        shift: Of the numbers' dtype, in that unit.
+        is_finite: All are finite.
+        memory: Shape and dtype of the numbers, which it may be; overwritten.
+    """
+    if len(numbers) <= 2:
         # The sum of two float32 is the same with and without float64 between, and so is a half of
         # it. Zeros have no sign, as if pieces had been added.
-        return numbers.sum(0).add_(0.0)
-    shift = _SHIFTS[numbers.dtype]
+        other = numbers[1] if len(numbers) == 2 else 0.0
+        return torch.add(numbers[0], other, out=memory[0]).add_(0.0)
     high = torch.add(numbers, shift).sub_(shift)
-    low = numbers.sub_(high)
+    low = torch.sub(numbers, high, out=memory)
+    if not is_finite:
+        low.nan_to_num_(nan=0.0)
     return low.sum(0, dtype=torch.float64).add_(high.sum(0, dtype=torch.float64))

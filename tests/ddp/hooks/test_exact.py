@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -192,8 +193,8 @@ def bucket_of(group, dtype, sizes, prepare):
 
 
 @pytest.mark.parametrize("sizes", [(1,), (5, 4096, 3), (9000, 11, 2)])
-def test_gradients_sent_as_they_are_have_the_bits_of_sums(group, sizes):
-    """Both ways for one term of each rank, whatever their shares, layouts and values."""
+def test_gradients_sent_as_they_are_have_the_bits_of_sums(group, sizes, monkeypatch):
+    """All ways for one term of each rank, whatever their shares, layouts and values."""
 
     def cancelling(flat):
         flat.copy_(torch.linspace(-1, 1, flat.numel()) * (-1) ** group.rank)
@@ -210,17 +211,60 @@ def test_gradients_sent_as_they_are_have_the_bits_of_sums(group, sizes):
     for prepare in (lambda flat: None, cancelling, extreme, torch.Tensor.zero_, infinite):
         for dtype in (torch.float32, torch.bfloat16):
             results = []
-            for are_terms in (True, False):
+            for short_bytes, are_terms in itertools.product((0, 1 << 30), (True, False)):
+                monkeypatch.setattr(exact, "_SHORT_BYTES", short_bytes)
                 state = ExactAverage([], lambda: True)
                 bucket = bucket_of(group, dtype, sizes, prepare)
                 state.begin(group)
-                whole = state.are_terms
-                if not (are_terms and exact._average_terms(state, group, bucket)):
-                    whole &= not are_terms or prepare is infinite
-                    exact._average_sums(state, group, bucket)
-                results.append(bucket.buffer().clone().view(torch.uint8))
-            if not whole or not torch.equal(*results):
+                if not state.are_terms:
+                    wrong.append("sums where none are held")
+                state.are_terms = are_terms
+                exact._BucketAverage(state, group, bucket).run()
+                results.append(bucket.buffer().clone().nan_to_num_(nan=7.0).view(torch.uint8))
+            if not all(torch.equal(results[0], other) for other in results[1:]):
                 wrong.append((prepare.__name__, dtype))
+    agree(group, not wrong, str(wrong))
+
+
+def test_accumulated_sums_of_any_kind_have_the_bits_of_one_rank(group, monkeypatch):
+    """Totals that are exact and totals that are not, of some ranks, in long and short buckets."""
+
+    def far(flat):
+        # What two micro-batches add needs more bits than a float64 has, on the last rank.
+        flat[:] = 1.0 + 2.0**-23
+        flat[5::7] = 2.0**34
+
+    def infinite(flat):
+        flat[1], flat[-1] = float("inf"), float("nan")
+
+    wrong = []
+    for prepare, short_bytes in itertools.product((lambda flat: None, far, infinite), (0, 1 << 30)):
+        monkeypatch.setattr(exact, "_SHORT_BYTES", short_bytes)
+        bucket = bucket_of(group, torch.float32, (5000, 3), lambda flat: None)
+        state = ExactAverage([], lambda: True)
+        first = [gradient.reshape(-1).clone() for gradient in bucket.gradients()]
+        if group.rank == group.size - 1:
+            for flat in first:
+                prepare(flat)
+            state._sums = {
+                name: ExactSum(flat) for name, flat in zip(bucket.names(), first, strict=True)
+            }
+            state._own_terms = 1
+        own = [gradient.reshape(-1).clone() for gradient in bucket.gradients()]
+        state.begin(group)
+        exact._BucketAverage(state, group, bucket).run()
+        all_own, all_first = group.all_gather_object(own), group.all_gather_object(first)
+        for place, gradient in enumerate(bucket.gradients()):
+            held = ExactSum(all_first[-1][place])
+            for terms in all_own:
+                held.add(terms[place])
+            mean = (held.high + held.low).div(group.size + 1).float().view(-1)
+            same = torch.equal(
+                gradient.reshape(-1).nan_to_num(nan=7.0),
+                mean[: own[place].numel()].nan_to_num(nan=7.0),
+            )
+            if not same or state.terms != group.size + 1:
+                wrong.append((prepare.__name__, short_bytes, place))
     agree(group, not wrong, str(wrong))
 
 

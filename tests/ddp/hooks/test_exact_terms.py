@@ -50,9 +50,9 @@ def found(terms, lengths, shares):
     for place, (part, mean) in enumerate(
         zip(padded.chunk(shares, 1), means.chunk(shares), strict=True)
     ):
-        scales = scales_of(tops, lengths, len(terms), len(mean), place)
+        scales = scales_of(tops.tolist(), lengths, part, place)
         dtypes.add(scales.dtype)
-        write_means(part, scales, mean)
+        write_means(part, scales, mean, len(terms))
     assert len(dtypes) == 1
     return means[: terms.shape[1]], dtypes.pop()
 
