@@ -154,10 +154,15 @@ def _calls(recordings: Mapping[int, Recording], key: str, sequence: int) -> dict
 
 
 def _is_other_order(calls: Mapping[int, Entry], following: Mapping[int, Entry]) -> bool:
-    """Return whether ranks have called the same two collectives in turn, some in another order."""
+    """Return whether ranks have called the same two collectives in turn, some in another order.
+
+    A rank that waits in its first call has no other one. A rank that has gone on has called next
+    what the others called first: any other call is no other order, but another program.
+    """
+    firsts = frozenset(map(_matched, calls.values()))
     pairs = {
         frozenset({_matched(calls[rank]), _matched(following[rank])})
         for rank in calls
         if rank in following
     }
-    return len(pairs) == 1 and len(next(iter(pairs))) == 2
+    return len(firsts) == 2 and pairs == {firsts}

@@ -85,3 +85,11 @@ def test_an_order_that_differs_is_told_from_other_calls():
     )
     (difference,) = collectives.differences(made)
     assert difference.sequence == 1 and difference.is_order
+
+
+@pytest.mark.parametrize(("following", "is_order"), [("all_reduce", True), ("barrier", False)])
+def test_a_rank_alone_that_has_gone_on_to_a_third_call_has_no_other_order(following, is_order):
+    waits = [collective(1, 1, operation="all_reduce")]
+    goes_on = [collective(1, 1, 2, operation="broadcast"), collective(2, 3, operation=following)]
+    (difference,) = collectives.differences(recordings(waits, goes_on, waits))
+    assert difference.is_order is is_order
