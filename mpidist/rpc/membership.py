@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 
@@ -31,8 +31,13 @@ def transport_of(rank: int, world_size: int | None, group: ProcessGroup | None) 
     """Return the transport of the workers, with its next generation.
 
     Raises:
+        TypeError: ``rank`` or ``world_size`` is not an int.
         MpidistError: ``rank`` or ``world_size`` differs from MPI's.
     """
+    # A number read from the environment is a str.
+    for name, number in (("rank", rank), ("world_size", -1 if world_size is None else world_size)):
+        if not isinstance(number, SupportsIndex):
+            raise TypeError(f"init_rpc takes {name} as an int, or without it; got {number!r}")
     if world_size == 1 and group is None:
         if rank not in (-1, 0):
             raise MpidistError(

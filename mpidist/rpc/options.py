@@ -143,12 +143,13 @@ def seconds(timeout: object) -> float:
 
     Raises:
         TypeError: Neither a number nor a timedelta.
-        ValueError: Below 0.
+        ValueError: Below 0, or not a number.
     """
     value = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"a timeout is a number of seconds or a timedelta; got {timeout!r}")
-    if value < 0:
+    # Not ``value < 0``, which is false for NaN.
+    if not value >= 0:
         raise ValueError(f"a timeout is 0 (none) or more seconds; got {timeout!r}")
     return float(value)
 

@@ -23,6 +23,9 @@ def test_invalid_arguments_of_init_rpc_are_refused(group):
     for name, words in (("", "non-empty"), ("a b", "must match"), ("x" * 200, "shorter")):
         with pytest.raises(MpidistError, match=words):
             rpc.init_rpc(name, group=group)
+    for number in ({"rank": str(group.rank)}, {"world_size": str(group.size)}):
+        with pytest.raises(TypeError, match="as an int, or without it"):
+            rpc.init_rpc("x", **number)
     with pytest.raises(TypeError, match="backend"):
         rpc.init_rpc("x", backend="gloo", group=group)
     with pytest.raises(TypeError, match="rpc_backend_options"):

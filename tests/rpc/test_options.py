@@ -25,7 +25,8 @@ def test_options():
             RpcBackendOptions(device_maps=wrong)
     with pytest.raises(ValueError, match="CUDA devices"):
         RpcBackendOptions(devices=["cpu"])
-    with pytest.raises(ValueError, match="timeout"):
-        RpcBackendOptions(rpc_timeout=-1)
+    for below in (-1, float("nan")):
+        with pytest.raises(ValueError, match="timeout"):
+            RpcBackendOptions(rpc_timeout=below)
     with pytest.raises(ValueError, match="num_worker_threads"):
         RpcBackendOptions(num_worker_threads=0)

@@ -47,6 +47,7 @@ TABLE = 4  # a tensor table precedes the skeleton
 PLAIN = 8  # the skeleton has MessagePack's own types alone
 
 _write = data_writer.encode
+_NAMES = frozenset({str})
 _MARKS = [Ext(OBJECT, NUMBER.pack(number)) for number in range(8)]
 _REFERENCES = [Ext(REFERENCE, NUMBER.pack(number)) for number in range(8)]
 LONE_MARK = _write(_MARKS[0])
@@ -248,15 +249,23 @@ def encode_object(
 def encode_arguments(
     args: tuple[Any, ...], kwargs: Kwargs, writer_type: type[ReferenceWriter], is_exact: bool
 ) -> Content:
-    """Encode a call's arguments as ``encode_object`` does."""
+    """Encode a call's arguments as ``encode_object`` does.
+
+    Raises:
+        TypeError: ``kwargs`` is not a mapping, or one of its keys is not a str.
+        Exception: One of ``NOT_WRITTEN``.
+    """
     skeleton: list[Any] = []
     flags = 0
     items = args
     if kwargs:
+        has_names = _NAMES.issuperset(map(type, kwargs))
+        if not has_names:
+            _require_names(kwargs)
         flags = KEYWORDS
         items = (*args, *kwargs.values())
         skeleton.append(list(kwargs))
-        if not NATIVE.issuperset(map(type, kwargs)):  # a name of a subclass of str
+        if not has_names:  # a name of a subclass of str
             return encode_object(flags, [*skeleton, *items], writer_type, is_exact)
     elif len(args) == 1 and type(args[0]) is Tensor:
         row = inline_rows.inline_row(args[0])
@@ -275,6 +284,14 @@ def encode_arguments(
         return encode_object(flags, [*before, *items], writer_type, is_exact)
     except RecursionError:
         raise NotPlainData("the arguments are nested too deeply") from None
+
+
+def _require_names(kwargs: object) -> None:
+    if not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs is a mapping from names to values; got {kwargs!r}")
+    for name in kwargs:
+        if not isinstance(name, str):
+            raise TypeError(f"names in kwargs are of type str; got {name!r}")
 
 
 def _convert(

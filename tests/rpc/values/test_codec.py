@@ -332,3 +332,17 @@ class Named(str):
 
 def test_names_of_arguments_may_be_of_a_class_of_their_own():
     assert came((1,), {Named("left"): 2}) == ((1,), {"left": 2})
+
+
+@pytest.mark.parametrize("args", [(), (1,), (Pair(2, 3),)])
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"y": 1, 3: 4}, "of type str; got 3"),
+        ({Named("y"): 1, None: 4}, "of type str; got None"),
+        ([("y", 1)], "is a mapping"),
+    ],
+)
+def test_what_cannot_be_keywords_is_refused_at_the_caller(args, kwargs, words):
+    with pytest.raises(TypeError, match=words):
+        codec.encode_call(args, kwargs)
