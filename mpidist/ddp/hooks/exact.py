@@ -44,7 +44,7 @@ Tensor = torch.Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Buckets of which all ranks get no more bytes go to all of them: one collective in place of two.
-_SHORT_BYTES = 256 << 10
+_SHORT_BYTES = 512 << 10
 
 
 class ExactAverage:
@@ -77,6 +77,7 @@ class ExactAverage:
         self.are_terms = False
         self._is_averaging = is_averaging
         self._sums: dict[str, ExactSum] = {}
+        self._sum_memory: dict[str, Tensor] = {}  # of sums that have been averaged
         self._own_terms = 0  # accumulated passes since the last averaging one
         self._is_counted = False  # the running one is among them
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -118,7 +119,11 @@ class ExactAverage:
 
     def sum_of(self, name: str) -> ExactSum | None:
         """Remove and return what was accumulated for a parameter."""
-        return self._sums.pop(name, None)
+        held = self._sums.pop(name, None)
+        if held is not None:
+            # As many bytes will be needed again before the next average.
+            self._sum_memory[name] = held.memory
+        return held
 
     def memory(self, use: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory kept between steps, whose collectives are prepared once."""
@@ -131,7 +136,7 @@ class ExactAverage:
         flat = gradient.float().reshape(-1)
         held = self._sums.get(name)
         if held is None:
-            self._sums[name] = ExactSum(flat)
+            self._sums[name] = ExactSum(flat, self._sum_memory.pop(name, None))
         else:
             held.add(flat)
 

@@ -103,7 +103,7 @@ def cut(blocks: Tensor, shifts: Tensor, is_finite: bool, high: Tensor, low: Tens
 
 
 def cut_in_parts(
-    flat: Tensor, tops: Tensor, is_finite: bool
+    flat: Tensor, tops: Tensor, is_finite: bool, target: Tensor | None = None
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Cut a term's blocks at their tops, a few at a time.
 
@@ -111,19 +111,23 @@ def cut_in_parts(
         flat: Shape (N,), of float32 or narrower.
         tops: Of each block, at least that of ``tops_of``.
         is_finite: All elements are finite.
+        target: Shape (2, N), float64: memory for the pieces.
 
     Yields:
-        A range of elements, and their high and low pieces, flat, in memory of the next part's.
+        A range of elements, and their high and low pieces, flat; without a target in memory that
+        the next part's take.
     """
     numel, shifts, step = flat.numel(), shifts_of(tops), _TOGETHER * BLOCK
-    memory = torch.empty(2, min(numel, step), dtype=torch.float64, device=flat.device)
+    memory = target
+    if memory is None:
+        memory = torch.empty(2, min(numel, step), dtype=torch.float64, device=flat.device)
     whole = numel - numel % BLOCK
     # The last elements are a block of their own length.
     starts = [*range(0, whole, step), *([whole] if whole < numel else [])]
     for start, end in pairwise([*starts, numel]):
         first = start // BLOCK
         count = -(-(end - start) // BLOCK)
-        pieces = memory[:, : end - start]
+        pieces = memory[:, : end - start] if target is None else target[:, start:end]
         blocks = flat[start:end].view(count, -1)
         high, low = pieces.view(2, count, -1)
         cut(blocks, shifts[:, first : first + count], is_finite, high, low)
@@ -133,25 +137,39 @@ def cut_in_parts(
 class ExactSum:
     """Sum of the terms of one tensor so far.
 
+    Args:
+        first: The first term, shape (N,).
+        memory: ``memory`` of a sum of as many elements that is not used any more.
+
     Attributes:
         tops: Of each block, int32.
         high: Shape (blocks, BLOCK), or (1, N) if N is smaller; float64, zeros behind the elements.
         low: Same.
         is_finite: No term had an infinity or a NaN.
+        memory: Of ``high`` and ``low``.
     """
 
-    def __init__(self, first: Tensor) -> None:
+    def __init__(self, first: Tensor, memory: Tensor | None = None) -> None:
         self.tops, self.is_finite = tops_of(first)
-        shape = 2, len(self.tops), min(first.numel(), BLOCK)
-        self.high, self.low = torch.zeros(shape, dtype=torch.float64, device=first.device)
-        self._add_pieces(first, self.is_finite)
+        numel = first.numel()
+        if memory is None or memory.device != first.device:
+            shape = 2, len(self.tops), min(numel, BLOCK)
+            memory = torch.empty(shape, dtype=torch.float64, device=first.device)
+        self.memory, (self.high, self.low) = memory, memory
+        flat = memory.flatten(1)
+        flat[:, numel:].zero_()
+        for _ in cut_in_parts(first, self.tops, self.is_finite, flat):
+            pass
 
     def add(self, term: Tensor) -> None:
         """Add a term of the same number of elements."""
         tops, is_finite = tops_of(term)
         self.is_finite &= is_finite
         self.raise_to(torch.maximum(self.tops, tops))
-        self._add_pieces(term, is_finite)
+        flat_high, flat_low = self.high.view(-1), self.low.view(-1)
+        for part, high, low in cut_in_parts(term, self.tops, is_finite):
+            flat_high[part].add_(high)
+            flat_low[part].add_(low)
 
     def raise_to(self, tops: Tensor) -> None:
         """Move to higher tops: by one, the high piece is the low one; by more, nothing is left."""
@@ -165,12 +183,6 @@ class ExactSum:
             self.low[moved] = torch.where(kept.isfinite(), kept, 0)
             self.high[moved] = lost
             self.tops = tops.clone()
-
-    def _add_pieces(self, term: Tensor, is_finite: bool) -> None:
-        flat_high, flat_low = self.high.view(-1), self.low.view(-1)
-        for part, high, low in cut_in_parts(term, self.tops, is_finite):
-            flat_high[part].add_(high)
-            flat_low[part].add_(low)
 
 
 def write_totals(

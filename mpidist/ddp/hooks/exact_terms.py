@@ -110,14 +110,20 @@ def _sum_of(numbers: Tensor, shift: float | Tensor, is_finite: bool, memory: Ten
         shift: Of the numbers' dtype, in that unit.
         is_finite: All are finite.
         memory: Shape and dtype of the numbers, which it may be; overwritten.
+
+    Returns:
+        Shape (n,).
     """
     if len(numbers) <= 2:
         # The sum of two float32 is the same with and without float64 between, and so is a half of
         # it. Zeros have no sign, as if pieces had been added.
         other = numbers[1] if len(numbers) == 2 else 0.0
         return torch.add(numbers[0], other, out=memory[0]).add_(0.0)
-    high = torch.add(numbers, shift).sub_(shift)
-    low = torch.sub(numbers, high, out=memory)
-    if not is_finite:
-        low.nan_to_num_(nan=0.0)
-    return low.sum(0, dtype=torch.float64).add_(high.sum(0, dtype=torch.float64))
+    sums = torch.zeros(2, numbers.shape[1], dtype=torch.float64, device=numbers.device)
+    # Row by row, in memory of one row.
+    for row in numbers:
+        high = torch.add(row, shift).sub_(shift)
+        sums[0].add_(high)
+        low = torch.sub(row, high, out=high)
+        sums[1].add_(low if is_finite else low.nan_to_num_(nan=0.0))
+    return sums[1].add_(sums[0])

@@ -164,6 +164,16 @@ def test_totals_and_what_they_lack_are_the_sum(numel):
     assert not totals.signbit().any()
 
 
+def test_memory_of_an_earlier_sum_changes_no_bit():
+    for numel in (1, BLOCK + 17):
+        earlier, first = term(1, numel, 30), term(2, numel, 3)
+        held, fresh = ExactSum(first, ExactSum(earlier).memory), ExactSum(first)
+        for one in (held, fresh):
+            one.add(earlier)
+        assert torch.equal(held.tops, fresh.tops) and torch.equal(held.memory, fresh.memory)
+        assert held.high.data_ptr() == held.memory.data_ptr()
+
+
 def test_a_total_that_is_not_finite_lacks_nothing():
     held = ExactSum(torch.tensor([math.inf, math.nan, -math.inf, 1.0]))
     assert not held.is_finite
