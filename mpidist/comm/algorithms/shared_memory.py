@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -238,7 +239,7 @@ def maps_of(comm: Communicator, file: int, sizes: Sequence[int]) -> list[mmap.mm
     Returns:
         None on all ranks if a mapping fails on any.
     """
-    token = int.from_bytes(os.urandom(8), "little") >> 2
+    token = secrets.randbits(62)
     own = _map(file, sizes[comm.rank])
     if own is not None:
         own[:8] = token.to_bytes(8, "little")
