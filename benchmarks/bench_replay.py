@@ -1,7 +1,7 @@
 """Scaling on networks larger than the machine: messages replayed by SimGrid.
 
 python benchmarks/bench_replay.py judge    # the model of bench_scaling.py
-python benchmarks/bench_replay.py judge --add --nodes 1024 --ranks 1024    # into the record
+python benchmarks/bench_replay.py judge --add --nodes 1024 --ranks 1024
 python benchmarks/bench_replay.py calibrate    # by measured links
 python benchmarks/bench_replay.py scale run.json.gz --ranks 64
 """
@@ -236,6 +236,8 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=("fat tree", "dragonfly"),
         default=["fat tree", "dragonfly"],
+        metavar="NETWORK",
+        help="fat tree, dragonfly; both",
     )
     parser.add_argument("--nodes", type=int, default=512, help="of the network: a power of two")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(judgement.JUDGED_RANKS))
