@@ -189,7 +189,7 @@ class _BucketAverage:
             if state.are_terms:
                 for flat, copy in zip(self._flats, self._split(means), strict=True):
                     copy.copy_(flat)
-        tops = self._agree_on_tops()
+        tops, numbers = self._agree_on_tops()
         if state.are_terms:
             rows = self._exchange("rows", means, share)
         else:
@@ -197,7 +197,7 @@ class _BucketAverage:
         place = 0 if is_short else group.rank
         mine = means if is_short else means.view(group.size, -1)[place]
         lengths = [length for lengths in self._lengths for length in lengths]
-        scales = scales_of(tops.tolist(), lengths, rows, place)
+        scales = scales_of(numbers, lengths, rows, place)
         write_means(rows, scales, mine, state.terms, self._is_finite)
         if not is_short:
             group.all_gather_into_tensor(means, mine)
@@ -205,14 +205,16 @@ class _BucketAverage:
             for gradient, copy in zip(self._gradients, self._split(means), strict=True):
                 gradient.copy_(copy.view(gradient.shape))
 
-    def _agree_on_tops(self) -> Tensor:
-        """Return the tops of all ranks' terms and sums; find out whether all are finite."""
+    def _agree_on_tops(self) -> tuple[Tensor, list[int]]:
+        """Return the tops of all ranks' terms and sums, twice; find out whether all are finite."""
         largest = [largest_of(flat) for flat in self._flats]
         tops = self._all_tops(tops_from(largest[0] if len(largest) == 1 else torch.cat(largest)))
-        self._is_finite = NOT_FINITE not in tops.tolist()
+        numbers: list[int] = tops.tolist()
+        self._is_finite = NOT_FINITE not in numbers
         if self._is_finite:
-            return tops
-        return self._all_tops(torch.cat([tops_of(flat)[0] for flat in self._flats]))
+            return tops, numbers
+        tops = self._all_tops(torch.cat([tops_of(flat)[0] for flat in self._flats]))
+        return tops, tops.tolist()
 
     def _all_tops(self, terms: Tensor) -> Tensor:
         tops = self._memory("tops", terms.numel(), torch.int32).copy_(terms)
