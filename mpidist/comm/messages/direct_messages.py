@@ -180,27 +180,6 @@ class DirectMessages:
 
 
 @untraced
-class DirectSend(RequestWork):
-    """Handle of a send from plain host memory."""
-
-    __slots__ = ()
-
-    def _test(self) -> bool:
-        # The steps of RequestWork._test in one call.
-        try:
-            if not self._request.Test():
-                return False
-        except Exception as error:
-            self._fail(error)
-            return True
-        self._done = True
-        self._state.recorder.end(self._entry)
-        if self._future is not None:
-            self._complete_future()
-        return True
-
-
-@untraced
 class DirectReceive(RequestWork):
     """Handle of a receive into plain host memory, and its entry in the queue of posted receives.
 

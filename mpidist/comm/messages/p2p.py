@@ -24,7 +24,6 @@ from mpidist.comm.messages.direct_messages import (
     DirectMessage,
     DirectMessages,
     DirectReceive,
-    DirectSend,
     ends_soon,
     length_error,
 )
@@ -95,7 +94,7 @@ class Messages:
         except MPI.Exception as error:
             self._entries.fail(entry)
             raise self._state.message_error(error, "send") from None
-        DirectSend(self._state, "send", tensor, request, dst, None, entry).wait()
+        RequestWork(self._state, "send", tensor, request, dst, None, entry).wait()
 
     def recv(self, tensor: Tensor, src: int | None, tag: int) -> int:
         """Receive a tensor; see ``ProcessGroup.recv``."""
@@ -164,7 +163,7 @@ class Messages:
             except BaseException:
                 self._entries.fail(entry)
                 raise
-            return DirectSend(state, operation, tensor, request, dst, None, entry)
+            return RequestWork(state, operation, tensor, request, dst, None, entry)
         where = state.where(operation)
         arguments.tensor(where, tensor, "tensor")
         arguments.rank(where, dst, "dst", self._state.size)
