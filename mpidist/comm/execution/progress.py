@@ -167,7 +167,7 @@ class Progress:
             self._start()
         # In this order: the thread looks for items after it has decided to sleep until it is woken.
         self.items.append((completion, execute))
-        if not self._looks or self._helped < _HELPED:
+        if self._wakes_thread():
             self._wakes.put(True)
 
     def _start(self) -> None:
@@ -189,7 +189,7 @@ class Progress:
         own_id = threading.get_ident()
         if self._thread_id == own_id:
             return
-        items, acquire, release, is_done = self.items, self.lock.acquire, self.lock.release, False
+        items, acquire, is_done = self.items, self.lock.acquire, False
         self._is_helped = True
         try:
             while not is_done and acquire(False):
@@ -205,11 +205,7 @@ class Progress:
                         break
                     self._help_with_next()
                 finally:
-                    # The lines of ``leave``.
-                    self._depth -= 1
-                    if not self._depth:
-                        self._executing_id = None
-                    release()
+                    self.leave()
                 is_done = first is completion or completion.done()
         finally:
             self._is_helped = False
@@ -219,11 +215,8 @@ class Progress:
     def _help_with_next(self) -> None:
         self._running += 1
         completion, execute = self.items.popleft()
-        result, error = None, None
         try:
-            result = execute()
-        except Exception as raised:
-            error = raised
+            result, error = _outcome(execute)
         except BaseException as interrupt:  # an interrupt of this thread
             self._running -= 1
             completion.set_exception(interrupt)
@@ -231,10 +224,7 @@ class Progress:
         self._helped += 1
         self._helped_at = time.monotonic()
         self._running -= 1
-        if error is None:
-            completion.set_result(result)
-        else:
-            completion.set_exception(error)
+        _set(completion, result, error)
 
     def _wakes_thread(self) -> bool:
         return not self._looks or self._helped < _HELPED
