@@ -71,6 +71,11 @@ class ClosedCommunicators:
                     self._lost.append(closed)
             self._closed.extendleft(reversed(unfinished))
 
+    def kept(self) -> list[Mpi]:
+        """Return the communicators that are not freed, without lost ones."""
+        with self._lock:
+            return [closed.mpi for closed in self._closed]
+
 
 class _Barrier:
     """Barrier over a communicator by messages without content; ``Test`` advances it.
@@ -120,7 +125,7 @@ class _Closed:
     """A closed communicator, its barrier, and its late messages."""
 
     def __init__(self, mpi: Mpi, barrier: _Barrier, children: Sequence[Mpi]) -> None:
-        self._mpi = mpi
+        self.mpi = mpi
         self._children = children
         self._receives: list[tuple[Request, bytearray]] = []
         self._barrier = barrier
@@ -145,14 +150,14 @@ class _Closed:
             raise self._error
         if not self._is_complete:
             return False
-        for length, message in late_messages(self._mpi):
+        for length, message in late_messages(self.mpi):
             space = bytearray(length)
             self._receives.append((message.Irecv((space, length, MPI.BYTE)), space))
         while self._receives:
             if not self._receives[-1][0].Test():
                 return False
             self._receives.pop()
-        for mpi in (*self._children, self._mpi):
+        for mpi in (*self._children, self.mpi):
             mpi.Free()
         return True
 
@@ -179,3 +184,8 @@ def add(mpi: Mpi, tag: int, children: Sequence[Mpi] = (), ended: Collection[int]
     See ``ClosedCommunicators.add``.
     """
     _closed.add(mpi, tag, children, ended)
+
+
+def kept() -> list[Mpi]:
+    """Return the communicators that this process has closed and not freed."""
+    return _closed.kept()

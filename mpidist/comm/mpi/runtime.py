@@ -28,6 +28,7 @@ from mpidist.comm.mpi import (
     exit_timer,
     launcher_env,
     rank_ranges,
+    world_end,
 )
 from mpidist.comm.mpi.library import MPI, has_ulfm, is_started
 from mpidist.comm.mpi.world import World, check_start, join, require_intracommunicator
@@ -42,6 +43,7 @@ _FINALIZE_S = 5.0  # longest MPI_Finalize after that
 _RECOVERED_S = 2.0  # the same after a recovery, where nothing but MPI is left to end
 # On the world's communicators, for the barriers before they are freed.
 _WORLD_END_TAG = 2
+_EXIT_TAG = 3  # on the world's communicator, for the wait of its ranks before MPI ends
 # "1": an uncaught exception also prints the stacks of all threads.
 _ENV_ALL_THREADS = "MPIDIST_ALL_THREADS"
 
@@ -455,3 +457,12 @@ def _close_all() -> None:
     deadline = time.monotonic() + _DRAIN_S
     for owner, _ in sorted(_at_exit.items(), key=lambda item: item[1]):
         owner.close(max(deadline - time.monotonic(), 0.1))
+    if _world is not None:
+        _end_world(_world)
+
+
+def _end_world(world: World) -> None:
+    # After a failure the launcher ends the ranks that would wait for this one.
+    limit_s = None if _unfinished is None else _FINALIZE_S
+    if world_end.await_end(world.comm, _EXIT_TAG, limit_s) and _unfinished is None:
+        world_end.drain((*closed_communicators.kept(), world.watchdogs, world.comm))
