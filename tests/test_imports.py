@@ -20,6 +20,7 @@ LAYERS = [
         "exception_copy",
         "file_errors",
         "folder_sync",
+        "gc_pause",
         "torch_version",
     ],
     [

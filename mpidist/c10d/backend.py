@@ -19,6 +19,7 @@ from urllib.parse import parse_qs, urlparse
 
 from mpidist.comm.mpi.launcher_env import alone, from_environment
 from mpidist.comm.mpi.torchrun_env import disagreement
+from mpidist.gc_pause import collector_paused
 
 if TYPE_CHECKING:
     import torch.distributed
@@ -98,7 +99,8 @@ def _as_given(named: str) -> str:
 
 
 def _rendezvous(url: str, **kwargs: Any) -> Iterator[Found]:
-    from mpidist.comm.store.rendezvous import rendezvous
+    with collector_paused():
+        from mpidist.comm.store.rendezvous import rendezvous
 
     yield from rendezvous(url, **kwargs)
 
@@ -260,10 +262,11 @@ def _create(
     import torch
     import torch.distributed as dist
 
-    from mpidist import torch_version
-    from mpidist.c10d import generation, sends, shrinking
-    from mpidist.comm import world_group
-    from mpidist.comm.mpi import creation_barrier, runtime
+    with collector_paused():
+        from mpidist import torch_version
+        from mpidist.c10d import generation, sends, shrinking
+        from mpidist.comm import world_group
+        from mpidist.comm.mpi import creation_barrier, runtime
 
     shrinking.install()
     sends.install()

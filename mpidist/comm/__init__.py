@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from mpidist.gc_pause import collector_paused
+
 _HOMES = {
     "init": "world_group",
     "default": "world_group",
@@ -37,4 +39,5 @@ __all__ = list(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'mpidist.comm' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"mpidist.comm.{_HOMES[name]}"), name)
+    with collector_paused():
+        return getattr(importlib.import_module(f"mpidist.comm.{_HOMES[name]}"), name)
