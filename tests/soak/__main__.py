@@ -67,6 +67,7 @@ _UNJUDGED = {
     CLOSED,
     f"{OF_CLASS}mpidist.comm.execution.fast_path.Reduction",
     f"{OF_CLASS}mpidist.comm.execution.fast_path.Movement",
+    f"{OF_CLASS}mpidist.comm.messages.direct_messages.DirectMessage",
     # One for each dtype and operation.
     f"{OF_CLASS}mpidist.comm.algorithms.reduce_op.Reduction",
 }
