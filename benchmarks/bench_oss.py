@@ -1,6 +1,7 @@
 """Time sharded optimizers: the step, its parts, consolidation, and bytes of state.
 
 mpirun --bind-to none -n 2 python benchmarks/bench_oss.py    (pip install fairscale for its OSS)
+benchmarks/slow_link.sh 1gbit MPIRUN python benchmarks/bench_oss.py --rounds 3    (MPICH's mpirun)
 
 The model has 8.4 M fp32 parameters; its gradients are constant.
 """
@@ -136,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=_ROUNDS)
     benchmark_options.add_quick(parser)
+    benchmark_options.add_link(parser)
     benchmark_options.add_output(parser)
     options = parser.parse_args()
     rounds, burst_s = (2, 0.001) if options.quick else (options.rounds, _BURST_S)
@@ -181,12 +183,14 @@ def main() -> None:
     if is_first:
         record = {
             "benchmark": "oss",
+            **({"link": options.link} if options.link else {}),
             "environment": about,
             "rounds": rounds,
             "results": results,
             **_conclusions(results, held_bytes),
         }
-        path = options.output / f"oss-{environment.library_name(about)}-{about['ranks']}.json"
+        parts = ["oss", environment.library_name(about), str(about["ranks"]), options.link]
+        path = options.output / f"{'-'.join(filter(None, parts))}.json"
         report.write_json(record, path)
         print(plots.beside(path), flush=True)
     dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
 torch's groups and Backends have the same methods. Both of ours inherit them from here: a group for
 callers in Python, a Backend for callers in C++. Every method translates its arguments and calls the
-native group, whose methods have the documentation.
+native group, whose methods have the documentation. ``short_forms`` translates torch's overloads.
 
 Source: torch/csrc/distributed/c10d/Backend.hpp, Types.hpp.
 """
@@ -10,13 +10,16 @@ Source: torch/csrc/distributed/c10d/Backend.hpp, Types.hpp.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.distributed_c10d import ReduceOp, ReduceOptions, Work
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import ReduceOp, Work
 
 from mpidist.c10d.calls import AnsweringCalls, Calls
-from mpidist.c10d.reductions import Options, Reducing, Rooted, operation_of, requested_operation
+from mpidist.c10d.reductions import Options, Reducing, operation_of, requested_operation
+from mpidist.c10d.short_forms import full
 from mpidist.c10d.work import ENDED, WorkList
 from mpidist.comm.algorithms import reduce_op
 from mpidist.comm.group import ProcessGroup
@@ -42,11 +45,11 @@ class Collectives:
 
     # --- reductions ---
 
-    def allreduce(self, tensors: TensorList, opts: Reducing | None = None) -> Work:
+    def allreduce(self, tensors: TensorList, opts: Any = None, *rest: Any, **named: Any) -> Work:
         """See all_reduce."""
+        if opts.__class__ is not c10d.AllreduceOptions:
+            (tensors,), opts = full("allreduce", (tensors,), opts, rest, named)
         calls = self.calls
-        if opts is None:
-            return calls.call(self.native.all_reduce_coalesced, tensors, None, detached(tensors))
         requested = opts.reduceOp
         op = reduce_op.SUM if requested == _SUM else operation_of(requested)
         if len(tensors) > 1:
@@ -72,15 +75,24 @@ class Collectives:
         method, op = self.native.all_reduce_coalesced, requested_operation(opts)
         return self.calls.call(method, tensors, opts, detached(tensors), op)
 
-    def reduce(self, tensors: TensorList, opts: ReduceOptions) -> Work:
+    def reduce(self, tensors: TensorList, opts: Any = None, *rest: Any, **named: Any) -> Work:
         """See reduce."""
+        if opts.__class__ is not c10d.ReduceOptions:
+            (tensors,), opts = full("reduce", (tensors,), opts, rest, named)
         method, op = self.native.reduce, requested_operation(opts)
         return self.calls.call(method, tensors, opts, detached(tensors)[0], opts.rootRank, op)
 
     def reduce_scatter(
-        self, outputs: TensorList, inputs: Sequence[TensorList], opts: Reducing | None = None
+        self,
+        outputs: TensorList,
+        inputs: Sequence[TensorList],
+        opts: Any = None,
+        *rest: Any,
+        **named: Any,
     ) -> Work:
         """See reduce_scatter."""
+        if opts.__class__ is not c10d.ReduceScatterOptions:
+            (outputs, inputs), opts = full("reduce_scatter", (outputs, inputs), opts, rest, named)
         (output,), (parts,) = detached(outputs), inputs
         method, op = self.native.reduce_scatter, requested_operation(opts)
         return self.calls.call(method, outputs, opts, output, detached(parts), op)
@@ -100,8 +112,10 @@ class Collectives:
 
     # --- movement ---
 
-    def broadcast(self, tensors: TensorList, opts: Rooted) -> Work:
+    def broadcast(self, tensors: TensorList, opts: Any = None, *rest: Any, **named: Any) -> Work:
         """See broadcast."""
+        if opts.__class__ is not c10d.BroadcastOptions:
+            (tensors,), opts = full("broadcast", (tensors,), opts, rest, named)
         root = opts.rootRank
         if len(tensors) == 1:
             return self.calls.call(self.native.broadcast, tensors, opts, detached(tensors)[0], root)
@@ -110,9 +124,16 @@ class Collectives:
         )
 
     def allgather(
-        self, outputs: Sequence[TensorList], inputs: TensorList, opts: Options | None = None
+        self,
+        outputs: Sequence[TensorList],
+        inputs: TensorList,
+        opts: Any = None,
+        *rest: Any,
+        **named: Any,
     ) -> Work:
         """See all_gather."""
+        if opts.__class__ is not c10d.AllgatherOptions:
+            (outputs, inputs), opts = full("allgather", (outputs, inputs), opts, rest, named)
         (targets,), (source,) = outputs, detached(inputs)
         return self.calls.call(self.native.all_gather, outputs, opts, detached(targets), source)
 
@@ -137,16 +158,34 @@ class Collectives:
         method = self.native.all_gather_into_tensor_coalesced
         return self.calls.call(method, outputs, opts, detached(outputs), detached(inputs))
 
-    def gather(self, outputs: Sequence[TensorList], inputs: TensorList, opts: Rooted) -> Work:
+    def gather(
+        self,
+        outputs: Sequence[TensorList],
+        inputs: TensorList,
+        opts: Any = None,
+        *rest: Any,
+        **named: Any,
+    ) -> Work:
         """See gather."""
+        if opts.__class__ is not c10d.GatherOptions:
+            (outputs, inputs), opts = full("gather", (outputs, inputs), opts, rest, named)
         root = opts.rootRank
         targets = detached(outputs[0]) if self.native.rank == root else None
         return self.calls.call(
             self.native.gather, outputs, opts, detached(inputs)[0], targets, root
         )
 
-    def scatter(self, outputs: TensorList, inputs: Sequence[TensorList], opts: Rooted) -> Work:
+    def scatter(
+        self,
+        outputs: TensorList,
+        inputs: Sequence[TensorList],
+        opts: Any = None,
+        *rest: Any,
+        **named: Any,
+    ) -> Work:
         """See scatter."""
+        if opts.__class__ is not c10d.ScatterOptions:
+            (outputs, inputs), opts = full("scatter", (outputs, inputs), opts, rest, named)
         root = opts.rootRank
         sources = detached(inputs[0]) if self.native.rank == root else None
         return self.calls.call(
@@ -167,14 +206,19 @@ class Collectives:
         input: Tensor,
         output_sizes: Sequence[int],
         input_sizes: Sequence[int],
-        opts: Options | None = None,
+        opts: Any = None,
+        **named: Any,
     ) -> Work:
         """See all_to_all_single."""
+        if opts.__class__ is not c10d.AllToAllOptions:
+            _, opts = full("all_to_all_single", (), opts, (), named)
         (target, source), method = detached([output, input]), self.native.all_to_all_single
         return self.calls.call(method, [output], opts, target, source, output_sizes, input_sizes)
 
-    def barrier(self, opts: Options | None = None) -> Work:
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """See barrier; the wait applies a timeout in the options."""
+        if opts.__class__ is not c10d.BarrierOptions:
+            _, opts = full("barrier", (), timeout if opts is None else opts)
         return self.calls.call(self.native.barrier, [], opts)
 
     # --- memory ---

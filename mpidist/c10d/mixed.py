@@ -79,12 +79,12 @@ class MixedProcessGroup(TorchProcessGroup):
             )
         return _TorchGroup._get_backend(self, device)
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:  # type: ignore[override]
         """See barrier; waits in the backend of the options' device, or in MPI without a device."""
         # Reading an unset device raises in some versions of torch.
         device = getattr(opts, "device", None)
         if device is None or self._names.get(device.type, OURS) == OURS:
-            return super().barrier(opts)
+            return super().barrier(opts, timeout)
         return self._torch_group().barrier(opts)
 
     def start_coalescing(self, device: torch.device | None = None) -> None:

@@ -29,7 +29,8 @@ from torch.distributed.distributed_c10d import Store, Work
 from mpidist.c10d.calls import Answer, Calls
 from mpidist.c10d.collectives import Collectives, TensorList
 from mpidist.c10d.mpi_backend import MpiBackend
-from mpidist.c10d.reductions import Options, Reducing, Rooted, RootedTensor
+from mpidist.c10d.reductions import Options, Reducing
+from mpidist.c10d.short_forms import full
 from mpidist.c10d.window import TorchWindow
 from mpidist.comm.group import ProcessGroup
 from mpidist.dynamo import untraced
@@ -95,12 +96,13 @@ class TorchProcessGroup(Collectives, dist.ProcessGroup):
 
     # --- reductions ---
 
-    def allreduce(self, tensors: TensorList, opts: Reducing | None = None) -> Work:
+    def allreduce(self, tensors: TensorList, opts: Any = None, *rest: Any, **named: Any) -> Work:
         """See all_reduce."""
+        if opts.__class__ is not distributed_c10d.AllreduceOptions:
+            (tensors,), opts = full("allreduce", (tensors,), opts, rest, named)
         if self._is_observed():
             with Answer() as answer:
-                chosen = opts or distributed_c10d.AllreduceOptions()
-                return answer.to(_TorchGroup.allreduce(self, tensors, chosen))
+                return answer.to(_TorchGroup.allreduce(self, tensors, opts))
         return Collectives.allreduce(self, tensors, opts)
 
     def allreduce_coalesced(self, tensors: TensorList, opts: Reducing | None = None) -> Work:
@@ -111,21 +113,29 @@ class TorchProcessGroup(Collectives, dist.ProcessGroup):
                 return answer.to(_TorchGroup.allreduce_coalesced(self, tensors, chosen))
         return Collectives.allreduce_coalesced(self, tensors, opts)
 
-    def reduce(self, tensors: TensorList, opts: Any) -> Work:
+    def reduce(self, tensors: TensorList, opts: Any = None, *rest: Any, **named: Any) -> Work:
         """See reduce."""
+        if opts.__class__ is not distributed_c10d.ReduceOptions:
+            (tensors,), opts = full("reduce", (tensors,), opts, rest, named)
         if self._is_observed():
             with Answer() as answer:
                 return answer.to(_TorchGroup.reduce(self, tensors, opts))
         return Collectives.reduce(self, tensors, opts)
 
     def reduce_scatter(
-        self, outputs: TensorList, inputs: Sequence[TensorList], opts: Reducing | None = None
+        self,
+        outputs: TensorList,
+        inputs: Sequence[TensorList],
+        opts: Any = None,
+        *rest: Any,
+        **named: Any,
     ) -> Work:
         """See reduce_scatter."""
+        if opts.__class__ is not distributed_c10d.ReduceScatterOptions:
+            (outputs, inputs), opts = full("reduce_scatter", (outputs, inputs), opts, rest, named)
         if self._is_observed():
             with Answer() as answer:
-                chosen = opts or distributed_c10d.ReduceScatterOptions()
-                return answer.to(_TorchGroup.reduce_scatter(self, outputs, inputs, chosen))
+                return answer.to(_TorchGroup.reduce_scatter(self, outputs, inputs, opts))
         return Collectives.reduce_scatter(self, outputs, inputs, opts)
 
     def reduce_scatter_single(
@@ -152,21 +162,29 @@ class TorchProcessGroup(Collectives, dist.ProcessGroup):
 
     # --- movement ---
 
-    def broadcast(self, tensors: TensorList, opts: RootedTensor) -> Work:
+    def broadcast(self, tensors: TensorList, opts: Any = None, *rest: Any, **named: Any) -> Work:
         """See broadcast."""
+        if opts.__class__ is not distributed_c10d.BroadcastOptions:
+            (tensors,), opts = full("broadcast", (tensors,), opts, rest, named)
         if self._is_observed():
             with Answer() as answer:
                 return answer.to(_TorchGroup.broadcast(self, tensors, opts))
         return Collectives.broadcast(self, tensors, opts)
 
     def allgather(
-        self, outputs: Sequence[TensorList], inputs: TensorList, opts: Options | None = None
+        self,
+        outputs: Sequence[TensorList],
+        inputs: TensorList,
+        opts: Any = None,
+        *rest: Any,
+        **named: Any,
     ) -> Work:
         """See all_gather."""
+        if opts.__class__ is not distributed_c10d.AllgatherOptions:
+            (outputs, inputs), opts = full("allgather", (outputs, inputs), opts, rest, named)
         if self._is_observed():
             with Answer() as answer:
-                chosen = opts or distributed_c10d.AllgatherOptions()
-                return answer.to(_TorchGroup.allgather(self, outputs, inputs, chosen))
+                return answer.to(_TorchGroup.allgather(self, outputs, inputs, opts))
         return Collectives.allgather(self, outputs, inputs, opts)
 
     def allgather_coalesced(
@@ -199,15 +217,33 @@ class TorchProcessGroup(Collectives, dist.ProcessGroup):
                 )
         return Collectives.all_gather_single_coalesced(self, outputs, inputs, opts)
 
-    def gather(self, outputs: Sequence[TensorList], inputs: TensorList, opts: Rooted) -> Work:
+    def gather(
+        self,
+        outputs: Sequence[TensorList],
+        inputs: TensorList,
+        opts: Any = None,
+        *rest: Any,
+        **named: Any,
+    ) -> Work:
         """See gather."""
+        if opts.__class__ is not distributed_c10d.GatherOptions:
+            (outputs, inputs), opts = full("gather", (outputs, inputs), opts, rest, named)
         if self._is_observed():
             with Answer() as answer:
                 return answer.to(_TorchGroup.gather(self, outputs, inputs, opts))
         return Collectives.gather(self, outputs, inputs, opts)
 
-    def scatter(self, outputs: TensorList, inputs: Sequence[TensorList], opts: Rooted) -> Work:
+    def scatter(
+        self,
+        outputs: TensorList,
+        inputs: Sequence[TensorList],
+        opts: Any = None,
+        *rest: Any,
+        **named: Any,
+    ) -> Work:
         """See scatter."""
+        if opts.__class__ is not distributed_c10d.ScatterOptions:
+            (outputs, inputs), opts = full("scatter", (outputs, inputs), opts, rest, named)
         if self._is_observed():
             with Answer() as answer:
                 return answer.to(_TorchGroup.scatter(self, outputs, inputs, opts))
@@ -229,26 +265,28 @@ class TorchProcessGroup(Collectives, dist.ProcessGroup):
         input: Tensor,
         output_sizes: Sequence[int],
         input_sizes: Sequence[int],
-        opts: Options | None = None,
+        opts: Any = None,
+        **named: Any,
     ) -> Work:
         """See all_to_all_single."""
+        if opts.__class__ is not distributed_c10d.AllToAllOptions:
+            _, opts = full("all_to_all_single", (), opts, (), named)
         if self._is_observed():
             with Answer() as answer:
-                chosen = opts or distributed_c10d.AllToAllOptions()
                 return answer.to(
                     _TorchGroup.all_to_all_single(
-                        self, output, input, output_sizes or [], input_sizes or [], chosen
+                        self, output, input, output_sizes or [], input_sizes or [], opts
                     )
                 )
         return Collectives.all_to_all_single(self, output, input, output_sizes, input_sizes, opts)
 
-    def barrier(self, opts: Options | None = None) -> Work:
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """See barrier; the wait applies a timeout in the options."""
+        if opts.__class__ is not distributed_c10d.BarrierOptions:
+            _, opts = full("barrier", (), timeout if opts is None else opts)
         if self._is_observed():
             with Answer() as answer:
-                return answer.to(
-                    _TorchGroup.barrier(self, opts or distributed_c10d.BarrierOptions())
-                )
+                return answer.to(_TorchGroup.barrier(self, opts))
         return Collectives.barrier(self, opts)
 
     # --- messages ---

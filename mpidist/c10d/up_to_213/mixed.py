@@ -114,12 +114,12 @@ class MixedProcessGroup(TorchProcessGroup):
             return super()._get_backend(device)
         return self._torch_group()._get_backend(device)
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """See barrier; waits in the backend of the options' device, or in MPI without a device."""
         # Reading an unset device raises in some versions of torch.
         device = getattr(opts, "device", None)
         if device is None or self._backends.get(device.type, OURS) == OURS:
-            return super().barrier(opts)
+            return super().barrier(opts, timeout)
         return self._torch_group().barrier(opts)
 
     def set_timeout(self, timeout: timedelta) -> None:

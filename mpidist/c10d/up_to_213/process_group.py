@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import Store, Work
+from torch.distributed.distributed_c10d import AllreduceOptions, Store, Work
 
 from mpidist.c10d.calls import Calls
 from mpidist.c10d.collectives import Collectives, TensorList
-from mpidist.c10d.reductions import Reducing
+from mpidist.c10d.short_forms import SHORT_FORMS, full
 from mpidist.c10d.up_to_213 import functional
 from mpidist.c10d.up_to_213.dispatched import OPERATORS, dispatched, modes
 from mpidist.c10d.up_to_213.managed import ManagedGroup
@@ -42,8 +42,10 @@ class TorchProcessGroup(Collectives, ManagedGroup):
     _is_observed = staticmethod(modes)
 
     # These three as the others below, without the wrapper.
-    def allreduce(self, tensors: TensorList, opts: Reducing | None = None) -> Work:
+    def allreduce(self, tensors: TensorList, opts: Any = None, *rest: Any, **named: Any) -> Work:
         """See all_reduce."""
+        if opts.__class__ is not AllreduceOptions:
+            (tensors,), opts = full("allreduce", (tensors,), opts, rest, named)
         if modes():
             return dispatched("allreduce", self, tensors, opts)
         return Collectives.allreduce(self, tensors, opts)
@@ -76,6 +78,11 @@ def _dispatchable(name: str) -> Callable[..., Work]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **named: Any) -> Work:
         if modes():
+            if name in SHORT_FORMS:
+                count = OPERATORS[name][1]
+                first = args[count] if len(args) > count else named.pop("opts", None)
+                tensors, opts = full(name, args[:count], first, args[count + 1 :], named)
+                return dispatched(name, self, *tensors, opts)
             # torch names an argument where it is the only one.
             return dispatched(name, self, *args, *named.values())
         return method(self, *args, **named)
