@@ -211,6 +211,10 @@ class _Maker:
             if is_torch:
                 # Otherwise torch's join writes into the gradients.
                 options["gradient_as_bucket_view"] = False
+            if is_torch and finds:
+                # torch fills the map of used parameters that a rank without inputs sends in the
+                # rank's first backward pass: before, memory as it comes tells that all are used.
+                epochs = (tuple(max(1, count) for count in epochs[0]), *epochs[1:])
             if "stale_gradients" in self.without:
                 zero_first = True
         by_initial = rng.random() < 0.6
