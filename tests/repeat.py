@@ -124,7 +124,8 @@ def made(make: Sequence[str]) -> Callable[[Case, int], tuple[int, str]]:
     """Return the execution by make: the named tests with a late rank, another one at each turn."""
 
     def execute(case: Case, turn: int) -> tuple[int, str]:
-        tests = [f"TESTS=-p tests.tools.late_rank {case.tests}"] if case.tests else []
+        # Named tests run at this number of ranks, whichever they are dealt to otherwise.
+        tests = ["ALTERNATE=", f"TESTS=-p tests.tools.late_rank {case.tests}"] * bool(case.tests)
         print(f"turn {turn} of {case.times}: {case.name}", flush=True)
         done = subprocess.run(
             [*make, case.stage, *tests],

@@ -75,7 +75,9 @@ def test_the_command_gets_stage_tests_and_turn_and_its_failure_is_the_scripts(
     named = [tests for stage, tests in repeat.TESTS if stage == "mpi-4"]
     assert len(calls) == 2 * len(named) + 1 and calls.count("['mpi-4'] 0") == 1
     for turn in (0, 1):
-        assert f"['mpi-4', 'TESTS=-p tests.tools.late_rank {named[0]}'] {turn}" in calls
+        assert (
+            f"['mpi-4', 'ALTERNATE=', 'TESTS=-p tests.tools.late_rank {named[0]}'] {turn}" in calls
+        )
     assert f"turn 1 of 2: mpi-4 {named[0]}" in capsys.readouterr().out
 
 
