@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from typing import NamedTuple
 
 from mpidist.comm.mpi import rank_ranges
-from mpidist.comm.recorder.recording import Kind
-from mpidist.comm.watchdog import call_waits
+from mpidist.comm.recorder.recording import Ended, Kind
+from mpidist.comm.watchdog import call_waits, thread_places
 from mpidist.comm.watchdog.call_waits import Chain
 from mpidist.comm.watchdog.last_operations import described, duration
+from mpidist.comm.watchdog.thread_stacks import Line
 from mpidist.reports import collectives
 from mpidist.reports.collectives import Difference, Late
 from mpidist.reports.job import ENDED, STOPPED, Job
@@ -19,6 +20,10 @@ _STUCK_S = 1.0  # a call of a living job that takes less is none to name
 # At the timeout of one call others of its circle may be over, too, and a lock is given up.
 _BEFORE_TIMEOUT_NS = 500_000_000
 _PAST_S = 60.0  # a job that has gone on for longer is past its timeout
+# Ends that another rank, or a person, has caused: the finding is what these ranks waited for. ""
+# stands for an end by mpidist, as of a call past its timeout.
+_EFFECTS = ("", "CommTimeout", "RankFailureError", "KeyboardInterrupt")
+_LONGEST = 400  # of an exception's text
 
 
 class Finding(NamedTuple):
@@ -39,12 +44,17 @@ def findings(job: Job) -> list[Finding]:
     """Return what keeps a job, or had kept it at its end."""
     late, chains = collectives.late(job.recordings), _chains(job)
     different = collectives.differences(job.recordings)
-    return [
+    ends = _ends(job)
+    causes = [ranks for (type_name, _), ranks in ends.items() if type_name not in _EFFECTS]
+    ended = {rank for ranks in causes for rank in ranks}
+    found = [
         *_processes(job),
         *(_different(one) for one in different[:_MOST]),
         *(_calls(job, chain) for chain in chains if chain.circle),
-        *(_circles_of_the_past(job) if not chains else ()),
-        *(_missing(job, one) for one in late[:_MOST] if one.missing),
+        # The calls within the one that has timed out may still wait.
+        *(() if any(chain.circle for chain in chains) else _circles_of_the_past(job)),
+        *(_ended(job, ranks) for ranks in causes[:_MOST]),
+        *(_missing(job, one) for one in late[:_MOST] if not ended.issuperset(one.missing)),
         *(_calls(job, chain) for chain in chains if not chain.circle),
         *_messages(job),
         # Ranks that wait in different calls have not all come, and no transfer is under way.
@@ -55,6 +65,39 @@ def findings(job: Job) -> list[Finding]:
             and not any(collectives.follows(one, other) for other in different)
         ),
     ]
+    return found or [_ended(job, ranks) for ranks in list(ends.values())[:_MOST]]
+
+
+def _ends(job: Job) -> dict[tuple[str, str], list[int]]:
+    """Return the ranks that have told what ended them, by its type and place."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for rank, recording in sorted(job.recordings.items()):
+        if (end := recording.ended) is not None:
+            found.setdefault((end.type_name, _place(end)), []).append(rank)
+    return found
+
+
+def _ended(job: Job, ranks: Sequence[int]) -> Finding:
+    end = job.recordings[ranks[0]].ended
+    assert end is not None
+    text = end.text if len(end.text) <= _LONGEST else f"{end.text[:_LONGEST]}..."
+    lines = f", each line with [rank {ranks[0]}] in front" if job.first.size > 1 else ""
+    return Finding(
+        f"read the traceback in the job's output{lines}"
+        if end.type_name
+        else "read the job's output before that",
+        f"{rank_ranges.named(ranks)} {_verb(end)}: {text}",
+    )
+
+
+def _verb(end: Ended) -> str:
+    return f"raised {end.type_name}{_place(end)}" if end.type_name else "ended the job"
+
+
+def _place(end: Ended) -> str:
+    """Return the place in the user's program; the traceback has the others."""
+    lines = [Line(*frame) for frame in end.frames]
+    return f" at {thread_places.described(lines).partition(', within ')[0]}" if lines else ""
 
 
 def _processes(job: Job) -> Iterator[Finding]:
@@ -67,7 +110,8 @@ def _processes(job: Job) -> Iterator[Finding]:
             f"{rank_ranges.named(stopped)} {_is(stopped)} stopped",
             _in(job, stopped),
         )
-    if ended := job.with_state(ENDED):
+    states = job.with_state(ENDED)
+    if ended := tuple(rank for rank in states if job.recordings[rank].ended is None):
         yield Finding(
             "dmesg and the launcher's last lines say what ended a process: a full memory, a person",
             f"{rank_ranges.named(ended)} {_has(ended)} ended, and others of the job have not",
@@ -95,8 +139,12 @@ def _missing(job: Job, late: Late) -> Finding:
         f"look at what {rank_ranges.named(late.missing)} "
         f"{'is in, and its' if len(late.missing) == 1 else 'are in, and their'} stack"
     )
-    # Of a job that has ended nothing tells a rank that was killed from one that was late.
-    if {job.states.get(rank) for rank in late.missing} == {ENDED} and not job.is_alive:
+    # A signal leaves no word of what has ended the job; a rank that was only late leaves none, too.
+    if (
+        not job.is_alive
+        and {job.states.get(rank) for rank in late.missing} == {ENDED}
+        and all(recording.ended is None for recording in job.recordings.values())
+    ):
         look = (
             "see whether the launcher's last lines name a signal for it: 9 (Killed) is a full "
             f"memory (dmesg; sacct -o State,MaxRSS -j JOB) or a person. If none, {look}"
@@ -201,7 +249,22 @@ def _messages(job: Job) -> Iterator[Finding]:
 
 def _in(job: Job, ranks: tuple[int, ...]) -> tuple[str, ...]:
     """Return what each of these ranks is in, or what it did last."""
-    return tuple(f"rank {rank}: {words(job, rank)}" for rank in ranks[:_MOST])
+    return tuple(
+        f"rank {rank}: {words(job, rank)}{_at(job, rank)}{_end(job, rank)}"
+        for rank in ranks[:_MOST]
+    )
+
+
+def _at(job: Job, rank: int) -> str:
+    """Return the place of a rank's main thread, if its stack is known."""
+    stacks = job.stacks.get(rank, ())
+    lines = next((stack.lines for stack in stacks if stack.name == "MainThread"), ())
+    return f"; at {thread_places.described(lines)}" if lines else ""
+
+
+def _end(job: Job, rank: int) -> str:
+    end = job.recordings[rank].ended
+    return "" if end is None else f"; it {_verb(end)}"
 
 
 def words(job: Job, rank: int) -> str:

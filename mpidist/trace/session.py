@@ -26,7 +26,7 @@ from mpidist.comm.execution.group_state import open_groups
 from mpidist.comm.mpi import rank_ranges
 from mpidist.comm.recorder import recorder
 from mpidist.comm.recorder.file_format import SLOT
-from mpidist.comm.recorder.recording import entry, tables
+from mpidist.comm.recorder.recording import entry, read_table
 from mpidist.comm.recorder.ring import Ring
 from mpidist.errors import DisagreementError, MpidistError
 from mpidist.trace import chrome_file
@@ -233,7 +233,7 @@ class Session:
         first = self._first
         clock = Clock(first.offset, last.offset)
         common, zero = clock.common(), self._start.zero_ns
-        _, groups, keys = tables(self._table)
+        _, groups, keys = read_table(self._table)[:3]
         about = {
             "rank": self._exchange.rank,
             "host": socket.gethostname(),
@@ -327,7 +327,7 @@ def _events(
     for part, known in zip(parts, groups, strict=True):
         about = part.about
         rank = about["rank"]
-        signatures = tables(part.table)[0]
+        signatures = read_table(part.table).signatures
         entries = [entry(slot, signatures) for slot in SLOT.iter_unpack(part.slots)]
         tracks, texts = Tracks(rank), SliceTexts(rank)
         slices = list(

@@ -29,7 +29,7 @@ rank, x = dist.get_rank(), torch.ones(5)
 for _ in range(3):
     dist.all_reduce(x)
 """
-_ENDED = ("killed", "another shape")  # cases whose job ends by itself
+_ENDED = ("killed", "raised", "another shape")  # cases whose job ends by itself
 # What each case does then, and the findings on it.
 CASES = {
     "killed": (
@@ -39,6 +39,14 @@ CASES = {
         dist.all_reduce(x)
         """,
         ["rank 1 has not called all_reduce number"],
+    ),
+    "raised": (
+        """
+        if rank == 1:
+            raise ValueError("the culprit")
+        dist.all_reduce(x)
+        """,
+        ["rank 1 raised ValueError at "],
     ),
     "stopped": (
         """
@@ -140,6 +148,8 @@ def _require(case, expected, job):
     if case == "missing":
         lines = [line.function for stack in job.stacks[2] for line in stack.lines]
         assert "load_data" in lines
+    if case == "raised":
+        assert texts == [texts[0]] and "train.py:11: the culprit" in texts[0]
     if case == "calls":
         circle = findings.findings(job)[0]
         assert (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ def job(
     """Return a job whose ranks have these entries, at a time of this node's clock."""
     size = fields.pop("size", len(entries))
     recordings = {rank: recording(rank, each, size) for rank, each in enumerate(entries)}
+    for rank, end in fields.pop("ended", {}).items():
+        recordings[rank] = replace(recordings[rank], ended=end)
     for rank, name in enumerate(fields.pop("workers", ())):
         recordings[rank].keys[name] = WORKER
     states = states or (RUNS,) * len(entries)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from mpidist.comm.recorder.recording import Kind
+from mpidist.comm.recorder.recording import Ended, Kind
 from mpidist.comm.watchdog.thread_stacks import Line, Stack
 from mpidist.reports import findings as of
 from mpidist.reports import operations
@@ -37,6 +37,15 @@ def test_a_missing_rank_is_named_with_what_it_is_in():
         'rank 2: in none; all_reduce number 1 of "world" (5,) float32 ended 18 s ago',
     )
     assert finding.remedy == "look at what rank 2 is in, and its stack"
+
+
+def test_a_missing_rank_is_named_with_the_line_that_it_is_at():
+    stacks = [
+        Stack((Line("x.py", 1, "run"),), 3, "another"),
+        Stack((Line("/x/train.py", 13, "load_data"),), 1, "MainThread"),
+    ]
+    (finding,) = of.findings(job([BEFORE, collective(2, 3)], [BEFORE], stacks={1: stacks}))
+    assert finding.details[0].endswith("18 s ago; at /x/train.py:13 in load_data()")
 
 
 def test_a_rank_without_a_file_is_said_to_have_none():
@@ -106,6 +115,12 @@ def test_a_circle_that_a_timeout_has_broken_is_named_after_it():
     )
     assert "rpc_async" in finding.remedy
     assert said(job(*ranks, now_s=66.5)) == []  # and it has gone on for a minute
+    # Its handler may still wait for the other call.
+    inner, waits = ranks[1][1], {**g, "end_s": None}
+    ranks[1][1] = entry(2, Kind.CALL, "g", 1.2, **waits)
+    texts = said(job(*ranks, workers=["worker0"], states=(ENDED, ENDED)))
+    assert texts == [finding.text, "a call waits for its answer: rank 1 -> worker0"]
+    ranks[1][1] = inner
     # A call that fails soon is an error of its handler.
     ranks[0][0] = entry(1, Kind.CALL, "f", 1, **(f | {"end_s": 1.9}))
     assert said(job(*ranks)) == []
@@ -115,6 +130,46 @@ def test_a_rank_that_a_signal_may_have_ended_has_another_remedy():
     ranks = [BEFORE, collective(2, 3)], [BEFORE]
     (ended,) = of.findings(job(*ranks, states=(ENDED, ENDED)))
     assert "sacct" in ended.remedy and ended.remedy.endswith("what rank 1 is in, and its stack")
+
+
+NAN = Ended("MpidistError", "it has a NaN", (("/x/train.py", 10, "<module>"),))
+TIMEOUT = Ended("CommTimeout", "past its timeout", (("/x/train.py", 9, "step"),))
+
+
+def test_an_exception_is_named_in_the_place_of_the_wait_that_it_causes():
+    ranks = [BEFORE, collective(2, 3)], [BEFORE]
+    (finding,) = of.findings(job(*ranks, states=(ENDED, ENDED), ended={1: NAN}))
+    assert finding.text == "rank 1 raised MpidistError at /x/train.py:10: it has a NaN"
+    assert "[rank 1]" in finding.remedy and "signal" not in finding.remedy
+    # Others are at any place when it ends them, but no signal has.
+    first, second = of.findings(job(*ranks, [BEFORE], states=(ENDED,) * 3, ended={1: NAN}))
+    assert first.text == finding.text and "ranks 1, 2 have not called" in second.text
+    assert second.remedy == "look at what ranks 1, 2 are in, and their stack"
+    assert second.details[0].endswith(" ago; it raised MpidistError at /x/train.py:10")
+    # Their process lives for a moment.
+    assert said(job(*ranks, states=(RUNS, ENDED), ended={1: NAN})) == [finding.text]
+    (alone,) = of.findings(job([BEFORE], states=(ENDED,), ended={0: NAN}))
+    assert alone.text.startswith("rank 0 raised") and "[rank" not in alone.remedy
+
+
+def test_ranks_that_raise_the_same_there_are_one_finding():
+    ended = {0: NAN, 1: NAN._replace(frames=()), 2: NAN._replace(text="x" * 900)}
+    first, second = said(job(*[[BEFORE]] * 3, states=(ENDED,) * 3, ended=ended))
+    assert first == "ranks 0, 2 raised MpidistError at /x/train.py:10: it has a NaN"
+    assert second == "rank 1 raised MpidistError: it has a NaN"
+    (long,) = said(job([BEFORE], states=(ENDED,), ended={0: ended[2]}))
+    assert len(long) < 500 and long.endswith("x...")
+
+
+@pytest.mark.parametrize("end", [TIMEOUT, Ended("", "no return from MPI within 2 s")])
+def test_the_end_by_a_timeout_is_named_where_nothing_else_is_found(end):
+    ranks = [BEFORE, collective(2, 3)], [BEFORE]
+    (finding,) = of.findings(job(*ranks, states=(ENDED, ENDED), ended={0: end}))
+    assert finding.text.startswith("rank 1 has not called all_reduce number 2")
+    assert finding.remedy == "look at what rank 1 is in, and its stack"
+    (finding,) = of.findings(job([BEFORE], [BEFORE], states=(ENDED, ENDED), ended={0: end}))
+    assert finding.text.startswith("rank 0 ") and end.text in finding.text
+    assert ("traceback" in finding.remedy) == bool(end.type_name)
 
 
 def test_a_call_of_a_moment_is_no_finding_while_the_job_runs():

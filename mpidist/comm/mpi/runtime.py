@@ -58,6 +58,7 @@ _at_exit: weakref.WeakKeyDictionary[Closable, int] = weakref.WeakKeyDictionary()
 _reports: dict[str, str] = {}
 _unfinished: Unfinished | None = None
 _before_end: Callable[[], None] | None = None  # of a job that a timeout ends
+_record_end: Callable[[str, BaseException | None], None] | None = None
 _error_of_all: BaseException | None = None
 
 
@@ -291,6 +292,16 @@ def before_timeout_ends_job(function: Callable[[], None]) -> None:
     _before_end = function
 
 
+def before_end(function: Callable[[str, BaseException | None], None]) -> None:
+    """Have a function called before an uncaught exception or ``abort`` ends this process.
+
+    Args:
+        function: Takes the reason in words, and the exception if it is one.
+    """
+    global _record_end
+    _record_end = function
+
+
 def write_stderr(text: str) -> None:
     """Write to file descriptor 2, past torch's ``sys.excepthook`` and ``sys.stderr``."""
     data = text.encode(errors="backslashreplace")
@@ -301,6 +312,7 @@ def write_stderr(text: str) -> None:
 
 def abort(message: str, code: int = _ABORT_CODE) -> None:
     """Write the reason to stderr and end every rank of the job; does not return."""
+    _record(message)
     rank = _own_rank()
     write_stderr(f"[rank {rank}] mpidist ends the job: {message}\n")
     _flush()
@@ -388,20 +400,28 @@ def _install_hooks(size: int) -> None:
     key = MPI.Comm.Create_keyval(delete_fn=lambda comm, key, value: _close_all())
     MPI.COMM_SELF.Set_attr(key, True)
     atexit.register(_delete_attribute, key)
-    if size == 1:
-        return
     previous = sys.excepthook
 
     def excepthook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        _end_job_for(kind, error, "uncaught")
+        if size > 1:
+            _end_job_for(kind, error, "uncaught")
+        _record(str(error), error)
         previous(kind, error, trace)
 
     sys.excepthook = excepthook
 
 
+def _record(text: str, error: BaseException | None = None) -> None:
+    # What fails here must not keep the reason from being printed.
+    with contextlib.suppress(Exception):
+        if _record_end is not None and _pid_of_rank == os.getpid():
+            _record_end(text, error)
+
+
 def _end_job_for(kind: type[BaseException], error: BaseException, where: str) -> None:
+    _record(str(error), error)
     lines = "".join(traceback.format_exception(kind, error, error.__traceback__))
     for report, first in _reports.items():
         lines = lines.replace(report, first)

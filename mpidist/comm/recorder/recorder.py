@@ -88,6 +88,9 @@ class Off:
     def name_peer(self, number: int, peer: int) -> None:
         """Do nothing."""
 
+    def ended(self, text: str, error: BaseException | None = None) -> None:
+        """Do nothing."""
+
     @staticmethod
     def _begin_next(sequence: int) -> int:
         return 0
@@ -149,6 +152,14 @@ def recorded(kind: str, operation: str, tag: int = 0) -> Iterator[None]:
         recorder.fail(number)
         raise
     recorder.end(number)
+
+
+def _record_end(text: str, error: BaseException | None) -> None:
+    if _recorder is not None:
+        _recorder.ended(text, error)
+
+
+runtime.before_end(_record_end)
 
 
 def _opened(chosen: Settings, world: runtime.World | None) -> Recorder:

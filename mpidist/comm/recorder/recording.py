@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpidist.comm.mpi import job_folder
 from mpidist.comm.mpi.process_start import start_ticks
@@ -39,6 +39,37 @@ class Kind(str, Enum):
 
 # Kind, operation, group, dtype and shape.
 Signature = tuple[Kind, str, str, str, tuple[int, ...]]
+
+
+class Ended(NamedTuple):
+    """What has ended a process: an exception, or mpidist.
+
+    Attributes:
+        type_name: Name of the exception's class; "" where mpidist has ended the job.
+        text: Its message or the reason, in one line.
+        frames: File, number of the line and function's name of where it was raised, the innermost
+            frame first.
+    """
+
+    type_name: str
+    text: str
+    frames: tuple[tuple[str, int, str], ...] = ()
+
+
+class Table(NamedTuple):
+    """Table of a file.
+
+    Attributes:
+        signatures: By their numbers.
+        groups: World ranks of each group, by its label.
+        keys: Key of each group, by its label.
+        ended: What has ended the process, if it could tell.
+    """
+
+    signatures: list[Signature]
+    groups: dict[str, tuple[int, ...]]
+    keys: dict[str, str]
+    ended: Ended | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +130,7 @@ class Recording:
         entries: By number. Those under way are kept longer than the others.
         overwritten: Number of entries that the file no longer holds.
         started_ticks: Start of the process, in clock ticks since the boot of its node.
+        ended: What has ended it; None if it lives, or could not tell, as of a signal.
     """
 
     path: Path
@@ -116,6 +148,7 @@ class Recording:
     overwritten: int
     keys: dict[str, str] = field(default_factory=dict)
     started_ticks: int = 0
+    ended: Ended | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -145,17 +178,17 @@ def read(path: Path) -> Recording:
     finally:
         os.close(file)
     try:
-        signatures, groups, keys = tables(table)
-        entries = _entries(before, copy, after, signatures)
+        known = read_table(table)
+        entries = _entries(before, copy, after, known.signatures)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise RecordingError(f"{path} is a damaged recording: {error!r}") from error
     return Recording(
         path=path, version=file_format.VERSION, job=header.job, rank=header.rank,
         size=header.size, pid=header.pid, host=header.host, program=header.program,
         started_wall_ns=header.wall_ns, started_monotonic_ns=header.monotonic_ns,
-        groups=groups, entries=entries,
+        groups=known.groups, entries=entries,
         overwritten=(entries[-1].number if entries else 0) - len(entries),
-        keys=keys, started_ticks=header.ticks,
+        keys=known.keys, started_ticks=header.ticks, ended=known.ended,
     )  # fmt: skip
 
 
@@ -231,13 +264,12 @@ def _text(field: bytes) -> str:
     return field.rstrip(b"\0").decode(errors="replace")
 
 
-def tables(
-    table: bytes,
-) -> tuple[list[Signature], dict[str, tuple[int, ...]], dict[str, str]]:
-    """Return the signatures of a table, the groups' ranks, and the groups' keys."""
+def read_table(table: bytes) -> Table:
+    """Return what the records of a table say."""
     signatures: list[Signature] = []
     groups: dict[str, tuple[int, ...]] = {}
     keys: dict[str, str] = {}
+    ended = None
     at = 0
     while at < len(table):
         begin = at + file_format.LENGTH.size
@@ -251,7 +283,15 @@ def tables(
             label, key, ranks = fields
             groups[label] = tuple(range(*ranks["range"]) if isinstance(ranks, dict) else ranks)
             keys[label] = key
-    return signatures, groups, keys
+        elif what == "end":
+            type_name, text, frames = fields
+            # What follows the first is its effect.
+            ended = ended or Ended(
+                str(type_name),
+                " ".join(str(text).split()),
+                tuple((str(file), int(line), str(name)) for file, line, name in frames),
+            )
+    return Table(signatures, groups, keys, ended)
 
 
 def entry(slot: tuple[Any, ...], signatures: Sequence[Signature]) -> Entry:

@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -49,6 +50,7 @@ _TABLE_BYTES = 256 * 1024
 # and its operations are few.
 _OF_SHAPES = 3 / 4
 _LONGEST = 200  # of a name in a signature
+_LONGEST_TEXT, _MOST_FRAMES = 1000, 64  # of what has ended the process
 _WORD = 8
 
 
@@ -180,6 +182,22 @@ class Ring:
             fields = list(file_format.HEADER.unpack_from(self._buffer))
             fields[9:11] = rank, size
             file_format.HEADER.pack_into(self._buffer, 0, *fields)
+
+    def ended(self, text: str, error: BaseException | None = None) -> None:
+        """Write what ends this process to the table.
+
+        Args:
+            text: The reason.
+            error: The exception, if it is one.
+        """
+        trace = None if error is None else error.__traceback__
+        frames = [
+            [frame.f_code.co_filename, line, frame.f_code.co_name]
+            for frame, line in traceback.walk_tb(trace)
+        ]
+        name = "" if error is None else type(error).__name__
+        with self._lock:
+            self._append(["end", name, text[:_LONGEST_TEXT], frames[: -_MOST_FRAMES - 1 : -1]])
 
     def name_peer(self, number: int, peer: int) -> None:
         """Store the world rank of an entry's other side, which its begin did not know.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mpidist.comm.recorder.file_format import NUMBER_WORD, SLOT_WORDS, UNDER_WAY
-from mpidist.comm.recorder.recording import Kind, Signature, tables
+from mpidist.comm.recorder.recording import Kind, Signature, read_table
 from mpidist.comm.recorder.ring import Ring
 from mpidist.comm.recorder.tail import Tail
 from mpidist.comm.watchdog import stragglers
@@ -125,7 +125,7 @@ class OwnArrivals:
         if len(table) == len(self._table):
             return
         self._table = table
-        self._signatures, self._groups, self._keys = tables(table)
+        self._signatures, self._groups, self._keys = read_table(table)[:3]
         self._is_asked = np.array([_is_asked(signature) for signature in self._signatures])
 
 

@@ -1,5 +1,6 @@
 """Ends of threads and of the process; whole jobs are in integration/test_launch.py."""
 
+import os
 import weakref
 
 import pytest
@@ -66,3 +67,19 @@ def test_a_recovery_is_recorded_with_its_status(monkeypatch):
     monkeypatch.setattr(runtime, "_unfinished", None)
     runtime.note_recovery(75)
     assert runtime.unfinished() == runtime.Unfinished(set(), 75)
+
+
+def test_the_reason_is_recorded_before_the_process_ends(monkeypatch):
+    recorded = []
+    monkeypatch.setattr(runtime, "_pid_of_rank", os.getpid())
+    monkeypatch.setattr(runtime, "_record_end", lambda *what: recorded.append(what))
+    error = ValueError("it")
+    runtime._record(str(error), error)
+    assert recorded == [("it", error)]
+    # A child of a rank has no recording, and what fails here is not the reason.
+    monkeypatch.setattr(runtime, "_record_end", lambda *what: 1 / 0)
+    runtime._record("it")
+    monkeypatch.setattr(runtime, "_pid_of_rank", -1)
+    monkeypatch.setattr(runtime, "_record_end", lambda *what: recorded.append(what))
+    runtime._record("it")
+    assert len(recorded) == 1

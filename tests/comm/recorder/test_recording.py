@@ -99,6 +99,47 @@ def test_damaged_files_are_refused_with_a_sentence(tmp_path):
     assert "damaged" in refusal(whole[:begin] + unknown + whole[begin + 64 :])
 
 
+def test_the_first_end_of_a_process_is_read_with_its_place(tmp_path):
+    ring = Ring(tmp_path / "recorder-0", slots=4)
+    assert recording.read(ring.path).ended is None
+
+    def fails():
+        raise ValueError("two\nlines")
+
+    try:
+        fails()
+    except ValueError as error:
+        ring.ended(str(error), error)
+    ring.ended("the job ends, too")
+    end = recording.read(ring.path).ended
+    assert (end.type_name, end.text) == ("ValueError", "two lines")
+    assert [name for _, _, name in end.frames] == [
+        "fails",
+        "test_the_first_end_of_a_process_is_read_with_its_place",
+    ]
+    assert {file for file, _, _ in end.frames} == {__file__}
+
+
+def test_the_end_of_a_process_by_mpidist_has_a_reason_alone(tmp_path):
+    ring = Ring(tmp_path / "recorder-0", slots=4)
+    ring.ended("x" * 5000)
+    end = recording.read(ring.path).ended
+    assert end == ("", "x" * 1000, ())
+
+
+def test_a_deep_stack_is_read_from_its_innermost_frame_on(tmp_path):
+    ring = Ring(tmp_path / "recorder-0", slots=4)
+    with pytest.raises(RecursionError) as caught:
+        deeper()
+    ring.ended(str(caught.value), caught.value)
+    frames = recording.read(ring.path).ended.frames
+    assert len(frames) == 64 and {name for _, _, name in frames} == {"deeper"}
+
+
+def deeper():
+    deeper()
+
+
 def test_the_recordings_of_a_job_are_those_of_its_folder(memory):
     own = memory / f"mpidist-{os.geteuid()}-first"
     recorded(own / "recorder-1", "first", 1, 2)

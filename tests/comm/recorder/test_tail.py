@@ -5,7 +5,7 @@ import itertools
 import threading
 
 from mpidist.comm.recorder.file_format import SLOT
-from mpidist.comm.recorder.recording import entry, tables
+from mpidist.comm.recorder.recording import entry, read_table
 from mpidist.comm.recorder.ring import Ring
 from mpidist.comm.recorder.tail import Tail
 
@@ -29,7 +29,7 @@ def test_entries_come_once_they_have_ended():
     assert numbers(tail.read()) == []
     ring.fail(first)
     (slot,) = SLOT.iter_unpack(tail.read())
-    read = entry(slot, tables(ring.copied_table())[0])
+    read = entry(slot, read_table(ring.copied_table()).signatures)
     assert read.number == 2 and read.operation == "SGD" and read.failed
     assert tail.lost == 0 and tail.last == 3 and not tail.under_way()
 
