@@ -262,7 +262,7 @@ class Watchdog:
                 + watchdog_report.how_to_read(world.job, recorder.of_process().path)
                 + linger.commands(self._linger_s, alive)
             )
-            peers.printed.add(subject)
+            peers.printed[subject] = time.monotonic()
             peers.send(others, PRINTED, subject)
         self._is_told.set()
 
@@ -275,6 +275,7 @@ class Watchdog:
                 (group.key, "new_group"),
                 "new_group",
                 limit,
+                age,
                 (),
                 lambda: group.journal.creation()[0] == creation,
             )
@@ -293,7 +294,7 @@ class Watchdog:
 
         # The subject has not the operation's name: ranks may be late in different collectives.
         subject, title = (group.key, f"number {sequence}"), group.journal.snapshot()[0].title
-        self._handle_late(group, subject, title, limit, missing, is_late)
+        self._handle_late(group, subject, title, limit, seconds, missing, is_late)
 
     def _handle_late(
         self,
@@ -301,13 +302,14 @@ class Watchdog:
         subject: Subject,
         title: str,
         limit_s: float,
+        seconds: float,
         missing: Sequence[int],
         is_late: Callable[[], bool],
     ) -> None:
         """Report a late operation once; end the job if the operation does not return."""
         reported = self._reported.get(group)
         if reported is None or reported.subject != subject:
-            reported = self._report(group, subject, title, limit_s, missing, is_late)
+            reported = self._report(group, subject, title, limit_s, seconds, missing, is_late)
         if reported is None:
             return
         now = time.monotonic()
@@ -317,7 +319,7 @@ class Watchdog:
         elif now - reported.failed_at > _ABORT_S:
             runtime.abort(
                 f"no return from MPI within {self._linger_s + _ABORT_S:g} s of the report: "
-                f"{reported.text.split('. ')[0]}"
+                f"{reported.text.removeprefix('mpidist: ').split('. ')[0]}"
             )
 
     def _interrupts(self) -> int:
@@ -351,10 +353,11 @@ class Watchdog:
         subject: Subject,
         title: str,
         limit_s: float,
+        seconds: float,
         missing: Sequence[int],
         is_late: Callable[[], bool],
     ) -> Reported | None:
-        peers, interrupts = self.peers, self._interrupts()
+        peers, interrupts, begin = self.peers, self._interrupts(), time.monotonic() - seconds
         self._collect_answers(group, subject)
         file = self._record_late(subject)
         problem = (
@@ -373,16 +376,17 @@ class Watchdog:
         # The operation may have ended while the answers arrived.
         if not is_late():
             return None
-        if peers.printers[subject] != self.world.rank:
-            peers.serve_until(lambda: subject in peers.printed, _PRINTED_S)
-        if subject not in peers.printed:
+        # A report on another call of the group has this rank in it, too.
+        if peers.printer_of(group, begin) != self.world.rank:
+            peers.serve_until(lambda: peers.has_printed(group, begin), _PRINTED_S)
+        if not peers.has_printed(group, begin):
             runtime.write_stderr(
                 text
                 + flight_record.how_to_read(file, self.world.rank)
                 + watchdog_report.how_to_read(self.world.job, recorder.of_process().path)
                 + self._commands(group, named)
             )
-            peers.printed.add(subject)
+            peers.printed[subject] = time.monotonic()
             peers.send(peers.members(group), PRINTED, subject)
         reported = Reported(subject, text, missing, time.monotonic(), interrupts)
         self._reported[group] = reported

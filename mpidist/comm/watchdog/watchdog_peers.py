@@ -47,7 +47,8 @@ class Peers:
         left: World ranks that have ended: their last collectives by each group's key.
         answers: Answers to the last question by world rank.
         printers: The world rank that prints the report on a subject, as far as this rank knows.
-        printed: Subjects whose report is printed.
+        asked: Times of the last questions on subjects, this process's among them.
+        printed: Times at which reports on subjects were printed, here or as another rank has told.
         arrivals: Arrivals at collectives that the ranks have told this one.
         is_ending: Whether a thread of this process has a timeout that ends the job.
     """
@@ -58,7 +59,8 @@ class Peers:
         self.left: dict[int, dict[str, History]] = {}
         self.answers: dict[int, Answer] = {}
         self.printers: dict[Subject, int] = {}
-        self.printed: set[Subject] = set()
+        self.asked: dict[Subject, float] = {}
+        self.printed: dict[Subject, float] = {}
         self.arrivals = AllArrivals()
         self.is_ending = False
         self._mpi = world.watchdogs
@@ -69,6 +71,7 @@ class Peers:
         """Ask ranks for their operations; ``answers`` then has the answers to this question."""
         self._round += 1
         self.answers = {}
+        self.asked[subject] = time.monotonic()
         self.send(ranks, ASK, (subject, printer), self._round)
 
     def send(self, ranks: Sequence[int], kind: str, content: object, number: int = 0) -> None:
@@ -120,6 +123,27 @@ class Peers:
             self.serve()
             time.sleep(1e-3)
 
+    def printer_of(self, group: GroupState, begin: float) -> int:
+        """Return the world rank that prints the report on a group, as far as this rank knows.
+
+        Where ranks wait in different collectives, each of them is asked for by its number.
+
+        Args:
+            begin: Time at which this rank's late operation has begun: earlier ones are over.
+        """
+        return min(
+            (
+                self.printers[subject]
+                for subject, at in self.asked.items()
+                if subject[0] == group.key and at >= begin
+            ),
+            default=self.world.rank,
+        )
+
+    def has_printed(self, group: GroupState, begin: float) -> bool:
+        """Return whether a report on a group was printed since this time, which has all ranks."""
+        return any(key == group.key and at >= begin for (key, _), at in self.printed.items())
+
     def end_sends(self) -> None:
         """Wait until the messages have left this process; keep those that do not leave in time."""
         self.serve_until(lambda: not self._sends, _LEAVING_S)
@@ -152,9 +176,10 @@ class Peers:
         if kind == ASK:
             subject, printer = content
             self.printers[subject] = min(self.printers.get(subject, printer), printer)
+            self.asked[subject] = time.monotonic()
             self.send((source,), ANSWER, self.own_answer(subject[0]), number)
         elif kind == PRINTED:
-            self.printed.add(content)
+            self.printed[content] = time.monotonic()
         elif kind == FAILED:
             key, text, missing = content
             for group in list(self.groups):

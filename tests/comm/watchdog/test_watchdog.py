@@ -9,6 +9,7 @@ import pytest
 
 from mpidist.comm.execution.op_status import Call, History
 from mpidist.comm.mpi import exited_ranks
+from mpidist.comm.recorder.recorder import Off
 from mpidist.comm.watchdog import watchdog, watchdog_report
 from mpidist.comm.watchdog.watchdog_peers import Peers
 from mpidist.errors import CommTimeout, RankFailureError
@@ -28,6 +29,8 @@ def dog(monkeypatch, clock):
     )
     monkeypatch.setattr(watchdog.runtime, "write_stderr", said.written.append)
     monkeypatch.setattr(watchdog.runtime, "abort", said.aborted.append)
+    # Another test may have had this process join a world.
+    monkeypatch.setattr(watchdog.recorder, "of_process", Off)
     world = SimpleNamespace(watchdogs=None, size=1, rank=0, first=None, job="", processes=PROCESSES)
     made = watchdog.Watchdog(world)
     return made, said
@@ -194,9 +197,33 @@ def test_another_rank_that_is_late_prints_if_it_was_the_first_to_ask(dog, clock)
     clock[0] += 6
     subject = (again.key, "number 1")
     watching.peers.printers[subject] = -1
-    watching.peers.printed.add(subject)
+    watching.peers.printed[subject] = clock[0]
     watching._check(again)
     assert len(said.written) == 1 and isinstance(again.failure, CommTimeout)
+
+
+def test_ranks_late_in_different_calls_of_a_group_print_one_report(dog, clock):
+    watching, said = dog
+    group = Group((0, 1))
+    other = (group.key, "number 2")
+    # A report before this call has begun was another one.
+    watching.peers.printed[other] = watching.peers.asked[other] = clock[0] - 1
+    watching.peers.printers[other] = -1
+    group.journal.enter("barrier")
+    watching._check(group)
+    clock[0] += 6
+    watching._check(group)
+    waited = clock[0] - 1006
+    assert len(said.written) == 1 and waited < watchdog._COLLECT_S + watchdog._PRINTED_S
+    group = Group((0, 1), name="again")
+    other = (group.key, "number 2")
+    group.journal.enter("barrier")
+    watching._check(group)
+    clock[0] += 6
+    watching.peers.printed[other] = watching.peers.asked[other] = clock[0]
+    watching.peers.printers[other] = -1
+    watching._check(group)
+    assert len(said.written) == 1 and isinstance(group.failure, CommTimeout)
 
 
 # --- messages of other watchdogs ---
