@@ -35,6 +35,8 @@ def translate(error: MPI.Exception, where: str) -> MpidistError:
     """
     text = f"{where}: {error.Get_error_string()}"
     if error.Get_error_class() == MPI.ERR_TRUNCATE or "truncat" in text.lower():
+        # MPICH's calls within the call, which are in the traceback: MPI's exception is the cause.
+        text = text.partition(", error stack:")[0]
         text += (
             "; the ranks' tensors differ in size, or they called different collectives: with "
             "MPIDIST_DEBUG=1 all ranks compare before they communicate, and of this run "

@@ -14,11 +14,14 @@ DEATH, OTHER = 901, 902
 class Error(Exception):
     """What the functions read of mpi4py's exception."""
 
-    def __init__(self, kind):
-        self.kind = kind
+    def __init__(self, kind, text="words"):
+        self.kind, self.text = kind, text
 
     def Get_error_class(self):
         return self.kind
+
+    def Get_error_string(self):
+        return self.text
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +36,17 @@ def raising(error):
         raise error
 
     return call
+
+
+def test_the_cause_of_a_truncated_message_stands_before_the_calls_of_mpich():
+    stack = "Message truncated, error stack:\nMPIR_Allreduce(4817).............: "
+    text = str(mpi_errors.translate(Error(OTHER, stack), "rank 0 of 2: all_reduce"))
+    assert text.startswith(
+        "rank 0 of 2: all_reduce: Message truncated; the ranks' tensors differ in size, or they"
+    )
+    assert "MPIR" not in text
+    other = "Other MPI error, error stack:\nMPID_Isend(12): no such host"
+    assert str(mpi_errors.translate(Error(OTHER, other), "it")) == f"it: {other}"
 
 
 def test_the_classes_of_a_failure():
