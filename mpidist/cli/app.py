@@ -63,6 +63,8 @@ def _reporting_errors(call: Callable[P, object]) -> Callable[P, None]:
     def command(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             call(*args, **kwargs)
+        except BrokenPipeError:
+            raise  # of the output, which who reads it has closed
         except (MpidistError, ValueError, OSError) as error:
             print(f"mpidist: {error}", file=sys.stderr)
             raise typer.Exit(_STATUS_OF_ERROR) from None

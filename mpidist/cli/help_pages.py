@@ -63,10 +63,39 @@ class RunCommand(Command):
     behind = ("PROGRAM", "[ARGS]...")
 
 
-class BenchCommand(Command):
+class ForwardingCommand(Command):
+    """Command with arguments behind ``--``; an unknown option's error names the ``--``.
+
+    Attributes:
+        what: These arguments in words.
+        example: Of them.
+    """
+
+    what = "The program and its options"
+    example = ""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        """See click's Command."""
+        given = list(args)  # consumed
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except Exception as error:
+            # click's, which typer imports or has within itself, by its version.
+            if type(error).__name__ == "NoSuchOption" and "--" not in given:
+                error.message += (  # type: ignore[attr-defined]
+                    f". {self.what} stand behind --: mpidist {info_name} ... -- {self.example}"
+                )
+            raise
+
+
+class BenchCommand(ForwardingCommand):
     """Benchmark, and its options behind ``--``."""
 
     behind = ("[-- OPTIONS...]",)
+    what = "Options of the benchmark"
+    example = "--quick"
     title = "Benchmarks"
 
     def described(self) -> Mapping[str, str]:
@@ -80,31 +109,16 @@ class TuneCommand(Command):
     behind = ("[MEASUREMENT OPTIONS]...",)
 
 
-class SubmitCommand(Command):
-    """Job script, and a program behind ``--``; an unknown option's error names the ``--``."""
+class SubmitCommand(ForwardingCommand):
+    """Job script, and a program behind ``--``."""
 
     behind = ("[-- PROGRAM [ARGS]...]",)
+    example = "train.py --epochs 3"
     title = "Job scripts"
 
     def described(self) -> Mapping[str, str]:
         """See ``Command``."""
         return job_scripts(shipped.folder("slurm"))
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
-    ) -> Any:
-        """See click's Command."""
-        given = list(args)  # consumed
-        try:
-            return super().make_context(info_name, args, parent, **extra)
-        except Exception as error:
-            # click's, which typer imports or has within itself, by its version.
-            if type(error).__name__ == "NoSuchOption" and "--" not in given:
-                error.message += (  # type: ignore[attr-defined]
-                    f". The program and its options stand behind --: mpidist {info_name} ... -- "
-                    "train.py --epochs 3"
-                )
-            raise
 
 
 def benchmarks(folder: Path) -> dict[str, str]:

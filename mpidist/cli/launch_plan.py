@@ -205,6 +205,11 @@ def program_of(
     if not words:
         raise LaunchError("no program is given: mpidist run -n 4 train.py, or -m package.module")
     first = words[0]
+    if first.startswith("-"):
+        raise LaunchError(
+            f"{first} is no option of mpidist run (mpidist run --help); those of the program stand "
+            "behind its name"
+        )
     if not finds(first):
         what = (
             "file from here"

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from mpidist.comm.mpi import job_folder
 from mpidist.errors import LaunchError
 from mpidist.trace import chrome_file
 from tests.cli.test_findings import alone, job
-from tests.tools.support import started
+from tests.tools.support import ROOT, started
 from tests.trace.made import facts
 
 
@@ -76,6 +77,7 @@ def test_what_cannot_be_done_ends_with_status_2_and_words(call, tmp_path, monkey
         ("run train.py", "train.py: no such file"),
         ("run sh", "number of ranks is not given"),
         ("run -n 0 sh", "--ranks"),
+        ("run --rank 2 sh", "--rank is no option of mpidist run"),
         ("run -n 2 --bind-to moon sh", "moon"),
         ("bench nothing", "nothing"),
         ("bench ddp --quick", "No such option"),
@@ -138,6 +140,45 @@ def test_without_typer_the_command_says_what_to_install(monkeypatch, capsys):
     assert ended.value.code == 2 and "pip install 'mpidist[cli]'" in capsys.readouterr().err
 
 
+def test_ctrl_c_while_the_command_is_imported_has_no_traceback(monkeypatch):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.importlib.util, "find_spec", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 130
+
+
+def test_an_output_that_cannot_be_written_has_no_traceback():
+    """Of a reader that has enough, as head, and of a full disk."""
+    for line, unbuffered in (
+        ("--version", ""),
+        ("submit ddp --dry-run", ""),
+        ("submit ddp --dry-run", "1"),
+    ):
+        reading, writing = os.pipe()
+        os.close(reading)
+        with open(writing, "wb") as closed, open("/dev/full", "wb") as full:
+            for file in (closed, full):
+                done = subprocess.run(
+                    [sys.executable, "-m", "mpidist", *line.split()],
+                    cwd=ROOT,
+                    env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    timeout=60,
+                    check=False,
+                )
+                said = done.stderr
+                assert done.returncode == (1 if file is closed else 2), (line, said)
+                assert ("No space left" in said) == (file is full), (line, said)
+                for word in ("Traceback", "ignored", "Broken pipe"):
+                    assert word not in said, (line, said)
+
+
 def test_clean_names_what_it_removes_and_what_it_leaves(call, tmp_path, monkeypatch):
     dead, used = (tmp_path / f"mpidist-{os.geteuid()}-{name}" for name in ("a", "b"))
     dead.mkdir()
@@ -177,6 +218,9 @@ def test_options_of_a_program_without_the_dashes_are_explained(call):
     text = " ".join(done.output.replace("│", " ").split())
     assert done.exit_code == 2 and "No such option: --epochs" in text
     assert "stand behind --: mpidist submit ... -- train.py --epochs 3" in text
+    done = call("bench", "ddp", "--quick")
+    text = " ".join(done.output.replace("│", " ").split())
+    assert "stand behind --: mpidist bench ... -- --quick" in text
     done = call("submit", "ddp", "--nods", "2", "--", "train.py")
     assert done.exit_code == 2 and "stand behind" not in done.output
 

@@ -268,11 +268,11 @@ def test_mpi_is_started_as_in_the_jobs_that_use_the_table(monkeypatch, where, ma
         tune.main(["--device", where])
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("option", [["--rounds", "0"], ["--sizes", "-4"]])
-def test_bad_options_are_refused(world, option):
+@pytest.mark.parametrize("option", [["--rounds", "0"], ["--sizes", "-4"], ["--sizes", "x"]])
+def test_bad_options_are_refused_with_what_they_take(option, capsys):
     with pytest.raises(SystemExit):
         tune.main(option)
+    assert f"{option[1]!r} is no whole number of at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.mpi
