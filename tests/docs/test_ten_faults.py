@@ -8,11 +8,11 @@ import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
-from mpidist.comm.mpi import job_folder
+from mpidist.comm.mpi import job_folder, rank_ranges
 from mpidist.comm.mpi.launcher_env import without_launcher
 from tests.tools.support import ROOT, VARIABLES, launcher
 
@@ -23,6 +23,9 @@ _FAULT = re.compile(
     r".*?^```text\n(?P<says>.*?)^```$",
     re.M | re.S,
 )
+_OTHERS = re.compile(r"(?<= where )ranks? [\d, ]+(?= called)")
+_RANKS = re.compile(r"\b(?:ranks? |worker)\d+(?:, \d+|-\d+)*")
+_LETTERS = str.maketrans("0123456789", "abcdefghij")
 _REPORT = re.compile(r"^<!-- report -->\n```text\n(.*?)^```$", re.M | re.S)
 
 
@@ -66,11 +69,22 @@ def faults() -> list[Fault]:
     return found
 
 
+def on(ranks: int, fault: Fault) -> Fault:
+    """Return the fault with the lines that it prints on so many ranks, of which rank 1 differs."""
+    others = rank_ranges.named([rank for rank in range(ranks) if rank != 1])
+    said, report = (_OTHERS.sub(others, text) for text in (fault.says, fault.report))
+    return replace(fault, ranks=ranks, says=said, report=report)
+
+
 def plain(text: str) -> str:
-    """Return a text without what differs between runs: numbers, host, folders, line breaks."""
-    text = text.replace(f" {socket.gethostname()}", " node1")
+    """Return a text without what differs between runs: numbers, host, folders, line breaks.
+
+    Numbers of ranks stay, as letters.
+    """
+    text = " ".join(text.replace(f" {socket.gethostname()}", " node1").split())
     text = re.sub(r'File "[^"]*/', 'File "', text)
-    return " ".join(re.sub(r"\d+(\.\d+)?", "#", text).split())
+    text = _RANKS.sub(lambda found: found[0].translate(_LETTERS), text)
+    return re.sub(r"\d+(\.\d+)?", "#", text)
 
 
 def missing(said: str, wanted: str) -> list[str]:
@@ -90,11 +104,25 @@ def test_lines_are_compared_without_what_differs_between_runs():
     )
     assert missing(said, 'File "train.py", line 9\n...\nprocess 3 on node1, for 20 s') == []
     assert missing(said, "process 3 on far") == ["process 3 on far"]
+    assert missing(said, "[rank 1]   File") == ["[rank 1]   File"]
+    assert missing("ranks\n0, 2 are in", "ranks 0, 2 are") == []
+    assert missing("ranks 0, 2 are in", "ranks 0, 3 are") != []
+    assert missing("worker1 -> worker0", "worker0 -> worker1") != []
+
+
+def test_lines_are_those_of_the_number_of_ranks():
+    fault = Fault("it", 2, {}, "", "rank 1 called broadcast where rank 0 called all_reduce", "")
+    for ranks, others in ((2, "rank 0"), (3, "ranks 0, 2"), (4, "ranks 0, 2, 3")):
+        made = on(ranks, fault)
+        assert made.says == f"rank 1 called broadcast where {others} called all_reduce"
+        assert on(2, made) == fault
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("fault", faults(), ids=lambda fault: fault.title)
-def test_a_fault_is_reported_as_the_page_has_it(fault, tmp_path):
+def test_a_fault_is_reported_as_the_page_has_it(fault, ranks, tmp_path):
+    fault = on(ranks, fault)
     name = str(os.getpid())
     (tmp_path / "train.py").write_text(fault.code)
     variables = {**without_launcher(os.environ), **VARIABLES, "MPIDIST_JOB": name, "COLUMNS": "80"}
