@@ -257,12 +257,12 @@ class TorchNames:
     # --- changes ---
 
     def _set_static_graph(self) -> None:
-        """Set ``static_graph``. Collective: over the group, between steps."""
+        """Set ``static_graph``; the hook stays. Collective: over the group, between steps."""
         if self.static_graph:
             warnings.warn("static_graph is set already", stacklevel=2)
             return
         self.settings = dataclasses.replace(self.settings, static_graph=True)
-        self._make_reducer()
+        self._renew_reducer()
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """Change the group. The hook stays; the caller changes the hook's state.
@@ -276,9 +276,13 @@ class TorchNames:
             return
         self._group = native_group(new_process_group)
         self.process_group = new_process_group
+        self._renew_reducer()
+
+    def _renew_reducer(self) -> None:
         hook = self.reducer.hook
         self._make_reducer()
-        if hook is not None:
+        # The hook of exact averages belongs to a reducer: the new one has its own.
+        if hook is not None and self.reducer.hook is None:
             self.reducer.register_hook(*hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpidist.ddp.hooks.default import fp16_compress_hook
+from mpidist.ddp.hooks.default import fp16_compress_hook, noop_hook
 from mpidist.ddp.module import DistributedDataParallel
 from tests.tools.support import agree, raises_on_all
 
@@ -201,6 +201,14 @@ def test_another_group(group):
         group, TypeError, lambda: ddp._update_process_group(3), "needs a group of mpidist"
     )
     part.close()
+
+
+def test_a_hook_stays_when_the_graph_becomes_static(group):
+    ddp = DistributedDataParallel(net(), process_group=group)
+    ddp.register_comm_hook(None, noop_hook)
+    ddp._set_static_graph()
+    ddp(batch(group.rank)).square().sum().backward()
+    agree(group, torch.equal(gradients(ddp.module), averaged(group, [group.rank])))
 
 
 def test_fused_optimizer(group):

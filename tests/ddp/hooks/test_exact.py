@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.utils.checkpoint import checkpoint
 
 from mpidist import ddp
 from mpidist.ddp.buckets.bucket import Bucket
@@ -136,6 +137,60 @@ def test_half_types_and_frozen_and_unused_parameters(group):
         ok &= torch.equal(model["used"].weight.grad, wanted) and model["unused"].weight.grad is None
         model.zero_grad()
     agree(group, ok)
+
+
+class Layers(torch.nn.Module):
+    """Layers of which a pass uses those that it names, the second within a checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.second, self.third = (torch.nn.Linear(4, 4) for _ in range(3))
+        self.hook = None
+
+    def forward(self, x, used):
+        for name in used.split():
+            layer = getattr(self, name)
+            x = checkpoint(layer, x, use_reentrant=True) if name == "second" else layer(x)
+            if self.hook is not None and x.requires_grad:
+                x.register_hook(self.hook)
+        return torch.tanh(x)
+
+
+def run_pass(model, step, rank, number, used):
+    generator = torch.Generator().manual_seed(1000 * step + 100 * rank + number)
+    model(torch.randn(3, 4, generator=generator), used).square().sum().backward()
+
+
+def run_step(wrapped, group, step, uses):
+    """Run a step of ``uses(rank)``; say whether the gradients are the means over all passes."""
+    for number, used in enumerate(own := uses(group.rank)):
+        with wrapped.no_sync() if number < len(own) - 1 else contextlib.nullcontext():
+            run_pass(wrapped, step, group.rank, number, used)
+    alone = Layers()
+    passes = [(r, *one) for r in range(group.size) for one in enumerate(uses(r))]
+    for rank, number, used in passes:
+        run_pass(alone, step, rank, number, used)
+    is_right = True
+    for mine, sums in zip(wrapped.parameters(), alone.parameters(), strict=True):
+        if mine.grad is None or sums.grad is None:
+            is_right &= mine.grad is sums.grad
+        else:
+            is_right &= torch.allclose(mine.grad, sums.grad / len(passes), atol=1e-6)
+    wrapped.zero_grad()
+    return is_right
+
+
+def test_a_new_reducer_has_sums_of_its_own(group):
+    wrapped = ddp.DistributedDataParallel(Layers(), process_group=group, exact_average=True)
+    uses = ["first second third"] * 3
+    is_right = run_step(wrapped, group, 0, lambda rank: uses)
+    other = group.new_group(range(group.size))
+    wrapped._update_process_group(other)
+    is_right &= run_step(wrapped, group, 1, lambda rank: uses)
+    wrapped._set_static_graph()
+    agree(group, is_right and run_step(wrapped, group, 2, lambda rank: uses))
+    other.close()
 
 
 def test_the_setting_of_the_job_is_the_default(group, monkeypatch):
