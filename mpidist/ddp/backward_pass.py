@@ -182,7 +182,10 @@ class BackwardPass:
         if self._settings.hook is not None and isinstance(bucket, Bucket):
             hook, state = self._settings.hook
             is_last = self.readiness.is_last(index, self._layout.sparse)
-            future = stages.call_hook(hook, state, GradBucket(bucket, index, is_last, group), group)
+            # Skipped buckets are not counted: a hook may begin its step at the first one.
+            number = self.readiness.launch_order.index(index)
+            grad_bucket = GradBucket(bucket, number, is_last, group)
+            future = stages.call_hook(hook, state, grad_bucket, group)
         elif bucket.node_tensor is not None:
             bucket.node_tensor.average()
             future = completed(bucket.flat)

@@ -104,6 +104,22 @@ def test_a_hook_gets_each_bucket_once_in_the_order_of_the_plan(group):
     agree(group, len(launched) == 4 and is_mean(own, group.size))
 
 
+def test_hooks_count_the_buckets_from_0_where_some_are_skipped(group):
+    own, launched = parameters(), []
+    settings = Settings(limits=(40,), find_unused_parameters=True, skip_unused=True)
+    reducer = Reducer(own, NAMES, DENSE, group, settings)
+
+    def hook(state, bucket):
+        launched.append((bucket.index(), bucket.is_last()))
+        return completed(bucket.buffer())
+
+    reducer.register_hook(hook)
+    backward(reducer, own, group.rank, places=(0, 1))  # the first buckets are those of the last
+    backward(reducer, own, group.rank, places=(0, 1))
+    wanted = [(0, False), (1, False), (2, False), (3, True), (0, False), (1, True)]
+    agree(group, launched == wanted, str(launched))
+
+
 def test_the_average_is_scaled_for_ranks_that_still_have_inputs(group):
     own = parameters()
     reducer = Reducer(own, NAMES, DENSE, group, ONE_EACH)

@@ -181,6 +181,23 @@ def run_step(wrapped, group, step, uses):
     return is_right
 
 
+def test_passes_are_counted_where_buckets_are_skipped(group):
+    wrapped = ddp.DistributedDataParallel(
+        Layers(),
+        process_group=group,
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=True,
+        bucket_cap_mb=1e-5,
+        exact_average=True,
+    )
+    # The third layer's buckets are the first ones.
+    steps = [["first"] * count for count in (1, 3, 2, 1)]
+    agree(
+        group,
+        all([run_step(wrapped, group, i, lambda rank, u=u: u) for i, u in enumerate(steps)]),
+    )
+
+
 def test_a_new_reducer_has_sums_of_its_own(group):
     wrapped = ddp.DistributedDataParallel(Layers(), process_group=group, exact_average=True)
     uses = ["first second third"] * 3
