@@ -96,6 +96,9 @@ class Reducer:
         self._usage = ParameterUsage(self._names, settings)
         # The armed or running pass. None: gradients stay this rank's own.
         self._pass: BackwardPass | None = None
+        # The callback of the running pass, which autograd drops when an exception ends the pass;
+        # None of a captured one.
+        self._ending: weakref.ref[Callable[[], None]] | None = None
         # The last armed forward pass had outputs with a graph, whose hooks begin its backward pass.
         self._tracks_outputs = False
         self._own_gradients: OwnGradients | None = None  # while shadowing
@@ -162,6 +165,7 @@ class Reducer:
 
         An earlier armed forward pass is averaged when its own backward pass begins.
         """
+        self._drop_interrupted()
         if self._tracks_outputs and self._pass is not None and not self._pass.is_begun:
             self._pass = None
 
@@ -209,6 +213,7 @@ class Reducer:
     def _on_output_gradient(self, gradient: Tensor) -> None:
         # The outermost pass computes the outputs' gradients, so if the outputs are known, the pass
         # begins here. The end of a nested pass (a re-entrant checkpoint) would be too early.
+        self._drop_interrupted()
         is_begun = self._pass is not None and self._pass.is_begun
         if not is_begun and not self.captures and adds_to_gradients(self.parameters):
             self._begin()
@@ -218,9 +223,18 @@ class Reducer:
         if self._pass is None:
             self._pass = self._new_pass()
         self._pass.is_begun = True
+        self._ending = None
         if not self.captures:
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            ending = partial(Reducer._finish, self)
+            self._ending = weakref.ref(ending)
+            torch.autograd.Variable._execution_engine.queue_callback(ending)
         return self._pass
+
+    def _drop_interrupted(self) -> None:
+        """Forget a pass that an exception has ended: the next one would be taken for its rest."""
+        is_ended = self._ending is not None and self._ending() is None
+        if self._pass is not None and self._pass.is_begun and is_ended:
+            self._pass = None
 
     def mark_ready(self, place: int, parameter: Tensor) -> None:
         """Count an addition to a parameter's gradient, by autograd or by a captured pass."""
@@ -235,6 +249,7 @@ class Reducer:
 
     def _finish(self) -> None:
         backward, self._pass = self._pass, None
+        self._ending = None
         # A forward pass within the backward pass (a checkpoint that recomputes the module) arms a
         # second pass, on all ranks alike; the first end has completed both.
         if backward is None:

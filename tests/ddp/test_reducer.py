@@ -120,6 +120,37 @@ def test_hooks_count_the_buckets_from_0_where_some_are_skipped(group):
     agree(group, launched == wanted, str(launched))
 
 
+@pytest.mark.parametrize("is_armed", [False, True])
+def test_a_pass_behind_an_interrupted_one_is_no_rest_of_it(group, is_armed):
+    own, is_broken = parameters(), True
+    reducer = Reducer(own, NAMES, DENSE, group, ONE_EACH)
+
+    def interrupt(gradient):
+        if is_broken:
+            raise KeyError("interrupted")
+
+    def output():
+        middle = own[0] * 1.0
+        middle.register_hook(interrupt)
+        return loss_of([middle, *own[1:]], group.rank)
+
+    first, second = output(), output()
+    reducer.arm([first])
+    if is_armed:
+        reducer.arm([second])
+    with pytest.raises(KeyError, match="interrupted"):
+        first.backward()
+    is_broken = False
+    for parameter in own:
+        parameter.grad = None
+    if not is_armed:
+        reducer.disarm()
+    second.backward()
+    alone = [(place + 1.0) * (group.rank + 1) for place in range(len(NAMES))]
+    found = [parameter.grad[0].item() for parameter in own]
+    agree(group, is_mean(own, group.size) if is_armed else found == alone, str(found))
+
+
 def test_the_average_is_scaled_for_ranks_that_still_have_inputs(group):
     own = parameters()
     reducer = Reducer(own, NAMES, DENSE, group, ONE_EACH)
