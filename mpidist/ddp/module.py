@@ -251,11 +251,13 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         # reducer directly (``prepare_for_backward``) and clears the attribute.
         averages = averages and self.require_backward_grad_sync
         buffers.is_due = averages
-        if averages:
-            self.reducer.scale = uneven.scale(iteration)
-            self.reducer.arm([tensor for tensor in tensors_in(output) if tensor.requires_grad])
-        elif torch.is_grad_enabled():
-            self.reducer.disarm()
+        if torch.is_grad_enabled():
+            outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            if averages:
+                self.reducer.scale = uneven.scale(iteration)
+                self.reducer.arm(outputs)
+            else:
+                self.reducer.disarm(outputs)
         return output
 
     def join(
@@ -347,6 +349,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
             is_averaging = weakref.WeakMethod(self.reducer.is_averaging)
             state = ExactAverage(named, lambda: (method := is_averaging()) is None or method())
             self.reducer.register_hook(exact_average_hook, state)
+            self.reducer.accumulation = state
         self._uneven_inputs.use(self._group, self.reducer)
 
     def __getstate__(self) -> dict[str, object]:

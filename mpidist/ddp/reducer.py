@@ -11,7 +11,7 @@ Source: the names that frameworks call are those of ``torch._C._distributed_c10d
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -54,6 +54,16 @@ class Waitable(Protocol):
         """Wait for the buffers."""
 
 
+class Accumulation(Protocol):
+    """What a hook keeps of the gradients of passes that are not averaged, in their place."""
+
+    def begin_pass(self) -> None:
+        """Begin a backward pass, averaged or not; called within it, and not only once."""
+
+    def accumulated(self) -> Collection[str]:
+        """Return the names of the parameters of which it keeps, or has just averaged, gradients."""
+
+
 @untraced
 class Reducer:
     """Averages of one module's gradients over one group.
@@ -71,6 +81,7 @@ class Reducer:
         captures: A pass of distributed autograd runs, which ends it by ``finish_captured``
             (``autograd_context``).
         hook: The communication hook and its state, or None.
+        accumulation: What the hook keeps of passes that are not averaged, or None.
         parameters: The parameters.
         places: Their places.
         layout: The buckets.
@@ -88,6 +99,7 @@ class Reducer:
         self.scale = 1.0
         self.captures = False
         self.hook: tuple[Hook, object] | None = None
+        self.accumulation: Accumulation | None = None
         self.parameters = list(parameters)
         self.places = {parameter: place for place, parameter in enumerate(parameters)}
         self._names = list(names)
@@ -160,14 +172,21 @@ class Reducer:
         if _on_armed is not None:
             _on_armed(self)
 
-    def disarm(self) -> None:
+    def disarm(self, outputs: Sequence[Tensor]) -> None:
         """Do not average the next backward pass; called after a forward pass under ``no_sync``.
 
         An earlier armed forward pass is averaged when its own backward pass begins.
+
+        Args:
+            outputs: The module's output tensors.
         """
         self._drop_interrupted()
         if self._tracks_outputs and self._pass is not None and not self._pass.is_begun:
             self._pass = None
+        if self.accumulation is not None:
+            for output in outputs:
+                if output.grad_fn is not None:
+                    output.register_hook(self._on_accumulated_output_gradient)
 
     def shadow(self) -> None:
         """Contribute zeros to one backward pass of the other ranks, on a rank without inputs.
@@ -218,6 +237,10 @@ class Reducer:
         if not is_begun and not self.captures and adds_to_gradients(self.parameters):
             self._begin()
 
+    def _on_accumulated_output_gradient(self, gradient: Tensor) -> None:
+        if self.accumulation is not None and not self.is_averaging():
+            self.accumulation.begin_pass()
+
     def _begin(self) -> BackwardPass:
         # Not armed: the second backward pass of one forward pass, or that of an earlier one.
         if self._pass is None:
@@ -228,6 +251,8 @@ class Reducer:
             ending = partial(Reducer._finish, self)
             self._ending = weakref.ref(ending)
             torch.autograd.Variable._execution_engine.queue_callback(ending)
+            if self.accumulation is not None:
+                self.accumulation.begin_pass()
         return self._pass
 
     def _drop_interrupted(self) -> None:
@@ -273,6 +298,12 @@ class Reducer:
         self, backward: BackwardPass, has_gradient: list[bool], missing: list[str]
     ) -> None:
         """Hand the averages back that any rank has; rebuild the buckets after the first pass."""
+        if self.accumulation is not None:
+            # What was accumulated may be all that there is of a gradient.
+            held = self.accumulation.accumulated()
+            has_gradient = [
+                has or name in held for has, name in zip(has_gradient, self._names, strict=True)
+            ]
         if self._settings.find_unused_parameters or self._settings.static_graph:
             used = used_somewhere(
                 self._group,

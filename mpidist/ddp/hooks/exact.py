@@ -17,6 +17,8 @@ Letters: W ranks; N elements of a bucket.
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -79,7 +81,10 @@ class ExactAverage:
         self._sums: dict[str, ExactSum] = {}
         self._sum_memory: dict[str, Tensor] = {}  # of sums that have been averaged
         self._own_terms = 0  # accumulated passes since the last averaging one
-        self._is_counted = False  # the running one is among them
+        self._averaged: set[str] = set()  # parameters whose sums the last averaging pass has taken
+        self._is_accumulating = False  # the running pass has added to a sum
+        # The callback of the running pass, which autograd drops when the pass ends by an exception.
+        self._ending: weakref.ref[Callable[[], None]] | None = None
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
         take = weak_hook(self, ExactAverage.take)
         for name, parameter in named:
@@ -91,11 +96,34 @@ class ExactAverage:
         gradient = parameter.grad
         if gradient is None or self._is_averaging():
             return
-        if not self._is_counted:
-            self._is_counted = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+        self.begin_pass()
+        self._is_accumulating = True
         self._add(name, gradient.detach())
         parameter.grad = None
+
+    def begin_pass(self) -> None:
+        """Begin a backward pass; called within it, first from an output's hook, and not only once.
+
+        A nested pass, of a re-entrant checkpoint, would end before the outermost one.
+        """
+        if self._ending is not None and self._ending() is not None:
+            return
+        if self._ending is not None:
+            warnings.warn(
+                "a backward pass of a DistributedDataParallel with exact_average was interrupted "
+                "by an exception: the gradients that this rank has accumulated since the last "
+                "average are dropped",
+                stacklevel=2,
+            )
+            self._sums.clear()
+            self._own_terms, self._is_accumulating = 0, False
+        ending = partial(ExactAverage._end_pass, self)
+        self._ending = weakref.ref(ending)
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
+
+    def accumulated(self) -> set[str]:
+        """Return the parameters of which this rank had a sum when the averaging pass began."""
+        return self._averaged.union(self._sums)
 
     def begin(self, group: Group) -> None:
         """Count the terms of all ranks, at the first bucket of an averaging pass.
@@ -109,6 +137,7 @@ class ExactAverage:
         counts.copy_(torch.tensor([self._own_terms + 1, len(self._sums)]))
         group.all_reduce(counts, SUM)
         self._own_terms = 0
+        self._averaged.clear()
         self.terms, sums = counts.tolist()
         self.are_terms = self.terms == group.size and not sums
         if self.terms > MOST_TERMS:
@@ -123,6 +152,7 @@ class ExactAverage:
         if held is not None:
             # As many bytes will be needed again before the next average.
             self._sum_memory[name] = held.memory
+            self._averaged.add(name)
         return held
 
     def memory(self, use: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -141,8 +171,9 @@ class ExactAverage:
             held.add(flat)
 
     def _end_pass(self) -> None:
-        self._own_terms += 1
-        self._is_counted = False
+        self._own_terms += self._is_accumulating
+        self._is_accumulating = False
+        self._ending = None
 
 
 @in_order

@@ -181,6 +181,17 @@ def run_step(wrapped, group, step, uses):
     return is_right
 
 
+def test_gradients_that_only_accumulated_passes_have(group):
+    wrapped = ddp.DistributedDataParallel(
+        Layers(), process_group=group, find_unused_parameters=True, exact_average=True
+    )
+
+    def uses(rank):
+        return ["first third"] * (1 + rank % 2) + ["first second", "first"]
+
+    agree(group, all([run_step(wrapped, group, step, uses) for step in range(3)]))
+
+
 def test_passes_are_counted_where_buckets_are_skipped(group):
     wrapped = ddp.DistributedDataParallel(
         Layers(),
@@ -196,6 +207,38 @@ def test_passes_are_counted_where_buckets_are_skipped(group):
         group,
         all([run_step(wrapped, group, i, lambda rank, u=u: u) for i, u in enumerate(steps)]),
     )
+
+
+def test_a_pass_with_a_reentrant_checkpoint_counts_once(group):
+    wrapped = ddp.DistributedDataParallel(
+        Layers(), process_group=group, find_unused_parameters=True, exact_average=True
+    )
+    uses = ["first second"] * 3
+    agree(group, all([run_step(wrapped, group, step, lambda rank: uses) for step in range(3)]))
+
+
+@pytest.mark.parametrize("is_averaged", [False, True])
+def test_an_exception_in_a_pass_drops_what_was_accumulated(group, is_averaged):
+    model = Layers()
+    wrapped = ddp.DistributedDataParallel(
+        model, process_group=group, find_unused_parameters=True, exact_average=True
+    )
+
+    def interrupt(gradient):
+        raise KeyError("interrupted")
+
+    with wrapped.no_sync():
+        run_pass(wrapped, 9, group.rank, 0, "first third")
+    with contextlib.nullcontext() if is_averaged else wrapped.no_sync():
+        model.hook = interrupt
+        with pytest.raises(KeyError, match="interrupted"):
+            run_pass(wrapped, 9, group.rank, 1, "first third")
+    model.hook = None
+    wrapped.zero_grad()
+    uses = ["first third"] * 3
+    with pytest.warns(UserWarning, match="interrupted by an exception"):
+        is_right = run_step(wrapped, group, 0, lambda rank: uses)
+    agree(group, is_right and run_step(wrapped, group, 1, lambda rank: uses))
 
 
 def test_a_new_reducer_has_sums_of_its_own(group):
