@@ -17,13 +17,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from harness import benchmark_options, environment, report, tables, timing
+from harness.goals import judge_cases
 from scaling import jobs as scaling_jobs
 
 _HERE = Path(__file__).resolve().parent
@@ -97,20 +98,6 @@ class Case:
         }
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a bound holds for all cases; ``worst`` is the largest value.
-
-    The bounds on the controls show how much of the trees' difference is noise.
-    """
-
-    goal: str
-    verdict: str
-    worst: float | None
-    worst_case: str | None
-    missed: list[str]
-
-
 def main() -> None:
     options = _arguments()
     # Jobs have sessions of their own. At SIGTERM an exception unwinds, and ends the job first.
@@ -150,32 +137,27 @@ def main() -> None:
         # A wrong result ends its job with an error, and the comparison with it.
         "results_checked": True,
         "results": [case.entry() for case in cases],
-        "goals": [asdict(verdict) for verdict in verdicts],
+        "goals": verdicts,
     }
     report.write_json(record, path)
     print(f"\nwritten to {path.parent.name}: {path.name}", flush=True)
 
 
-def judge(cases: Sequence[Case]) -> list[Verdict]:
-    """Return the verdict of each bound on mpidist's cases, and on the controls."""
+def judge(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Return the verdict of each bound on mpidist's cases, and on the controls.
+
+    The bounds on the controls show how much of the trees' difference is noise.
+    """
     verdicts = []
     for is_control, of in ((False, "mpidist"), (True, "control")):
         chosen = [case for case in cases if case.is_control == is_control]
-        ratios = [(case.ratio, case.name) for case in chosen]
-        differences = [(case.difference_us, case.name) for case in chosen if case.is_small]
+        ratios = [(case.name, case.ratio) for case in chosen]
+        differences = [(case.name, case.difference_us) for case in chosen if case.is_small]
         verdicts += [
-            _verdict(f"{of}: ratio of medians ≤ {_MOST_RATIO:g}", ratios, _MOST_RATIO),
-            _verdict(f"{of}: ≤ +{_MOST_US:g} us below 64 KiB", differences, _MOST_US),
+            judge_cases(f"{of}: ratio of medians ≤ {_MOST_RATIO:g}", ratios, _MOST_RATIO),
+            judge_cases(f"{of}: ≤ +{_MOST_US:g} us below 64 KiB", differences, _MOST_US),
         ]
     return verdicts
-
-
-def _verdict(goal: str, values: Sequence[tuple[float, str]], bound: float) -> Verdict:
-    if not values:
-        return Verdict(goal, "not measured", None, None, [])
-    worst, name = max(values)
-    missed = [name for value, name in sorted(values, reverse=True) if value > bound]
-    return Verdict(goal, "not reached" if missed else "reached", worst, name, missed)
 
 
 def _schedule(pair: int, benchmarks: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -208,7 +190,7 @@ def _revision(tree: Path) -> str:
     return done.stdout.strip() or "unknown"
 
 
-def _tables(cases: Sequence[Case], verdicts: Sequence[Verdict]) -> str:
+def _tables(cases: Sequence[Case], verdicts: Sequence[dict[str, Any]]) -> str:
     """Return the cases with the largest ratios and differences, and the verdicts."""
     ours = [case for case in cases if not case.is_control]
     small = [case for case in ours if case.is_small]
@@ -229,8 +211,8 @@ def _tables(cases: Sequence[Case], verdicts: Sequence[Verdict]) -> str:
             ))  # fmt: skip
         texts.append(tables.text(rows, (title, *headers[1:])))
     goals = [
-        (one.goal, "" if one.worst is None else f"{one.worst:.3f}, {one.worst_case}",
-         f"{one.verdict} ({len(one.missed)} missed)" if one.missed else one.verdict)
+        (one["goal"], "" if one["worst"] is None else f"{one['worst']:.3f}, {one['worst_case']}",
+         f"{one['verdict']} ({len(one['missed'])} missed)" if one["missed"] else one["verdict"])
         for one in verdicts
     ]  # fmt: skip
     ratio = np.median([case.ratio for case in ours])

@@ -860,15 +860,15 @@ def test_a_head_start_grows_until_the_host_is_ahead(monkeypatch):
 
 def test_kernel_goals_are_reached_missed_or_not_measured():
     report = importlib.import_module("cuda_kernels.goals")
-    values = {"a": 1.0, "b": 0.5}
-    assert report._verdict("it", values, 0.5, True)["verdict"] == "reached"
-    missed = report._verdict("it", values, 0.8, True)
+    values = [("a", 1.0), ("b", 0.5)]
+    assert report.judge_cases("it", values, 0.5, True)["verdict"] == "reached"
+    missed = report.judge_cases("it", values, 0.8, True)
     assert (missed["verdict"], missed["worst_case"], missed["missed"]) == (
         "not reached",
         "b",
         ["b"],
     )
-    assert report._verdict("it", values, 1, False)["worst"] == 1.0
+    assert report.judge_cases("it", values, 1, False)["worst"] == 1.0
     assert [one["verdict"] for one in report.judge([], [])] == ["not measured"] * 5
 
 

@@ -86,7 +86,7 @@ def test_the_record_holds_medians_ratios_and_verdicts_and_no_path(trees, jobs, t
 
 
 def test_a_bound_without_cases_is_not_measured(trees):
-    assert [verdict.verdict for verdict in trees.judge([])] == ["not measured"] * 4
+    assert [one["verdict"] for one in trees.judge([])] == ["not measured"] * 4
 
 
 def test_a_failed_job_ends_the_comparison(trees, jobs, monkeypatch):

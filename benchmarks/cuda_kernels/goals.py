@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from cuda_kernels import cases as copies
 from cuda_kernels import powersgd_cases as powersgd
 from harness import tables
-from harness.goals import format_bytes
+from harness.goals import format_bytes, judge_cases
 
 # Kernels, the least share of the device copy's rate, and the size in MiB from which it is asked.
 _OF_COPY = ((("pack", "unpack"), 0.85, 16), (("quantize_change", "dequantize_add"), 0.80, 64))
@@ -19,7 +19,7 @@ def judge(
 ) -> list[dict[str, Any]]:
     """Compare a run with its goals; a missed goal fails nothing."""
     verdicts = [
-        _verdict(
+        judge_cases(
             f"{', '.join(names)} ≥ {share:.2f} of the device copy's rate, from {start} MiB",
             _shares(copied, names, start << 20),
             share,
@@ -28,61 +28,31 @@ def judge(
         for names, share, start in _OF_COPY
     ]
     for name in (powersgd.OURS, powersgd.KERNELS):
-        factors = {
-            f"{result['tensors_of']}, rank {result['rank']}": result["contenders"][name][
-                "torchs_over_it"
-            ]
+        factors = [
+            (_bucket_case(result), result["contenders"][name]["torchs_over_it"])
             for result in compressed
             if result["rank"] == 4 and result["tensors_of"] in ("ResNet-50", "GPT-2")
-        }
-        verdicts.append(
-            _verdict(f"PowerSGD, rank 4: time of torch's hook over {name} ≥ 3", factors, 3, True)
-        )
-    counts = {
-        f"{result['tensors_of']}, rank {result['rank']}": float(
-            max(result["launches_per_bucket"].values())
-        )
+        ]
+        goal = f"PowerSGD, rank 4: time of torch's hook over {name} ≥ 3"
+        verdicts.append(judge_cases(goal, factors, 3, at_least=True))
+    counts = [
+        (_bucket_case(result), float(max(result["launches_per_bucket"].values())))
         for result in compressed
         if None not in result["launches_per_bucket"].values()
-    }
-    verdicts.append(_verdict("PowerSGD: launches of our kernels a bucket ≤ 6", counts, 6, False))
+    ]
+    verdicts.append(judge_cases("PowerSGD: launches of our kernels a bucket ≤ 6", counts, 6))
     return verdicts
 
 
 def _shares(
     copied: Sequence[dict[str, Any]], names: Sequence[str], least_bytes: int
-) -> dict[str, float]:
-    """Return the shares of the device copy's rate of some kernels, by case."""
-    return {
-        _copy_case(result): result["contenders"][copies.OURS]["over_copy"]
+) -> list[tuple[str, float]]:
+    """Return the shares of the device copy's rate of some kernels, each with its case."""
+    return [
+        (_copy_case(result), result["contenders"][copies.OURS]["over_copy"])
         for result in copied
         if result["operation"] in names and result["size_bytes"] >= least_bytes
-    }
-
-
-def _verdict(
-    goal: str, values: Mapping[str, float], bound: float, at_least: bool
-) -> dict[str, Any]:
-    if not values:
-        return {
-            "goal": goal,
-            "verdict": "not measured",
-            "worst": None,
-            "worst_case": "",
-            "missed": [],
-        }
-    missed = [
-        case for case, value in values.items() if (value < bound if at_least else value > bound)
     ]
-    worst = min(values, key=values.__getitem__) if at_least else max(values, key=values.__getitem__)
-    verdict = "not reached" if missed else "reached"
-    return {
-        "goal": goal,
-        "verdict": verdict,
-        "worst": values[worst],
-        "worst_case": worst,
-        "missed": missed,
-    }
 
 
 def _copy_case(result: dict[str, Any]) -> str:
@@ -90,6 +60,10 @@ def _copy_case(result: dict[str, Any]) -> str:
         f"{result['operation']}, {result['tensors_of']}, {result['dtypes']}, "
         f"{format_bytes(result['size_bytes'])}"
     )
+
+
+def _bucket_case(result: dict[str, Any]) -> str:
+    return f"{result['tensors_of']}, rank {result['rank']}"
 
 
 def goals_table(verdicts: Sequence[dict[str, Any]]) -> str:

@@ -135,6 +135,19 @@ def _judge(goal: Goal, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def judge_cases(
+    goal: str, values: Sequence[tuple[str, float]], bound: float, at_least: bool = False
+) -> dict[str, Any]:
+    """Compare figures of named cases with one bound; the worst decides, and is missed first."""
+    worst_first = sorted(values, key=lambda pair: pair[1], reverse=not at_least)
+    missed = [name for name, value in worst_first if (value < bound if at_least else value > bound)]
+    verdict = "not measured" if not values else "not reached" if missed else "reached"
+    name, worst = worst_first[0] if values else ("", None)
+    return {
+        "goal": goal, "verdict": verdict, "worst": worst, "worst_case": name, "missed": missed,
+    }  # fmt: skip
+
+
 def judge_below(text: str, value: float | None, bound: float) -> dict[str, Any]:
     """Compare one figure with an upper bound; None if it was not measured."""
     verdict = "not measured" if value is None else "reached" if value < bound else "not reached"
