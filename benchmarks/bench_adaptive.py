@@ -14,10 +14,9 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-import mpidist.comm
-from harness import benchmark_options, environment, report, tables, timing
+from harness import benchmark_options, report, tables, timing
+from harness.job import Job
 from mpidist import ddp
 from mpidist.comm.group_types import Group
 from training import cases
@@ -162,52 +161,34 @@ def _text(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_options.parser(__doc__, "link", "quick", rounds=8)
     parser.add_argument("--models", nargs="*", default=MODELS, metavar="NAME:BATCH")
-    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--bucket-cap-mb", type=float, default=4.0)
     parser.add_argument("--seeds", type=int, default=0, help="trainings on digits")
     parser.add_argument("--epochs", type=int, default=10)
-    benchmark_options.add_link(parser)
-    benchmark_options.add_quick(parser)
-    benchmark_options.add_output(parser)
     options = parser.parse_args()
     if options.quick:
         options.models, options.rounds, options.bucket_cap_mb = ["many:2"], 1, 0.2
         options.seeds, options.epochs = 1, 1
-    torch.set_num_threads(1)
-    dist.init_process_group("mpidist")
-    group = mpidist.comm.init()
-    benchmark_options.require_two_ranks(group.size)
-    from mpi4py import MPI
-
-    raw = MPI.COMM_WORLD.Dup()
-    about = environment.describe(raw)
-    results = []
-    for text in options.models:
-        name, batch = text.split(":")
-        results.append(measure(group, raw, cases.MODELS[name](int(batch)), options))
-    digits = accuracies(group, options) if options.seeds else None
-    if group.rank == 0:
-        record = {
-            "benchmark": "adaptive",
-            "environment": about,
-            "link": options.link,
-            "bucket_cap_mb": options.bucket_cap_mb,
-            "rounds": options.rounds,
-            "results_checked": True,
-            "results": results,
-            "digits": digits,
-        }
-        names = ["adaptive", environment.library_name(about), str(about["ranks"]), options.link]
-        path = options.output / f"{'-'.join(filter(None, names))}.json"
-        report.write_json(record, path)
-        print(f"written to {path.parent.name}: {path.name}", flush=True)
-        ratios = [result["adaptive_over_best"] for result in results]
-        if ratios:
-            print(f"adaptive over the best fixed hook: median {median(ratios):.3f}", flush=True)
-    raw.Free()
-    dist.destroy_process_group()
+    with Job(uses_torch=True) as job:
+        results = []
+        for text in options.models:
+            name, batch = text.split(":")
+            model = cases.MODELS[name](int(batch))
+            results.append(measure(job.group, job.raw, model, options))
+        digits = accuracies(job.group, options) if options.seeds else None
+        if job.is_first:
+            fields = {
+                "link": options.link,
+                "bucket_cap_mb": options.bucket_cap_mb,
+                "rounds": options.rounds,
+                "results": results,
+                "digits": digits,
+            }
+            job.write(options.output, "adaptive", fields, parts=[options.link])
+            ratios = [result["adaptive_over_best"] for result in results]
+            if ratios:
+                print(f"adaptive over the best fixed hook: median {median(ratios):.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ staging tensor, copies the shard in, gathers, copies the parameter out and frees
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from collectives.case import FP32_BYTES
-from harness import benchmark_options, environment, plots, report, timing
+from harness import benchmark_options, report, timing
+from harness.job import Job
 from harness.timing import Contender
 
 _SIDES = (256, 512, 1024, 2048, 4096)  # of a square weight: 256 KiB to 64 MiB
@@ -102,43 +102,20 @@ def cases(gloo: Any, sides: tuple[int, ...]) -> Iterator[tuple[str, int, list[Co
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    benchmark_options.add_quick(parser)
-    benchmark_options.add_output(parser)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("mpidist")
-    benchmark_options.require_two_ranks(dist.get_world_size())
-    gloo = dist.new_group(backend="gloo")
-    # mpidist prepares the MPI library before the import of mpi4py.MPI starts MPI.
-    from mpi4py import MPI
-
-    raw = MPI.COMM_WORLD.Dup()
-    about = environment.describe(raw)
-    is_first = raw.Get_rank() == 0
-    timing.touch_memory()
-    results = []
+    options = benchmark_options.parser(__doc__, "quick", rounds=15).parse_args()
     rounds, burst_s = (3, 0.002) if options.quick else (options.rounds, 0.02)
-    for name, numel, contenders in cases(gloo, _QUICK_SIDES if options.quick else _SIDES):
-        check(name, contenders)
-        series = timing.time_rounds(raw, contenders, rounds, burst_s)
-        results.append(report.result_of(name, numel, numel * FP32_BYTES, series))
-    if is_first:
-        for operation in dict.fromkeys(result["operation"] for result in results):
-            same = [result for result in results if result["operation"] == operation]
-            print(f"\n{operation}\n{report.table(same)}", flush=True)
-        path = options.output / f"allocate-{environment.library_name(about)}-{about['ranks']}.json"
-        record = {
-            "benchmark": "allocate",
-            "environment": about,
-            "rounds": rounds,
-            "results": results,
-        }
-        report.write_json(record, path)
-        print(f"\n{environment.binding(about)}; {plots.beside(path)}")
-    raw.Barrier()
-    dist.destroy_process_group()
+    with Job(uses_torch=True) as job:
+        gloo = dist.new_group(backend="gloo")
+        timing.touch_memory()
+        results = []
+        for name, numel, contenders in cases(gloo, _QUICK_SIDES if options.quick else _SIDES):
+            check(name, contenders)
+            series = timing.time_rounds(job.raw, contenders, rounds, burst_s)
+            results.append(report.result_of(name, numel, numel * FP32_BYTES, series))
+        if job.is_first:
+            job.show()
+            report.print_by_operation(results)
+            job.write(options.output, "allocate", {"rounds": rounds, "results": results})
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import autograd_tensorpipe
-import torch
 
 import mpidist.comm
 import mpidist.rpc
-from harness import benchmark_options, environment, plots, report, tables, timing
+from harness import benchmark_options, report, tables, timing
 from harness.goals import Goal, judge, judge_below
+from harness.job import Job
 from mpidist import progress_bar
 from rpc import autograd_cases, autograd_local
 from rpc import workers as rpc_workers
@@ -70,39 +70,29 @@ def main() -> None:
     settings = QUICK if options.quick else Settings()
     contexts = settings.contexts if options.contexts is None else options.contexts
     settings = replace(settings, blocks=options.blocks or settings.blocks, contexts=contexts)
-    torch.set_num_threads(1)
-    group = mpidist.comm.init()
-    benchmark_options.require_two_ranks(group.size)
-    from mpi4py import MPI
-
-    about = environment.describe(MPI.COMM_WORLD)
-    cases = autograd_cases.cases(settings.depths, group.size)
-    cases = [case for case in cases if not options.only or case.operation in options.only]
-    if not cases:
-        raise SystemExit(f"no case is named {', '.join(options.only)}")
-    rpc_workers.start("mpidist", group)
-    if group.rank == 0:
-        print(f"{about['mpi_library']}, torch {about['torch']}, {group.size} ranks, {about['cpu']}")
-        print(environment.binding(about), flush=True)
-        try:
-            _measure(settings, cases, group.size, about, options)
-        finally:
-            for rank in range(1, group.size):
-                mpidist.rpc.rpc_sync(f"worker{rank}", rpc_workers.begin, args=("leave",))
-    else:
-        # The main thread sleeps, so that an idle worker leaves the cores to TensorPipe.
-        rpc_workers.follow_phases()
-    rpc_workers.end("mpidist", group)
+    with Job() as job:
+        workers = job.group.size
+        cases = autograd_cases.cases(settings.depths, workers)
+        cases = [case for case in cases if not options.only or case.operation in options.only]
+        if not cases:
+            raise SystemExit(f"no case is named {', '.join(options.only)}")
+        job.show()
+        rpc_workers.start("mpidist", job.group)
+        if job.is_first:
+            try:
+                _measure(settings, cases, job, options)
+            finally:
+                for rank in range(1, workers):
+                    mpidist.rpc.rpc_sync(f"worker{rank}", rpc_workers.begin, args=("leave",))
+        else:
+            # The main thread sleeps, so that an idle worker leaves the cores to TensorPipe.
+            rpc_workers.follow_phases()
+        rpc_workers.end("mpidist", job.group)
 
 
-def _measure(
-    settings: Settings,
-    cases: list[Case],
-    workers: int,
-    about: dict[str, Any],
-    options: argparse.Namespace,
-) -> None:
+def _measure(settings: Settings, cases: list[Case], job: Job, options: argparse.Namespace) -> None:
     """Measure everything; worker 0 only."""
+    workers = job.group.size
     series = _timed(settings, cases, workers, options.tensorpipe)
     planning = [
         autograd_local.planning(settings.nodes, sources, settings.planning_rounds)
@@ -115,30 +105,20 @@ def _measure(
         for operation, found in series.items()
     ]
     verdicts = [*judge(results, GOALS), *_other_verdicts(planning, contexts)]
-    _print(results, planning, messages, contexts, verdicts)
-    record = {
-        "benchmark": "autograd",
-        "environment": about,
+    _print(results, planning, messages, contexts)
+    fields = {
         "blocks": settings.blocks,
         "rounds": settings.rounds,
         "burst_s": settings.burst_s,
         "layer": [WIDTH, WIDTH],
         "batch": BATCH,
-        # A wrong result ends the run with an error before this line.
-        "results_checked": True,
         "results": results,
         "planning": planning,
         "messages_per_pass": messages,
         "contexts": contexts,
-        "goals": verdicts,
     }
     is_part = bool(options.only) or not options.tensorpipe
-    path = (
-        options.output
-        / f"autograd-{environment.library_name(about)}-{workers}{'-part' * is_part}.json"
-    )
-    report.write_json(record, path)
-    print(f"\n{plots.beside(path)}", flush=True)
+    job.write(options.output, "autograd", fields, verdicts, ["part" * is_part])
 
 
 def _timed(
@@ -205,7 +185,6 @@ def _print(
     planning: list[dict[str, Any]],
     messages: dict[str, dict[str, float]],
     contexts: dict[str, float],
-    verdicts: list[dict[str, Any]],
 ) -> None:
     rows = []
     for result in results:
@@ -247,13 +226,10 @@ def _print(
                 **contexts
             )
         )
-    print(f"\n{report.goals_table(verdicts)}")
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    benchmark_options.add_output(parser)
-    benchmark_options.add_quick(parser)
+    parser = benchmark_options.parser(__doc__, "quick")
     parser.add_argument(
         "--only",
         nargs="+",

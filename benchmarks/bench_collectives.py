@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import mpidist.comm
 from collectives.cases import FP32_BYTES, OPERATIONS, Ways, cases_of
-from harness import bandwidth, benchmark_options, environment, goals, report, timing
+from harness import bandwidth, benchmark_options, goals, report, timing
+from harness.job import Job
 from mpidist import progress_bar
 
 _KI, _MI = 1 << 10, 1 << 20
@@ -39,48 +39,22 @@ QUICK = Settings(sizes_bytes=(8, 64 * _KI), rounds=3, burst_s=0.002)
 def main() -> None:
     options = _arguments()
     settings = _settings(options)
-    torch.set_num_threads(1)
-    dist.init_process_group("mpidist")
-    benchmark_options.require_two_ranks(dist.get_world_size())
-    gloo = dist.new_group(backend="gloo")
-    # mpidist prepares the MPI library before the import of mpi4py.MPI starts MPI.
-    from mpi4py import MPI
-
-    raw = MPI.COMM_WORLD.Dup()
-    about = environment.describe(raw)
-    is_first = raw.Get_rank() == 0
-    if is_first:
-        print(
-            f"{about['mpi_library']}, torch {about['torch']}, {about['ranks']} ranks, "
-            f"{about['cpu']}"
-        )
-        print(f"{environment.binding(about)}; load average {about['load_average'][0]}", flush=True)
-
-    timing.touch_memory()
-    results = []
-    for operation in settings.operations:
-        rows = list(measure(operation, Ways(gloo, raw, mpidist.comm.init(), MPI), settings))
-        results += rows
-        if is_first:
-            print(f"\n{operation}\n{report.table(rows)}", flush=True)
-            if bus := bandwidth.bus_table(rows, about["ranks"]):
-                print(f"\n{operation}: bus bandwidth\n{bus}", flush=True)
-
-    if is_first:
-        report.write_judged(
-            options.output,
-            "collectives",
-            about,
-            {"rounds": settings.rounds, "burst_s": settings.burst_s},
-            results,
-            goals.judge(results),
-            has_plot=True,
-        )
-    raw.Barrier()
-    raw.Free()
-    mpidist.comm.default().close()
-    # Gloo's threads must end before the interpreter does.
-    dist.destroy_process_group()
+    with Job(uses_torch=True) as job:
+        ways = Ways(dist.new_group(backend="gloo"), job.raw, job.group, job.mpi)
+        job.show()
+        timing.touch_memory()
+        results = []
+        for operation in settings.operations:
+            rows = list(measure(operation, ways, settings))
+            results += rows
+            if job.is_first:
+                report.print_by_operation(rows)
+                if bus := bandwidth.bus_table(rows, job.group.size):
+                    print(f"\n{operation}: bus bandwidth\n{bus}", flush=True)
+        if job.is_first:
+            fields = {"rounds": settings.rounds, "burst_s": settings.burst_s, "results": results}
+            job.write(options.output, "collectives", fields, goals.judge(results))
+        mpidist.comm.default().close()
 
 
 def measure(operation: str, ways: Ways, settings: Settings) -> Iterator[dict[str, Any]]:
@@ -115,7 +89,7 @@ def parse_size(text: str) -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_options.parser(__doc__, "quick")
     parser.add_argument(
         "--operations",
         nargs="+",
@@ -127,8 +101,6 @@ def _arguments() -> argparse.Namespace:
         "--sizes", nargs="+", type=parse_size, metavar="BYTES", help="multiples of 4: 8 64K 16M"
     )
     parser.add_argument("--rounds", type=int, help=f"for each case; {Settings.rounds} if not given")
-    benchmark_options.add_output(parser, "JSON and the plot")
-    benchmark_options.add_quick(parser)
     return parser.parse_args()
 
 

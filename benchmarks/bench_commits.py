@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-import mpidist.comm
-from harness import benchmark_options, environment, report
+from harness import benchmark_options
+from harness.job import Job
 from mpidist.checkpoint import commit, load
 from mpidist.ddp import DistributedDataParallel
 from mpidist.optim import OSS
+from optimizer.cases import mlp
 
 STEPS = 10  # in a block
 MOST_EXPOSED = 0.03
@@ -32,11 +33,7 @@ class Run:
     """Perceptron with its optimizer, on one rank."""
 
     def __init__(self, group: Any, width: int, batch: int, seed: int) -> None:
-        torch.manual_seed(seed)
-        layers = [
-            part for _ in range(8) for part in (torch.nn.Linear(width, width), torch.nn.GELU())
-        ]
-        net = torch.nn.Sequential(*layers, torch.nn.Linear(width, 10))
+        net = mlp(8, width, seed=seed)
         self.module = DistributedDataParallel(net, process_group=group)
         self.optimizer = OSS(net.parameters(), torch.optim.Adam, group, lr=1e-3)
         self._inputs = torch.randn(batch, width)
@@ -48,45 +45,35 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_options.parser(__doc__, "quick", rounds=9)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=9)
-    benchmark_options.add_quick(parser)
-    benchmark_options.add_output(parser)
     options = parser.parse_args()
     if options.quick:
         options.width, options.batch, options.rounds = 64, 4, 2
-    torch.set_num_threads(1)
-    group = mpidist.comm.init()
-    from mpi4py import MPI
-
-    about = environment.describe(MPI.COMM_WORLD)
-    run = Run(group, options.width, options.batch, seed=group.rank)
-    with tempfile.TemporaryDirectory() as own:
-        folder = group.broadcast_object(own)
-        times = blocks(group, run, folder, options.rounds)
-        check(group, run, folder, options)
-    without, beside = (statistics.median(times[name]) for name in ("without", "with"))
-    record = {
-        "benchmark": "commits",
-        "environment": about,
-        "parameters": sum(parameter.numel() for parameter in run.module.parameters()),
-        "batch": options.batch,
-        "steps": STEPS,
-        "block_ms": times,
-        "step_ms": without / STEPS,
-        "exposed_share": statistics.median(
-            one / other - 1 for one, other in zip(times["with"], times["without"], strict=True)
-        ),
-        "exposed_share_of_medians": beside / without - 1,
-        "results_checked": True,
-    }
-    run.optimizer.close()
-    if group.rank == 0:
-        show(record)
-        name = f"commits-{environment.library_name(about)}-{about['ranks']}.json"
-        report.write_json(record, options.output / name)
+    with Job(least=1) as job:
+        group = job.group
+        run = Run(group, options.width, options.batch, seed=group.rank)
+        with tempfile.TemporaryDirectory() as own:
+            folder = group.broadcast_object(own)
+            times = blocks(group, run, folder, options.rounds)
+            check(group, run, folder, options)
+        without, beside = (statistics.median(times[name]) for name in ("without", "with"))
+        fields = {
+            "parameters": sum(parameter.numel() for parameter in run.module.parameters()),
+            "batch": options.batch,
+            "steps": STEPS,
+            "block_ms": times,
+            "step_ms": without / STEPS,
+            "exposed_share": statistics.median(
+                one / other - 1 for one, other in zip(times["with"], times["without"], strict=True)
+            ),
+            "exposed_share_of_medians": beside / without - 1,
+        }
+        run.optimizer.close()
+        if job.is_first:
+            show(fields)
+            job.write(options.output, "commits", fields)
 
 
 def blocks(group: Any, run: Run, folder: str, rounds: int) -> dict[str, list[float]]:

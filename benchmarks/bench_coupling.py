@@ -25,8 +25,9 @@ import numpy as np
 import torch
 
 import mpidist.comm
-from harness import benchmark_options, environment, report, tables, timing
+from harness import benchmark_options, report, tables, timing
 from harness.goals import format_bytes
+from harness.job import Job
 from harness.timing import Contender, Series
 
 _KI, _MI = 1 << 10, 1 << 20
@@ -38,22 +39,13 @@ Way = Callable[[torch.Tensor], Callable[[], object]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    benchmark_options.add_quick(parser)
-    benchmark_options.add_output(parser)
-    options = parser.parse_args()
+    options = benchmark_options.parser(__doc__, "quick", rounds=15).parse_args()
     if options.quick:
         options.rounds = 2
-    group = mpidist.comm.init()
-    from mpi4py import MPI
-
-    raw = MPI.COMM_WORLD.Dup()
-    benchmark_options.require_two_ranks(raw.Get_size())
-    about = environment.describe(raw)
-    timing.touch_memory()
     results = []
-    with contextlib.ExitStack() as stack:
+    with Job() as job, contextlib.ExitStack() as stack:
+        group, raw = job.group, job.raw
+        timing.touch_memory()
         coupled = mpidist.comm.couple({"simulation": 1, "train": 1}, timeout_s=60)
         ways: dict[str, Way] = {"mpi4py": _plain(raw), "mpidist": _coupled(coupled, raw)}
         folder = group.broadcast_object(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -71,15 +63,9 @@ def main() -> None:
             if raw.Get_rank() == 0:
                 print(table(results[-1]), flush=True)
         coupled.close()
-    if raw.Get_rank() == 0:
-        name = f"coupling-{environment.library_name(about)}.json"
-        record = {
-            "benchmark": "coupling", "environment": about, "window": WINDOW,
-            "rounds": options.rounds, "results": results,
-        }  # fmt: skip
-        report.write_json(record, options.output / name)
-    raw.Barrier()
-    raw.Free()
+        if job.is_first:
+            fields = {"window": WINDOW, "rounds": options.rounds, "results": results}
+            job.write(options.output, "coupling", fields)
 
 
 def measure(raw: Any, ways: dict[str, Way], size: int, options: argparse.Namespace) -> list[Series]:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness import benchmark_options, devices, environment, report, timing
+from harness import benchmark_options, devices, report, timing
 from harness.goals import Goal, judge
+from harness.job import Job
 from training import cases
 
 BARE, OURS, TORCHS = "bare", "mpidist", "torch on mpidist"
@@ -23,42 +24,32 @@ _ROUNDS, _BURST_S = 15, 0.05
 
 def main() -> None:
     options = _arguments()
-    torch.set_num_threads(1)
     device = devices.chosen(options.device)
-    dist.init_process_group("mpidist")
-    # mpidist prepares the MPI library before the import of mpi4py.MPI starts MPI.
-    from mpi4py import MPI
-
-    size = dist.get_world_size()
-    if device.type == "cuda" and torch.cuda.device_count() < size:
-        raise SystemExit(
-            f"{size} ranks, {torch.cuda.device_count()} device(s): NCCL takes one rank a device"
-        )
-    raw = MPI.COMM_WORLD.Dup()
-    about = environment.describe(raw, device)
-    timing.touch_memory()
-    library = "nccl" if device.type == "cuda" else "gloo"
-    peer = dist.new_group(backend=library)
-    results = []
-    for words in options.models:
-        name, _, batch = words.partition(":")
-        model = cases.MODELS[name](int(batch or 64)).on(device)
-        results.append(measure(raw, options, model, library, peer))
-        if dist.get_rank() == 0:
-            print(f"{model.name}\n{report.table(results[-1:])}\n", flush=True)
-    if dist.get_rank() == 0:
-        report.write_judged(
-            options.output,
-            "ddp-nccl",
-            about,
-            {"peer": library, "rounds": options.rounds, "burst_s": options.burst_s},
-            results,
-            judge(results, goals(library)),
-            [devices.name_of(device)],
-        )
-    raw.Barrier()
-    raw.Free()
-    dist.destroy_process_group()
+    with Job(least=1, uses_torch=True, device=device) as job:
+        size = job.group.size
+        if device.type == "cuda" and torch.cuda.device_count() < size:
+            raise SystemExit(
+                f"{size} ranks, {torch.cuda.device_count()} device(s): NCCL takes one rank a device"
+            )
+        timing.touch_memory()
+        library = "nccl" if device.type == "cuda" else "gloo"
+        peer = dist.new_group(backend=library)
+        results = []
+        for words in options.models:
+            name, _, batch = words.partition(":")
+            model = cases.MODELS[name](int(batch or 64)).on(device)
+            results.append(measure(job.raw, options, model, library, peer))
+            if job.is_first:
+                print(f"{model.name}\n{report.table(results[-1:])}\n", flush=True)
+        if job.is_first:
+            fields = {
+                "peer": library,
+                "rounds": options.rounds,
+                "burst_s": options.burst_s,
+                "results": results,
+            }
+            verdicts = judge(results, goals(library))
+            job.write(options.output, "ddp-nccl", fields, verdicts, [devices.name_of(device)])
 
 
 def goals(library: str) -> tuple[Goal, ...]:
@@ -94,12 +85,8 @@ def measure(
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    benchmark_options.add_device(parser)
+    parser = benchmark_options.parser(__doc__, "device", rounds=_ROUNDS, burst_s=_BURST_S)
     parser.add_argument("--models", nargs="+", default=["many:64", "mlp:64", "resnet18:64"])
-    parser.add_argument("--rounds", type=int, default=_ROUNDS)
-    parser.add_argument("--burst-s", type=float, default=_BURST_S)
-    benchmark_options.add_output(parser)
     return parser.parse_args()
 
 

@@ -6,16 +6,14 @@ mpirun --oversubscribe -n 3 python benchmarks/bench_determinism.py
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 
-import mpidist.comm
-from harness import benchmark_options, environment, timing
+from harness import benchmark_options, timing
+from harness.job import Job
 from mpidist.comm import AVG, ProcessGroup
 from mpidist.ddp.hooks.exact import ExactAverage, exact_average_hook
 
@@ -25,36 +23,24 @@ EXACT_GOAL = 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = benchmark_options.parser(__doc__, rounds=15, burst_s=0.02)
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES", help="of fp32 tensors"
     )
     parser.add_argument(
         "--exact", type=int, nargs="*", default=[16 << 20], metavar="BYTES", help="of gradients"
     )
-    parser.add_argument("--rounds", type=int, default=15, help="bursts of each contender")
-    parser.add_argument("--burst-s", type=float, default=0.02, help="about the time of a burst")
-    parser.add_argument("--output", type=Path, help="folder of the record")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    world = mpidist.comm.init()
-    benchmark_options.require_two_ranks(world.size)
-    from mpi4py import MPI
-
-    raw = MPI.COMM_WORLD.Dup()
-    plain, ordered = world.clone("plain"), world.clone("order")
-    # As MPIDIST_DETERMINISTIC=order sets it for all groups of a job.
-    ordered._comm.adds_in_rank_order = True
-    timing.touch_memory()
-    rows = [_row(raw, plain, ordered, nbytes, options) for nbytes in options.sizes]
-    exact = [_exact(plain, nbytes, options.rounds) for nbytes in options.exact]
-    about = environment.describe(raw)
-    record = {"environment": about, "rounds": options.rounds, "rows": rows, "exact": exact}
-    if world.rank == 0 and options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
-        name = f"determinism-{environment.library_name(about)}-{world.size}.json"
-        path = options.output / name
-        path.write_text(json.dumps(record, indent=1) + "\n")
+    with Job() as job:
+        plain, ordered = job.group.clone("plain"), job.group.clone("order")
+        # As MPIDIST_DETERMINISTIC=order sets it for all groups of a job.
+        ordered._comm.adds_in_rank_order = True
+        timing.touch_memory()
+        rows = [_row(job.raw, plain, ordered, nbytes, options) for nbytes in options.sizes]
+        exact = [_exact(plain, nbytes, options.rounds) for nbytes in options.exact]
+        if job.is_first:
+            fields = {"rounds": options.rounds, "rows": rows, "exact": exact}
+            job.write(options.output, "determinism", fields)
 
 
 def _row(
@@ -73,24 +59,14 @@ def _row(
     expected = torch.full((1,), 0.1)
     for rank in range(1, raw.size):
         expected += torch.full((1,), 0.1 * (rank + 1))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    repetitions = 1
-    for turn in range(options.rounds + 1):
-        for name, call in calls.items():
-            flat.fill_(own)
-            call()
-            if name == "order" and not bool((flat == expected).all()):
-                raise SystemExit(f"order of {nbytes} bytes is wrong: {flat[:3]}, not {expected}")
-            flat.zero_()  # sums of zeros stay zeros
-            raw.Barrier()
-            start = perf_counter()
-            for _ in range(repetitions):
-                call()
-            times[name].append((perf_counter() - start) / repetitions)
-        if turn == 0:  # the first burst says how many calls fill one; the same on all ranks
-            longest = raw.allreduce(max(found.pop() for found in times.values()))
-            repetitions = max(1, int(options.burst_s * raw.size / longest))
-    row = {"bytes": nbytes, **{f"{name}_us": 1e6 * median(times[name]) for name in calls}}
+    flat.fill_(own)
+    ordered.all_reduce(flat)
+    if not bool((flat == expected).all()):
+        raise SystemExit(f"order of {nbytes} bytes is wrong: {flat[:3]}, not {expected}")
+    flat.zero_()  # sums of zeros stay zeros
+    contenders = [timing.Contender(name, (call,), (flat,)) for name, call in calls.items()]
+    series = timing.time_rounds(raw, contenders, options.rounds, options.burst_s)
+    row = {"bytes": nbytes, **{f"{one.name}_us": one.median_us for one in series}}
     row["over_plain"] = row["order_us"] / row["plain_us"]
     if raw.rank == 0:
         goal = ""

@@ -5,7 +5,6 @@ mpirun --bind-to none -n 2 python benchmarks/bench_device.py --device cuda
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from typing import Any
 import torch
 
 from collectives.device_cases import Place, all_reduce, is_back, is_sum, ping_pong
-from harness import benchmark_options, devices, environment, report, timing
+from harness import benchmark_options, devices, report, timing
 from harness.goals import Goal, judge
+from harness.job import Job
 from harness.timing import Contender
 from mpidist.comm.discovery import capability
 from mpidist.comm.memory.stream import HostDevice, device_of
@@ -63,34 +63,27 @@ _OPERATIONS: dict[
 
 
 def main() -> None:
-    options = _arguments()
+    options = benchmark_options.parser(__doc__, "device", "quick").parse_args()
     settings = QUICK if options.quick else Settings()
-    torch.set_num_threads(1)
     device = devices.chosen(options.device)
     if options.device == "cpu":
         # Any MPI accepts host memory in all operations.
         os.environ["MPIDIST_CUDA_AWARE"] = "1"
-    world = runtime.world()
-    benchmark_options.require_two_ranks(world.size)
-    raw = world.comm.Dup()
-    about = environment.describe(raw, device)
-    place = _place(Communicator(raw, world.nodes, world.highest_tag).blocking(), device)
-    capabilities = capability.capabilities()
-    is_first = world.rank == 0
-    if is_first:
-        print(
-            f"{environment.processor(about)}, {about['mpi_library']}, CUDA-aware: "
-            f"{capabilities.cuda_aware} ({capabilities.cuda_source})"
-        )
-    results = []
-    for operation in _OPERATIONS:
-        rows = list(measure(operation, place, settings))
-        results += rows
-        if is_first:
-            print(f"\n{operation}\n{report.table(rows)}", flush=True)
-    if is_first:
-        _write(options.output, about, settings, place, capabilities, results)
-    raw.Barrier()
+    with Job(device=device) as job:
+        world = runtime.world()
+        place = _place(Communicator(job.raw, world.nodes, world.highest_tag).blocking(), device)
+        capabilities = capability.capabilities()
+        job.show()
+        if job.is_first:
+            print(f"CUDA-aware: {capabilities.cuda_aware} ({capabilities.cuda_source})")
+        results = []
+        for operation in _OPERATIONS:
+            rows = list(measure(operation, place, settings))
+            results += rows
+            if job.is_first:
+                report.print_by_operation(rows)
+        if job.is_first:
+            _write(options.output, job, settings, place, capabilities, results)
 
 
 def _place(comm: Communicator, device: torch.device) -> Place:
@@ -131,7 +124,7 @@ def measure(operation: str, place: Place, settings: Settings) -> Iterator[dict[s
 
 def _write(
     folder: Path,
-    about: dict[str, Any],
+    job: Job,
     settings: Settings,
     place: Place,
     capabilities: capability.Capabilities,
@@ -140,32 +133,17 @@ def _write(
     operations = dict(capabilities.operations)
     print("\noperations on this device's memory:")
     print("\n".join(f"  {name}: {words}" for name, words in operations.items()))
-    run = {
+    fields = {
         "rounds": settings.rounds,
         "burst_s": settings.burst_s,
         "cuda_aware": capabilities.cuda_aware,
         "cuda_source": capabilities.cuda_source,
         # Per operation, whether MPI accepts device memory, and why not.
         "operations": operations,
+        "results": results,
     }
-    report.write_judged(
-        folder,
-        "device",
-        about,
-        run,
-        results,
-        judge(results, GOALS),
-        [devices.name_of(place.device), "" if place.able else "staged"],
-        has_plot=True,
-    )
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    benchmark_options.add_device(parser)
-    benchmark_options.add_output(parser, "JSON and the plot")
-    benchmark_options.add_quick(parser)
-    return parser.parse_args()
+    parts = [devices.name_of(place.device), "" if place.able else "staged"]
+    job.write(folder, "device", fields, judge(results, GOALS), parts)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from harness import benchmark_options, environment, report, tables, timing
+from harness import benchmark_options, report, tables, timing
+from harness.job import Job
 from mpidist import ddp
 from training import cases, torchft_replica
 from training.torchft_replica import TorchftReplica
@@ -78,49 +79,35 @@ class Usage:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_options.parser(__doc__, "link", "quick", rounds=3)
     parser.add_argument("--model", default="mlp:64", metavar="NAME:BATCH", help="that is timed")
     parser.add_argument("--every", type=int, default=50, help="H")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1500, help="of the trainings on text")
-    benchmark_options.add_link(parser)
-    benchmark_options.add_quick(parser)
-    benchmark_options.add_output(parser)
     options = parser.parse_args()
     if options.quick:
         options.model, options.every, options.rounds, options.steps = "many:2", 4, 1, 8
-    torch.set_num_threads(1)
-    dist.init_process_group("mpidist")
-    from mpi4py import MPI
-
-    raw = MPI.COMM_WORLD.Dup()
-    benchmark_options.require_two_ranks(raw.Get_size())
-    about = environment.describe(raw)
-    if raw.Get_rank() == 0 and not torchft_replica.IS_INSTALLED:
-        print(f"without torchft: {torchft_replica.INSTALL}")
-    timing.touch_memory()
-    replicas: list[TorchftReplica] = []
-    compared = ways(raw, options.every, replicas)
-    times = time_steps(raw, options, compared)
-    losses = compare_losses(raw, options, compared)
-    if raw.Get_rank() == 0:
-        print(_table(times, losses))
-        parts = ["diloco", environment.library_name(about), str(about["ranks"]), options.link]
-        record = {
-            "benchmark": "diloco", "link": options.link, "environment": about,
-            "torchft": torchft_replica.installed_version(),
-            "model": options.model, "every": options.every, "rounds": options.rounds,
-            "steps_on_text": options.steps, "results_checked": True,
-            "times": {name: row for name, row in times.items() if name in losses},
-            "floors": {name: row for name, row in times.items() if name not in losses},
-            "losses": losses,
-        }  # fmt: skip
-        report.write_json(record, options.output / f"{'-'.join(filter(None, parts))}.json")
-    for one in replicas:
-        one.close()
-    raw.Barrier()
-    raw.Free()
-    dist.destroy_process_group()
+    with Job(uses_torch=True) as job:
+        raw = job.raw
+        if job.is_first and not torchft_replica.IS_INSTALLED:
+            print(f"without torchft: {torchft_replica.INSTALL}")
+        timing.touch_memory()
+        replicas: list[TorchftReplica] = []
+        compared = ways(raw, options.every, replicas)
+        times = time_steps(raw, options, compared)
+        losses = compare_losses(raw, options, compared)
+        if job.is_first:
+            print(_table(times, losses))
+            fields = {
+                "link": options.link, "torchft": torchft_replica.installed_version(),
+                "model": options.model, "every": options.every, "rounds": options.rounds,
+                "steps_on_text": options.steps,
+                "times": {name: row for name, row in times.items() if name in losses},
+                "floors": {name: row for name, row in times.items() if name not in losses},
+                "losses": losses,
+            }  # fmt: skip
+            job.write(options.output, "diloco", fields, parts=[options.link])
+        for one in replicas:
+            one.close()
 
 
 def ways(raw: Any, every: int, replicas: list[TorchftReplica]) -> dict[str, Way]:

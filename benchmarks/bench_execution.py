@@ -10,7 +10,6 @@ off: whether a profiler runs, and, in a torch group, the number of dispatch mode
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,8 +20,8 @@ from torch.autograd import profiler as torch_profiler
 from torch.distributed import _functional_collectives as functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import mpidist.comm
-from harness import benchmark_options, environment, report, tables, timing
+from harness import benchmark_options, report, tables, timing
+from harness.job import Job
 from harness.timing import Contender
 
 _SIZES_BYTES = (8, 64 << 10, 1 << 20, 16 << 20)
@@ -36,12 +35,10 @@ _BURST_S = 0.02
 
 
 class Ways:
-    """Group, communicator and torch group that the contenders call."""
+    """Groups and communicator that the contenders call."""
 
-    def __init__(self, raw: Any, mpi: Any) -> None:
-        self.raw = raw
-        self.mpi = mpi
-        self.group = mpidist.comm.init()
+    def __init__(self, job: Job) -> None:
+        self.raw, self.mpi, self.group = job.raw, job.mpi, job.group
         self.second = self.group.clone("second")
 
     def all_reduces(self, tensor: torch.Tensor) -> dict[str, Callable[[], object]]:
@@ -200,31 +197,20 @@ def check(ways: Ways) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=_ROUNDS)
-    parser.add_argument("--burst-s", type=float, default=_BURST_S, help="seconds of a burst")
+    parser = benchmark_options.parser(__doc__, rounds=_ROUNDS, burst_s=_BURST_S)
     parser.add_argument("--only", help="one case: looks, latency, torch, overlap, two threads")
-    benchmark_options.add_output(parser)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    mpidist.comm.init()
-    # mpidist prepares the MPI library before the import of mpi4py.MPI starts MPI.
-    from mpi4py import MPI
-
-    ways = Ways(MPI.COMM_WORLD.Dup(), MPI)
-    dist.init_process_group("mpidist")
-    about = environment.describe(ways.raw)
-    is_first = ways.group.rank == 0
-    timing.touch_memory()
-    check(ways)
     results = []
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, Job(uses_torch=True) as job:
+        ways = Ways(job)
+        timing.touch_memory()
+        check(ways)
         for name, size_bytes, contenders in cases(ways, pool):
             if options.only not in (None, name):
                 continue
             series = timing.time_rounds(ways.raw, contenders, options.rounds, options.burst_s)
             results.append(report.result_of(name, size_bytes // 4, size_bytes, series))
-            if is_first:
+            if job.is_first:
                 rows = [
                     (s.name, round(s.median_us, 2), round(s.percentile_us(90), 2)) for s in series
                 ]
@@ -232,26 +218,15 @@ def main() -> None:
                     f"\n{name}, {size_bytes} B\n{tables.text(rows, ('way', 'us, median', 'p90'))}",
                     flush=True,
                 )
-    if is_first:
-        bound = "bound" if any(len(own) < 2 for own in about["cores_of_ranks"]) else "unbound"
-        case = "" if options.only is None else options.only.replace(" ", "-") + "-"
-        path = (
-            options.output
-            / f"execution-{case}{environment.library_name(about)}-{about['ranks']}-{bound}.json"
-        )
-        report.write_json(
-            {
-                "benchmark": "execution",
-                "environment": about,
-                "rounds": options.rounds,
-                "results": results,
-            },
-            path,
-        )
-        print(f"\n{environment.binding(about)}; written: {path.name}")
-    dist.destroy_process_group()
-    ways.second.close()
-    ways.group.close()
+        if job.is_first:
+            job.show()
+            is_bound = any(len(own) < 2 for own in job.about["cores_of_ranks"])
+            fields = {"rounds": options.rounds, "results": results}
+            parts = ["bound" if is_bound else "unbound"]
+            case = (options.only or "").replace(" ", "-")
+            job.write(options.output, "execution", fields, parts=parts, case=case)
+        ways.second.close()
+        ways.group.close()
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ def _profile(options: argparse.Namespace, group: Any) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_options.parser(__doc__, rounds=200)
     parser.add_argument(
         "--networks",
         nargs="+",
@@ -222,8 +222,6 @@ def _arguments() -> argparse.Namespace:
         metavar="KIND",
         help=", ".join(map(repr, kinds)),
     )
-    parser.add_argument("--rounds", type=int, default=200)
-    benchmark_options.add_output(parser)
     parser.add_argument(
         "--profile",
         action="store_true",

@@ -176,7 +176,7 @@ def _printed(
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_options.parser(__doc__, "quick")
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
@@ -187,8 +187,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--limit-s", type=float, default=float("inf"), help="begin no case after so many seconds"
     )
-    benchmark_options.add_output(parser, "JSON and the plot")
-    benchmark_options.add_quick(parser)
     return parser.parse_args()
 
 

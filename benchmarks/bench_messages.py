@@ -8,18 +8,17 @@ mpi4py's receives are plain MPI_Recv and MPI_Irecv, which Open MPI lets run past
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import mpidist.comm
 from collectives import messages as message_cases
 from collectives.case import Ways
 from collectives.messages import Case
-from harness import bandwidth, benchmark_options, environment, plots, report, timing
+from harness import bandwidth, benchmark_options, report, timing
+from harness.job import Job
 
 _KI, _MI = 1 << 10, 1 << 20
 
@@ -57,54 +56,36 @@ def measure(ways: Ways, make: Callable[[], Case], rounds: int, burst_s: float) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser = benchmark_options.parser(__doc__, "quick", rounds=15)
     parser.add_argument("--only", nargs="+", help="names of cases, for example latency")
-    benchmark_options.add_quick(parser)
-    benchmark_options.add_output(parser)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("mpidist")
-    if dist.get_world_size() % 2:
-        raise SystemExit("start an even number of ranks, which form pairs")
-    gloo = dist.new_group(backend="gloo")
-    # mpidist prepares the MPI library before the import of mpi4py.MPI starts MPI.
-    from mpi4py import MPI
-
-    ways = Ways(gloo, MPI.COMM_WORLD.Dup(), mpidist.comm.init(), MPI)
-    about = environment.describe(ways.raw)
-    is_first = ways.rank == 0
-    timing.touch_memory()
     rounds, burst_s = (2, 0.001) if options.quick else (options.rounds, 0.02)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for name, size, make in cases(ways, options.quick):
-        if options.only and name not in options.only:
-            continue
-        series = measure(ways, make, rounds, burst_s)
-        result = report.result_of(name, size, size, series)
-        found.setdefault(name, []).append(result)
-    if is_first:
-        print(f"{about['mpi_library']}, torch {about['torch']}, {about['ranks']} ranks")
-        print(f"{environment.binding(about)}; load average {about['load_average'][0]}")
-        for name, results in found.items():
-            print(f"\n{name}, us a message\n{report.table(results)}", flush=True)
-            if name.startswith("window"):
-                rates = bandwidth.rate_table(results, about["ranks"])
-                print(f"\n{name}: messages and bytes a second\n{rates}", flush=True)
-        path = options.output / f"messages-{environment.library_name(about)}-{about['ranks']}.json"
-        record = {
-            "benchmark": "messages",
-            "environment": about,
-            "rounds": rounds,
-            "window": message_cases.WINDOW,
-            "results": [result for results in found.values() for result in results],
-        }
-        report.write_json(record, path)
-        print(f"\n{plots.beside(path)}")
-    ways.raw.Barrier()
-    ways.raw.Free()
-    mpidist.comm.default().close()
-    dist.destroy_process_group()
+    with Job(uses_torch=True) as job:
+        if job.group.size % 2:
+            raise SystemExit("start an even number of ranks, which form pairs")
+        ways = Ways(dist.new_group(backend="gloo"), job.raw, job.group, job.mpi)
+        timing.touch_memory()
+        found: dict[str, list[dict[str, Any]]] = {}
+        for name, size, make in cases(ways, options.quick):
+            if options.only and name not in options.only:
+                continue
+            series = measure(ways, make, rounds, burst_s)
+            result = report.result_of(name, size, size, series)
+            found.setdefault(name, []).append(result)
+        if job.is_first:
+            job.show()
+            for name, results in found.items():
+                report.print_by_operation(results, ", us a message")
+                if name.startswith("window"):
+                    rates = bandwidth.rate_table(results, job.group.size)
+                    print(f"\n{name}: messages and bytes a second\n{rates}", flush=True)
+            fields = {
+                "rounds": rounds,
+                "window": message_cases.WINDOW,
+                "results": [result for results in found.values() for result in results],
+            }
+            job.write(options.output, "messages", fields)
+        mpidist.comm.default().close()
 
 
 if __name__ == "__main__":

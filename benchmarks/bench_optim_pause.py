@@ -10,7 +10,6 @@ step.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import threading
@@ -61,7 +60,7 @@ class Ticks:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_options.parser(__doc__, "quick")
     parser.add_argument(
         "--tensors",
         type=int,
@@ -71,8 +70,6 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch's")
-    benchmark_options.add_quick(parser)
-    benchmark_options.add_output(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     numel, steps = (1 << 14, 3) if options.quick else (_NUMEL, options.steps)

@@ -8,16 +8,15 @@ The model has 8.4 M fp32 parameters; its gradients are constant.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from harness import benchmark_options, environment, plots, report, tables, timing
+from harness import benchmark_options, report, tables, timing
+from harness.job import Job
 from harness.timing import Contender, Series
 from mpidist import progress_bar
 from mpidist.zero.shards.pieces import Gradients
@@ -134,30 +133,16 @@ def overheads(results: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=_ROUNDS)
-    benchmark_options.add_quick(parser)
-    benchmark_options.add_link(parser)
-    benchmark_options.add_output(parser)
-    options = parser.parse_args()
+    options = benchmark_options.parser(__doc__, "link", "quick", rounds=_ROUNDS).parse_args()
     rounds, burst_s = (2, 0.001) if options.quick else (options.rounds, _BURST_S)
     depth, width = (2, 64) if options.quick else (8, 1024)
-    torch.set_num_threads(1)
-    peers = Peers()
-    from mpi4py import MPI
-
-    raw = MPI.COMM_WORLD.Dup()
-    about = environment.describe(raw)
-    is_first = peers.native.rank == 0
-    if not options.quick:
-        timing.touch_memory()
     results: list[dict[str, Any]] = []
     held_bytes: dict[str, list[int]] = {}
 
     def run(case: str, contenders: list[Contender]) -> None:
-        series: list[Series] = timing.time_rounds(raw, contenders, rounds, burst_s)
+        series: list[Series] = timing.time_rounds(job.raw, contenders, rounds, burst_s)
         results.append(report.result_of(case, 0, 0, series))
-        if is_first:
+        if job.is_first:
             rows = [
                 (s.name, s.median_us / 1e3, s.percentile_us(10) / 1e3, s.percentile_us(90) / 1e3)
                 for s in series
@@ -167,7 +152,14 @@ def main() -> None:
         advance()
 
     # Each kernel has its steps and their parts; consolidation and Muon are one case each.
-    with progress_bar.bar("cases", 2 * len(_KERNELS) + 2, peers.native.rank) as advance:
+    cases = 2 * len(_KERNELS) + 2
+    with (
+        Job(least=1, uses_torch=True) as job,
+        progress_bar.bar("cases", cases, job.rank) as advance,
+    ):
+        peers = Peers(job.group)
+        if not options.quick:
+            timing.touch_memory()
         for kernel, settings in _KERNELS.items():
             built = optimizers(peers, lambda: mlp(depth, width), lr=1e-3, **settings)
             check(peers, built)
@@ -180,20 +172,11 @@ def main() -> None:
             del built, contenders
         matrices = muons(peers, depth // 2, width // 2)
         run("Muon", [_contender(name, optimizer.step) for name, optimizer in matrices.items()])
-    if is_first:
-        record = {
-            "benchmark": "oss",
-            **({"link": options.link} if options.link else {}),
-            "environment": about,
-            "rounds": rounds,
-            "results": results,
-            **_conclusions(results, held_bytes),
-        }
-        parts = ["oss", environment.library_name(about), str(about["ranks"]), options.link]
-        path = options.output / f"{'-'.join(filter(None, parts))}.json"
-        report.write_json(record, path)
-        print(plots.beside(path), flush=True)
-    dist.destroy_process_group()
+        if job.is_first:
+            found = _conclusions(results, held_bytes)
+            link = {"link": options.link} if options.link else {}
+            fields = {**link, "rounds": rounds, "results": results, **found}
+            job.write(options.output, "oss", fields, parts=[options.link])
     peers.native.close()
 
 

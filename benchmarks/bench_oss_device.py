@@ -5,7 +5,6 @@ mpirun --bind-to none -n 2 python benchmarks/bench_oss_device.py --device cuda
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,12 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-import mpidist.comm
-from harness import benchmark_options, devices, environment, report, timing
+from harness import benchmark_options, devices, report, timing
 from harness.goals import judge_below
+from harness.job import Job
 from mpidist.optim import OSS
 from optimizer import cases as oss_cases
 
@@ -178,48 +176,22 @@ def measure(group: Any, raw: Any, settings: Settings, network: tuple[int, int], 
 
 
 def main() -> None:
-    options = _arguments()
+    options = benchmark_options.parser(__doc__, "device", "quick").parse_args()
     settings = QUICK if options.quick else Settings()
-    torch.set_num_threads(1)
     device = devices.chosen(options.device)
-    group = mpidist.comm.init()
-    dist.init_process_group("mpidist")
-    # mpidist prepares the MPI library before the import of mpi4py.MPI starts MPI.
-    from mpi4py import MPI
-
-    if group.size == 1:
-        raise SystemExit("start at least two ranks: one alone has no other's shard")
-    raw = MPI.COMM_WORLD.Dup()
-    about = environment.describe(raw, device)
-    timing.touch_memory()
-    results, verdicts = [], []
-    for network in settings.networks:
-        result, judged = measure(group, raw, settings, network, device)
-        results.append(result)
-        verdicts += judged
-        if group.rank == 0:
-            print(report.table([result]), flush=True)
-    if group.rank == 0:
-        report.write_judged(
-            options.output,
-            "oss-device",
-            about,
-            {"rounds": settings.rounds, "burst_s": settings.burst_s},
-            results,
-            verdicts,
-            [devices.name_of(device)],
-        )
-    raw.Barrier()
-    raw.Free()
-    dist.destroy_process_group()
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    benchmark_options.add_device(parser)
-    benchmark_options.add_output(parser)
-    benchmark_options.add_quick(parser)
-    return parser.parse_args()
+    with Job(uses_torch=True, device=device) as job:
+        timing.touch_memory()
+        results, verdicts = [], []
+        for network in settings.networks:
+            result, judged = measure(job.group, job.raw, settings, network, device)
+            results.append(result)
+            verdicts += judged
+            if job.is_first:
+                print(report.table([result]), flush=True)
+        if job.is_first:
+            fields = {"rounds": settings.rounds, "burst_s": settings.burst_s, "results": results}
+            parts = [devices.name_of(device)]
+            job.write(options.output, "oss-device", fields, verdicts, parts)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import mpidist.comm
-from harness import benchmark_options, environment, process_memory, report
+from harness import benchmark_options, process_memory
+from harness.job import Job
 from mpidist.zero.optimizer import OSS
+from optimizer.cases import mlp
 from optimizer.state_report import goals, show
 
 
@@ -34,11 +35,7 @@ class Model:
     """
 
     def __init__(self, make: Callable[[Any], Any], width: int, batch: int) -> None:
-        torch.manual_seed(0)
-        layers = [
-            part for _ in range(8) for part in (torch.nn.Linear(width, width), torch.nn.GELU())
-        ]
-        self.module = torch.nn.Sequential(*layers, torch.nn.Linear(width, 10))
+        self.module = mlp(8, width)
         self.optimizer = make(self.module.parameters())
         self._inputs = torch.randn(batch, width)
 
@@ -50,50 +47,40 @@ class Model:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_options.parser(__doc__, "quick", rounds=7)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=7)
-    benchmark_options.add_quick(parser)
-    benchmark_options.add_output(parser)
     options = parser.parse_args()
     if options.quick:
         options.width, options.batch, options.rounds = 64, 4, 2
-    torch.set_num_threads(1)
-    group = mpidist.comm.init()
-    from mpi4py import MPI
-
-    about = environment.describe(MPI.COMM_WORLD)
-    model = Model(
-        lambda params: OSS(params, torch.optim.Adam, group, lr=1e-3), options.width, options.batch
-    )
-    fairscale = _fairscale(group, options)
-    for one in (model, fairscale):
-        if one is not None:
-            for _ in range(2):
-                one.step()
-    record = {
-        "benchmark": "oss-state",
-        "environment": about,
-        "parameters": sum(parameter.numel() for parameter in model.module.parameters()),
-        "batch": options.batch,
-        "rounds": options.rounds,
-        "consolidation_ms": consolidation(group, model, fairscale, options.rounds),
-        "memory_mib": memory(group, model),
-        "save": [
-            steps_during_saves(group, model, options.rounds, has_file) for has_file in (False, True)
-        ],
-    }
-    check(group, model, fairscale)
-    record["results_checked"] = True
-    record["goals"] = goals(record)
-    model.optimizer.close()
-    if group.rank == 0:
-        show(record)
-        report.write_json(
-            record,
-            options.output / f"oss-state-{environment.library_name(about)}-{about['ranks']}.json",
+    with Job(least=1) as job:
+        group, rounds = job.group, options.rounds
+        model = Model(
+            lambda params: OSS(params, torch.optim.Adam, group, lr=1e-3),
+            options.width,
+            options.batch,
         )
+        fairscale = _fairscale(group, options)
+        for one in (model, fairscale):
+            if one is not None:
+                for _ in range(2):
+                    one.step()
+        fields = {
+            "parameters": sum(parameter.numel() for parameter in model.module.parameters()),
+            "batch": options.batch,
+            "rounds": rounds,
+            "consolidation_ms": consolidation(group, model, fairscale, rounds),
+            "memory_mib": memory(group, model),
+            "save": [
+                steps_during_saves(group, model, rounds, has_file) for has_file in (False, True)
+            ],
+        }
+        check(group, model, fairscale)
+        fields["goals"] = goals(fields)
+        model.optimizer.close()
+        if job.is_first:
+            show(fields, group.size)
+            job.write(options.output, "oss-state", fields)
 
 
 def _fairscale(group: Any, options: argparse.Namespace) -> Model | None:

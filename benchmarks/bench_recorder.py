@@ -6,20 +6,17 @@ mpirun --oversubscribe -n 2 python benchmarks/bench_recorder.py
 from __future__ import annotations
 
 import argparse
-import json
 import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from statistics import median
-from time import monotonic_ns, perf_counter
+from time import monotonic_ns
 from typing import Any
 
 import torch
 
-import mpidist.comm
 import mpidist.rpc as rpc
-from harness import benchmark_options, environment, timing
+from harness import benchmark_options, timing
+from harness.job import Job
 from mpidist.comm import ProcessGroup
 from mpidist.comm.recorder import recorder, recording
 from mpidist.comm.recorder.recorder import Off
@@ -34,43 +31,32 @@ Calls = dict[str, Callable[[], object]]  # by contender
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=40, help="bursts of each contender")
-    parser.add_argument("--burst-s", type=float, default=0.02, help="about the time of a burst")
+    parser = benchmark_options.parser(__doc__, rounds=40, burst_s=0.02)
     parser.add_argument("--entries", type=int, default=200_000, help="entries of a round")
     parser.add_argument("--width", type=int, default=512, help="of the DDP model's layers")
-    parser.add_argument("--output", type=Path, help="folder of the record")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    world = mpidist.comm.init()
-    benchmark_options.require_two_ranks(world.size)
-    from mpi4py import MPI
-
-    raw = MPI.COMM_WORLD.Dup()
-    timing.touch_memory()
-    entry = _entry(options.entries)
-    if world.rank == 0:
-        print(
-            f"begin and end {entry['us']:.3f} us, of which the clock {entry['clock_us']:.3f} us"
-            f"  {_verdict(entry['us'], ENTRY_GOAL_US)}",
-            flush=True,
-        )
-    with _off():
-        off = world.clone("off")
-    on = world.clone("on")
-    rows = [
-        _row(raw, "all_reduce of 8 bytes", {"on": _reduce(on), "off": _reduce(off)}, options),
-        _row(raw, "message of 8 bytes", {"on": _ping(on), "off": _ping(off)}, options),
-        _calls(raw, world, options),
-        _steps(raw, on, off, options),
-    ]
-    about = environment.describe(raw)
-    record = {"environment": about, "rounds": options.rounds, "entry": entry, "rows": rows}
-    if world.rank == 0 and options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
-        name = f"recorder-{environment.library_name(about)}-{world.size}.json"
-        path = options.output / name
-        path.write_text(json.dumps(record, indent=1) + "\n")
+    with Job() as job:
+        world, raw = job.group, job.raw
+        timing.touch_memory()
+        entry = _entry(options.entries)
+        if job.is_first:
+            print(
+                f"begin and end {entry['us']:.3f} us, of which the clock {entry['clock_us']:.3f} us"
+                f"  {_verdict(entry['us'], ENTRY_GOAL_US)}",
+                flush=True,
+            )
+        with _off():
+            off = world.clone("off")
+        on = world.clone("on")
+        rows = [
+            _row(raw, "all_reduce of 8 bytes", {"on": _reduce(on), "off": _reduce(off)}, options),
+            _row(raw, "message of 8 bytes", {"on": _ping(on), "off": _ping(off)}, options),
+            _calls(raw, world, options),
+            _steps(raw, on, off, options),
+        ]
+        if job.is_first:
+            fields = {"rounds": options.rounds, "entry": entry, "rows": rows}
+            job.write(options.output, "recorder", fields)
 
 
 @contextmanager
@@ -181,29 +167,21 @@ def _steps(
 
 def _row(raw: Any, what: str, calls: Calls, options: argparse.Namespace) -> dict[str, Any]:
     """Return medians with the recorder and without, in turns; print them on rank 0."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    repetitions = 1
-    for turn in range(options.rounds + 1):
-        # The order turns, too: what comes first finds the caches of the other.
-        names = list(calls) if turn % 2 else list(calls)[::-1]
-        for name in names:
-            call = calls[name]
-            getattr(call, "choose", lambda: None)()
-            raw.Barrier()
-            call()
-            start = perf_counter()
-            for _ in range(repetitions):
-                call()
-            times[name].append((perf_counter() - start) / repetitions)
-        if turn == 0:  # the first burst says how many calls fill one; the same on all ranks
-            longest = raw.allreduce(max(found.pop() for found in times.values()))
-            repetitions = max(1, int(options.burst_s * raw.size / longest))
-    ratios = [a / b for a, b in zip(times["on"], times["off"], strict=True)]
+
+    def chosen(comm: Any, contender: timing.Contender, passes: int) -> float:
+        (call,) = contender.calls
+        getattr(call, "choose", lambda: None)()
+        # What comes first finds the caches of the other.
+        timing.burst(comm, contender, 1)
+        return timing.burst(comm, contender, passes)
+
+    contenders = [timing.Contender(name, (call,), ()) for name, call in calls.items()]
+    series = timing.time_rounds(raw, contenders, options.rounds, options.burst_s, chosen)
     row = {
         "what": what,
-        **{f"{name}_us": 1e6 * median(found) for name, found in times.items()},
+        **{f"{one.name}_us": one.median_us for one in series},
         # Of bursts side by side: disturbances of the machine last longer than one.
-        "ratio": median(ratios),
+        "ratio": timing.compare(*series).ratio_of_rounds,
     }
     if raw.rank == 0:
         goal = f"  {_verdict(row['ratio'], GOALS[what])}" if what in GOALS else ""

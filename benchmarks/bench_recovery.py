@@ -97,12 +97,10 @@ def main() -> None:
 
 
 def _parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_options.parser(__doc__, "quick")
     parser.add_argument("--rounds", type=int, default=20, help="deaths with a spare")
     parser.add_argument("--restarts", type=int, default=5, help="deaths of the other two kinds")
     parser.add_argument("--seed", type=int, default=0, help="of ranks and times")
-    benchmark_options.add_quick(parser)
-    benchmark_options.add_output(parser)
     return parser.parse_args()
 
 

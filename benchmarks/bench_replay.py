@@ -210,8 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     judge.add_argument(
         "--sizes", type=int, nargs="+", metavar="BYTES", help="of the judged all-reduces"
     )
-    benchmark_options.add_output(judge, "JSON and the plot")
-    benchmark_options.add_quick(judge)
+    benchmark_options.add(judge, "output", "quick")
     calibrate = commands.add_parser("calibrate", help="the simulator beside measured links")
     calibrate.set_defaults(run=_calibrate)
     calibrate.add_argument(
@@ -221,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RECORD",
         help="of bench_scaling.py, with jobs on links",
     )
-    benchmark_options.add_output(calibrate)
+    benchmark_options.add(calibrate, "output")
     scale = commands.add_parser("scale", help="a timeline's step on more nodes")
     scale.set_defaults(run=_scale)
     scale.add_argument("file", type=Path, help="of MPIDIST_TRACE")

@@ -12,14 +12,11 @@ import argparse
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
-import mpidist.comm
-import mpidist.rpc
-from harness import benchmark_options, environment, plots, report, tables, timing
+from harness import benchmark_options, report, tables, timing
+from harness.job import Job
 from mpidist import progress_bar
 from rpc import cases as rpc_cases
 from rpc import goals as rpc_goals
@@ -31,49 +28,43 @@ def main() -> None:
     options = _arguments()
     settings = rpc_run.QUICK if options.quick else rpc_run.Settings()
     settings = replace(settings, blocks=options.blocks or settings.blocks)
-    torch.set_num_threads(1)
-    group = mpidist.comm.init()
-    benchmark_options.require_two_ranks(group.size)
-    from mpi4py import MPI
-
-    about = environment.describe(MPI.COMM_WORLD)
-    if group.rank == 0:
-        print(f"{about['mpi_library']}, torch {about['torch']}, {group.size} ranks, {about['cpu']}")
-        print(environment.binding(about), flush=True)
-    timing.touch_memory()
-    cases = rpc_cases.chosen(
-        rpc_cases.cases(settings.sizes_bytes, settings.burst, group.size - 1, settings.many),
-        options.only,
-    )
-    if not cases:
-        raise SystemExit(f"no case is named like {', '.join(options.only)}")
-    names = [name for name in rpc_workers.modules() if options.tensorpipe or name != "tensorpipe"]
-    run = rpc_run.Run(MPI.COMM_SELF, settings, cases, names, measures_threads=not options.only)
-    blocks = [
-        partial(rpc_run.floor_block, MPI.COMM_WORLD, run),
-        *(partial(rpc_run.contender_block, name, group, run) for name in names),
-    ]
-    with progress_bar.bar("blocks", settings.blocks * len(blocks), group.rank) as advance:
-        for number in range(settings.blocks):
-            for place in range(len(blocks)):
-                blocks[(place + number) % len(blocks)]()
-                advance()
-    if group.rank == 0:
-        # A run that leaves something out does not replace the record of a whole run.
-        suffix = "-part" if options.only or not options.tensorpipe else ""
-        name = f"rpc-{environment.library_name(about)}-{group.size}{suffix}.json"
-        _report(run, about, options.output / name)
+    with Job() as job:
+        group = job.group
+        job.show()
+        timing.touch_memory()
+        cases = rpc_cases.chosen(
+            rpc_cases.cases(settings.sizes_bytes, settings.burst, group.size - 1, settings.many),
+            options.only,
+        )
+        if not cases:
+            raise SystemExit(f"no case is named like {', '.join(options.only)}")
+        names = [
+            name for name in rpc_workers.modules() if options.tensorpipe or name != "tensorpipe"
+        ]
+        itself = job.mpi.COMM_SELF
+        run = rpc_run.Run(itself, settings, cases, names, measures_threads=not options.only)
+        blocks = [
+            partial(rpc_run.floor_block, job.raw, run),
+            *(partial(rpc_run.contender_block, name, group, run) for name in names),
+        ]
+        with progress_bar.bar("blocks", settings.blocks * len(blocks), group.rank) as advance:
+            for number in range(settings.blocks):
+                for place in range(len(blocks)):
+                    blocks[(place + number) % len(blocks)]()
+                    advance()
+        if job.is_first:
+            # A run that leaves something out does not replace the record of a whole run.
+            is_part = bool(options.only) or not options.tensorpipe
+            _report(run, job, options.output, ["part" * is_part])
 
 
-def _report(run: rpc_run.Run, about: dict[str, Any], path: Path) -> None:
+def _report(run: rpc_run.Run, job: Job, folder: Path, parts: list[str]) -> None:
     """Print the tables and write the record."""
     results = [
         report.result_of(case.operation, case.size_bytes // 4, case.size_bytes, run.series_of(case))
         for case in run.cases
     ]
-    for name in dict.fromkeys(result["operation"] for result in results):
-        of_name = [result for result in results if result["operation"] == name]
-        print(f"\n{name}\n{report.table(of_name)}")
+    report.print_by_operation(results)
     busy = {
         name: {key: float(np.median([one[key] for one in times])) for key in times[0]}
         for name, times in run.busy.items()
@@ -82,23 +73,16 @@ def _report(run: rpc_run.Run, about: dict[str, Any], path: Path) -> None:
     if busy:
         print(f"\n{_threads_table(busy, idle)}")
     verdicts = rpc_goals.verdicts_of(results, run.cases, busy.get("mpidist"), idle.get("mpidist"))
-    print(f"\n{report.goals_table(verdicts)}")
-    record = {
-        "benchmark": "rpc",
-        "environment": about,
+    fields = {
         "blocks": run.settings.blocks,
         "rounds": run.settings.rounds,
         "burst_s": run.settings.burst_s,
         "calls_in_async": run.settings.burst,
-        # A wrong result ends the run with an error before this line.
-        "results_checked": True,
         "results": results,
         "callee_computes_in_python": busy,
         "idle_share_of_a_core": idle,
-        "goals": verdicts,
     }
-    report.write_json(record, path)
-    print(f"\n{plots.beside(path)}", flush=True)
+    job.write(folder, "rpc", fields, verdicts, parts)
 
 
 def _threads_table(busy: dict[str, dict[str, float]], idle: dict[str, float]) -> str:
@@ -111,9 +95,7 @@ def _threads_table(busy: dict[str, dict[str, float]], idle: dict[str, float]) ->
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    benchmark_options.add_output(parser)
-    benchmark_options.add_quick(parser)
+    parser = benchmark_options.parser(__doc__, "quick")
     parser.add_argument(
         "--only",
         nargs="+",

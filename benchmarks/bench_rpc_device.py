@@ -7,16 +7,15 @@ mpirun --bind-to none -n 2 python benchmarks/bench_rpc_device.py --device cuda
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-import mpidist.comm
-from harness import benchmark_options, devices, environment, report, timing
+from harness import benchmark_options, devices, report, timing
 from harness.goals import Goal, judge
+from harness.job import Job
 from rpc import workers as rpc_workers
 
 _KI, _MI = 1 << 10, 1 << 20
@@ -101,46 +100,31 @@ class Run:
 
 
 def main() -> None:
-    options = _arguments()
+    options = benchmark_options.parser(__doc__, "device", "quick").parse_args()
     settings = QUICK if options.quick else Settings()
-    torch.set_num_threads(1)
     device = devices.chosen(options.device)
-    group = mpidist.comm.init()
-    # mpidist prepares the MPI library before the import of mpi4py.MPI starts MPI.
-    from mpi4py import MPI
-
-    if group.size < 2:
-        raise SystemExit("start 2 ranks: one calls, the other answers")
-    about = environment.describe(MPI.COMM_WORLD, device)
-    # Before the first message of a device, messages go over the host where ranks share one.
-    group.all_reduce(torch.ones(1, device=device))
-    every = group.all_gather_object(device)
-    maps = {f"worker{rank}": {device: there} for rank, there in enumerate(every)}
-    run = Run(group, MPI.COMM_SELF, settings, device, maps if device.type == "cuda" else None, {})
-    for number in range(settings.blocks):
-        for place in range(len(_NAMES)):
-            run.block(_NAMES[(place + number) % len(_NAMES)])
-    if group.rank == 0:
-        results = run.results()
-        print(f"{environment.processor(about)}, {about['mpi_library']}\n{report.table(results)}")
-        report.write_judged(
-            options.output,
-            "rpc-device",
-            about,
-            {"blocks": settings.blocks, "rounds": settings.rounds, "burst_s": settings.burst_s},
-            results,
-            judge(results, GOALS),
-            [devices.name_of(device)],
-        )
-    group.barrier()
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    benchmark_options.add_device(parser)
-    benchmark_options.add_output(parser)
-    benchmark_options.add_quick(parser)
-    return parser.parse_args()
+    with Job(device=device) as job:
+        group, itself = job.group, job.mpi.COMM_SELF
+        # Before the first message of a device, messages go over the host where ranks share one.
+        group.all_reduce(torch.ones(1, device=device))
+        every = group.all_gather_object(device)
+        maps = {f"worker{rank}": {device: there} for rank, there in enumerate(every)}
+        run = Run(group, itself, settings, device, maps if device.type == "cuda" else None, {})
+        for number in range(settings.blocks):
+            for place in range(len(_NAMES)):
+                run.block(_NAMES[(place + number) % len(_NAMES)])
+        job.show()
+        if job.is_first:
+            results = run.results()
+            print(report.table(results))
+            fields = {
+                "blocks": settings.blocks,
+                "rounds": settings.rounds,
+                "burst_s": settings.burst_s,
+                "results": results,
+            }
+            parts = [devices.name_of(device)]
+            job.write(options.output, "rpc-device", fields, judge(results, GOALS), parts)
 
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ def _print(jobs: Sequence[dict[str, Any]]) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_options.parser(__doc__, "quick")
     parser.add_argument(
         "--jobs",
         type=int,
@@ -204,8 +204,6 @@ def _arguments() -> argparse.Namespace:
         "--window-s", type=float, default=1.5, help="how long all call all, in each of the two ways"
     )
     parser.add_argument("--tensorpipe", action="store_true", help="measure TensorPipe, too")
-    benchmark_options.add_output(parser)
-    benchmark_options.add_quick(parser)
     return parser.parse_args()
 
 

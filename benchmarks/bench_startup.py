@@ -57,11 +57,9 @@ def main() -> None:
 
 
 def _parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_options.parser(__doc__, "quick")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of each job")
     parser.add_argument("--rounds", type=int, default=9, help="jobs of each kind that count")
-    benchmark_options.add_quick(parser)
-    benchmark_options.add_output(parser)
     return parser.parse_args()
 
 

@@ -9,7 +9,6 @@ that its C++ makes of pickle and tensors. No message leaves the process.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from typing import Any
@@ -115,11 +114,7 @@ def _is_equal(left: Any, right: Any) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    benchmark_options.add_quick(parser)
-    benchmark_options.add_output(parser)
-    options = parser.parse_args()
+    options = benchmark_options.parser(__doc__, "quick", rounds=15).parse_args()
     torch.set_num_threads(1)
     rounds, burst_s = (1, 1e-4) if options.quick else (options.rounds, 0.02)
     results = [

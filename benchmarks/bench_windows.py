@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-import mpidist.comm
-from harness import benchmark_options, environment, plots, report, timing
+from harness import benchmark_options, report, timing
 from harness.goals import Goal, format_bytes, judge
+from harness.job import Job
 from optimizer import window_shards
 from rpc import window_references
 
@@ -190,54 +190,31 @@ class Case:
 
 def main() -> None:
     options = _arguments()
-    torch.set_num_threads(1)
-    group = mpidist.comm.init()
-    # mpidist prepares the MPI library before the import of mpi4py.MPI starts MPI.
-    from mpi4py import MPI
-
-    if group.size != 2:
-        raise SystemExit("start two ranks: one writes to the other, and back")
-    raw = MPI.COMM_WORLD.Dup()
-    about = environment.describe(raw)
-    timing.touch_memory()
-    how = options.rounds, options.burst_s
-    if options.references:
-        if not group.is_single_node:
-            raise SystemExit("--references needs two ranks on one node: others map no memory")
-        part, goals = "references", ()
-        sizes = tuple(options.sizes or window_references.SIZES)
-        found = window_references.measure(group, MPI.COMM_SELF, sizes, *how)
-    elif options.shards:
-        part, goals = "shards", ()
-        sizes = tuple(options.sizes or window_shards.SIZES)
-        found = window_shards.measure(group, raw, sizes, *how)
-    else:
-        part, goals = "", GOALS
-        found = _measure(group, raw, tuple(options.sizes or _SIZES), *how)
-    results = [report.result_of(name, nbytes, nbytes, series) for name, nbytes, series in found]
-    if group.rank == 0:
-        for operation in dict.fromkeys(result["operation"] for result in results):
-            rows = [result for result in results if result["operation"] == operation]
-            print(f"\n{operation}\n{report.table(rows)}", flush=True)
-        verdicts = judge(results if group.is_single_node else [], goals)
-        if verdicts:
-            print(f"\n{report.goals_table(verdicts)}", flush=True)
-        record = {
-            "benchmark": "windows",
-            "link": options.link,
-            "environment": about,
-            "rounds": options.rounds,
-            # A wrong result ends the run with an error before this line.
-            "results_checked": True,
-            "results": results,
-            "goals": verdicts,
-        }
-        parts = ["windows", part, environment.library_name(about), str(group.size), options.link]
-        path = options.output / f"{'-'.join(filter(None, parts))}.json"
-        report.write_json(record, path)
-        print(f"\n{plots.beside(path)}", flush=True)
-    raw.Barrier()
-    raw.Free()
+    with Job() as job:
+        group, raw = job.group, job.raw
+        if group.size != 2:
+            raise SystemExit("start two ranks: one writes to the other, and back")
+        timing.touch_memory()
+        how = options.rounds, options.burst_s
+        if options.references:
+            if not group.is_single_node:
+                raise SystemExit("--references needs two ranks on one node: others map no memory")
+            case, goals = "references", ()
+            sizes = tuple(options.sizes or window_references.SIZES)
+            found = window_references.measure(group, job.mpi.COMM_SELF, sizes, *how)
+        elif options.shards:
+            case, goals = "shards", ()
+            sizes = tuple(options.sizes or window_shards.SIZES)
+            found = window_shards.measure(group, raw, sizes, *how)
+        else:
+            case, goals = "", GOALS
+            found = _measure(group, raw, tuple(options.sizes or _SIZES), *how)
+        results = [report.result_of(name, nbytes, nbytes, series) for name, nbytes, series in found]
+        if job.is_first:
+            report.print_by_operation(results)
+            verdicts = judge(results if group.is_single_node else [], goals)
+            fields = {"link": options.link, "rounds": options.rounds, "results": results}
+            job.write(options.output, "windows", fields, verdicts, [options.link], case)
 
 
 def _measure(
@@ -259,7 +236,7 @@ def _measure(
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_options.parser(__doc__, "link", rounds=15, burst_s=0.02)
     listed = ", ".join(map(format_bytes, _SIZES))
     parser.add_argument(
         "--sizes", type=int, nargs="+", metavar="BYTES", help=f"default of puts: {listed}"
@@ -271,10 +248,6 @@ def _arguments() -> argparse.Namespace:
     cases.add_argument(
         "--shards", action="store_true", help="only the all-gather of a sharded optimizer"
     )
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--burst-s", type=float, default=0.02, help="seconds of a burst")
-    benchmark_options.add_link(parser)
-    benchmark_options.add_output(parser)
     return parser.parse_args()
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-import mpidist.comm
-from harness import benchmark_options, devices, environment, report, timing
+from harness import benchmark_options, devices, report, timing
 from harness.goals import Goal, judge
+from harness.job import Job
 from mpidist.kernels.quantize import blocks_in, dequantize_add, quantize_change
 from mpidist.zero.wire.formats import wire_of
 from mpidist.zero.wire.wire import Wire
@@ -105,47 +105,37 @@ class Shared:
 
 def main() -> None:
     options = _arguments()
-    torch.set_num_threads(1)
     device = devices.chosen(options.device)
-    group = mpidist.comm.init()
-    # mpidist prepares the MPI library before the import of mpi4py.MPI starts MPI.
-    from mpi4py import MPI
-
-    if group.size == 1:
-        raise SystemExit("start at least two ranks: one alone sends nothing")
-    raw = MPI.COMM_WORLD.Dup()
-    about = environment.describe(raw, device)
-    timing.touch_memory()
-    wires = {name: wire_of(name) for name in _NAMES}
-    calls: dict[str, Callable[[], object]] = {}
-    for name in ("fp32", *_NAMES):
-        shared = Shared(group, options.numel, device)
-        wire = wires.get(name)
-        calls[name] = shared.whole() if wire is None else shared.by(wire)
-        shared.require(name, calls[name])
-    calls[_ALONE] = shared.arithmetic()
-    contenders = [
-        timing.Contender(name, (devices.awaited(call, device),), ()) for name, call in calls.items()
-    ]
-    series = timing.time_rounds(raw, contenders, options.rounds, options.burst_s)
-    result = report.result_of("share", options.numel, 4 * options.numel, series)
-    for name, values in result["contenders"].items():
-        values["bytes_of_a_rank"] = _nbytes(name, wires, shared.bounds)
-    if group.rank == 0:
-        print(report.table([result]), flush=True)
-        is_judged = device.type == "cuda" and about["nodes"] == 1 and not options.link
-        verdicts = judge([result] if is_judged else [], GOALS)
-        report.write_judged(
-            options.output,
-            "wire",
-            about,
-            {"link": options.link, "rounds": options.rounds, "burst_s": options.burst_s},
-            [result],
-            verdicts,
-            ["" if device.type == "cpu" else devices.name_of(device), options.link],
-        )
-    raw.Barrier()
-    raw.Free()
+    with Job(device=device) as job:
+        timing.touch_memory()
+        wires = {name: wire_of(name) for name in _NAMES}
+        calls: dict[str, Callable[[], object]] = {}
+        for name in ("fp32", *_NAMES):
+            shared = Shared(job.group, options.numel, device)
+            wire = wires.get(name)
+            calls[name] = shared.whole() if wire is None else shared.by(wire)
+            shared.require(name, calls[name])
+        calls[_ALONE] = shared.arithmetic()
+        contenders = [
+            timing.Contender(name, (devices.awaited(call, device),), ())
+            for name, call in calls.items()
+        ]
+        series = timing.time_rounds(job.raw, contenders, options.rounds, options.burst_s)
+        result = report.result_of("share", options.numel, 4 * options.numel, series)
+        for name, values in result["contenders"].items():
+            values["bytes_of_a_rank"] = _nbytes(name, wires, shared.bounds)
+        if job.is_first:
+            print(report.table([result]), flush=True)
+            is_judged = device.type == "cuda" and job.about["nodes"] == 1 and not options.link
+            fields = {
+                "link": options.link,
+                "rounds": options.rounds,
+                "burst_s": options.burst_s,
+                "results": [result],
+            }
+            verdicts = judge([result] if is_judged else [], GOALS)
+            parts = ["" if device.type == "cpu" else devices.name_of(device), options.link]
+            job.write(options.output, "wire", fields, verdicts, parts)
 
 
 def _nbytes(name: str, wires: dict[str, Any], bounds: list[int]) -> int:
@@ -155,19 +145,13 @@ def _nbytes(name: str, wires: dict[str, Any], bounds: list[int]) -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_options.parser(__doc__, "link", rounds=15, burst_s=0.02)
     parser.add_argument(
         "--numel", type=int, default=_NUMEL, help="fp32 parameters of the flat buffer"
-    )
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument(
-        "--burst-s", type=float, default=0.02, help="seconds of a burst, at least one share"
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where the parameters are"
     )
-    benchmark_options.add_link(parser)
-    benchmark_options.add_output(parser)
     return parser.parse_args()
 
 

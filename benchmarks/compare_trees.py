@@ -226,7 +226,7 @@ def _rounded(series: timing.Series) -> list[float]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_options.parser(__doc__)
     parser.add_argument("before", type=Path, help="folder of the old source tree")
     parser.add_argument(
         "after", type=Path, nargs="?", default=_HERE.parent, help="the new one; this one if omitted"
@@ -240,7 +240,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--launcher", help="command up to -n; mpirun --oversubscribe --bind-to none if omitted"
     )
-    benchmark_options.add_output(parser)
     return parser.parse_args()
 
 

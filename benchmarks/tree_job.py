@@ -171,7 +171,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("benchmark", choices=tuple(_BENCHMARKS))
     parser.add_argument("--rounds", type=int, help="of each case")
-    benchmark_options.add_quick(parser)
+    benchmark_options.add(parser, "quick")
     parser.add_argument("--output", type=Path, required=True, help="folder of the JSON")
     return parser.parse_args()
 

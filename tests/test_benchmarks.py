@@ -641,9 +641,9 @@ def test_a_benchmark_of_two_ranks_says_how_it_is_started(monkeypatch):
     from harness import benchmark_options
 
     monkeypatch.setattr(sys, "argv", ["/x/benchmarks/bench_rpc.py", "--quick"])
-    benchmark_options.require_two_ranks(2)
+    benchmark_options.require_ranks(2)
     with pytest.raises(SystemExit, match=r"-n 2 python benchmarks/bench_rpc\.py$"):
-        benchmark_options.require_two_ranks(1)
+        benchmark_options.require_ranks(1)
 
 
 def test_arguments_that_are_read_otherwise_are_an_error(monkeypatch):

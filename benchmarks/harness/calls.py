@@ -51,11 +51,9 @@ def draw(record: Mapping[str, Any], theme: Theme) -> Any:
         (2.6 if columns > 2 else 3.4) * -(-lines // columns) + 1.2,
         0.34 * len(single) + (1.0 if lines else 2.2),
     )
-    link = f", a link of {environment.link_text(record['link'])}" if record.get("link") else ""
     made = pictures.sheet(
         bool(lines) * heights[0] + bool(single) * heights[1],
-        f"{_TITLES[benchmark]}, {about['ranks']} ranks: {about['mpi_library']}{link}, torch "
-        f"{about['torch'].partition('+')[0]}, {environment.processor(about)}",
+        environment.title(record, f"{_TITLES[benchmark]}, {about['ranks']} ranks"),
         f"median of {record['rounds'] * record.get('blocks', 1)} rounds, p10 to p90; "
         f"{environment.binding(about).split(':')[0]}",
     )
@@ -92,12 +90,7 @@ def _sorted(benchmark: str, results: _Results) -> tuple[dict[str, _Results], _Re
 def _draw_counts(axes: Any, theme: Theme, benchmark: str, results: _Results) -> None:
     pattern, title, label = _COUNTED[benchmark]
     counts = [int(re.fullmatch(pattern, one["operation"])[1]) for one in results]
-    for name in results[0]["contenders"]:
-        values = [one["contenders"][name] for one in results]
-        style = palette.contender(benchmark, name)
-        pictures.line(axes, theme, style, counts, [one["median_us"] for one in values])
-        low, high = [one["p10_us"] for one in values], [one["p90_us"] for one in values]
-        pictures.band(axes, theme, style, counts, low, high)
+    report.draw_series(axes, theme, benchmark, results, counts)
     axes.set(title=title, xscale="log", yscale="log", xlabel=label)
     axes.set_ylabel(_unit(benchmark))
     axes.set_xticks(counts, [str(count) for count in counts])

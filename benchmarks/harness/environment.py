@@ -92,6 +92,14 @@ def binding(record: dict[str, Any]) -> str:
     return "each rank is bound to " + " or ".join(sorted({f"{len(own)} cores" for own in cores}))
 
 
+def title(record: dict[str, Any], what: str) -> str:
+    """Return the title of a record's plot: what was measured, libraries, link and processor."""
+    about = record["environment"]
+    link = f", a link of {link_text(record['link'])}" if record.get("link") else ""
+    torch_version = about["torch"].partition("+")[0]
+    return f"{what}: {about['mpi_library']}{link}, torch {torch_version}, {processor(about)}"
+
+
 def link_text(link: str) -> str:
     """Return a link's name, ``10gbit``, as its rate; another name as it is."""
     found = re.fullmatch(r"(\d+)(m|g)bit", link)

@@ -59,6 +59,18 @@ def beside(path: Path) -> str:
     return f"{written}, {', '.join(one.name for one in found)}"
 
 
+def written(path: Path) -> str:
+    """Plot the record in ``path`` if its kind has a plot; return the names of what was written."""
+    record = json.loads(path.read_bytes())
+    return beside(path) if has_plot(record) else f"written to {path.parent.name}: {path.name}"
+
+
+def has_plot(record: dict[str, Any]) -> bool:
+    """Return whether a record is drawn; of jobs' own records and those over jobs, only these."""
+    over_jobs = {"scaling": "model", "rpc-scale": "jobs"}.get(record.get("benchmark", ""))
+    return record.get("benchmark") in _MODULES and (over_jobs is None or over_jobs in record)
+
+
 def drawing_of(record: dict[str, Any]) -> pictures.Drawing:
     """Return the function that plots a record of this kind.
 
@@ -73,11 +85,6 @@ def drawing_of(record: dict[str, Any]) -> pictures.Drawing:
 
 def plotted(folder: Path) -> list[Path]:
     """Return the records of a folder that have a plot."""
-    found = []
-    for path in sorted(folder.glob("*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        # Of the records of one job and those over all jobs, only these are drawn.
-        over_jobs = {"scaling": "model", "rpc-scale": "jobs"}.get(record.get("benchmark"))
-        if record.get("benchmark") in _MODULES and (over_jobs is None or over_jobs in record):
-            found.append(path)
-    return found
+    return [
+        path for path in sorted(folder.glob("*.json")) if has_plot(json.loads(path.read_bytes()))
+    ]

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness import environment, palette, pictures, plots, tables
+from harness import environment, palette, pictures, tables
 from harness.goals import format_bytes
 from harness.palette import Theme
 from harness.timing import Series, compare
@@ -95,6 +95,13 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return tables.text(rows, headers)
 
 
+def print_by_operation(results: Sequence[dict[str, Any]], unit: str = "") -> None:
+    """Print a table for each operation among the results."""
+    for operation in dict.fromkeys(result["operation"] for result in results):
+        same = [result for result in results if result["operation"] == operation]
+        print(f"\n{operation}{unit}\n{table(same)}", flush=True)
+
+
 def _pair(comparison: dict[str, Any]) -> str:
     return f"{comparison['left']} / {comparison['right']}"
 
@@ -125,43 +132,6 @@ def write_json(record: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_judged(
-    folder: Path,
-    benchmark: str,
-    about: dict[str, Any],
-    settings: dict[str, Any],
-    results: Sequence[dict[str, Any]],
-    verdicts: Sequence[dict[str, Any]],
-    parts: Sequence[str] = (),
-    has_plot: bool = False,
-) -> None:
-    """Print the goals, write a run's record, and print its name.
-
-    Args:
-        folder: Of the record.
-        benchmark: Its name, the first part of the file's.
-        about: The environment; the MPI library and the number of ranks follow in the file's name.
-        settings: Further fields of the record, between the environment and the results.
-        results: Checked ones: a wrong result ends a run with an error before this call.
-        verdicts: Of the goals.
-        parts: Further parts of the file's name; empty ones are left out.
-        has_plot: The results are plotted by ``draw`` beside the record.
-    """
-    record = {
-        "benchmark": benchmark,
-        "environment": about,
-        **settings,
-        "results_checked": True,
-        "results": results,
-        "goals": verdicts,
-    }
-    names = [benchmark, environment.library_name(about), str(about["ranks"]), *parts]
-    path = folder / f"{'-'.join(filter(None, names))}.json"
-    write_json(record, path)
-    written = plots.beside(path) if has_plot else f"written to {path.parent.name}: {path.name}"
-    print(f"\n{goals_table(verdicts)}\n\n{written}", flush=True)
-
-
 def draw(record: Mapping[str, Any], theme: Theme) -> Any:
     """Draw one panel per operation: a line per contender, and a band from p10 to p90.
 
@@ -185,8 +155,7 @@ def draw(record: Mapping[str, Any], theme: Theme) -> Any:
     about = record["environment"]
     made = pictures.sheet(
         sum(heights),
-        f"One call on {about['ranks']} ranks: {about['mpi_library']}, torch "
-        f"{about['torch'].partition('+')[0]}, {environment.processor(about)}",
+        environment.title(record, f"One call on {about['ranks']} ranks"),
         f"slowest rank, median of {record['rounds']} rounds, p10 to p90; "
         f"{environment.binding(about).split(':')[0]}",
     )
@@ -215,18 +184,29 @@ def draw_lines(axes: Any, theme: Theme, benchmark: str, results: Sequence[dict[s
     sizes = [result["size_bytes"] for result in results]
     in_elements = any("fp32" in name for result in results for name in result["contenders"])
     places = [result["numel"] for result in results] if in_elements else sizes
-    for name in results[0]["contenders"]:
-        values = [result["contenders"][name] for result in results]
-        style = palette.contender(benchmark, name)
-        pictures.line(axes, theme, style, places, [one["median_us"] for one in values])
-        low, high = [one["p10_us"] for one in values], [one["p90_us"] for one in values]
-        pictures.band(axes, theme, style, places, low, high)
+    draw_series(axes, theme, benchmark, results, places)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set(xlabel="elements" if in_elements else "bytes", ylabel="µs a call")
     ticks = _apart(places)
     axes.set_xticks(ticks, [_short(tick) for tick in ticks])
     axes.minorticks_off()
+
+
+def draw_series(
+    axes: Any,
+    theme: Theme,
+    benchmark: str,
+    results: Sequence[dict[str, Any]],
+    places: Sequence[int],
+) -> None:
+    """Draw each contender's medians at the results' places, and a band from p10 to p90."""
+    for name in results[0]["contenders"]:
+        values = [result["contenders"][name] for result in results]
+        style = palette.contender(benchmark, name)
+        pictures.line(axes, theme, style, places, [one["median_us"] for one in values])
+        low, high = [one["p10_us"] for one in values], [one["p90_us"] for one in values]
+        pictures.band(axes, theme, style, places, low, high)
 
 
 def _apart(places: Sequence[int]) -> list[int]:
@@ -244,6 +224,17 @@ def _draw_bars(axes: Any, theme: Theme, benchmark: str, results: Sequence[dict[s
     found = results[0]["contenders"]
     medians = [one["median_us"] for one in found.values()]
     unit, in_unit = ("ms", 1e3) if max(medians) >= 1e4 else ("µs", 1)
+    draw_bars(axes, theme, benchmark, found, in_unit)
+    if max(medians) > 20 * min(medians):
+        axes.set_xscale("log")
+        axes.minorticks_off()
+    axes.set(xlabel=f"{unit} a call")
+
+
+def draw_bars(
+    axes: Any, theme: Theme, benchmark: str, found: Mapping[str, dict[str, Any]], in_unit: float
+) -> None:
+    """Draw a bar for each contender, in a unit of so many microseconds."""
     pictures.bars(
         axes,
         theme,
@@ -257,10 +248,6 @@ def _draw_bars(axes: Any, theme: Theme, benchmark: str, results: Sequence[dict[s
             for one in found.values()
         ],
     )
-    if max(medians) > 20 * min(medians):
-        axes.set_xscale("log")
-        axes.minorticks_off()
-    axes.set(xlabel=f"{unit} a call")
 
 
 def series_record(series: Series) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def time_rounds(
     Args:
         run_burst: Runs passes of a contender and returns the seconds; the host's clock if None.
     """
-    run = run_burst or _run_burst
+    run = run_burst or burst
     passes = [_size_burst(comm, contender, burst_s, run) for contender in contenders]
     elapsed_s = np.zeros((len(contenders), rounds))
     gc.collect()
@@ -130,7 +130,8 @@ def _order(count: int, round_number: int) -> list[int]:
     return [*range(first, count), *range(first)]
 
 
-def _run_burst(comm: Any, contender: Contender, passes: int) -> float:
+def burst(comm: Any, contender: Contender, passes: int) -> float:
+    """Run passes that all ranks begin together; return this rank's seconds."""
     calls = contender.calls
     comm.Barrier()
     start = time.perf_counter()

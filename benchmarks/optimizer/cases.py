@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-import mpidist.comm
 from mpidist.optim import OSS
 
 try:
@@ -26,17 +25,20 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Peers:
-    """Process groups of the contenders."""
+    """Process groups of the contenders.
 
-    def __init__(self) -> None:
-        self.native = mpidist.comm.init()
-        dist.init_process_group("mpidist", init_method="mpi://")
+    Args:
+        native: mpidist's group of all ranks.
+    """
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
         self.ours = dist.group.WORLD
         self.gloo = dist.new_group(backend="gloo")
 
 
-def mlp(depth: int, width: int, bias: bool = True) -> torch.nn.Module:
-    torch.manual_seed(0)
+def mlp(depth: int, width: int, bias: bool = True, seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
     layers = [
         layer
         for _ in range(depth)

@@ -34,13 +34,13 @@ def goals(record: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def show(record: dict[str, Any]) -> None:
+def show(record: dict[str, Any], ranks: int) -> None:
     """Print the tables."""
     rows = [
         (name, statistics.median(values), min(values), max(values))
         for name, values in record["consolidation_ms"].items()
     ]
-    print(f"{record['parameters']} parameters, {record['environment']['ranks']} ranks")
+    print(f"{record['parameters']} parameters, {ranks} ranks")
     print(tables.text(rows, ("consolidation", "ms, median", "least", "most"), floats=".1f"))
     print(tables.text(record["memory_mib"].items(), ("MiB of each rank", "")))
     print(

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from harness import devices, environment, process_memory, timing
+from harness.job import Job
 from mpidist import ddp
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.algorithms.shared_memory import share
@@ -41,15 +41,14 @@ def run(options: Any) -> dict[str, Any] | None:
 
     Collective: over all ranks.
     """
-    torch.set_num_threads(1)
     device = devices.chosen(options.device)
-    dist.init_process_group("mpidist")
-    # mpidist prepares the MPI library before the import of mpi4py.MPI starts MPI.
-    from mpi4py import MPI
+    with Job(least=1, uses_torch=True, device=device) as job:
+        record = _measured(job, options, device)
+    return record if job.is_first else None
 
-    raw = MPI.COMM_WORLD.Dup()
-    group = native_group(None)
-    about = environment.describe(raw, device)
+
+def _measured(job: Job, options: Any, device: torch.device) -> dict[str, Any]:
+    raw, about, group = job.raw, job.about, native_group(None)
     machines = raw.allgather(environment.machine_identity())
     cores = len(set().union(*(set(own) for own in about["cores_of_ranks"])))
     on_one = max(machines.count(machine) for machine in machines)
@@ -88,10 +87,7 @@ def run(options: Any) -> dict[str, Any] | None:
         record["steps"] += steps
         slowest_s, biggest = max(one["us"]["none"] for one in steps) / 1e6, model.numel()
     record["memory"] = memory
-    raw.Barrier()
-    raw.Free()
-    dist.destroy_process_group()
-    return record if group.rank == 0 else None
+    return record
 
 
 def collectives(

@@ -11,7 +11,6 @@ from typing import Any
 from harness import benchmark_options
 
 OPERATIONS = ("all_reduce", "average", "all_gather", "reduce_scatter", "broadcast", "barrier")
-_FILES = "JSON and the plot"
 
 
 def add_commands(commands: Any) -> None:
@@ -65,8 +64,7 @@ def _add_measure(commands: Any) -> None:
         default=os.environ.get("MPIDIST_LINK", ""),
         help="rate of the link between nodes: 25gbit",
     )
-    benchmark_options.add_output(parser, _FILES)
-    benchmark_options.add_quick(parser)
+    benchmark_options.add(parser, "output", "quick")
 
 
 def _add_sweep(commands: Any) -> None:
@@ -102,14 +100,13 @@ def _add_sweep(commands: Any) -> None:
         help="command line up to -n; mpirun --oversubscribe --bind-to none if not given",
     )
     parser.add_argument("--limit-s", type=float, default=150.0, help="for each job")
-    benchmark_options.add_output(parser, _FILES)
-    benchmark_options.add_quick(parser)
+    benchmark_options.add(parser, "output", "quick")
 
 
 def _add_report(commands: Any) -> None:
     parser = _command(commands, "report", "tables, model, JSON and plot from records of `measure`")
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
-    benchmark_options.add_output(parser, _FILES)
+    benchmark_options.add(parser, "output")
 
 
 def _add_startup(commands: Any) -> None:
@@ -129,7 +126,7 @@ def _add_startup(commands: Any) -> None:
         help="command line up to -n; mpirun --oversubscribe --bind-to none if not given",
     )
     parser.add_argument("--limit-s", type=float, default=120.0, help="for each job")
-    benchmark_options.add_output(parser, _FILES)
+    benchmark_options.add(parser, "output")
 
 
 def _add_advise(commands: Any) -> None:

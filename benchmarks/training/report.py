@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from harness import environment, palette, pictures, plots, tables
+from harness import environment, pictures, tables
 from harness.palette import Theme
+from harness.report import draw_bars, series_record
 from harness.timing import Series
 
 
@@ -26,12 +25,9 @@ def result_of(model: Any, series: Sequence[Series], base: str) -> dict[str, Any]
         "bare_us": bare_us,
         "contenders": {
             one.name: {
-                "median_us": one.median_us,
-                "p10_us": one.percentile_us(10),
-                "p90_us": one.percentile_us(90),
+                **series_record(one),
                 "exposed_us": one.median_us - bare_us,
                 "over_bare": one.median_us / bare_us,
-                "rounds_us": [float(f"{value:.5g}") for value in one.rounds_us],
             }
             for one in series
         },
@@ -54,13 +50,6 @@ def table(result: dict[str, Any]) -> str:
     return tables.text(rows, headers) + "\n"
 
 
-def write(record: dict[str, Any], path: Path) -> None:
-    """Write the JSON, and the plot next to it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(plots.beside(path), flush=True)
-
-
 def draw(record: Mapping[str, Any], theme: Theme) -> Any:
     """Draw one panel per model: bars of the steps, and a line at the step without communication."""
     results = record["results"]
@@ -68,32 +57,18 @@ def draw(record: Mapping[str, Any], theme: Theme) -> Any:
     rows = -(-len(results) // columns)
     most = max(len(result["contenders"]) for result in results)
     about = record["environment"]
-    link = f", a link of {environment.link_text(record['link'])}" if record["link"] else ""
     made = pictures.sheet(
         (0.26 * most + 0.95) * rows + 0.9,
-        f"A training step on {about['ranks']} rank{'s' if about['ranks'] > 1 else ''}: "
-        f"{about['mpi_library']}{link}, torch {about['torch'].partition('+')[0]}, "
-        f"{environment.processor(about)}",
+        environment.title(
+            record, f"A training step on {about['ranks']} rank{'s' * (about['ranks'] > 1)}"
+        ),
         f"slowest rank, median of {record['rounds']} rounds, p10–p90; dashed: no communication; "
         f"{environment.binding(about).split(':')[0]}",
     )
     for place, (axes, result) in enumerate(
         zip(pictures.panels(made, len(results), columns), results, strict=True)
     ):
-        found = result["contenders"]
-        pictures.bars(
-            axes,
-            theme,
-            [palette.contender(record["benchmark"], name) for name in found],
-            [
-                {
-                    "median": one["median_us"] / 1e3,
-                    "low": one["p10_us"] / 1e3,
-                    "high": one["p90_us"] / 1e3,
-                }
-                for one in found.values()
-            ],
-        )
+        draw_bars(axes, theme, record["benchmark"], result["contenders"], 1e3)
         if place % columns:
             # The panel at its left has the same bars.
             axes.tick_params(axis="y", labelleft=False)

@@ -46,7 +46,7 @@ def test_every_benchmark_takes_a_folder():
     """A benchmark's source has --output, or uses a module of shared options."""
     ways = (
         '"--output"',
-        "benchmark_options.add_output(",
+        "benchmark_options.parser(",
         "training_run.arguments(",
         "scaling_options.add_commands(",
     )
