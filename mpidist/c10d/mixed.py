@@ -79,7 +79,9 @@ class MixedProcessGroup(TorchProcessGroup):
             )
         return _TorchGroup._get_backend(self, device)
 
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:  # type: ignore[override]
+    def barrier(  # type: ignore[override]
+        self, opts: Any = None, timeout: timedelta | None = None
+    ) -> Work:
         """See barrier; waits in the backend of the options' device, or in MPI without a device."""
         # Reading an unset device raises in some versions of torch.
         device = getattr(opts, "device", None)
