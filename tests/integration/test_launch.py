@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.tools.support import printed
+from tests.tools.support import mpich_between_nodes, printed
 from tests.tools.support import short_job as run
 
 pytestmark = pytest.mark.slow
@@ -169,6 +169,29 @@ def test_a_start_that_cannot_work_says_so(name, words):
         if "LaunchError: " in line and not line.startswith("[rank")
     ]
     assert all(word in line for word in words), line
+
+
+_UNRECEIVED = """
+    import torch
+    import mpidist.comm
+    group = mpidist.comm.init()
+    other = 1 - group.rank
+    sends = [group.isend(torch.full((400,), float(tag)), other, tag) for tag in range(200)]
+    group.barrier()
+    for tag in reversed(range(200)):
+        got = torch.zeros(400)
+        group.recv(got, other, tag)
+        assert got.tolist() == [tag] * 400
+    for send in sends:
+        send.wait()
+    print("all arrived")
+"""
+
+
+def test_a_collective_passes_messages_that_nobody_receives_yet():
+    done = run(2, _UNRECEIVED, **mpich_between_nodes(2))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("all arrived") == 2
 
 
 def test_one_thread_at_a_time():

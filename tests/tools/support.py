@@ -134,6 +134,21 @@ def short_job(
     return job(ranks, script, *options, timeout_s=90, **settings)
 
 
+def mpich_between_nodes(ranks: int) -> dict[str, Any]:
+    """Return ``command`` and ``env`` of a job of MPICH whose ranks share no node, over TCP."""
+    folder = ROOT / ".mpich"
+    library = folder / "lib" / "libmpi.so.12"
+    if not library.exists():
+        missing("the mpich wheel is not installed in .mpich")
+    variables = {
+        "MPI4PY_LIBMPI": str(library),
+        "MPIR_CVAR_NOLOCAL": "1",
+        "MPIR_CVAR_CH4_NETMOD": "ofi",
+        "FI_PROVIDER": "tcp",
+    }
+    return {"command": [str(folder / "bin" / "mpirun"), "-n", str(ranks)], "env": variables}
+
+
 def printed(done: subprocess.CompletedProcess[str]) -> dict[int, dict[str, Any]]:
     """Return the JSON that the ranks of a successful job printed, ordered by ``rank``."""
     assert done.returncode == 0, done.stdout + done.stderr

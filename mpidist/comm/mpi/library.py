@@ -43,15 +43,20 @@ def is_started() -> bool:
 
 
 def configure_environment() -> None:
-    """Set the variables that Open MPI reads at its start, unless the user has set them.
+    """Set the variables that an MPI library reads at its start, unless the user has set them.
 
     A waiting rank must yield its core: ``mpirun -n 2`` binds each rank to one core, which the
     group's thread and the user's share (4 ms for an all-reduce without the yield, 5 us with it;
     docs/decisions/0001). Messages up to 32 KiB between ranks of a node are sent without a handshake
     (4 KiB by default): a round trip of 8 KB takes 5 us instead of 9 (docs/decisions/0012).
+
+    libfabric's TCP provider, by which MPICH sends between nodes, saves 64 messages of a peer that
+    no receive takes, and then reads nothing more from it: a collective behind 100 sends whose
+    receives come after it hangs.
     """
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     os.environ.setdefault("OMPI_MCA_btl_sm_eager_limit", "32768")
+    os.environ.setdefault("FI_TCP_MAX_SAVED", str(1 << 20))
 
 
 @contextmanager

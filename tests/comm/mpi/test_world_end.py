@@ -6,7 +6,7 @@ import pytest
 
 from mpidist.comm.mpi import runtime, world_end
 from mpidist.comm.mpi.library import MPI
-from tests.tools.support import ROOT, agree, missing, short_job
+from tests.tools.support import agree, mpich_between_nodes, short_job
 
 TAG = 91
 
@@ -98,17 +98,7 @@ _LATE = """
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_late_rank_ends_between_nodes_of_mpich(ranks):
-    """MPICH's ranks as if each had a node, over TCP: MPI_Finalize waits for nobody."""
-    file = ROOT / ".mpich" / "lib" / "libmpi.so.12"
-    if not file.exists():
-        missing("the mpich wheel is not installed in .mpich")
-    variables = {
-        "MPI4PY_LIBMPI": str(file),
-        "MPIR_CVAR_NOLOCAL": "1",
-        "MPIR_CVAR_CH4_NETMOD": "ofi",
-        "FI_PROVIDER": "tcp",
-    }
-    command = [str(ROOT / ".mpich" / "bin" / "mpirun"), "-n", str(ranks)]
-    done = short_job(ranks, _LATE, command=command, env=variables)
+    """MPI_Finalize waits for nobody there."""
+    done = short_job(ranks, _LATE, **mpich_between_nodes(ranks))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("has closed its group") == ranks
