@@ -34,7 +34,13 @@ def replacing(path: Path, *, is_synced: bool = True) -> Iterator[IO[bytes]]:
         OSError: The file cannot be written.
     """
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
-    handle = os.open(part, _FLAGS, 0o666)
+    try:
+        handle = os.open(part, _FLAGS, 0o666)
+    except FileExistsError:
+        raise  # somebody has guessed the name of the part
+    except OSError as error:
+        error.filename = os.fspath(path)
+        raise
     try:
         with naming(path), open(handle, "wb") as file:
             yield file

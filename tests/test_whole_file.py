@@ -65,6 +65,13 @@ def test_a_guessed_name_is_refused(tmp_path, monkeypatch):
     assert victim.read_bytes() == b"precious"
 
 
+def test_a_file_that_cannot_be_made_is_named_without_its_part(tmp_path):
+    path = tmp_path / "gone" / "state.pt"
+    with pytest.raises(FileNotFoundError) as caught, replacing(path) as file:
+        file.write(b"content")
+    assert str(caught.value) == f"[Errno 2] No such file or directory: '{path}'"
+
+
 def test_a_write_without_room_names_its_file(tmp_path):
     path = tmp_path / "state.pt"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -24,13 +24,15 @@ def main() -> None:
     The exit status is that of a started job; otherwise 0, 1 if problems were found, or 2 for wrong
     arguments. Ctrl-C is 130, as in a shell, and an output that nobody reads 1, as in typer.
     """
+    if sys.stdout is None:
+        # The caller has closed it (>&-).
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         try:
             _run()
         finally:
             # Here, because Python's own at exit says what nobody wants to know.
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            sys.stdout.flush()
     except KeyboardInterrupt:
         raise SystemExit(_STATUS_OF_INTERRUPT) from None
     except BrokenPipeError:

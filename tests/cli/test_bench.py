@@ -1,10 +1,15 @@
 """Command lines of the shipped benchmarks."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from mpidist import shipped
 from mpidist.cli import bench
 from mpidist.errors import LaunchError
+from tests.tools.support import ROOT
 
 
 def test_a_benchmark_writes_into_the_folder(tmp_path):
@@ -77,3 +82,23 @@ def test_arithmetic_needs_no_packages_for_plots_and_makes_no_folder(tmp_path):
     assert words[1:] == ("advise", "memory") and not folder.exists()
     with pytest.raises(LaunchError, match="need matplotlib, psutil"):
         bench.program("scaling", folder, ["advise", "--measure"], lambda name: name == "rich")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_advice_whose_reader_has_enough_has_no_traceback(unbuffered):
+    path = shipped.folder("benchmarks") / "bench_scaling.py"
+    words = "--bandwidth 10 --parameters 350e6 --ranks 64 --processor gpu"
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, str(path), "advise", *words.split()],
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, "")

@@ -179,6 +179,16 @@ def test_an_output_that_cannot_be_written_has_no_traceback():
                     assert word not in said, (line, said)
 
 
+def test_a_closed_output_is_no_error(tmp_path):
+    """As of a job in the background that was started with >&-."""
+    own = tmp_path / "own.json"
+    with chrome_file.written(own) as file:
+        file.begin(facts(1))
+    line = shlex.join([sys.executable, "-m", "mpidist", "trace", "summary", str(own)])
+    done = started(["sh", "-c", f"{line} >&-"], 60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_clean_names_what_it_removes_and_what_it_leaves(call, tmp_path, monkeypatch):
     dead, used = (tmp_path / f"mpidist-{os.geteuid()}-{name}" for name in ("a", "b"))
     dead.mkdir()
