@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Mapping
+import signal
+import sys
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import FrameType
+from typing import NoReturn
 
 from mpidist import progress_bar
 from mpidist.cli import facts as process_facts
@@ -19,7 +24,7 @@ from mpidist.cli.deadline import deadline
 from mpidist.cli.facts import Facts
 from mpidist.cli.finding import NOTE, PROBLEM, WARNING, Finding
 from mpidist.cli.findings import findings
-from mpidist.comm.discovery import installed, launcher_trial
+from mpidist.comm.discovery import child_job, installed, launcher_trial
 from mpidist.comm.mpi import launcher_env
 from mpidist.errors import MpidistError
 
@@ -91,7 +96,7 @@ def examine(
         return _without_mpi(
             process_facts.collect(environ, shutil.which("mpirun") or ""), error, launch.rank
         )
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, _ending_trials() if is_alone else nullcontext():
         trial = (
             pool.submit(_try_two_ranks, library.text)
             if is_alone and tries_launcher and library.mpirun
@@ -147,6 +152,23 @@ def report_of(
         ranks = questions.gather(questions.with_operations(own))
     group.close()
     return Report(ranks, findings(ranks), own.rank == 0)
+
+
+@contextmanager
+def _ending_trials() -> Iterator[None]:
+    """End the jobs of the other thread if the block is left by an exception, Ctrl-C or SIGTERM."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    former = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except BaseException:
+        child_job.end_all()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def _try_two_ranks(library: str) -> dict[str, str]:

@@ -1,6 +1,8 @@
 """The doctor on real ranks: facts about MPI, disagreements between ranks, failed starts."""
 
 import os
+import signal
+import threading
 from dataclasses import replace
 
 import pytest
@@ -107,6 +109,21 @@ def test_a_start_that_fails_is_a_problem_and_one_rank_prints_it(monkeypatch):
     monkeypatch.setattr(questions, "start", lambda timeout_s: fails())
     report = doctor.examine(ranked, 5.0, True, False)
     assert report.exit_code() == 1 and report.ranks[0].rank == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_ctrl_c_and_sigterm_end_the_job_of_the_other_thread(monkeypatch, number, raised):
+    library = installed.Installed("openmpi", "Open MPI v5", "/m/libmpi.so", "/m/mpirun")
+    monkeypatch.setattr(installed, "installed", lambda: library)
+    ended, former = threading.Event(), signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(doctor.child_job, "end_all", ended.set)
+    monkeypatch.setattr(doctor, "_try_two_ranks", lambda library: {"it": str(ended.wait(60))})
+    monkeypatch.setattr(facts, "collect", lambda *args: signal.raise_signal(number))
+    with pytest.raises(raised):
+        doctor.examine({}, 5.0, True, False)
+    assert ended.is_set() and signal.getsignal(signal.SIGTERM) == former
 
 
 def test_torch_is_tried_after_the_handshake_alone(monkeypatch):

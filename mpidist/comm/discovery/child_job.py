@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections import deque
@@ -31,6 +32,9 @@ _SILENT = "ended without output"
 _MARK = "MPIDIST_NESTED"
 _END_S = 3.0  # time for a launcher to end its ranks
 _KEPT_LINES = 100  # last lines of output that are kept for the reason
+_LOOK_S = 0.1  # longest time until a job is ended that another thread runs
+
+_ending = threading.Event()
 
 
 def launcher(library: str) -> list[str] | None:
@@ -112,6 +116,14 @@ def answers(
     return texts, f"{start[0]}: {ending or (wrong if texts else _SILENT)}"
 
 
+def end_all() -> None:
+    """End the jobs that other threads of this process run, and those that they would start.
+
+    Their launchers are in sessions of their own, which a terminal's Ctrl-C does not reach.
+    """
+    _ending.set()
+
+
 def run(command: Sequence[str], on_line: Callable[[str], bool], silence_s: float) -> str:
     """Run a command until it ends or is silent for too long; leave none of its processes behind.
 
@@ -145,6 +157,8 @@ def run(command: Sequence[str], on_line: Callable[[str], bool], silence_s: float
                 process.wait(_END_S)
     finally:
         _terminate(process, mark)
+    if _ending.is_set():
+        return "ended with this process"
     if lines is None or process.returncode is None:
         return f"hung: no output within {silence_s:g} s"
     return _exit_reason(process.returncode, lines)
@@ -179,7 +193,7 @@ def _read_lines(
 ) -> list[str] | None:
     """Read the output of a process to its end; return the last lines that were not progress.
 
-    None after a silence of ``silence_s`` seconds.
+    None after a silence of ``silence_s`` seconds, and after ``end_all``.
     """
     assert process.stdout is not None
     poll = select.poll()  # select() is limited to 1024 descriptors
@@ -188,8 +202,10 @@ def _read_lines(
     rest, last_output = b"", time.monotonic()
     while True:
         left_s = last_output + silence_s - time.monotonic()
-        if left_s <= 0 or not poll.poll(left_s * 1e3):
+        if left_s <= 0 or _ending.is_set():
             return None
+        if not poll.poll(min(left_s, _LOOK_S) * 1e3):
+            continue
         piece = os.read(process.stdout.fileno(), 1 << 16)
         *lines, rest = (rest + (piece or b"\n")).split(b"\n")
         for line in lines:

@@ -3,6 +3,9 @@
 import os
 import signal
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +30,27 @@ def test_processes_that_a_launcher_detaches_are_ended(tmp_path):
         patch.setattr(child_job, "_processes_marked", watched)
         assert child_job.run([sys.executable, "-S", "-c", code], lambda line: True, 20.0) == ""
     assert marks[0] == 1 and marks[-1] == 0
+
+
+def test_jobs_of_other_threads_are_ended_with_their_process(monkeypatch):
+    monkeypatch.setattr(child_job, "_ending", threading.Event())
+    begun, pids = threading.Event(), []
+
+    def on_line(line):
+        pids.append(int(line))
+        begun.set()
+        return True
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(
+            child_job.run, ["sh", "-c", "echo $$; exec sleep 600"], on_line, 500.0
+        )
+        assert begun.wait(30)
+        child_job.end_all()
+        assert running.result(30) == "ended with this process"
+        # One that would follow ends at once.
+        assert child_job.run(["sleep", "600"], on_line, 500.0) == "ended with this process"
+    assert not Path(f"/proc/{pids[0]}").exists()
 
 
 def test_a_command_that_cannot_be_executed_is_reported_and_not_raised(tmp_path):
