@@ -265,6 +265,7 @@ def _create(
     with collector_paused():
         from mpidist import torch_version
         from mpidist.c10d import generation, sends, shrinking
+        from mpidist.c10d.native import KEY
         from mpidist.comm import world_group
         from mpidist.comm.mpi import creation_barrier, runtime
 
@@ -280,7 +281,9 @@ def _create(
     ranks = list(options.global_ranks_in_group)
     name, timeout = str(options.group_id), options.timeout
     if ranks:
-        native = _native_of_default().new_group(ranks, name, timeout)
+        # By the order of calls: torch's names count the groups that each rank has made, and differ
+        # where some ranks alone made one (``use_local_synchronization``).
+        native = _native_of_default().new_group(ranks, name, timeout, key=KEY)
         assert native is not None
     else:
         if options.group_size > world.size:
@@ -309,7 +312,7 @@ def _create(
     origin = None
     if parent or getattr(options, "enable_reconfigure", False):
         reconfiguring = importlib.import_module("mpidist.c10d.reconfiguring")
-        origin = reconfiguring.origin_of(native, parent, name)
+        origin = reconfiguring.origin_of(native, parent)
     group_of_torch = generation.group_of_torch(native, options.store, name, origin)
     # torch has set it on the group object that this one replaces.
     group_of_torch.bound_device_id = device_id

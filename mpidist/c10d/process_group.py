@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import Store, Work
 from mpidist.c10d.calls import Answer, Calls
 from mpidist.c10d.collectives import Collectives, TensorList
 from mpidist.c10d.mpi_backend import MpiBackend
+from mpidist.c10d.native import KEY
 from mpidist.c10d.reductions import Options, Reducing
 from mpidist.c10d.short_forms import full
 from mpidist.c10d.window import TorchWindow
@@ -360,7 +361,7 @@ class TorchProcessGroup(Collectives, dist.ProcessGroup):
             group_desc: Description for messages.
             device_types: Not used: the new group supports the same devices.
         """
-        native = self.native.new_group(sorted(ranks), group_name, timeout)
+        native = self.native.new_group(sorted(ranks), group_name, timeout, key=KEY)
         if native is None:
             return None
         store = dist.PrefixStore(f"{native.name}/", self.get_group_store())

@@ -132,7 +132,7 @@ class ReconfigurableGroup(TorchProcessGroup):
         return sorted(members) if isinstance(handles, (set, frozenset)) else members
 
 
-def origin_of(native: ProcessGroup, parent: str | None, name: str) -> str:
+def origin_of(native: ProcessGroup, parent: str | None) -> str:
     """Return a text that identifies a new group among those of all jobs.
 
     Collective: over the group.
@@ -140,10 +140,9 @@ def origin_of(native: ProcessGroup, parent: str | None, name: str) -> str:
     Args:
         native: The native group.
         parent: The origin of the default group; None for that group itself.
-        name: torch's name of the group.
     """
     if parent is not None:
-        return f"{parent}/{name}"
+        return f"{parent}/{native.key}"
     job: str = native.all_gather_object(secrets.token_hex(8))[0]
     return job
 

@@ -540,17 +540,19 @@ class ProcessGroup:
         name: str | None = None,
         timeout: float | timedelta | None = None,
         on_timeout: str | None = None,
+        key: str | None = None,
     ) -> ProcessGroup | None:
         """Make a group of some of this group's ranks.
 
         Collective: over ``ranks`` alone; others may call it too, and get None. Members must agree
-        on the order of such calls.
+        on the order of the calls with the same ranks and key.
 
         Args:
             ranks: Distinct ranks of this group, in the new group's order.
             name: The name in messages; derived from the ranks if None.
             timeout: Seconds or a timedelta, 0 for no limit; this group's if None.
             on_timeout: See ``init``; this group's if None.
+            key: The same on all members; ``name`` if None, which then must be the same, too.
 
         Blocks: until all of ``ranks`` have called it, at most this group's timeout.
 
@@ -562,7 +564,7 @@ class ProcessGroup:
                 (members that wait).
             DisagreementError: ``on_timeout`` differs between the members (all members).
         """
-        return self._subgroups.new_group(ranks, name, timeout, on_timeout)
+        return self._subgroups.new_group(ranks, name, timeout, on_timeout, key)
 
     def split(
         self,

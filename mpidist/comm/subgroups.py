@@ -66,6 +66,7 @@ class Subgroups(Generic[G]):
         name: str | None = None,
         timeout: float | timedelta | None = None,
         on_timeout: str | None = None,
+        key: str | None = None,
     ) -> G | None:
         """See ``ProcessGroup.new_group``."""
         state = self._execution.state
@@ -76,9 +77,8 @@ class Subgroups(Generic[G]):
             return None
         if not name:
             name = f"{state.name}/{'-'.join(map(str, ranks[:8]))}{'-...' if len(ranks) > 8 else ''}"
-        # The identity includes the name, because two threads may make two groups of the same ranks,
-        # in different orders on different ranks.
-        identity = repr((name, ranks)).encode()
+        # Two threads may make two groups of the same ranks, in different orders on different ranks.
+        identity = repr((key or name, ranks)).encode()
         digest = hashlib.blake2b(identity, digest_size=8).hexdigest()
         self._creations[digest] += 1
         creation_key = f"{digest}#{self._creations[digest]}"

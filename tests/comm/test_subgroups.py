@@ -52,6 +52,19 @@ def test_new_group_is_for_its_members_and_in_their_order(group):
     agree(group, ok)
 
 
+def test_new_groups_of_one_key_need_no_common_name(group):
+    children = [
+        group.new_group(range(group.size), f"{turn} of {group.rank}", key="one") for turn in "ab"
+    ]
+    ok = True
+    for child in children:
+        tensor = torch.tensor([1.0])
+        child.all_reduce(tensor)
+        ok &= tensor.item() == group.size and child.name.endswith(f"of {group.rank}")
+        child.close()
+    agree(group, ok)
+
+
 @pytest.mark.parametrize("ranks", [[], [0, 0], [99], [-1], ["0"]])
 def test_new_group_refuses(group, ranks):
     with pytest.raises((ValueError, TypeError), match="new_group"):

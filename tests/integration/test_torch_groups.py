@@ -139,6 +139,21 @@ def test_a_group_of_some(world, default, local):
     agree(world, ok and total(world) == triangle(world.size), text)
 
 
+@pytest.mark.parametrize("local", [False, True], ids=["all_call", "members_call"])
+def test_groups_of_all_ranks_behind_one_that_some_have_made(world, default, local):
+    """torch's names of groups differ between the ranks then."""
+    if world.rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    ranks = list(range(world.size))
+    groups = [dist.new_group(ranks, use_local_synchronization=local) for _ in range(2)]
+    groups.append(dist.group.WORLD.split_group(ranks, group_name=groups[0].group_name + "-again"))
+    for group in groups:
+        x = torch.tensor([world.rank + 1.0])
+        group.allreduce([x]).wait()
+        agree(world, x.item() == triangle(world.size))
+    groups[-1].shutdown()
+
+
 def test_overlapping_groups(world, default):
     rings = {}
     for first in range(world.size):

@@ -9,6 +9,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from mpidist.c10d.native import KEY
 from mpidist.c10d.up_to_213 import overrides
 from mpidist.c10d.up_to_213.device_backend import DeviceBackend
 from mpidist.comm.group import ProcessGroup
@@ -102,7 +103,7 @@ class ManagedGroup(dist.ProcessGroup):
             group_desc: Description for messages.
             device_types: Not used: the new group supports the same devices.
         """
-        native = self.native.new_group(sorted(ranks), group_name, timeout)
+        native = self.native.new_group(sorted(ranks), group_name, timeout, key=KEY)
         if native is None:
             return None
         child = type(self)(native, dist.PrefixStore(f"{native.name}/", self._store), native.name)
