@@ -113,9 +113,9 @@ class MpiBackend(Collectives, Backend):
     def split(self, store: Store, ranks: Sequence[int], opts: object) -> MpiBackend | None:
         """Return a backend for some ranks of the group, None on the others.
 
-        Collective: over ``ranks``.
+        Collective: over ``ranks``, which are in the new group's order.
         """
-        child = self.native.new_group(sorted(ranks), None, None)
+        child = self.native.new_group(ranks, None, None)
         return None if child is None else MpiBackend(Calls(child))
 
     def shrink(

@@ -354,14 +354,14 @@ class TorchProcessGroup(Collectives, dist.ProcessGroup):
         Collective: over ``ranks``; other ranks get None.
 
         Args:
-            ranks: Ranks of this group; the new group has them in ascending order.
+            ranks: Ranks of this group, in the new group's order.
             timeout: Timeout of the new group; None for this group's.
             opts: Not used.
             group_name: Unique name; None for a generated one.
             group_desc: Description for messages.
             device_types: Not used: the new group supports the same devices.
         """
-        native = self.native.new_group(sorted(ranks), group_name, timeout, key=KEY)
+        native = self.native.new_group(ranks, group_name, timeout, key=KEY)
         if native is None:
             return None
         store = dist.PrefixStore(f"{native.name}/", self.get_group_store())
