@@ -426,3 +426,22 @@ def test_nobody_writes_the_one_copy_that_another_still_reads(world, group, withi
             read()
             sharded.step()
         agree(group, all(seen), f"{seen.count(False)} of {len(seen)} times")
+def test_gradients_of_another_dtype_are_stepped_as_a_plain_optimizer_steps_them(group):
+    def parameters():
+        found = [torch.nn.Parameter(p.detach().bfloat16()) for p in nets.parameters_for("Muon")]
+        for parameter in found:
+            parameter.grad_dtype = torch.float32
+        return found
+
+    plain = torch.optim.SGD(parameters(), lr=0.1, momentum=0.9)
+    for kind in nets.partitions_of("SGD"):
+        sharded = sgd(group, parameters(), momentum=0.9, partition=kind)
+        for optimizer in (sharded,) if plain.state else (sharded, plain):
+            for step in range(3):
+                for parameter in nets.all_parameters(optimizer):
+                    parameter.grad = torch.full(parameter.shape, 0.01 * (step + 1))
+                optimizer.step()
+        wrong = nets.differences(sharded, plain)
+        agree(group, not wrong, f"{kind}: {wrong}")
+
+

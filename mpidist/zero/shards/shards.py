@@ -319,7 +319,7 @@ class Shards:
                 piece = own.get(span.number)
                 if piece is None:
                     parameter = self.parameters[span.number]
-                    tensor = torch.nn.Parameter(self._elements(home, span))
+                    tensor = _stepped(self._elements(home, span))
                     made.append(Piece(span.number, parameter, span.start, span.stop, tensor, home))
                 else:
                     piece.home = home
@@ -338,7 +338,7 @@ class Shards:
             if self.owners[number] == self.group.rank
         ]
         return [
-            Piece(number, parameter, 0, 0, torch.nn.Parameter(torch.empty_like(parameter)))
+            Piece(number, parameter, 0, 0, _stepped(torch.empty_like(parameter)))
             for number, parameter in own
         ]
 
@@ -353,3 +353,8 @@ class Shards:
         view = self._buffers_of[span.number].view(span.number)
         # Whole parameters keep their shape: the base optimizer may read it.
         return laid_out(part, view) if part.numel() == view.numel() else part
+def _stepped(elements: Tensor) -> torch.nn.Parameter:
+    """Return a parameter of the base optimizer; its gradient has the dtype that the user's has."""
+    made = torch.nn.Parameter(elements)
+    made.grad_dtype = None
+    return made
