@@ -665,6 +665,7 @@ def _shards_of(
             "copy of the rounded parameters"
         )
     groups.require_host_memory(param_groups if one_copy else [])
+    groups.require_whole(param_groups)
     groups.require_distinct(param_groups)
     shards = Shards(group, partition, cost, one_copy and group.size > 1, wire)
     for each in param_groups:

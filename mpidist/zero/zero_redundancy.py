@@ -136,13 +136,4 @@ class _Checked:
                 "params must be an iterable of tensors, of (name, tensor) pairs or of dicts; got "
                 + ", ".join(sorted(kind.__name__ for kind in kinds))
             )
-        for each in found:
-            tensors = each.get("params", ()) if isinstance(each, dict) else [each]
-            if any(
-                isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided
-                for tensor in tensors
-            ):
-                raise ValueError(
-                    "ZeroRedundancyOptimizer is for dense parameters; gradients may be sparse"
-                )
         return iter(found)

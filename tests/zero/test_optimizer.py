@@ -11,6 +11,8 @@ import warnings
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import mpidist
 from mpidist.errors import DisagreementError
@@ -232,6 +234,8 @@ def test_bad_arguments_are_refused_on_all_ranks_and_the_group_goes_on(group):
     refused(group, ValueError, "empty parameter list", [], sgd_class, group, lr=0.1)
     refused(group, TypeError, "iterable", torch.ones(3), sgd_class, group, lr=0.1)
     refused(group, ValueError, "given twice", [p()[0]] * 2, sgd_class, group, lr=0.1)
+    sparse = torch.eye(3).to_sparse().requires_grad_()
+    refused(group, ValueError, "dense", [*p(), sparse], sgd_class, group, lr=0.1)
     refused(group, ValueError, "learning rate", p(), sgd_class, group, lr=-1.0)
     refused(group, ValueError, "some on meta", [on_meta], group=group, one_copy=True, lr=0.1)
     with warnings.catch_warnings():
@@ -426,6 +430,16 @@ def test_nobody_writes_the_one_copy_that_another_still_reads(world, group, withi
             read()
             sharded.step()
         agree(group, all(seen), f"{seen.count(False)} of {len(seen)} times")
+@pytest.mark.usefixtures("default_group")
+def test_dtensors_are_refused_on_all_ranks(group):
+    mesh = init_device_mesh("cpu", (group.size,))
+    parts = [torch.nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))]
+    refused(group, ValueError, "is a DTensor", parts, torch.optim.SGD, group, lr=0.1)
+    sharded = sgd(group)
+    raises_on_all(group, ValueError, lambda: sharded.add_param_group({"params": parts}), "DTensor")
+    sharded.step()
+
+
 def test_gradients_of_another_dtype_are_stepped_as_a_plain_optimizer_steps_them(group):
     def parameters():
         found = [torch.nn.Parameter(p.detach().bfloat16()) for p in nets.parameters_for("Muon")]

@@ -108,6 +108,26 @@ def _text(value: object) -> str:
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
+def require_whole(groups: Groups) -> None:
+    """Refuse parameters that are not dense tensors of this rank, which have no elements to divide.
+
+    Raises:
+        ValueError: A parameter is sparse, or a DTensor.
+    """
+    for number, parameter in enumerate(p for group in groups for p in group["params"]):
+        if parameter.layout is not torch.strided:
+            raise ValueError(
+                f"parameter {number} is of layout {parameter.layout}: a sharded optimizer is for "
+                "dense parameters; gradients may be sparse"
+            )
+        # As FSDP2 makes them.
+        if hasattr(parameter, "device_mesh"):
+            raise ValueError(
+                f"parameter {number} is a DTensor, of which each rank has its part already: give "
+                "it to the base optimizer itself"
+            )
+
+
 def require_distinct(groups: Groups) -> None:
     """Refuse parameters given twice or at one address, which would get separate places.
 

@@ -96,6 +96,7 @@ class ParameterChanges:
             with comparing(self._group, "OSS.add_param_group") as rows:
                 append()
                 groups.require_host_memory(self._groups[-1:] if self._one_copy else [])
+                groups.require_whole(self._groups[-1:])
                 groups.require_distinct(self._groups)
                 # All groups: other parameters may train again since the last step.
                 groups.require_carried(self._groups, self._shards.wire)
