@@ -438,6 +438,27 @@ def test_dtensors_are_refused_on_all_ranks(group):
     sharded = sgd(group)
     raises_on_all(group, ValueError, lambda: sharded.add_param_group({"params": parts}), "DTensor")
     sharded.step()
+@pytest.mark.parametrize(
+    "options", [{}, {"partition": "flat"}, {"one_copy": True}, {"wire": "bf16"}]
+)
+def test_a_graph_that_needs_the_old_parameters_is_refused_on_all_ranks(group, options):
+    """As with a plain optimizer; other ranks' parameters count, those without gradients do not."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        *(torch.nn.Linear(9, 9) for _ in range(2 * group.size)), torch.nn.Linear(9, 2)
+    )
+    other = torch.nn.Linear(9, 2)
+    sharded = OSS(
+        [*net.parameters(), *other.parameters()], torch.optim.SGD, group, lr=0.1, **options
+    )
+    for _ in range(2):
+        loss = net(torch.ones(4, 9)).sum()
+        unused = other(torch.ones(4, 9, requires_grad=True)).sum()
+        loss.backward(retain_graph=True)
+        sharded.step()
+        raises_on_all(group, RuntimeError, loss.backward, "inplace operation")
+        unused.backward()
+        sharded.zero_grad()
 
 
 def test_gradients_of_another_dtype_are_stepped_as_a_plain_optimizer_steps_them(group):

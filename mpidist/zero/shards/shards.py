@@ -75,6 +75,7 @@ class Shards:
         self._buffers_of: dict[int, FlatBuffers] = {}  # by parameter number
         self._pending: list[FlatBuffers] = []  # allocated, without parameters
         self._placed: set[int] = set()  # numbers of parameters in their place, or empty and trained
+        self._trained: list[Tensor] = []  # the parameters of these numbers
 
     def stepped_numbers(self) -> frozenset[int]:
         """Return the numbers of the parameters that a rank steps or has stepped."""
@@ -143,7 +144,7 @@ class Shards:
         for buffers in pending:
             buffers.place_parameters()
             self._placed.update(slot.number for plan in buffers.plans for slot in plan.slots)
-        self._find_outside()
+        self._note_placed()
         self.masters.renew(self.pieces)
 
     def refresh(self) -> None:
@@ -164,7 +165,7 @@ class Shards:
             buffers.place(returning)
             self._placed.update(returning)
             self.masters.invalidate(returning)
-        self._find_outside()
+        self._note_placed()
         self.masters.renew(self.pieces)
 
     def has_new(self) -> bool:
@@ -196,17 +197,26 @@ class Shards:
         Blocks: until this rank's parameters are complete.
         """
         group, wire = self.group, self.wire
-        if group.size == 1:
+        if group.size > 1:
+            if wire is not None:
+                for plan, flat, own in zip(self.plans, self.flats, self.masters.flats, strict=True):
+                    wire.share(group, own, flat, plan.bounds)
+            # Ranks that share one copy on one node have nothing to copy.
+            elif not (self.is_one_copy and group.is_single_node):
+                for buffers in self._buffers:
+                    buffers.gather()
+        elif self.steps_parameters:
             return
+        # What was written into the buffers has left the parameters' own version counters alone, by
+        # which autograd refuses a graph that needs the old values. Like a plain optimizer's step
+        # it has changed those with a gradient.
+        written = []
+        for parameter in self._trained:
+            if parameter.grad is not None:
+                written.append(parameter)
+        torch.autograd.graph.increment_version(written)
         if wire is not None:
-            masters = self.masters
-            for plan, flat, own in zip(self.plans, self.flats, masters.flats, strict=True):
-                wire.share(group, own, flat, plan.bounds)
-            masters.mark_current(self.pieces)
-        # Ranks that share one copy on one node have nothing to copy.
-        elif not (self.is_one_copy and group.is_single_node):
-            for buffers in self._buffers:
-                buffers.gather()
+            self.masters.mark_current(self.pieces)
 
     def stepped(self) -> list[Piece]:
         """Return this rank's pieces of parameters that are in their places, or empty."""
@@ -297,8 +307,9 @@ class Shards:
         rank = self.group.rank
         return [plan.bounds[rank + 1] - plan.bounds[rank] for plan in self.plans]
 
-    def _find_outside(self) -> None:
+    def _note_placed(self) -> None:
         placed = self._placed
+        self._trained = [self.parameters[number] for number in sorted(placed)]
         self.outside = [piece for piece in self.pieces if piece.number not in placed]
 
     def _append(self, buffers: FlatBuffers) -> list[Piece]:
@@ -353,6 +364,8 @@ class Shards:
         view = self._buffers_of[span.number].view(span.number)
         # Whole parameters keep their shape: the base optimizer may read it.
         return laid_out(part, view) if part.numel() == view.numel() else part
+
+
 def _stepped(elements: Tensor) -> torch.nn.Parameter:
     """Return a parameter of the base optimizer; its gradient has the dtype that the user's has."""
     made = torch.nn.Parameter(elements)
