@@ -43,7 +43,7 @@ from mpidist.ddp.hooks.torch_bucket import name_of
 from mpidist.ddp.inner_optimizer import InnerOptimizer, is_sharded
 from mpidist.ddp.outer_fragment import OuterFragment
 from mpidist.ddp.outer_schedule import OuterSchedule, even_runs, runs_of
-from mpidist.ddp.verification import broadcast_state, rows_of
+from mpidist.ddp.verification import broadcast_module, rows_of
 from mpidist.errors import MpidistError
 
 Optimizer = torch.optim.Optimizer
@@ -189,10 +189,7 @@ class DiLoCo:
                 *((f"fragment {n}", str(one.names)) for n, one in enumerate(self.fragments)),
                 *rows_of(_all_state(module)),
             ]
-        held = [tensor for _, tensor in _all_state(module)]
-        broadcast_state(self._group, held)
-        # A sharded optimizer with a wire asks by it whether its parameters have been written.
-        torch.autograd.graph.increment_version(held)
+        broadcast_module(self._group, _all_state(module))
         with torch.no_grad():
             for fragment in self.fragments:
                 fragment.restart()

@@ -28,7 +28,7 @@ from mpidist.ddp.join import JoinedOptimizer, TorchJoinHook, UnevenInputs
 from mpidist.ddp.reducer import Reducer
 from mpidist.ddp.torch_arguments import Device
 from mpidist.ddp.torch_private import TorchNames
-from mpidist.ddp.verification import broadcast_state, named_state, rows_of
+from mpidist.ddp.verification import broadcast_module, named_state, rows_of
 from mpidist.errors import MpidistError
 from mpidist.kernels.launch import has_kernels
 
@@ -168,7 +168,7 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self.dim = dim
         self._has_cap_list = bucket_cap_mb_list is not None
         if init_sync:
-            broadcast_state(self._group, [tensor for _, tensor in state])
+            broadcast_module(self._group, state)
         self._make_reducer()
 
     def register_comm_hook(self, state: object, hook: Hook | None) -> None:

@@ -63,6 +63,19 @@ def broadcast_state(group: Group, tensors: Sequence[torch.Tensor], root: int = 0
             group.broadcast_coalesced(batch, root)
 
 
+def broadcast_module(
+    group: Group, named: Sequence[tuple[str, torch.Tensor]], root: int = 0
+) -> None:
+    """Broadcast ``root``'s parameters and buffers, as writes in place that torch knows of.
+
+    Collective: over the group.
+    """
+    tensors = [tensor for _, tensor in named]
+    broadcast_state(group, tensors, root)
+    # A sharded optimizer with a wire asks by it whether its parameters have been written.
+    torch.autograd.graph.increment_version(tensors)
+
+
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Split a list of tensors into batches of at most ``_BATCH_BYTES``, or of one tensor."""
     batch: list[torch.Tensor] = []

@@ -89,6 +89,38 @@ def test_same_bits_as_the_plain_optimizer_under_ddp(default_group, group, whose,
     )
 
 
+@pytest.mark.parametrize("whose", ["torch's", "ours"])
+def test_a_module_is_wrapped_behind_the_optimizer_and_again(default_group, group, whose):
+    """Ranks that began apart take rank 0's values; equal values leave master copies as they are."""
+
+    def wrapped(net):
+        if whose == "ours":
+            return mddp.DistributedDataParallel(net, process_group=group)
+        return torch.nn.parallel.DistributedDataParallel(net)
+
+    for options in (
+        {},
+        {"partition": "flat"},
+        {"one_copy": True},
+        {"wire": "bf16"},
+        {"wire": "int8"},
+    ):
+        results = []
+        for is_first in (False, True):
+            torch.manual_seed(group.rank)
+            net = torch.nn.Sequential(torch.nn.Linear(16, 9), torch.nn.Linear(9, 5))
+            model = wrapped(net) if is_first else net
+            optimizer = OSS(net.parameters(), torch.optim.AdamW, group, lr=0.02, **options)
+            model = model if is_first else wrapped(net)
+            results.append(epoch(model, optimizer, group.rank, 2))
+        agree(group, all(map(nets.same_bits, *results)), str(options))
+        if options.get("wire") == "bf16":
+            before = optimizer.rank_local_state_dict()["masters"]
+            wrapped(net)
+            after = optimizer.rank_local_state_dict()["masters"]
+            agree(group, all(map(nets.same_bits, before, after)), "master copies are rounded")
+
+
 def test_a_loop_that_clips_and_saves_goes_on_as_if_it_had_never_stopped(group):
     """Train, consolidate on one rank, save, rebuild everything, load, continue."""
 

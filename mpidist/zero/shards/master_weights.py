@@ -1,7 +1,8 @@
 """Master copies: full-precision shards that a rank steps, where all ranks see rounded values.
 
 A master copy is renewed from its parameter only when other code has written the parameter. That
-raises autograd's version counter of the parameter; writes to the flat buffer do not.
+raises autograd's version counter of the parameter; writes to the flat buffer do not. A parameter
+that still has its master's values, rounded to a half type, leaves the master as it is.
 
 A loaded master is compared with its parameter at the next step, since the parameters may be loaded
 before the optimizer or after it. It stands if the parameter has the values that ranks saw beside
@@ -79,14 +80,14 @@ class Masters:
         if not self.flats:
             return
         for piece in pieces:
-            version = piece.parameter._version
-            if (
-                piece.home is not None
-                and piece.number not in self._loaded
-                and self._versions.get(piece.number) != version
-            ):
+            version, known = piece.parameter._version, self._versions.get(piece.number)
+            if piece.home is None or piece.number in self._loaded or known == version:
+                continue
+            # It may have been written with the values that it had, as by a module that is wrapped
+            # again.
+            if known is None or self.saves_seen or not _stands(piece, None):
                 piece.tensor.detach().copy_(elements_of(piece))
-                self._versions[piece.number] = version
+            self._versions[piece.number] = version
 
     def mark_current(self, pieces: Iterable[Piece]) -> None:
         """Record that the masters of these pieces, and of no others, are up to date."""
