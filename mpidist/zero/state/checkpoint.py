@@ -154,11 +154,13 @@ def sharded(held: ShardState, optim: torch.optim.Optimizer, pieces: Sequence[Pie
 
 
 def names_of(groups: Groups) -> list[str]:
-    """Return the parameters' names if all have one (``param_names``), else their numbers."""
-    named = [group.get("param_names") for group in groups]
-    if all(named):
-        return [name for names in named for name in names or ()]
-    return [str(number) for number in range(sum(len(group["params"]) for group in groups))]
+    """Return the parameters' names if each has one of its own (``param_names``), else numbers.
+
+    Groups of two modules may name different parameters alike.
+    """
+    names = [name for group in groups for name in group.get("param_names") or ()]
+    count = sum(len(group["params"]) for group in groups)
+    return names if len(set(names)) == count else [str(number) for number in range(count)]
 
 
 def shard_of(given: StateDict, groups: Groups, shards: Shards, present: ShardState) -> ShardState:

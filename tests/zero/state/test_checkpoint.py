@@ -181,6 +181,26 @@ def test_parameters_without_state_and_frozen_ones(group, folder):
     )
 
 
+def test_parameters_of_two_modules_that_name_them_alike(group, folder):
+    def optimizer(seed):
+        torch.manual_seed(seed)
+        modules = [torch.nn.Linear(3, 2) for _ in range(2)]
+        named = [{"params": list(module.named_parameters())} for module in modules]
+        return OSS(named, torch.optim.Adam, group, lr=0.1)
+
+    source, target = optimizer(0), optimizer(1)
+    for step in range(2):
+        for number, parameter in enumerate(parameters_of(source)):
+            parameter.grad = torch.full_like(parameter, 1.0 + number + step)
+        source.step()
+    dcp.save({"optimizer": source.sharded_state_dict()}, checkpoint_id=folder)
+    content = {"optimizer": target.sharded_state_dict()}
+    dcp.load(content, checkpoint_id=folder)
+    target.load_sharded_state_dict(content["optimizer"])
+    loaded, saved = (one.state_dict(all_ranks=True) for one in (target, source))
+    agree(group, same(loaded["state"], saved["state"]) and len(saved["state"]) == 4)
+
+
 def test_another_model_or_class_is_refused_by_all_ranks(group):
     optimizer = sharded(group, ADAM)
     train(optimizer, range(1))
