@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import stat
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
@@ -184,9 +184,10 @@ class _Walk:
         if id(value) in above:
             raise ValueError("a container that holds itself")
         inner = (*above, id(value))
-        if kind is dict or kind is OrderedDict:
+        if kind is dict or kind is OrderedDict or kind is Counter:
+            # A Counter would count pairs.
             return kind(
-                (self.plain(key, inner), self.plain(held, inner)) for key, held in value.items()
+                {self.plain(key, inner): self.plain(held, inner) for key, held in value.items()}
             )
         if kind is list or kind is tuple or kind is set:
             return kind([self.plain(held, inner) for held in value])

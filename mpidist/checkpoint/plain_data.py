@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import torch
 
@@ -27,7 +27,8 @@ def _require(where: str, value: object, above: tuple[int, ...]) -> None:
     if id(value) in above:
         raise TypeError(f"{where} holds itself")
     inner = (*above, id(value))
-    if type(value) is dict or type(value) is OrderedDict:
+    # The milestones of torch's MultiStepLR are a Counter.
+    if isinstance(value, dict) and type(value) in (dict, OrderedDict, Counter):
         for key, held in value.items():
             _require(f"key {key!r} of {where}", key, inner)
             _require(f"{where}[{key!r}]", held, inner)
