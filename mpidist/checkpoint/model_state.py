@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -38,6 +39,17 @@ def data_parallel(model: Module) -> DistributedDataParallel | None:
     return next(
         (layer for layer in wrappers(model) if isinstance(layer, DistributedDataParallel)), None
     )
+
+
+def is_flattened(model: Module) -> bool:
+    """Return whether a part of a model is a ``FullyShardedDataParallel``, torch's first FSDP.
+
+    Its ``state_dict`` communicates, and its optimizer steps this rank's part of flat parameters.
+    """
+    # Whoever has one has imported it.
+    loaded = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    kind = getattr(loaded, "FullyShardedDataParallel", ())
+    return any(isinstance(part, kind) for part in bare(model).modules())
 
 
 def keeps_own_buffers(model: Module) -> bool:

@@ -110,6 +110,12 @@ class Training:
         """
         if not isinstance(model_state.bare(self.model), torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module; got {type(self.model).__name__}")
+        if model_state.is_flattened(self.model):
+            raise TypeError(
+                "model is, or holds, a FullyShardedDataParallel, whose flat parameters no file of "
+                "one rank can hold: shard it by torch.distributed.fsdp.fully_shard, or save it by "
+                "torch.distributed.checkpoint"
+            )
         for name, taker in self.asked().items():
             if taker is not None and not (
                 hasattr(taker, "state_dict") and hasattr(taker, "load_state_dict")

@@ -3,12 +3,14 @@
 import contextlib
 import json
 import warnings
+from functools import partial
 
 import pytest
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from mpidist import progress_bar
-from mpidist.checkpoint import digested_file, files, latest, load, manifest, save
+from mpidist.checkpoint import commit, digested_file, files, latest, load, manifest, save
 from mpidist.errors import CheckpointError, DisagreementError
 from mpidist.optim import OSS
 from tests.checkpoint.runs import Run
@@ -274,6 +276,18 @@ def test_what_is_refused_before_anything_is_written(group, folder):
             "no state today",
         )
     agree(group, not list(folder.iterdir()))
+
+
+@pytest.mark.usefixtures("default_group")
+def test_a_module_whose_state_dict_communicates_is_refused(group, folder):
+    """That of torch's first FSDP, inside a bare module, too: rank 0 alone would call it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))
+    for model in (module, torch.nn.Sequential(module)):
+        for call in (partial(save, step=1), partial(commit, step=1), load):
+            refused = partial(call, folder, model=model, group=group)
+            raises_on_all(group, TypeError, refused, "fully_shard")
 
 
 def test_a_users_own_hook_state_and_scaler(group, folder):
