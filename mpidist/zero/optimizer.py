@@ -35,7 +35,8 @@ from mpidist.zero.state import rank_local
 from mpidist.zero.state import state_dict as state_dicts
 from mpidist.zero.state.background import Background, Consolidating
 from mpidist.zero.state.consolidation import CHUNK_BYTES, Consolidation, require_recipient
-from mpidist.zero.state.local_optimizer import LocalOptimizer
+from mpidist.zero.state.flat_state import ParamState
+from mpidist.zero.state.local_optimizer import LocalOptimizer, StateOfTensors
 from mpidist.zero.state.rank_local import RankLocalState
 from mpidist.zero.state.result_memory import KeptMemory
 from mpidist.zero.step.backward_steps import Hook, SteppingHook
@@ -173,7 +174,6 @@ class OSS(torch.optim.Optimizer, Joinable):
             self._signature = self._recorder.signature("step", f"OSS({optim.__name__})")
             self._code = torch.zeros(1, dtype=torch.int32, device="cpu")
         self.defaults = dict(self.optim.defaults)  # schedulers read momentum or betas there
-        self.state = self.optim.state
         self._changes = ParameterChanges(
             self.group, self.param_groups, shards, self._local, one_copy, self._code
         )
@@ -182,6 +182,21 @@ class OSS(torch.optim.Optimizer, Joinable):
         self._background = Background(self.group)
         self._copies = KeptMemory()
         self._is_constructed = True
+
+    @property
+    def state(self) -> StateOfTensors:
+        """State of this rank's shard: the base optimizer's.
+
+        What is assigned takes its place, as ``defaultdict(dict)`` does where the state is to begin
+        anew. Called by all ranks.
+        """
+        return self.optim.state
+
+    @state.setter
+    def state(self, state: Mapping[Tensor, ParamState]) -> None:
+        # torch's constructor assigns an empty one first.
+        if self._is_constructed:
+            self._local.replace_state(state)
 
     # --- the step ---
 
@@ -446,7 +461,8 @@ class OSS(torch.optim.Optimizer, Joinable):
             self.group, "OSS.consolidate_state_dict", recipient_rank, chunk_bytes, None
         )
         with record_function("mpidist::oss::consolidate"):
-            state = self._local.state().with_masters()
+            with raising_on_all(self.group, "OSS.consolidate_state_dict"):
+                state = self._local.state().with_masters()
             self._consolidation.run(state, recipient_rank, chunk_bytes)
 
     def consolidate_async(
@@ -484,7 +500,8 @@ class OSS(torch.optim.Optimizer, Joinable):
         """
         require_recipient(self.group, "OSS.consolidate_async", recipient_rank, chunk_bytes, path)
         with record_function("mpidist::oss::consolidate_async"):
-            state = self._local.state().with_masters()
+            with raising_on_all(self.group, "OSS.consolidate_async"):
+                state = self._local.state().with_masters()
             return self._background.start(state, recipient_rank, chunk_bytes, path)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import os
@@ -430,6 +431,8 @@ def test_nobody_writes_the_one_copy_that_another_still_reads(world, group, withi
             read()
             sharded.step()
         agree(group, all(seen), f"{seen.count(False)} of {len(seen)} times")
+
+
 @pytest.mark.usefixtures("default_group")
 def test_dtensors_are_refused_on_all_ranks(group):
     mesh = init_device_mesh("cpu", (group.size,))
@@ -438,6 +441,8 @@ def test_dtensors_are_refused_on_all_ranks(group):
     sharded = sgd(group)
     raises_on_all(group, ValueError, lambda: sharded.add_param_group({"params": parts}), "DTensor")
     sharded.step()
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"partition": "flat"}, {"one_copy": True}, {"wire": "bf16"}]
 )
@@ -480,3 +485,16 @@ def test_gradients_of_another_dtype_are_stepped_as_a_plain_optimizer_steps_them(
         agree(group, not wrong, f"{kind}: {wrong}")
 
 
+@pytest.mark.parametrize("kind", ["greedy", "flat"])
+def test_state_that_is_assigned_takes_the_place_of_the_old(group, kind):
+    parameters = nets.matrices()
+    plain = torch.optim.AdamW([torch.nn.Parameter(p.detach().clone()) for p in parameters])
+    sharded = OSS(parameters, torch.optim.AdamW, group, partition=kind)
+    for step in range(4):
+        for optimizer in (plain, sharded):
+            if step == 2:
+                optimizer.state = collections.defaultdict(dict)
+            nets.give_gradients(nets.all_parameters(optimizer), step)
+            optimizer.step()
+    wrong = nets.differences(sharded, plain)
+    agree(group, not wrong and sharded.state is sharded.optim.state, wrong)

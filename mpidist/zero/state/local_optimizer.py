@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -132,7 +132,18 @@ class LocalOptimizer:
         )
 
     def state(self) -> ShardState:
-        """Return the state; its tensors are the optimizer's own. Communicates nothing."""
+        """Return the state; its tensors are the optimizer's own. Communicates nothing.
+
+        Raises:
+            TypeError: The base optimizer keeps state that no parameter has, which no rank owns.
+        """
+        for key in self.optim.state:
+            if not isinstance(key, torch.Tensor):
+                raise TypeError(
+                    f"{type(self.optim).__name__} keeps state under {key!r}, which is no "
+                    "parameter: each rank has its own, and none can be saved for all. Let it keep "
+                    "such state in its parameter groups"
+                )
         self.flatten()
         shards, kinds = self._shards, self.flat.kinds
         shards.masters.renew_written(shards.pieces)
@@ -148,6 +159,14 @@ class LocalOptimizer:
             plans=tuple(shards.plans),
             forms=forms_of(shards.parameters),
         )
+
+    def replace_state(self, state: Mapping[Tensor, ParamState]) -> None:
+        """Take other state in the place of the base optimizer's. Communicates nothing."""
+        given = dict(state)
+        self.optim.state.clear()
+        self.optim.state.update(given)
+        self.flat = FlatState()
+        self.flatten()
 
     def load(self, where: str, read: Callable[[], ShardState]) -> None:
         """Load a state on all ranks, or on none if it cannot be read or loaded on one.

@@ -212,3 +212,23 @@ def test_hooks_and_tensor_settings(group):
     agree(
         group, ok and float(optimizer.optim.param_groups[0]["lr"]) == pytest.approx(0.01), str(seen)
     )
+
+
+def test_state_that_no_parameter_has_is_refused_where_it_would_be_lost(group):
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
+            return super().step(closure)
+
+    sharded = OSS([torch.nn.Parameter(torch.ones(3))], Counting, group, lr=0.1)
+    sharded.state_dict(all_ranks=True)
+    sharded.step()
+    for save in (
+        sharded.consolidate_state_dict,
+        sharded.consolidate_async,
+        sharded.rank_local_state_dict,
+        sharded.sharded_state_dict,
+    ):
+        raises_on_all(group, TypeError, save, "'all'")
+    sharded.step()
+    agree(group, sharded.state["all"]["steps"] == 2)
