@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -174,6 +175,7 @@ class Commits:
                 own[TRAINING] = shared
         self._finish_sending(where)
         slot = self._next_slot(step, total, where)
+        opened: list[BinaryIO] = []
         try:
             with self.same_error(where):
                 if self.is_first:
@@ -183,6 +185,10 @@ class Commits:
                 entries = {
                     name: digested_file.overwrite(path / name, value) for name, value in own.items()
                 }
+                # An open file has its contents until they are sent, whoever removes its name.
+                if self._buddy is not None:
+                    for name in sorted(filter(manifest.is_of_rank, own)):
+                        opened.append((path / name).open("rb"))
             tables = self.group.all_gather_object(
                 {name: (entry.bytes, entry.digest) for name, entry in entries.items()}
             )
@@ -201,11 +207,13 @@ class Commits:
                 if self.group.rank == 0:
                     progress.note(step)
         except MpidistError:
+            for file in opened:
+                file.close()
             if self.is_first:
                 self.slots.drop(slot)
             raise
         self.has_passed_over, self.has_written = False, True
-        self._start_sending(slot, tables)
+        self._start_sending(slot, tables, opened)
 
     def held(self) -> Held | None:
         """Return the newest whole commit. Collective: over the group."""
@@ -289,7 +297,9 @@ class Commits:
         before = [(found, slot) for slot, found in every if found < step]
         return 1 - max(before)[1] if before else 0
 
-    def _start_sending(self, slot: int, tables: Sequence[dict[str, tuple[int, str]]]) -> None:
+    def _start_sending(
+        self, slot: int, tables: Sequence[dict[str, tuple[int, str]]], opened: Sequence[BinaryIO]
+    ) -> None:
         if len(set(self.nodes)) == 1:
             return
         if self._sending is None:
@@ -298,8 +308,7 @@ class Commits:
         group, path = self._sending, self.slots.path(slot)
 
         def send() -> None:
-            names = sorted(name for name in tables[group.rank] if manifest.is_of_rank(name))
-            contents = [_content(path / name) for name in names]
+            contents = [_content(file) for file in opened]
             assert self._buddy is not None
             sends = [group.isend(one, self._buddy, tag) for tag, one in enumerate(contents)]
             failed: OSError | None = None
@@ -372,10 +381,15 @@ class Held:
         commits = self.commits
         group, rank = commits.group, commits.group.rank
         wanted = group.all_gather_object(list(names))
+        copies = buddies.copies(wanted, self.names, commits.nodes)
+        with commits.same_error("checkpoint.load"):
+            # A file that has been removed since is an error before a rank waits for it.
+            sent = [(self.path / name).open("rb") for name, source, _ in copies if rank == source]
+        opened = iter(sent)
         failed: OSError | None = None
-        for name, source, dest in buddies.copies(wanted, self.names, commits.nodes):
+        for name, source, dest in copies:
             if rank == source:
-                group.send(_content(self.path / name), dest)
+                group.send(_content(next(opened)), dest)
             elif rank == dest:
                 nbytes = self.manifest.files[name].bytes
                 try:
@@ -424,8 +438,10 @@ def _whole(
     return names, manifest.from_json(text)
 
 
-def _content(path: Path) -> torch.Tensor:
-    return torch.from_numpy(np.fromfile(path, np.uint8))
+def _content(file: BinaryIO) -> torch.Tensor:
+    """Return the bytes of an open file, and close it."""
+    with file:
+        return torch.from_numpy(np.fromfile(file, np.uint8))
 
 
 def _receive(group: Group, path: Path, nbytes: int, source: int, tag: int) -> None:

@@ -12,6 +12,7 @@ import torch
 from mpidist.checkpoint import commit, commits, digested_file, load, save
 from mpidist.checkpoint.commits import _whole
 from mpidist.checkpoint.manifest import MODEL, TRAINING, Contents, Entry, Manifest, to_json
+from mpidist.checkpoint.slots import Slots
 from mpidist.comm.mpi import job_folder, runtime
 from mpidist.errors import CheckpointError, DisagreementError, ReplicaError
 from tests.checkpoint.runs import Run
@@ -210,6 +211,82 @@ def test_a_copy_that_cannot_be_written_is_an_error_of_all_ranks(group, folder, m
     words = "commit of step 2, copies of the last commit: rank 0: OSError: [Errno 28] No space left"
     raises_on_all(group, CheckpointError, lambda: commit(folder, 2, **state, group=group), words)
     monkeypatch.setattr(commits, "_receive", receive)
+    commit(folder, 2, **state, group=group)
+    agree(group, load(folder, **state, group=group).step == 2)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("default_group", "node_memory")
+def test_a_file_that_is_removed_before_its_copy_is_sent(group, folder, monkeypatch):
+    straight = Run(group, "oss-flat")
+    straight.train(2)
+    finish = Slots.commit
+
+    def removes(slots, slot, written):
+        finish(slots, slot, written)
+        (slots.path(slot) / f"rank-{group.rank}-of-{group.size}.pt").unlink()
+
+    monkeypatch.setattr(Slots, "commit", removes)
+    commit(folder, 2, **straight.state(), group=group)
+    monkeypatch.setattr(Slots, "commit", finish)
+    commits._of(group, folder)._finish_sending("test")
+    # Each rank's state is on the next node alone.
+    _goes_on(group, folder, "oss-flat", straight, 2)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("node_memory")
+def test_a_file_that_is_removed_within_the_commit_is_an_error_of_all_ranks(
+    group, folder, monkeypatch
+):
+    state = Run(group, "oss-flat").state()
+    commit(folder, 1, **state, group=group)
+    write = digested_file.overwrite
+
+    def removes(path, value):
+        entry = write(path, value)
+        if group.rank == group.size - 1 and path.name.startswith("rank"):
+            path.unlink()
+        return entry
+
+    monkeypatch.setattr(digested_file, "overwrite", removes)
+    words = f"commit of step 2: rank {group.size - 1}: FileNotFoundError"
+    raises_on_all(group, CheckpointError, lambda: commit(folder, 2, **state, group=group), words)
+    monkeypatch.setattr(digested_file, "overwrite", write)
+    agree(group, load(folder, **state, group=group).step == 1)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("node_memory")
+def test_a_file_that_is_removed_within_the_load_is_an_error_of_all_ranks(
+    group, folder, monkeypatch
+):
+    state = Run(group, "oss-flat").state()
+    commit(folder, 1, **state, group=group)
+    made = commits._of(group, folder)
+    made._finish_sending("test")
+    group.barrier()
+    own = f"rank-{group.rank}-of-{group.size}.pt"
+    (made.slots.path(0) / own).unlink()
+    group.barrier()
+    found = commits._of(group, folder).held()
+    for path in made.slots.path(0).glob("rank-*"):
+        path.unlink()
+    group.barrier()
+    words = "checkpoint.load: rank 0: FileNotFoundError"
+    raises_on_all(group, CheckpointError, lambda: found.bring([own]), words)
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("memory")
+def test_a_job_whose_memory_is_removed_commits_anew(group, folder):
+    state = Run(group, "oss-flat").state()
+    commit(folder, 1, **state, group=group)
+    group.barrier()
+    if group.rank == 0:
+        shutil.rmtree(job_folder.path_of(runtime.world().job))
+    group.barrier()
+    agree(group, load(folder, **state, group=group) is None)
     commit(folder, 2, **state, group=group)
     agree(group, load(folder, **state, group=group).step == 2)
 

@@ -119,15 +119,30 @@ class JobFolder:
             CheckpointError: The folder is another user's, or open to others.
             OSError: It cannot be made.
         """
-        if self._lock != -1:
+        if self._is_locked():
             return
         self.path.mkdir(mode=0o700, exist_ok=True)
         self.require_own()
+        former = self._lock
         self._lock = os.open(
             self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
         )
         fcntl.flock(self._lock, fcntl.LOCK_SH)
+        if former != -1:
+            os.close(former)
         runtime.close_at_exit(self, stage=3)
+
+    def _is_locked(self) -> bool:
+        """Return whether this process holds the lock of the folder that is there now.
+
+        Another program may have removed the folder, which is made anew then.
+        """
+        if self._lock == -1:
+            return False
+        try:
+            return os.path.samestat((self.path / _LOCK).lstat(), os.fstat(self._lock))
+        except OSError:
+            return False
 
     def require_own(self) -> None:
         """Require a folder of this user alone.
