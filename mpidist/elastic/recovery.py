@@ -34,6 +34,7 @@ _NEWS_S = 1.0  # an error may be there before the news of the death that has cau
 _SPARE_SLEEP_S = 20e-3
 _RANK_SLEEP_S = 1e-3
 _EXIT_S = 5.0  # longest wait of a rank that exits for the others
+_DEATH = "a rank of this job has died"
 
 
 class Recovery(Generic[T]):
@@ -170,10 +171,20 @@ class Recovery(Generic[T]):
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             self._error = _without_frames(error), text
             self.processes.interrupt()
+        else:
+            return True
+        self._leave_before_agreement(_failure(self._error[0]))
+        return False
+
+    def _leave_before_agreement(self, failure: RankFailureError) -> None:
+        """Leave the world here: in the agreement no other thread is to call MPI."""
+        try:
             if runtime.is_initialized():
-                watchdog.interrupt(_failure(error))
-            return False
-        return True
+                _leave_world(failure)
+        except Exception as error:
+            # Of another death; the world is left before the next one is entered.
+            if not self.processes.is_of_death(error, _NEWS_S):
+                raise
 
     def _enters_world(self) -> bool:
         """Begin the next world; return whether this process trains in it.
@@ -194,7 +205,7 @@ class Recovery(Generic[T]):
         if plan.refusal:
             self._give_up(plan.refusal)
         if runtime.is_initialized():
-            _leave_world()
+            _leave_world(RankFailureError(_DEATH))
         self._roles, self._world, self._is_done = plan.roles, newest + 1, False
         self._error = self._exit = None
         comm = self.processes.split(None if self._is_spare else self._roles[self._me])
@@ -220,7 +231,7 @@ class Recovery(Generic[T]):
             f"[process {self._me}] mpidist ends the job with status {EXIT_CODE}: {reason}\n"
         )
         if runtime.is_initialized():
-            _leave_world()
+            _leave_world(RankFailureError(_DEATH))
         self._deadline.stop()
         runtime.note_recovery(EXIT_CODE)
         sys.exit(EXIT_CODE)
@@ -280,12 +291,16 @@ def _failure(error: Exception) -> RankFailureError:
     """Return the error that the calls of other threads raise."""
     if isinstance(error, RankFailureError):
         return RankFailureError(str(error), error.ranks)
-    return RankFailureError(f"a rank of this job has died: {error}")
+    return RankFailureError(f"{_DEATH}: {error}")
 
 
-def _leave_world() -> None:
-    """Leave the world whose ranks have died, with all that the training has made in it."""
-    watchdog.interrupt(RankFailureError("a rank of this job has died"))
+def _leave_world(failure: RankFailureError) -> None:
+    """Leave the world whose ranks have died, with all that the training has made in it.
+
+    Args:
+        failure: What the calls of other threads raise.
+    """
+    watchdog.interrupt(failure)
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     runtime.abandon_world()

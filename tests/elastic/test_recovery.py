@@ -268,7 +268,7 @@ _STOPPED = """
         mark = Path(FOLDER, "stopped")
         if world.rank == 1 and not mark.exists():
             mark.write_text(f"{os.getpid()} {time.time()}")
-            os.kill(os.getpid(), signal.SIGSTOP)
+            END
         if world.rank == 0:
             # A rank that computes for longer than the detector's limit is not dead.
             time.sleep(2.0)
@@ -282,14 +282,19 @@ _STOPPED = """
 
 
 @pytest.mark.slow
-def test_with_heartbeats_a_spare_takes_the_place_of_a_stopped_rank(tmp_path):
+@pytest.mark.parametrize(
+    # The launcher's status is that of a process which has ended itself.
+    ("end", "status"),
+    [("os.kill(os.getpid(), signal.SIGSTOP)", 0), ("os._exit(5)", 5)],
+)
+def test_with_heartbeats_a_spare_takes_the_place_of_a_rank_that_sends_none(tmp_path, end, status):
     request = Request((), ulfm=True, heartbeat=True)
     site = Site("openmpi", "Open MPI v5.0.11", "", "", "", (), 8, is_root=False)
     options = mpirun_options(request, site, {}, 3, {})
     options = options[options.index("--with-ft") :]
-    text = _STOPPED.replace("FOLDER", repr(str(tmp_path)))
+    text = _STOPPED.replace("FOLDER", repr(str(tmp_path))).replace("END", end)
     done = short_job(3, text, *options, env={"MPIDIST_SPARES": "1"})
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == status, done.stdout + done.stderr
     assert "death of rank 1: a spare takes the place of rank 1" in done.stderr, done.stderr
     lines = sorted(done.stdout.splitlines())
     assert [line[:3] for line in lines] == ["(0,", "(1,"], done.stdout

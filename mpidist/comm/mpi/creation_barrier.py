@@ -19,7 +19,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from mpidist.comm.mpi import backoff, exited_ranks, mpi_errors, rank_ranges, runtime
+from mpidist.comm.mpi import (
+    agreement_lock,
+    backoff,
+    exited_ranks,
+    mpi_errors,
+    rank_ranges,
+    runtime,
+)
 from mpidist.comm.mpi.library import MPI, has_ulfm
 from mpidist.comm.mpi.nonblocking import Mpi
 from mpidist.comm.mpi.serialized import locked
@@ -256,7 +263,8 @@ def _shrunk(members: Sequence[int], identity: str) -> Mpi | None:
         assert _world_barrier is not None
         if not _world_barrier.agree(where, identity, ordered, bool(others) and others <= set(dead)):
             return None
-        return locked(lambda: cast("MPI.Intracomm", world.comm).Shrink())
+        with agreement_lock.lock:
+            return locked(lambda: cast("MPI.Intracomm", world.comm).Shrink())
 
 
 def create_group(mpi: Mpi, members: Sequence[int], identity: bytes) -> Mpi:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TypeGuard
 
-from mpidist.comm.mpi import backoff, exited_ranks, rank_ranges
+from mpidist.comm.mpi import agreement_lock, backoff, exited_ranks, rank_ranges
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import MatchedMessage, Mpi, Request
 from mpidist.comm.mpi.serialized import locked
@@ -107,8 +107,9 @@ def known_dead(mpi: Mpi, world_ranks: Sequence[int]) -> tuple[int, ...] | None:
 def _make_progress() -> None:
     # A call on a revoked communicator returns before it makes any.
     own = locked(lambda: MPI.COMM_SELF)
-    for _ in range(_CALLS_OF_LOOK):
-        own.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+    with agreement_lock.lock:
+        for _ in range(_CALLS_OF_LOOK):
+            own.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
 
 def _failed_places(mpi: Mpi) -> Sequence[int]:
@@ -148,7 +149,8 @@ def matched_probe(mpi: Mpi, tag: int, status: MPI.Status) -> MPI.Message | Match
     After a death (ULFM), messages of living ranks are still found.
     """
     try:
-        return mpi.Improbe(MPI.ANY_SOURCE, tag, status)
+        with agreement_lock.lock:
+            return mpi.Improbe(MPI.ANY_SOURCE, tag, status)
     except Exception as error:
         if not is_mpi_error(error) or not is_failure(error):
             raise
@@ -173,7 +175,8 @@ def acknowledged_deaths(mpi: Mpi) -> set[int]:
 def is_over(request: Request) -> bool:
     """Test a request; one that has failed, or whose peer has died, counts as complete."""
     try:
-        return bool(request.Test())
+        with agreement_lock.lock:
+            return bool(request.Test())
     except MpidistError:  # of a request that this library makes
         return True
     except Exception as error:

@@ -14,7 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpidist.comm.mpi import backoff, mpi_errors, nonblocking, revocation, runtime
+from mpidist.comm.mpi import (
+    agreement_lock,
+    backoff,
+    mpi_errors,
+    nonblocking,
+    revocation,
+    runtime,
+)
 from mpidist.comm.mpi.library import MPI
 from mpidist.errors import CommTimeout, RankFailureError
 
@@ -102,8 +109,11 @@ class Processes:
         word = 0 if status is None else _ENDS | status
         flag = np.array([~(word << 1) & ~_DONE | is_done], np.int32)
         try:
-            request = self._comm.Iagree(flag)
-            if not backoff.until(request.Test, timeout_s=timeout_s, longest_s=sleep_s):
+            with agreement_lock.lock:
+                request = self._comm.Iagree(flag)
+            if not backoff.until(
+                lambda: _is_complete(request), timeout_s=timeout_s, longest_s=sleep_s
+            ):
                 nonblocking.keep([(request, flag)])
                 return None
         except MPI.Exception as error:
@@ -135,7 +145,13 @@ class Processes:
 
     def shrunk(self) -> Processes:
         """Return those that live. Collective: over them."""
-        return Processes(self._comm.Shrink())
+        with agreement_lock.lock:
+            return Processes(self._comm.Shrink())
+
+
+def _is_complete(request: MPI.Request) -> bool:
+    with agreement_lock.lock:
+        return request.Test()
 
 
 def all_processes(timeout_s: float | None) -> Processes:

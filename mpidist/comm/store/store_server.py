@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mpidist.comm.mpi import closed_communicators, mpi_errors, runtime
+from mpidist.comm.mpi import agreement_lock, closed_communicators, mpi_errors, runtime
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import MatchedMessage, Mpi
 from mpidist.comm.store import key_value_table
@@ -114,7 +114,8 @@ class StoreServer:
     def _serve(self, message: MPI.Message | MatchedMessage, status: MPI.Status) -> None:
         request = bytearray(status.Get_count(MPI.BYTE))
         source = status.Get_source()
-        message.Recv((request, len(request), MPI.BYTE))
+        with agreement_lock.lock:
+            message.Recv((request, len(request), MPI.BYTE))
         try:
             tag, verb, args = key_value_table.request_of(request)
         except FrameError as error:
@@ -151,5 +152,5 @@ class StoreServer:
 
     def _reply(self, rank: int, tag: int, answer: object, problem: str | None = None) -> None:
         data = key_value_table.reply(answer, problem)
-        with mpi_errors.death_tolerated():
+        with mpi_errors.death_tolerated(), agreement_lock.lock:
             self._sends.append((self._mpi.Isend((data, len(data), MPI.BYTE), rank, tag), data))

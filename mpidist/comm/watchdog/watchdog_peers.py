@@ -14,7 +14,7 @@ from typing import Any
 
 from mpidist.comm.execution.group_state import GroupState
 from mpidist.comm.execution.op_status import History
-from mpidist.comm.mpi import exited_ranks, mpi_errors, nonblocking, runtime
+from mpidist.comm.mpi import agreement_lock, exited_ranks, mpi_errors, nonblocking, runtime
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.watchdog import last_operations, thread_places, watchdog_messages
 from mpidist.comm.watchdog.arrivals import AllArrivals
@@ -78,7 +78,7 @@ class Peers:
         """Send a message to world ranks; a dead one is skipped."""
         data = watchdog_messages.encoded(kind, number, content)
         for rank in ranks:
-            with mpi_errors.death_tolerated():
+            with mpi_errors.death_tolerated(), agreement_lock.lock:
                 request = self._mpi.Isend((data, len(data), MPI.BYTE), rank, _TAG)
                 self._sends.append((request, data))
 
@@ -102,7 +102,8 @@ class Peers:
         while (message := mpi_errors.matched_probe(self._mpi, _TAG, status)) is not None:
             data = bytearray(status.Get_count(MPI.BYTE))
             source = status.Get_source()
-            message.Recv((data, len(data), MPI.BYTE))
+            with agreement_lock.lock:
+                message.Recv((data, len(data), MPI.BYTE))
             try:
                 self._handle_message(source, *watchdog_messages.decoded(data))
             except FrameError as error:

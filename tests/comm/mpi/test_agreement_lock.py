@@ -1,0 +1,48 @@
+"""Agreements beside the threads of the library that call MPI all the time."""
+
+import pytest
+
+from tests.tools.support import short_job
+
+_AGREEMENTS = """
+    import os, sys, threading
+    from collections import Counter
+    import mpidist.comm
+    from mpidist.comm.mpi import mpi_errors
+    from mpidist.comm.mpi.processes import Agreement, all_processes
+    from mpidist.comm.watchdog import watchdog
+
+    world = mpidist.comm.init()
+    everyone = all_processes(30.0)
+    peers, stops = watchdog._watchdog.peers, threading.Event()
+
+    def serves():
+        while not stops.is_set():
+            peers.serve()
+
+    def looks():
+        while not stops.is_set():
+            peers.dead()
+
+    threads = [threading.Thread(target=one) for one in (serves, looks)]
+    for thread in threads:
+        thread.start()
+    count = 0
+    while (found := everyone.agree(True, 0.0)) == Agreement(True) and count < 6000:
+        count += 1
+    stops.set()
+    for thread in threads:
+        thread.join()
+    print(found, count, flush=True)
+    # A rank alone may have other numbers.
+    os._exit(found != Agreement(True))
+"""
+
+
+@pytest.mark.slow
+def test_agreements_have_their_result_beside_other_threads():
+    done = short_job(3, _AGREEMENTS, "--with-ft", "ulfm")
+    output = done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == ["Agreement(is_done=True, status=None) 6000"] * 3, (
+        output
+    )
