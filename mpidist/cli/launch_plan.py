@@ -20,6 +20,7 @@ from mpidist.cli.launcher_options import (
 )
 from mpidist.comm.mpi import launcher_env
 from mpidist.comm.mpi.launcher_env import OPEN_MPI
+from mpidist.comm.mpi.library import SHARED_BYTES_OF_RANK, SHARED_MEMORY
 from mpidist.elastic.roles import VARIABLE as SPARES
 from mpidist.errors import LaunchError
 
@@ -172,6 +173,13 @@ def _by_mpirun(
         notes.append(
             f"{ranks} ranks on {site.cores} cores: they take turns, and figures say nothing about "
             "speed"
+        )
+    needed = SHARED_BYTES_OF_RANK * ranks
+    if is_one_node(request, environ) and 0 <= site.shm_free_bytes < needed:
+        notes.append(
+            f"{SHARED_MEMORY} has {site.shm_free_bytes >> 20} MiB left; {ranks} ranks need about "
+            f"{needed >> 20}, and may end with a bus error: remove what earlier jobs have left "
+            "there (mpidist clean)"
         )
     return Plan((site.mpirun, *options, *program_words(request.program)), variables, tuple(notes))
 

@@ -57,6 +57,7 @@ class Site:
         cores: Number of physical cores that this process may use.
         is_root: The user is root.
         home: Home folder for a launcher, if the environment has none.
+        shm_free_bytes: Free bytes of ``/dev/shm``; -1 without one.
     """
 
     abi: str
@@ -68,6 +69,7 @@ class Site:
     cores: int
     is_root: bool
     home: str = ""
+    shm_free_bytes: int = -1
 
     @property
     def open_mpi_major(self) -> int:

@@ -17,7 +17,7 @@ from mpidist.cli import srun_types
 from mpidist.cli.launch_plan import Plan, plan, program_of
 from mpidist.cli.launch_request import Request, Site, in_allocation
 from mpidist.comm.discovery import installed
-from mpidist.comm.mpi.library import home
+from mpidist.comm.mpi.library import SHARED_MEMORY, free_bytes, home
 from mpidist.errors import LaunchError
 
 _LIST_S = 20.0  # limit for srun --mpi=list
@@ -41,6 +41,7 @@ def site(environ: Mapping[str, str]) -> Site:
         cores=physical_cores(os.sched_getaffinity(0)),
         is_root=os.geteuid() == 0,
         home=home(environ),
+        shm_free_bytes=free_bytes(SHARED_MEMORY),
     )
 
 

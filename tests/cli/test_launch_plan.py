@@ -143,6 +143,15 @@ def test_mpirun_inside_slurm_where_srun_cannot():
     assert "-ppn 4" in argv(Request(TRAIN, nodes=2), MPICH, SLURM)
 
 
+def test_memory_that_the_ranks_of_a_node_lack_is_noted():
+    for site in (OPEN, MPICH):
+        for free, hosts, notes in ((-1, (), 0), (64 << 20, (), 0), (63 << 20, (), 1), (1, "ab", 0)):
+            short = dataclasses.replace(site, shm_free_bytes=free)
+            planned = plan(Request(TRAIN, ranks=4, hosts=tuple(hosts)), short, {})
+            assert len(planned.notes) == notes, planned.notes
+            assert all("/dev/shm has 63 MiB left; 4 ranks" in note for note in planned.notes)
+
+
 @pytest.mark.parametrize(
     ("site", "environ", "wish", "words"),
     [

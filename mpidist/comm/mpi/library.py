@@ -31,8 +31,8 @@ from mpidist.errors import LaunchError, MpidistError
 _NOT_MPIS = ("python", "torchrun")  # launchers whose processes are not ranks
 _TRANSPORTS = "OMPI_MCA_btl"
 _SETS_TRANSPORTS = re.compile(r"^\s*btl\s*=", re.MULTILINE)
-_SHARED_MEMORY = "/dev/shm"
-_LEAST_FREE_BYTES = 16 << 20  # Open MPI maps this for each rank of a node
+SHARED_MEMORY = "/dev/shm"
+SHARED_BYTES_OF_RANK = 16 << 20  # Open MPI maps this for each rank of a node
 _lock = threading.Lock()
 _pid_of_start: int | None = None
 
@@ -171,7 +171,7 @@ def load(makes_context: bool = True) -> ModuleType:
         try:
             if "mpi4py.MPI" not in sys.modules:
                 _require_matching_launcher(extension_file())
-                _warn_of_full_memory(_SHARED_MEMORY)
+                _warn_of_full_memory(SHARED_MEMORY)
             if _pid_of_start is None:
                 with (
                     start_settings(os.environ),
@@ -255,12 +255,8 @@ def _require_matching_launcher(extension: str) -> None:
 
 def _warn_of_full_memory(folder: str) -> None:
     """Warn if shared memory is full: MPICH then dies in MPI_Init, Open MPI gets slower."""
-    try:
-        found = os.statvfs(folder)
-    except OSError:
-        return
-    free = found.f_bavail * found.f_frsize
-    if free < _LEAST_FREE_BYTES:
+    free = free_bytes(folder)
+    if 0 <= free < SHARED_BYTES_OF_RANK:
         warnings.warn(
             f"{folder} has {free >> 10} KiB left, which MPI needs to connect the ranks of this "
             "node: it may be slow, or end "
@@ -269,6 +265,15 @@ def _warn_of_full_memory(folder: str) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def free_bytes(folder: str) -> int:
+    """Return how many bytes a folder's file system has left; -1 without the folder."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return -1
+    return found.f_bavail * found.f_frsize
 
 
 class _Library:
