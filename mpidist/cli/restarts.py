@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from mpidist.checkpoint import progress
+from mpidist.cli import launcher_watch
 from mpidist.cli.launch_plan import Plan, plan
 from mpidist.cli.launch_request import Request
 from mpidist.cli.run import site, text_of
@@ -49,7 +50,8 @@ def run(request: Request, most: int, is_dry: bool) -> int:
         for note in planned.notes:
             _say(note)
         command = planned.argv, {**environ, **planned.variables}
-        return _Starts(*command, Path(own[progress.VARIABLE]), most).run()
+        path = Path(own[progress.VARIABLE])
+        return _Starts(*command, path, most, is_watched=request.ulfm).run()
 
 
 def next_step(status: int, before: int, now: int, starts: int, most: int) -> tuple[bool, str]:
@@ -83,15 +85,22 @@ class _Starts:
         environ: Its environment.
         path: File of the job's progress.
         most: Number of restarts.
+        is_watched: The launcher may stay when its ranks are gone.
     """
 
     def __init__(
-        self, argv: Sequence[str], environ: Mapping[str, str], path: Path, most: int
+        self,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        path: Path,
+        most: int,
+        is_watched: bool = False,
     ) -> None:
         self._argv = list(argv)
         self._environ = dict(environ)
         self._path = path
         self._most = most
+        self._is_watched = is_watched
         self._launcher: subprocess.Popen[bytes] | None = None
         self._is_ending = False
 
@@ -125,6 +134,8 @@ class _Starts:
             self._launcher = subprocess.Popen(self._argv, env=self._environ)
         except OSError as error:
             raise LaunchError(f"{self._argv[0]} does not start: {error}") from error
+        if self._is_watched:
+            launcher_watch.start(self._launcher.pid)
         if self._is_ending:
             # The signal came while the launcher was started.
             self._launcher.terminate()

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from mpidist.cli import srun_types
+from mpidist.cli import launcher_watch, srun_types
 from mpidist.cli.launch_plan import Plan, plan, program_of
 from mpidist.cli.launch_request import Request, Site, in_allocation
 from mpidist.comm.discovery import installed
@@ -65,7 +65,10 @@ def start(request: Request, is_dry: bool) -> None:
     Raises:
         LaunchError: The request cannot be carried out.
     """
-    become(plan(request, site(os.environ), os.environ), is_dry)
+    planned = plan(request, site(os.environ), os.environ)
+    if request.ulfm and not is_dry:
+        launcher_watch.start(os.getpid())
+    become(planned, is_dry)
 
 
 def become(planned: Plan, is_dry: bool) -> None:
