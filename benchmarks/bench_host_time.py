@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from cuda_kernels.empty_device import in_place_of_cuda
-from harness import benchmark_options, environment, report
-from mpidist import comm, ddp
+from harness import benchmark_options
+from harness.job import Job
+from mpidist import ddp
 from training.gradient_lists import LISTS, Shape
 
 Tensor = torch.Tensor
@@ -136,37 +137,23 @@ def measure(name: str, hook: str, kind: str, rounds: int, counts: Counter[str]) 
 
 def main() -> None:
     """Measure and print. Collective over all ranks of the job."""
-    from mpi4py import MPI
-
     options = _arguments()
     # The memory of this device is host memory, which any MPI accepts.
     os.environ.setdefault("MPIDIST_CUDA_AWARE", "1")
-    torch.set_num_threads(1)
-    group = comm.init()
-    with in_place_of_cuda() as counts:
+    with Job(least=1) as job, in_place_of_cuda() as counts:
         if options.profile:
-            _profile(options, group)
+            _profile(options, job.group)
             return
         rows = []
         for name in options.networks:
             for hook in options.hooks:
                 for kind in options.gradients:
                     rows.append(measure(name, hook, kind, options.rounds, counts))
-                    if group.rank == 0:
+                    if job.is_first:
                         print(_line(rows[-1]), flush=True)
-    about = environment.describe(MPI.COMM_WORLD)
-    if group.rank == 0:
-        path = options.output / f"host-time-{environment.library_name(about)}-{about['ranks']}.json"
-        report.write_json(
-            {
-                "benchmark": "host-time",
-                "environment": about,
-                "rounds": options.rounds,
-                "results": rows,
-            },
-            path,
-        )
-    group.close()
+        if job.is_first:
+            job.write(options.output, "host-time", {"rounds": options.rounds, "results": rows})
+    job.group.close()
 
 
 def _line(row: dict[str, Any]) -> str:
