@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from mpidist.comm.world_group import native_group
 from mpidist.ddp.buckets.settings import Settings
 from mpidist.ddp.buffer_syncing import (
     POST_FORWARD,
-    BufferHook,
     BufferHookFunction,
     BufferSyncing,
 )
@@ -45,9 +45,13 @@ _DTYPE_NAMES = {
 }
 
 
-def _setting(name: str) -> property:
-    """Return a property for a flag of ``settings``."""
-    return property(lambda self: bool(getattr(self.settings, name)))
+def _of(part: str, name: str) -> property:
+    """Return a property that reads and sets an attribute of one of the module's parts."""
+
+    def change(self: TorchNames, value: object) -> None:
+        setattr(getattr(self, part), name, value)
+
+    return property(attrgetter(f"{part}.{name}"), change)
 
 
 class TorchNames:
@@ -94,10 +98,12 @@ class TorchNames:
     _lazy_init_ran = True
     _ddp_sink_clone = True
 
-    find_unused_parameters = _setting("find_unused_parameters")
-    static_graph = _setting("static_graph")
-    gradient_as_bucket_view = _setting("gradient_as_bucket_view")
-    skip_all_reduce_unused_params = _setting("skip_unused")
+    find_unused_parameters = _of("settings", "find_unused_parameters")
+    static_graph = _of("settings", "static_graph")
+    gradient_as_bucket_view = _of("settings", "gradient_as_bucket_view")
+    skip_all_reduce_unused_params = _of("settings", "skip_unused")
+    device_type = _of("device", "type")
+    _distributed_rank = _of("_group", "rank")
 
     @property
     def bucket_bytes_cap(self) -> int:
@@ -110,11 +116,6 @@ class TorchNames:
     def bucket_bytes_cap_list(self) -> list[int]:
         """Return the limits of ``bucket_cap_mb_list`` in bytes; empty if there is none."""
         return list(self.settings.limits) if self._has_cap_list else []
-
-    @property
-    def device_type(self) -> str:
-        """Return the device type of the parameters."""
-        return self.device.type
 
     @property
     def _module_parameters(self) -> list[Tensor]:
@@ -132,36 +133,13 @@ class TorchNames:
     def _has_rebuilt_buckets(self) -> bool:
         return bool(self.reducer.layout.is_rebuilt)
 
-    @property
-    def _distributed_rank(self) -> int:
-        return int(self._group.rank)
-
     # --- buffers ---
 
-    @property
-    def forward_sync_buffers(self) -> bool:
-        """Return whether forward passes synchronize buffers."""
-        return self._buffer_syncing.is_enabled
-
-    @forward_sync_buffers.setter
-    def forward_sync_buffers(self, value: bool) -> None:
-        self._buffer_syncing.is_enabled = value
-
+    forward_sync_buffers = _of("_buffer_syncing", "is_enabled")
     broadcast_buffers = forward_sync_buffers  # its former name in torch
-
-    @property
-    def require_forward_param_sync(self) -> bool:
-        """Return whether the next forward pass synchronizes buffers, if passes do."""
-        return self._buffer_syncing.is_due
-
-    @require_forward_param_sync.setter
-    def require_forward_param_sync(self, value: bool) -> None:
-        self._buffer_syncing.is_due = value
-
-    @property
-    def buffer_hook(self) -> BufferHook | None:
-        """Return the hook that synchronizes buffers."""
-        return self._buffer_syncing.hook
+    require_forward_param_sync = _of("_buffer_syncing", "is_due")
+    buffer_hook = _of("_buffer_syncing", "hook")
+    _authoritative_rank = _of("_uneven_inputs", "authoritative_rank")
 
     @property
     def modules_buffers(self) -> list[Tensor]:
@@ -229,10 +207,6 @@ class TorchNames:
         self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
         broadcast_state(self._group, tensors, authoritative_rank)
-
-    @property
-    def _authoritative_rank(self) -> int | None:
-        return self._uneven_inputs.authoritative_rank
 
     # --- parameters ---
 
