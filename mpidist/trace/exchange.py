@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import time
+from collections.abc import Iterator
 
 from mpidist.comm.mpi import (
     backoff,
@@ -106,13 +108,16 @@ class Exchange:
         """Give the communicator up. Not collective."""
         closed_communicators.add(self._mpi, _END_TAG)
 
-    def explained(self, error: Exception) -> Exception:
-        """Return the typed error of a call of MPI; another error as it is."""
-        if not mpi_errors.is_mpi_error(error):
-            return error
-        where = f"rank {self.rank} of {self.size}: trace"
-        explained: MpidistError = mpi_errors.explain(error, where, self._mpi, range(self.size))
-        return explained
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Raise the typed error of a call of MPI in the block; another error as it is."""
+        try:
+            yield
+        except Exception as error:
+            if not mpi_errors.is_mpi_error(error):
+                raise
+            where = f"rank {self.rank} of {self.size}: trace"
+            raise mpi_errors.explain(error, where, self._mpi, range(self.size)) from error
 
     def _send(self, data: bytes | memoryview) -> None:
         view = memoryview(data)

@@ -99,16 +99,14 @@ class Session:
         ring = recorder.of_process()
         self._ring = ring if isinstance(ring, Ring) else None
         try:
-            self._require_alike(exchange)
-            self._first = _Moment.now(exchange.offset())
-            own = json.dumps([uuid.uuid4().hex, self._first.monotonic_ns])
-            self._start = _Start(*json.loads(exchange.strings(own)[0]))
-        except Exception as error:
+            with exchange.explaining():
+                self._require_alike(exchange)
+                self._first = _Moment.now(exchange.offset())
+                own = json.dumps([uuid.uuid4().hex, self._first.monotonic_ns])
+                self._start = _Start(*json.loads(exchange.strings(own)[0]))
+        except Exception:
             exchange.close()
-            explained = exchange.explained(error)
-            if explained is error:
-                raise
-            raise explained from error
+            raise
         assert self._ring is not None
         self._table = b""
         self._spool = Spool(self._ring)
@@ -127,17 +125,15 @@ class Session:
         exchange = self._exchange
         slots = self._ended()
         try:
-            exchange.meet(may_have_left)
-            last = _Moment.now(exchange.offset())
-            problem = self._written_by_root(exchange, slots, last)
-            problem = exchange.strings(problem)[0]
-        except Exception as error:
-            explained = exchange.explained(error)
-            self._write_alone(slots)
+            with exchange.explaining():
+                exchange.meet(may_have_left)
+                last = _Moment.now(exchange.offset())
+                problem = self._written_by_root(exchange, slots, last)
+                problem = exchange.strings(problem)[0]
+        except Exception:
             # The communicator is lost: it has a barrier that not all ranks have entered.
-            if explained is error:
-                raise
-            raise explained from error
+            self._write_alone(slots)
+            raise
         exchange.close()
         if problem:
             raise OSError(problem)
