@@ -17,7 +17,7 @@ import math
 import pickle
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ import torch
 from mpidist import whole_file
 from mpidist.comm.recorder.file_format import WORKER
 from mpidist.comm.recorder.recording import Entry, Kind, Recording
-from mpidist.comm.watchdog.flight_record import FORMAT, HAS_ANY_SOURCE, KINDS, LIBRARY, OTHER
+from mpidist.comm.watchdog import flight_record
+from mpidist.comm.watchdog.flight_record import KINDS, OTHER
 
 _PREFIX = "rank_"
 # Number that a label has behind the name of its group.
@@ -72,7 +73,7 @@ def dump(recording: Recording, first: Mapping[str, int] | None = None) -> Dump:
     """
     first = first or {}
     config = {
-        key: _config(key, _name(label), recording.groups[label])
+        key: flight_record.config_of(key, _name(label), recording.groups[label])
         for label, key in recording.keys.items()
         if key != WORKER
     }
@@ -89,32 +90,28 @@ def dump(recording: Recording, first: Mapping[str, int] | None = None) -> Dump:
             continue
         times = _times(recording, entry)
         if entry.kind is Kind.COLLECTIVE:
-            of_group = status[str(numbers[key])]
+            states = status[str(numbers[key])]
             for state in _STATES[: 2 + (entry.end_ns is not None)]:
-                of_group[f"last_{state}_collective"] = entry.sequence
+                states[f"last_{state}_collective"] = entry.sequence
             if entry.sequence >= first.get(key, 0):
                 ranks = recording.groups[entry.group]
                 entries.append(
                     {"pg_id": numbers[key], **_collective(entry, key, len(ranks)), **times}
                 )
         elif entry.kind in (Kind.SEND, Kind.RECEIVE) and entry.end_ns is None:
-            made = _message(recording, entry, key, seen)
+            of_group = key, _name(entry.group), recording.groups[entry.group]
+            is_send = entry.kind is Kind.SEND
+            made = flight_record.message(
+                of_group, entry.operation, is_send, recording.rank, entry.peer, seen
+            )
             if made is not None:
-                group, described = made
-                config.setdefault(group["name"], group)
-                entries.append({"pg_id": numbers[key], **described, **times})
-    return {
-        "version": FORMAT,
-        "comm_lib_version": "",
-        "pg_config": config,
-        "pg_status": status,
-        "entries": [
-            {"frame_id": place, "record_id": place, "op_id": place, **entry}
-            for place, entry in enumerate(entries)
-        ],
-        "rank": recording.rank,
-        "host_name": recording.host,
-    }
+                pair, described = made
+                config.setdefault(pair["name"], pair)
+                shapes = [list(entry.shape)]
+                tensors = _tensors(entry, (shapes, shapes))
+                entries.append({"pg_id": numbers[key], **described, **tensors, **times})
+    record = flight_record.record_of(config, status, entries)
+    return {**record, "rank": recording.rank, "host_name": recording.host}
 
 
 def _first_sequences(recordings: Iterable[Recording]) -> dict[str, int]:
@@ -136,20 +133,17 @@ def _name(label: str) -> str:
     return _OF_LABEL.sub("", label)
 
 
-def _config(key: str, name: str, ranks: Sequence[int]) -> dict[str, str]:
-    return {"name": key, "desc": name, "ranks": str(list(ranks))}
-
-
 def _collective(entry: Entry, key: str, size: int) -> Dump:
     kind = KINDS.get(entry.operation, OTHER)
     sizes = _sizes(entry, kind, size)
     if sizes is None:
         kind, sizes = OTHER, ([[]], [[]])
     return {
-        **_about(entry, key, kind, sizes),
+        **flight_record.about(key, _name(entry.group), kind, entry.operation),
         "collective_seq_id": entry.sequence,
         "p2p_seq_id": 0,
         "is_p2p": False,
+        **_tensors(entry, sizes),
     }
 
 
@@ -175,38 +169,9 @@ def _sizes(entry: Entry, kind: str, size: int) -> tuple[list[list[int]], list[li
     return [shape], [shape]
 
 
-def _message(
-    recording: Recording, entry: Entry, key: str, seen: Counter[str]
-) -> tuple[dict[str, str], Dump] | None:
-    """Return the group of a message's two ranks, and its entry; None if torch cannot read it."""
-    own, other = recording.rank, entry.peer
-    is_any = other < 0
-    if is_any and not HAS_ANY_SOURCE:
-        return None
-    ranks = recording.groups[entry.group] if is_any else tuple(sorted((own, other)))
-    # Of the ranks in the group that the entry names.
-    here, there = ranks.index(own), "?" if is_any else ranks.index(other)
-    name = f"{key}:{'any' if is_any else ','.join(map(str, ranks))}"
-    seen[name] += 1
-    kind = f"send {here}->{there}" if entry.kind is Kind.SEND else f"recv {here}<-{there}"
-    shapes = [list(entry.shape)]
-    described = {
-        **_about(entry, name, kind, (shapes, shapes)),
-        "collective_seq_id": seen[name],
-        "p2p_seq_id": seen[name],
-        "is_p2p": True,
-    }
-    return _config(name, _name(entry.group), ranks), described
-
-
-def _about(
-    entry: Entry, key: str, kind: str, sizes: tuple[list[list[int]], list[list[int]]]
-) -> Dump:
+def _tensors(entry: Entry, sizes: tuple[list[list[int]], list[list[int]]]) -> Dump:
     dtypes = [entry.dtype] if entry.dtype and sizes[0] != [[]] else []
     return {
-        "process_group": (key, _name(entry.group)),
-        "profiling_name": f"{LIBRARY}:{kind}",
-        "frames": [{"name": f"mpidist {entry.operation}", "filename": "", "line": 0}],
         "input_sizes": sizes[0],
         "input_dtypes": dtypes,
         "output_sizes": sizes[1],
@@ -217,10 +182,5 @@ def _about(
 
 def _times(recording: Recording, entry: Entry) -> Dump:
     offset = recording.started_wall_ns - recording.started_monotonic_ns
-    return {
-        "state": "started" if entry.end_ns is None else "completed",
-        "retired": entry.end_ns is not None,
-        "time_created_ns": entry.begin_ns + offset,
-        "time_discovered_started_ns": entry.begin_ns + offset,
-        "time_discovered_completed_ns": None if entry.end_ns is None else entry.end_ns + offset,
-    }
+    ended_ns = None if entry.end_ns is None else entry.end_ns + offset
+    return flight_record.times(entry.begin_ns + offset, ended_ns, entry.end_ns is not None)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -83,7 +84,7 @@ def record(
     config: dict[str, dict[str, str]] = {}
     status: dict[str, dict[str, int]] = {}
     for number, group in enumerate(sorted(groups, key=lambda group: group.key)):
-        config[group.key] = _config(group.key, group.name, group.world_ranks)
+        config[group.key] = config_of(group.key, group.name, group.world_ranks)
         recorded = group.journal.recorded()
         over = [one.sequence for one in recorded if one.is_over]
         started = [one.sequence for one in recorded]
@@ -97,16 +98,23 @@ def record(
         for pair, entry in _messages(group):
             config.setdefault(pair["name"], pair)
             entries.append({"pg_id": number, **entry})
-    kept = [
-        {"frame_id": place, "record_id": place, "op_id": place, **entry}
-        for place, entry in enumerate(sorted(entries, key=lambda entry: entry["time_created_ns"]))
-    ]
+    entries.sort(key=lambda entry: entry["time_created_ns"])
+    return record_of(config, status, entries if include_collectives else [])
+
+
+def record_of(
+    config: dict[str, dict[str, str]], status: dict[str, dict[str, int]], entries: Sequence[Entry]
+) -> dict[str, Any]:
+    """Return a record of groups, their states by number, and entries, which get numbers."""
     return {
         "version": FORMAT,
         "comm_lib_version": "",
         "pg_config": config,
         "pg_status": status,
-        "entries": kept if include_collectives else [],
+        "entries": [
+            {"frame_id": place, "record_id": place, "op_id": place, **entry}
+            for place, entry in enumerate(entries)
+        ],
     }
 
 
@@ -157,7 +165,8 @@ def how_to_read(file: Path | None, rank: int) -> str:
     return f"  last operations of each rank: torchfrtrace -p {prefix} {file.parent}\n"
 
 
-def _config(key: str, name: str, ranks: Sequence[int]) -> dict[str, str]:
+def config_of(key: str, name: str, ranks: Sequence[int]) -> dict[str, str]:
+    """Return a record's description of a group."""
     return {"name": key, "desc": name, "ranks": str(list(ranks))}
 
 
@@ -173,48 +182,77 @@ def _collective(group: Group, recorded: Recorded) -> Entry:
         inputs = outputs = ()
     is_flat = kind in ("all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
     return {
-        **_about(group.key, group.name, kind, operation),
+        **about(group.key, group.name, kind, operation),
         "collective_seq_id": recorded.sequence,
         "p2p_seq_id": 0,
         "is_p2p": False,
         **_tensors(inputs, outputs, is_flat),
-        **_times(recorded.begun_ns, recorded.ended_ns, recorded.is_over),
+        **times(recorded.begun_ns, recorded.ended_ns, recorded.is_over),
         "timeout_ms": _milliseconds(group.timeout_s),
     }
 
 
 def _messages(group: Group) -> Iterator[tuple[dict[str, str], Entry]]:
     """Yield the group of two ranks, and the entry, of each message that a thread waits for."""
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     own = group.world_ranks[group.rank]
     now, clock = time.time_ns(), time.monotonic()
     for wait in group.journal.waits():
         if not wait.peers or not isinstance(wait.tensor, torch.Tensor):
             continue
-        is_send, other = "send" in wait.operation, wait.peers[0]
-        is_any = len(wait.peers) > 1
-        if is_any and not HAS_ANY_SOURCE:
+        other = wait.peers[0] if len(wait.peers) == 1 else -1
+        is_send, of_group = "send" in wait.operation, (group.key, group.name, group.world_ranks)
+        made = message(of_group, wait.operation, is_send, own, other, seen)
+        if made is None:
             continue
-        ranks = group.world_ranks if is_any else tuple(sorted((own, other)))
-        # Of the ranks in the group that the entry names.
-        here, there = ranks.index(own), "?" if is_any else ranks.index(other)
-        kind = f"send {here}->{there}" if is_send else f"recv {here}<-{there}"
-        name = f"{group.key}:{','.join(map(str, ranks)) if not is_any else 'any'}"
-        seen[name] = seen.get(name, 0) + 1
+        pair, entry = made
         form = ((wait.tensor.shape, wait.tensor.dtype),)
-        entry = {
-            **_about(name, group.name, kind, wait.operation),
-            "collective_seq_id": seen[name],
-            "p2p_seq_id": seen[name],
-            "is_p2p": True,
-            **_tensors(form, form, is_flat=False),
-            **_times(now - int((clock - wait.start) * 1e9), None, is_over=False),
-            "timeout_ms": _milliseconds(group.timeout_s),
-        }
-        yield _config(name, group.name, ranks), entry
+        yield (
+            pair,
+            {
+                **entry,
+                **_tensors(form, form, is_flat=False),
+                **times(now - int((clock - wait.start) * 1e9), None, is_over=False),
+                "timeout_ms": _milliseconds(group.timeout_s),
+            },
+        )
 
 
-def _about(key: str, name: str, kind: str, operation: str) -> Entry:
+def message(
+    group: tuple[str, str, Sequence[int]],
+    operation: str,
+    is_send: bool,
+    own: int,
+    other: int,
+    seen: Counter[str],
+) -> tuple[dict[str, str], Entry] | None:
+    """Return the group of a message's two ranks and what its entry says; None if torch reads none.
+
+    Args:
+        group: Key, name and world ranks of the message's group.
+        own, other: World ranks; the other is -1 for any.
+        seen: Number of messages so far, by the key of the two ranks' group.
+    """
+    key, name, members = group
+    is_any = other < 0
+    if is_any and not HAS_ANY_SOURCE:
+        return None
+    ranks = members if is_any else tuple(sorted((own, other)))
+    # Of the ranks in the group that the entry names.
+    here, there = ranks.index(own), "?" if is_any else ranks.index(other)
+    kind = f"send {here}->{there}" if is_send else f"recv {here}<-{there}"
+    pair = f"{key}:{'any' if is_any else ','.join(map(str, ranks))}"
+    seen[pair] += 1
+    return config_of(pair, name, ranks), {
+        **about(pair, name, kind, operation),
+        "collective_seq_id": seen[pair],
+        "p2p_seq_id": seen[pair],
+        "is_p2p": True,
+    }
+
+
+def about(key: str, name: str, kind: str, operation: str) -> Entry:
+    """Return what an entry says of its group, and of the operation by torch's name and ours."""
     return {
         "process_group": (key, name),
         "profiling_name": f"{LIBRARY}:{kind}",
@@ -231,7 +269,8 @@ def _tensors(inputs: Sequence[Form], outputs: Sequence[Form], is_flat: bool) -> 
     }
 
 
-def _times(begun_ns: int, ended_ns: int | None, is_over: bool) -> Entry:
+def times(begun_ns: int, ended_ns: int | None, is_over: bool) -> Entry:
+    """Return an entry's state and times, in ns since the epoch."""
     return {
         "state": "completed" if is_over else "started",
         "retired": is_over,
