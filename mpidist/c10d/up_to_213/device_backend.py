@@ -24,27 +24,31 @@ from mpidist.dynamo import untraced
 class DeviceBackend:
     """Capabilities of a group, under the names of torch's ``Backend``.
 
+    Args:
+        group: The group, whose methods of the same names are those of this object.
+
     Attributes:
+        native: The native group.
+        options: None: the backend has no options.
         supports_coalescing: Whether ``batch_isend_irecv`` needs one launch for all calls; MPI
             messages need none.
+        supports_shrinking: Permission of ``shrink_group``: not where other backends share the
+            group.
         supports_time_estimate: Whether Inductor can get a collective's duration without running it.
     """
 
+    options = None
     supports_coalescing = False
     supports_time_estimate = False
 
     def __init__(self, group: Any) -> None:
-        self._group = group
-
-    @property
-    def supports_shrinking(self) -> bool:
-        """Permission of ``shrink_group``: not where other backends share the group."""
-        return bool(self._group.supports_shrinking)
-
-    @property
-    def native(self) -> ProcessGroup:
-        """The native group."""
-        return self._group.native
+        self.native: ProcessGroup = group.native
+        self.supports_shrinking: bool = group.supports_shrinking
+        self.name, self.rank, self.size = group.name, group.rank, group.size
+        self.set_timeout = self._set_default_timeout = group.set_timeout
+        self.supports_tensor_alloc = group.supports_tensor_alloc
+        self.allocate_tensor = group.allocate_tensor
+        self.abort, self.shutdown = group.abort, group.shutdown
 
     def shrink(
         self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: object = None
@@ -67,54 +71,12 @@ class DeviceBackend:
         """
         return sys._getframe(1).f_code.co_name != "_get_split_source"
 
-    def name(self) -> str:
-        """Return the backend's name, as ``dist.get_backend`` does."""
-        return str(self._group.name())
-
-    def rank(self) -> int:
-        """Return this process's rank in the group."""
-        return int(self._group.rank())
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return int(self._group.size())
-
-    @property
-    def options(self) -> None:
-        """None: the backend has no options."""
-        return None
-
     @property
     def _timeout(self) -> timedelta:
-        return timedelta(seconds=self._group.native.timeout_s or 0)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """See TorchProcessGroup.set_timeout."""
-        self._group.set_timeout(timeout)
-
-    _set_default_timeout = set_timeout
-
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """See Collectives.supports_tensor_alloc."""
-        return bool(self._group.supports_tensor_alloc(device))
-
-    def allocate_tensor(
-        self, size: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> torch.Tensor:
-        """See Collectives.allocate_tensor."""
-        allocated: torch.Tensor = self._group.allocate_tensor(size, dtype=dtype, device=device)
-        return allocated
+        return timedelta(seconds=self.native.timeout_s or 0)
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
         """Do nothing, because MPI has connected the ranks."""
 
     def _set_sequence_number_for_group(self) -> None:
         pass
-
-    def abort(self) -> None:
-        """See TorchProcessGroup.abort."""
-        self._group.abort()
-
-    def shutdown(self) -> None:
-        """See TorchProcessGroup.shutdown."""
-        self._group.shutdown()
