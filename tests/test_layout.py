@@ -27,7 +27,6 @@ COVERED_BY = {
     "c10d/up_to_213/batches": "c10d/up_to_213/test_mixed.py",
     "c10d/up_to_213/device_backend": "c10d/test_mpi_backend.py",
     "c10d/up_to_213/functional": "c10d/test_functional.py",
-    "c10d/up_to_213/managed": "c10d/test_management.py",
     "c10d/up_to_213/process_group": "integration/test_torch_api.py",
     "comm/mpi/communicator": "comm/test_collectives.py",
     "comm/mpi/serialized": "integration/test_launch.py",  # a job at MPI_THREAD_SERIALIZED

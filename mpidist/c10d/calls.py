@@ -92,54 +92,12 @@ class Calls:
 
 
 @untraced
-class AnsweringCalls:
-    """Calls of one native group that also answer the operator call which led to them.
+class Answer:
+    """Answer to an operator call of this thread: the work of our Backend, or torch's own.
 
     torch's C++ hands a Python work on in a holder of its own, which forwards ``wait`` and
-    ``get_future`` alone; ``Answer`` brings the Python work itself back to the Python caller.
-
-    Args:
-        calls: The calls of the group that the operator was given.
+    ``get_future`` alone; the answer brings the Python work itself back to the Python caller.
     """
-
-    def __init__(self, calls: Calls) -> None:
-        self.native = calls.native
-        self.begin_batch, self.flags, self._calls = calls.begin_batch, calls.flags, calls
-
-    def all_reduce_at_once(self, tensor: torch.Tensor, op: NativeReduceOp) -> bool:
-        """See ``Calls``."""
-        return self._calls.all_reduce_at_once(tensor, op) and _answered(ENDED) is ENDED
-
-    def call(
-        self, method: Callable[..., Any], result: object, opts: Options | None, *args: object
-    ) -> Work:
-        """See ``Calls``."""
-        return _answered(self._calls.call(method, result, opts, *args))
-
-    def hand_out(self, native: NativeWork | WorkList, result: object, opts: Options | None) -> Work:
-        """See ``Calls``."""
-        return _answered(self._calls.hand_out(native, result, opts))
-
-    def started(self, native: NativeWork | WorkList, result: object) -> Work:
-        """See ``Calls``."""
-        return _answered(self._calls.started(native, result))
-
-    def sent(self, native: RequestWork, tensors: object) -> Work:
-        """See ``Calls``."""
-        return _answered(self._calls.sent(native, tensors))
-
-    def receive(self, native: RequestWork, tensors: object) -> Work:
-        """See ``Calls``."""
-        return _answered(self._calls.receive(native, tensors))
-
-    def end_batch(self) -> Work:
-        """See ``Calls``."""
-        return _answered(self._calls.end_batch())
-
-
-@untraced
-class Answer:
-    """Answer to an operator call of this thread: the work of our Backend, or torch's own."""
 
     def __init__(self) -> None:
         self._work: Work | None = None
@@ -167,7 +125,8 @@ class Answer:
 
 
 @untraced
-def _answered(work: Work) -> Work:
+def answered(work: Work) -> Work:
+    """Return a work of our Backend, also as the answer to the operator call which led to it."""
     asked: Answer | None = getattr(_here, "answer", None)
     if asked is not None:
         asked.give(work)

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import ReduceOp, Work
 
-from mpidist.c10d.calls import AnsweringCalls, Calls
+from mpidist.c10d.calls import Calls
 from mpidist.c10d.reductions import Options, Reducing, operation_of, requested_operation
 from mpidist.c10d.short_forms import full
 from mpidist.c10d.work import ENDED, WorkList
@@ -29,6 +29,28 @@ Tensor = torch.Tensor
 TensorList: TypeAlias = "Sequence[torch.Tensor]"
 
 _SUM = ReduceOp.SUM
+# Methods of ``Collectives`` that torch has an operator for.
+OPERATORS = (
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "scatter",
+    "send",
+)
 
 
 @untraced
@@ -41,7 +63,7 @@ class Collectives:
     """
 
     native: ProcessGroup
-    calls: Calls | AnsweringCalls
+    calls: Calls
 
     # --- reductions ---
 

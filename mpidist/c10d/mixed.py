@@ -20,17 +20,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, Work
 
+from mpidist.c10d import generation
+from mpidist.c10d.collectives import OPERATORS
 from mpidist.c10d.names import OURS
-from mpidist.c10d.process_group import TorchProcessGroup
 from mpidist.c10d.routing import route
 from mpidist.comm.group import ProcessGroup
 from mpidist.dynamo import untraced
 
 _TorchGroup: Any = dist.ProcessGroup
+_TorchProcessGroup: Any = generation.group_class()
 
 
 @untraced
-class MixedProcessGroup(TorchProcessGroup):
+class MixedProcessGroup(_TorchProcessGroup):
     """A torch group on MPI for some device types, and on other backends for the rest.
 
     mpidist's own modules (``mpidist.ddp``, ``mpidist.optim``, ``mpidist.rpc``) use ``native``, that
@@ -54,16 +56,17 @@ class MixedProcessGroup(TorchProcessGroup):
     ) -> None:
         self._names, self._others = dict(backends), dict(others)
         super().__init__(native, store, name)
-        self.backend.supports_shrinking = False  # the other backends would keep all ranks
         held: Any = _TorchGroup(store, native.rank, native.size)
         for device, backend in backends.items():
             if backend != OURS:
                 held._register_backend(torch.device(device), *others[backend])
-        held._set_default_backend(next(iter(others.values()))[0])
+        # Gloo's only if there is no other.
+        held._set_default_backend(others[min(others, key="gloo".__eq__)][0])
         held._set_group_name(name)
         self._held: Any = held
 
     def _register(self, backends: dict[str, Any]) -> None:
+        self.backend.supports_shrinking = False  # the other backends would keep all ranks
         custom = dist.ProcessGroup.BackendType.CUSTOM
         self._set_default_backend(custom)
         for device, name in self._names.items():
@@ -77,16 +80,15 @@ class MixedProcessGroup(TorchProcessGroup):
                 f'group "{self.group_name}" has backends for {self._backend_list()} alone; '
                 f"got device {device}"
             )
-        return _TorchGroup._get_backend(self, device)
+        return super()._get_backend(device)
 
-    def barrier(  # type: ignore[override]
-        self, opts: Any = None, timeout: timedelta | None = None
-    ) -> Work:
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """See barrier; waits in the backend of the options' device, or in MPI without a device."""
         # Reading an unset device raises in some versions of torch.
         device = getattr(opts, "device", None)
         if device is None or self._names.get(device.type, OURS) == OURS:
-            return super().barrier(opts, timeout)
+            work: Work = super().barrier(opts, timeout)
+            return work
         return self._torch_group().barrier(opts)
 
     def start_coalescing(self, device: torch.device | None = None) -> None:
@@ -99,7 +101,8 @@ class MixedProcessGroup(TorchProcessGroup):
     def end_coalescing(self, device: torch.device | None = None) -> Work:
         """End the batch, and return one work for its calls."""
         if device is None or self._is_ours(device.type):
-            return super().end_coalescing()
+            work: Work = super().end_coalescing()
+            return work
         return self._torch_group()._end_coalescing(device)
 
     _start_coalescing = start_coalescing
@@ -144,8 +147,13 @@ class MixedProcessGroup(TorchProcessGroup):
             listed = " and ".join(f"{kind} ({name})" for kind, name in self._names.items())
             raise TypeError(
                 f"{self.native.where('a call')} got a tensor on {device}, but this group has "
-                f"backends for {listed} alone; name one where the group is made: "
-                f'"{self._backend_list()},{device}:gloo"'
+                f"backends for {listed} alone"
+                + (
+                    ""
+                    if device == "meta"
+                    else "; name one where the group is made: "
+                    f'"{self._backend_list()},{device}:gloo"'
+                )
             )
         return backend == OURS
 
@@ -158,27 +166,5 @@ class MixedProcessGroup(TorchProcessGroup):
         return self._held
 
 
-route(
-    MixedProcessGroup,
-    TorchProcessGroup,
-    (
-        "all_gather_single",
-        "all_gather_single_coalesced",
-        "all_to_all_single",
-        "allgather",
-        "allgather_coalesced",
-        "allreduce",
-        "allreduce_coalesced",
-        "alltoall",
-        "broadcast",
-        "gather",
-        "recv",
-        "recv_anysource",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_single",
-        "reduce_scatter_single_coalesced",
-        "scatter",
-        "send",
-    ),
-)
+# A barrier has no tensor.
+route(MixedProcessGroup, _TorchProcessGroup, [name for name in OPERATORS if name != "barrier"])

@@ -9,8 +9,9 @@ Source: torch/csrc/distributed/c10d/py/PyBackend.hpp.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -18,16 +19,16 @@ import torch
 from torch._C._distributed_c10d import Backend
 from torch.distributed.distributed_c10d import Store, Work
 
-from mpidist.c10d.calls import AnsweringCalls, Calls
-from mpidist.c10d.collectives import Collectives
+from mpidist.c10d.calls import Calls, answered
+from mpidist.c10d.collectives import OPERATORS, Collectives
+from mpidist.c10d.management import Management
 from mpidist.c10d.reductions import Options
 from mpidist.c10d.shrinking import shrunk
 from mpidist.dynamo import untraced
-from mpidist.errors import GroupError
 
 
 @untraced
-class MpiBackend(Collectives, Backend):
+class MpiBackend(Collectives, Management, Backend):
     """A ``Backend`` over a native group.
 
     Args:
@@ -59,8 +60,7 @@ class MpiBackend(Collectives, Backend):
 
     def serve(self, calls: Calls) -> None:
         """Serve a group from here on; torch keeps the first Backend that a group registers."""
-        self.native = calls.native
-        self.calls = AnsweringCalls(calls)
+        self.native, self.calls = calls.native, calls
 
     def rank(self) -> int:
         """Return this process's rank in the group."""
@@ -69,12 +69,6 @@ class MpiBackend(Collectives, Backend):
     def size(self) -> int:
         """Return the number of ranks."""
         return self.native.size
-
-    def name(self) -> str:
-        """Return the backend's name, as ``dist.get_backend`` does."""
-        return "mpidist"
-
-    getBackendName = name
 
     @property
     def options(self) -> Backend.Options:
@@ -102,7 +96,7 @@ class MpiBackend(Collectives, Backend):
 
     def end_coalescing(self) -> Work:
         """End the batch, and return one work for its calls."""
-        return self.calls.end_batch()
+        return answered(self.calls.end_batch())
 
     def monitored_barrier(self, opts: Options, wait_all_ranks: bool = False) -> None:
         """See ``ProcessGroup.monitored_barrier`` of ``comm/group``."""
@@ -145,23 +139,21 @@ class MpiBackend(Collectives, Backend):
         """See get_reconfigure_handle."""
         self.get_reconfigure_handle()
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Change the timeout after which the watchdog reports."""
-        self.native.timeout_s = timeout.total_seconds()
-
-    _set_default_timeout = set_timeout
-
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
         """Do nothing, because MPI has connected the ranks."""
 
     def _set_sequence_number_for_group(self) -> None:
         pass
 
-    def abort(self) -> None:
-        """Fail new calls; running calls return with an error if the MPI library has ULFM."""
-        self.native.fail(GroupError(self.native.where("abort") + " was called"))
-        self.native.revoke()
 
-    def shutdown(self) -> None:
-        """Close the group."""
-        self.native.close()
+def _answering(name: str) -> Callable[..., Work]:
+    method = getattr(Collectives, name)
+
+    def call(self: MpiBackend, *args: Any, **named: Any) -> Work:
+        return answered(method(self, *args, **named))
+
+    return untraced(functools.wraps(method)(call))
+
+
+for _name in OPERATORS:
+    setattr(MpiBackend, _name, _answering(_name))

@@ -23,31 +23,30 @@ class _Form(NamedTuple):
     """Short form of one method.
 
     Attributes:
+        tensors: Number of arguments with tensors, right behind which the options stand.
         options: Class of the options object.
         values: Its values by name, in their order as arguments.
         single: Place of the argument that is one tensor in the short form, among those with
             tensors; the others lack the outer of two lists. None: they are the same in both.
     """
 
+    tensors: int
     options: type
     values: tuple[str, ...]
     single: int | None = None
 
 
 _FORMS = {
-    "allreduce": _Form(c10d.AllreduceOptions, ("op", "timeout"), 0),
-    "reduce": _Form(c10d.ReduceOptions, ("root", "op", "timeout"), 0),
-    "reduce_scatter": _Form(c10d.ReduceScatterOptions, ("op", "timeout"), 0),
-    "broadcast": _Form(c10d.BroadcastOptions, ("root", "timeout"), 0),
-    "allgather": _Form(c10d.AllgatherOptions, ("timeout",), 1),
-    "gather": _Form(c10d.GatherOptions, ("root", "timeout"), 1),
-    "scatter": _Form(c10d.ScatterOptions, ("root", "timeout"), 0),
-    "all_to_all_single": _Form(c10d.AllToAllOptions, ("timeout",)),
-    "barrier": _Form(c10d.BarrierOptions, ("timeout",)),
+    "allreduce": _Form(1, c10d.AllreduceOptions, ("op", "timeout"), 0),
+    "reduce": _Form(1, c10d.ReduceOptions, ("root", "op", "timeout"), 0),
+    "reduce_scatter": _Form(2, c10d.ReduceScatterOptions, ("op", "timeout"), 0),
+    "broadcast": _Form(1, c10d.BroadcastOptions, ("root", "timeout"), 0),
+    "allgather": _Form(2, c10d.AllgatherOptions, ("timeout",), 1),
+    "gather": _Form(2, c10d.GatherOptions, ("root", "timeout"), 1),
+    "scatter": _Form(2, c10d.ScatterOptions, ("root", "timeout"), 0),
+    "all_to_all_single": _Form(4, c10d.AllToAllOptions, ("timeout",)),
+    "barrier": _Form(0, c10d.BarrierOptions, ("timeout",)),
 }
-
-# The methods whose options stand right behind the tensors.
-SHORT_FORMS = _FORMS.keys() - {"all_to_all_single"}
 
 
 def full(
@@ -89,3 +88,15 @@ def full(
         if value is not None:
             setattr(options, _FIELDS[name], value)
     return tensors, options
+
+
+def in_full(method: str, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    """Return all arguments of a call in the method's full form, where it has a short one."""
+    form = _FORMS.get(method)
+    if form is None:
+        # torch names an argument where it is the only one.
+        return (*args, *named.values())
+    values = dict(named)
+    first = args[form.tensors] if len(args) > form.tensors else values.pop("opts", None)
+    tensors, options = full(method, args[: form.tensors], first, args[form.tensors + 1 :], values)
+    return (*tensors, options)

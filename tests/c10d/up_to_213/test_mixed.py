@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mpidist.c10d.collectives import OPERATORS
 from mpidist.c10d.routing import device_of
-from mpidist.c10d.up_to_213 import batches, functional, mixed, overrides
-from mpidist.c10d.up_to_213.process_group import TorchProcessGroup
+from mpidist.c10d.up_to_213 import batches, functional, overrides
+from mpidist.c10d.up_to_213.process_group import OLD_NAMES, TorchProcessGroup
 from mpidist.c10d.work import ENDED
 from mpidist.comm.group import ProcessGroup
 from tests.tools.support import agree, raises_on_all
@@ -35,7 +36,7 @@ def test_every_call_with_tensors_is_routed():
         "_get_backend",
         "_set_default_timeout",
     }
-    assert ours - native - about <= set(mixed._ROUTED)
+    assert ours - native - about <= {*OPERATORS, *OLD_NAMES}
 
 
 def test_a_call_goes_to_the_device_of_its_first_tensor():
@@ -72,10 +73,11 @@ def shared(world):
     world.barrier()
     dist.init_process_group("cpu:mpidist,meta:gloo", init_method="mpi://")
     group = dist.group.WORLD
-    real, group._others = group._others, StandIn()
+    real, other = (group._held, group._others), StandIn()
+    group._held, group._others = other, {"gloo": (None, other._get_backend(None))}
     yield group
     world.barrier()
-    group._others = real
+    group._held, group._others = real
     dist.destroy_process_group()
 
 
@@ -90,7 +92,7 @@ def test_ranks_that_ask_for_different_backends_raise(world):
 
 @pytest.mark.mpi(min_size=1)
 def test_calls_go_by_device(world, shared):
-    size, other = world.size, shared._others
+    size, other = world.size, shared._held
     one, all_of = torch.ones(2, device="meta"), torch.ones(2 * size, device="meta")
     parts = list(all_of.chunk(size))
     calls = [
@@ -146,8 +148,8 @@ def test_a_mixed_group_has_the_devices_backends_and_timeout_that_torch_reads(wor
     shared.set_timeout(timedelta(seconds=50))
     agree(
         world,
-        shared.native.timeout_s == 50 and shared._others.calls == ["timeout 50"],
-        str(shared._others.calls),
+        shared.native.timeout_s == 50 and shared._held.calls == ["timeout 50"],
+        str(shared._held.calls),
     )
 
 
@@ -167,24 +169,24 @@ def test_a_batch_of_messages_is_started_as_one(world, shared, monkeypatch):
         sent = tensor if device == "meta" else torch.full((2,), float(world.rank))
         if world.size == 1:  # torch refuses messages to oneself
             continue
-        shared._others.calls.clear()
+        shared._held.calls.clear()
         for work in dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, sent, right), dist.P2POp(dist.irecv, got, left)]
         ):
             work.wait()
         agree(
             world,
-            shared._others.calls == expected and (device == "meta" or got[0] == left),
-            str(shared._others.calls),
+            shared._held.calls == expected and (device == "meta" or got[0] == left),
+            str(shared._held.calls),
         )
     # The same for the operator that compiled code calls.
     monkeypatch.setattr(functional, "_register_work", lambda tensor, work: tensor)
-    shared._others.calls.clear()
+    shared._held.calls.clear()
     functional._batch_p2p_ops(
         ["isend", "irecv"], [right, left], [0, 0], [tensor, tensor], shared.group_name
     )
     expected = ["_start_coalescing", "send", "recv", "_end_coalescing"]
-    agree(world, shared._others.calls == expected, str(shared._others.calls))
+    agree(world, shared._held.calls == expected, str(shared._held.calls))
 
 
 def _barrier_on(device):
