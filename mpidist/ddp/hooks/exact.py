@@ -9,8 +9,8 @@ and summed in float32, whose last bits depend on both.
 For a bucket of N elements each rank sends the tops of its blocks, N gradients as they are or, where
 any rank has accumulated, N totals of its sums in float64, to the ranks that round them
 (``exact_terms``), and N means. A total of 8 bytes is exact but where terms differ by more than 28
-binades; then all ranks send what theirs lack, too. Short buckets are sent to all ranks, each of
-which rounds all means.
+binades; then all ranks send what theirs lack, too. Short buckets are sent to all ranks, with their
+tops, and each rank rounds all means: one collective in place of three.
 
 Letters: W ranks; N elements of a bucket.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -29,15 +29,14 @@ from mpidist.comm.group_types import Group
 from mpidist.ddp.buckets.weak_hook import weak_hook
 from mpidist.ddp.hooks.exact_sums import (
     MOST_TERMS,
-    NOT_FINITE,
+    NO_TOP,
     ExactSum,
-    largest_of,
-    lengths_of,
-    tops_from,
+    bounds_of,
+    joined,
     tops_of,
     write_totals,
 )
-from mpidist.ddp.hooks.exact_terms import scales_of, write_means
+from mpidist.ddp.hooks.exact_terms import write_means
 from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.stages import in_order, run_stages
 from mpidist.future import Future
@@ -79,7 +78,8 @@ class ExactAverage:
         self.are_terms = False
         self._is_averaging = is_averaging
         self._sums: dict[str, ExactSum] = {}
-        self._sum_memory: dict[str, Tensor] = {}  # of sums that have been averaged
+        self._sum_memory: dict[str, Tensor] = {}  # of each parameter, parts of those of buckets
+        self._bucket_memory: dict[tuple[str, ...], tuple[Tensor, Sequence[Tensor]]] = {}
         self._own_terms = 0  # accumulated passes since the last averaging one
         self._averaged: set[str] = set()  # parameters whose sums the last averaging pass has taken
         self._is_accumulating = False  # the running pass has added to a sum
@@ -134,7 +134,7 @@ class ExactAverage:
             ValueError: There are too many for exact sums (all ranks).
         """
         counts = self.memory("counts", 2, torch.int64, torch.device("cpu"))
-        counts.copy_(torch.tensor([self._own_terms + 1, len(self._sums)]))
+        counts.numpy()[:] = self._own_terms + 1, len(self._sums)
         group.all_reduce(counts, SUM)
         self._own_terms = 0
         self._averaged.clear()
@@ -146,14 +146,24 @@ class ExactAverage:
                 f"got {self.terms}"
             )
 
-    def sum_of(self, name: str) -> ExactSum | None:
-        """Remove and return what was accumulated for a parameter."""
-        held = self._sums.pop(name, None)
-        if held is not None:
-            # As many bytes will be needed again before the next average.
-            self._sum_memory[name] = held.memory
-            self._averaged.add(name)
-        return held
+    def sum_of(self, names: tuple[str, ...], numels: Sequence[int]) -> ExactSum | None:
+        """Remove and return what was accumulated for a bucket's parameters, as one sum."""
+        sums = [self._sums.pop(name, None) for name in names]
+        self._averaged |= {name for name, held in zip(names, sums, strict=True) if held is not None}
+        device = next((held.memory.device for held in sums if held is not None), None)
+        if device is None:
+            return None
+        known = self._bucket_memory.get(names)
+        if known is None or known[0].device != device:
+            # As many bytes will be needed again before the next average, until buckets are rebuilt.
+            for other in [key for key in self._bucket_memory if not {*key}.isdisjoint(names)]:
+                del self._bucket_memory[other]
+            memory = torch.empty(2, sum(numels), dtype=torch.float64, device=device)
+            parts = memory.split(numels, 1)
+            known = self._bucket_memory[names] = memory, parts
+            self._sum_memory.update(zip(names, parts, strict=True))
+        memory, parts = known
+        return joined(sums, parts, memory)
 
     def memory(self, use: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory kept between steps, whose collectives are prepared once."""
@@ -166,7 +176,7 @@ class ExactAverage:
         flat = gradient.float().reshape(-1)
         held = self._sums.get(name)
         if held is None:
-            self._sums[name] = ExactSum(flat, self._sum_memory.pop(name, None))
+            self._sums[name] = ExactSum.of(flat, self._sum_memory.get(name))
         else:
             held.add(flat)
 
@@ -196,94 +206,122 @@ class _BucketAverage:
 
     def __init__(self, state: ExactAverage, group: Group, bucket: GradBucket) -> None:
         self._state, self._group = state, group
-        self._buffer, self._gradients = bucket.buffer(), bucket.gradients()
-        self._flats = [gradient.reshape(-1) for gradient in self._gradients]
-        self._sums = [state.sum_of(name) for name in bucket.names()]
-        self._lengths = [lengths_of(flat.numel()) for flat in self._flats]
-        self._is_finite = True
+        self._term, self._gradients = bucket.buffer().view(-1), bucket.gradients()
+        self._numels = tuple([gradient.numel() for gradient in self._gradients])
+        self._bounds = bounds_of(self._numels)
+        self._held = state.sum_of(bucket.names(), self._numels)
+        self._is_contiguous = all(gradient.is_contiguous() for gradient in self._gradients)
+        if not self._is_contiguous:
+            # Blocks are those of the elements in the order of the indices.
+            self._term = self._memory("term", len(self._term), self._term.dtype)
+            for gradient, copy in self._copies(self._term):
+                copy.copy_(gradient)
+        self._tops, self._is_finite = tops_of(self._term, self._bounds)
+        if self._held is not None:
+            self._tops = [*map(max, self._tops, self._held.tops)]
+            self._is_finite &= self._held.is_finite
 
     def run(self) -> None:
         """Write the means into the bucket.
 
         Collective: over the group.
         """
-        state, group, numel = self._state, self._group, self._buffer.numel()
-        dtype = self._buffer.dtype if state.are_terms else torch.float64
-        is_short = group.size == 1 or group.size * numel * dtype.itemsize <= _SHORT_BYTES
-        # Ranks round equal shares of the elements, in the order of the blocks, or a short bucket.
-        share = numel if is_short else -(-numel // group.size)
-        whole = share if is_short else share * group.size
-        means = self._buffer.view(-1)
-        is_copied = whole > numel or not all(g.is_contiguous() for g in self._gradients)
-        if is_copied:
-            means = self._memory("means", whole, self._buffer.dtype)
-            if state.are_terms:
-                for flat, copy in zip(self._flats, self._split(means), strict=True):
-                    copy.copy_(flat)
-        tops, numbers = self._agree_on_tops()
-        if state.are_terms:
+        size, numel = self._group.size, len(self._term)
+        dtype = self._term.dtype if self._state.are_terms else torch.float64
+        if size > 1 and size * numel * dtype.itemsize <= _SHORT_BYTES:
+            rows = self._gather_all(dtype)
+            self._round(rows, self._term)
+        else:
+            self._average_shares(-(-numel // size))
+        if not self._is_contiguous:
+            for gradient, copy in self._copies(self._term):
+                gradient.copy_(copy)
+
+    def _gather_all(self, dtype: torch.dtype) -> Tensor:
+        """Return the elements of all ranks, and agree on the tops, by one collective.
+
+        Totals are those at the tops of their rank. Where ranks have different ones, a second
+        collective has the totals at the tops of all.
+        """
+        numel = len(self._term)
+        sent = self._memory("sent", numel + 2 + len(self._tops), dtype)
+        # Behind the elements whether totals lack something, whether some are not finite, the tops.
+        elements, tail = sent.narrow(0, 0, numel), sent.narrow(0, numel, len(sent) - numel)
+        is_agreed = False
+        while not is_agreed:
+            tail.copy_(torch.tensor([0, not self._is_finite, *self._tops]))
+            if self._state.are_terms:
+                elements.copy_(self._term)
+            else:
+                self._write_totals(elements, tail[:1])
+            rows = self._exchange("rows", sent, len(sent))
+            lost, infinite, *tops = zip(*rows[:, numel:].tolist(), strict=True)
+            self._tops, self._is_finite = [int(max(found)) for found in tops], not any(infinite)
+            # Sums of the terms as they are need no tops.
+            is_agreed = self._state.are_terms or all(len({NO_TOP, *found}) <= 2 for found in tops)
+        rows = rows.narrow(1, 0, numel)
+        if not any(lost):
+            return rows
+        self._write_totals(elements, tail[:1], True)
+        return torch.cat([rows, self._exchange("rest", sent, len(sent)).narrow(1, 0, numel)])
+
+    def _average_shares(self, share: int) -> None:
+        """Round a share of the means on each rank, and gather them.
+
+        Ranks round equal shares of the elements, in the order of the blocks.
+        """
+        group, numel = self._group, len(self._term)
+        whole = share * group.size
+        means = self._term
+        if whole > numel:
+            means = self._memory("means", whole, means.dtype)
+        self._agree_on_tops()
+        if self._state.are_terms:
+            if whole > numel:
+                means[:numel].copy_(self._term)
             rows = self._exchange("rows", means, share)
         else:
-            rows = self._exchange_totals(tops, whole, share)
-        place = 0 if is_short else group.rank
-        mine = means if is_short else means.view(group.size, -1)[place]
-        lengths = [length for lengths in self._lengths for length in lengths]
-        scales = scales_of(numbers, lengths, rows, place)
-        write_means(rows, scales, mine, state.terms, self._is_finite)
-        if not is_short:
+            rows = self._exchange_totals(whole, share)
+        mine = means.view(group.size, share)[group.rank]
+        self._round(rows, mine, group.rank)
+        if group.size > 1:
             group.all_gather_into_tensor(means, mine)
-        if is_copied:
-            for gradient, copy in zip(self._gradients, self._split(means), strict=True):
-                gradient.copy_(copy.view(gradient.shape))
+        if whole > numel:
+            self._term.copy_(means[:numel])
 
-    def _agree_on_tops(self) -> tuple[Tensor, list[int]]:
-        """Return the tops of all ranks' terms and sums, twice; find out whether all are finite."""
-        largest = [largest_of(flat) for flat in self._flats]
-        tops = self._all_tops(tops_from(largest[0] if len(largest) == 1 else torch.cat(largest)))
-        numbers: list[int] = tops.tolist()
-        self._is_finite = NOT_FINITE not in numbers
-        if self._is_finite:
-            return tops, numbers
-        tops = self._all_tops(torch.cat([tops_of(flat)[0] for flat in self._flats]))
-        return tops, tops.tolist()
-
-    def _all_tops(self, terms: Tensor) -> Tensor:
-        tops = self._memory("tops", terms.numel(), torch.int32).copy_(terms)
-        parts = tops.split([len(lengths) for lengths in self._lengths])
-        for part, held in zip(parts, self._sums, strict=True):
-            if held is not None:
-                torch.maximum(part, held.tops, out=part)
-                if self._is_finite and not held.is_finite:
-                    part[0] = NOT_FINITE
-        self._group.all_reduce(tops, MAX)
-        return tops
-
-    def _exchange_totals(self, tops: Tensor, whole: int, share: int) -> Tensor:
-        # Behind the totals, whether they lack something; all ranks get that of a short bucket.
-        totals = self._memory("totals", whole + 1, torch.float64)
-        lost = totals[whole:].zero_()
-        self._write_totals(tops, totals, lost, False)
+    def _agree_on_tops(self) -> None:
+        """Find the tops over the terms and sums of all ranks, and whether all are finite."""
         if self._group.size == 1:
-            return totals[:whole].view(1, -1)
-        if share == whole:
-            rows = self._exchange("rows", totals, whole + 1)
-            is_lost = rows[:, whole].any()
-        else:
-            rows = self._exchange("rows", totals[:whole], share)
-            is_lost = self._memory("lost", 1, torch.int32).copy_(lost != 0)
-            self._group.all_reduce(is_lost, MAX)
-        if not is_lost.item():
-            return rows[:, :share]
-        self._write_totals(tops, totals, lost, True)
-        return torch.cat([rows[:, :share], self._exchange("rest", totals[:whole], share)])
+            return
+        host = torch.device("cpu")
+        agreed = self._state.memory("tops", len(self._tops) + 1, torch.int32, host)
+        agreed.copy_(torch.tensor([*self._tops, not self._is_finite]))
+        self._group.all_reduce(agreed, MAX)
+        *self._tops, is_infinite = agreed.tolist()
+        self._is_finite = not is_infinite
 
-    def _write_totals(self, tops: Tensor, target: Tensor, lost: Tensor, is_rest: bool) -> None:
-        tops_of_each = tops.split([len(lengths) for lengths in self._lengths])
-        targets = self._split(target)
-        for flat, held, mine, part in zip(
-            self._flats, self._sums, tops_of_each, targets, strict=True
-        ):
-            write_totals(flat, held, mine, self._is_finite, part, lost, is_rest)
+    def _exchange_totals(self, whole: int, share: int) -> Tensor:
+        # Behind the totals, whether they lack something.
+        totals = self._memory("totals", whole + 1, torch.float64)
+        totals, lost = totals[:whole], totals[whole:].zero_()
+        self._write_totals(totals, lost)
+        rows = self._exchange("rows", totals, share)
+        if self._group.size == 1:
+            return rows
+        is_lost = self._memory("lost", 1, torch.int32).copy_(lost != 0)
+        self._group.all_reduce(is_lost, MAX)
+        if not is_lost.item():
+            return rows
+        self._write_totals(totals, lost, True)
+        return torch.cat([rows, self._exchange("rest", totals, share)])
+
+    def _write_totals(self, target: Tensor, lost: Tensor, is_rest: bool = False) -> None:
+        agreed = self._tops, self._bounds, self._is_finite
+        write_totals(self._term, self._held, *agreed, target, lost, is_rest)
+
+    def _round(self, rows: Tensor, means: Tensor, place: int = 0) -> None:
+        state = self._state
+        write_means(rows, self._tops, self._bounds, means, state.terms, self._is_finite, place)
 
     def _exchange(self, use: str, sent: Tensor, share: int) -> Tensor:
         """Return the share of all ranks, one row each."""
@@ -291,16 +329,16 @@ class _BucketAverage:
         if size == 1:
             return sent.view(1, -1)
         rows = self._memory(use, size * share, sent.dtype)
-        if share == sent.numel():
+        if share == len(sent):
             self._group.all_gather_into_tensor(rows, sent)
         else:
             self._group.all_to_all_single(rows, sent)
         return rows.view(size, -1)
 
-    def _split(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Return one view for each gradient's elements, in order."""
-        numel = self._buffer.numel()
-        return flat[:numel].split([part.numel() for part in self._flats])
+    def _copies(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return each gradient with its elements in a flat tensor, in the order of the indices."""
+        for gradient, part in zip(self._gradients, flat.split(self._numels), strict=True):
+            yield gradient, part.view(gradient.shape)
 
     def _memory(self, use: str, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._state.memory(use, numel, dtype, self._buffer.device)
+        return self._state.memory(use, numel, dtype, self._term.device)

@@ -13,12 +13,19 @@ Computers 64 (2015), with two folds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 Tensor = torch.Tensor
+# Of NumPy on the host, where its calls cost less than torch's; a tensor on a device.
+Array: TypeAlias = Any
 
 BLOCK = 4096
 # Bits of a piece: at least the 24 of float32's terms below the largest element of a block.
@@ -26,169 +33,223 @@ WIDTH = 36
 MOST_TERMS = 1 << (53 - WIDTH)
 # Top of a block of zeros, below that of the smallest float32.
 NO_TOP = -10
-# Of a block with an infinity or a NaN, above that of the largest float32.
-NOT_FINITE = 28
-# Of float64.
-BIAS, MANTISSA_BITS = 1023, 52
-# Blocks that are cut together, whose pieces stay in the cache.
-_TOGETHER = 8
+MANTISSA_BITS = 52  # of float64
+# Elements that are cut together, whose pieces stay in the cache.
+_TOGETHER = 8 * BLOCK
 
 
-def lengths_of(numel: int) -> list[int]:
-    """Return the number of elements of each of the blocks of ``numel`` elements."""
-    return [BLOCK] * (numel // BLOCK) + [numel % BLOCK] * (numel % BLOCK > 0)
+@lru_cache(1024)
+def bounds_of(numels: tuple[int, ...]) -> tuple[int, ...]:
+    """Return where the blocks of tensors begin that lie one behind the other, and where they end.
+
+    No block has elements of two tensors.
+    """
+    bounds: list[int] = []
+    start = 0
+    for numel in numels:
+        bounds += range(start, start + numel, BLOCK)
+        start += numel
+    return *bounds, start
 
 
-def largest_of(flat: Tensor) -> Tensor:
-    """Return the largest size in each block of elements; NaN if one is in it."""
-    numel = flat.numel()
-    whole = numel - numel % BLOCK
-    if not whole:
-        return _largest(flat.view(1, numel)) if numel else flat
-    largest = _largest(flat[:whole].view(-1, BLOCK))
-    # The last elements are a block without a copy of all.
-    return torch.cat([largest, _largest(flat[whole:].view(1, -1))]) if whole < numel else largest
+def runs_of(
+    keys: Sequence[int], bounds: Sequence[int], most: int = sys.maxsize
+) -> Iterator[tuple[int, int, int]]:
+    """Divide elements into runs of blocks of one key, of at most ``most`` elements each.
+
+    Yields:
+        First element, number of elements, key.
+    """
+    last = len(keys) - 1
+    start = bounds[0]
+    for place, key in enumerate(keys):
+        if place == last or keys[place + 1] != key:
+            end = bounds[place + 1]
+            for first in range(start, end, most):
+                yield first, min(most, end - first), key
+            start = end
 
 
-def tops_from(largest: Tensor) -> Tensor:
-    """Return the tops, int32, of blocks with these largest sizes, or ``NOT_FINITE``."""
-    # 2^(e - 1) <= largest < 2^e, and e <= WIDTH·(top + 1) - 1. In float64 no float32 is subnormal.
-    exponents = largest.double().view(torch.int64) >> MANTISSA_BITS
-    exponents.bitwise_and_(0x7FF).sub_(BIAS - 1)
-    return exponents.floor_divide_(WIDTH).clamp_(min=NO_TOP).int()
+def units_of(tops: Sequence[int]) -> Sequence[int]:
+    """Return tops without ``NO_TOP``, as zeros are zeros in any unit."""
+    if NO_TOP not in tops:
+        return tops
+    highest = max(tops)
+    unit = highest if highest > NO_TOP else 0
+    return [unit if top == NO_TOP else top for top in tops]
 
 
-def tops_of(flat: Tensor) -> tuple[Tensor, bool]:
+def tops_of(flat: Tensor, bounds: Sequence[int]) -> tuple[list[int], bool]:
     """Return the top of each block: the least i for which its elements are below 2^(WIDTH·(i+1)-1).
 
     Infinities and NaN do not count.
 
     Args:
         flat: Shape (N,), of float32 or narrower.
+        bounds: ``bounds_of`` its tensors.
 
     Returns:
-        int32, and whether all elements are finite.
+        The tops, and whether all elements are finite.
     """
-    tops = tops_from(largest_of(flat))
-    if not bool((tops == NOT_FINITE).any()):
-        return tops, True
-    return tops_from(largest_of(torch.where(flat.isfinite(), flat, 0))), False
+    largest = largest_of(flat, bounds)
+    is_finite = math.isfinite(sum(largest))
+    if not is_finite:
+        largest = largest_of(torch.where(flat.isfinite(), flat, 0), bounds)
+    # 2^(e - 1) <= largest < 2^e, and e <= WIDTH·(top + 1) - 1.
+    return [math.frexp(size)[1] // WIDTH if size else NO_TOP for size in largest], is_finite
 
 
-def shifts_of(tops: Tensor) -> Tensor:
-    """Return 1.5·2^52 times the upper and the lower unit of each block, shape (2, blocks, 1)."""
-    bits = (BIAS + MANTISSA_BITS + WIDTH * tops.long()) << MANTISSA_BITS
-    upper = bits.view(torch.float64).mul(1.5).view(-1, 1)
-    return torch.stack([upper, upper * 2.0**-WIDTH])
+def largest_of(flat: Tensor, bounds: Sequence[int]) -> list[float]:
+    """Return the largest size in each block of elements; NaN if one is in it."""
+    values, starts = _array(flat), bounds[:-1]
+    if isinstance(values, np.ndarray):
+        # Both read the elements once and write none; abs() would write them all.
+        highest, lowest = np.maximum.reduceat(values, starts), np.minimum.reduceat(values, starts)
+        return np.maximum(highest, -lowest).tolist()
+    sizes = [after - before for before, after in pairwise(bounds)]
+    blocks = [flat.narrow(0, start, n).view(-1, size) for start, n, size in runs_of(sizes, bounds)]
+    largest = [torch.maximum(each.amax(1), each.amin(1).neg()) for each in blocks]
+    return torch.cat([flat[:0], *largest]).tolist()
 
 
-def cut(blocks: Tensor, shifts: Tensor, is_finite: bool, high: Tensor, low: Tensor) -> None:
-    """Cut each block at its top into pieces; an infinity or NaN is all in ``high``.
+def cut(elements: Array, top: int, is_finite: bool, high: Array, low: Array) -> None:
+    """Cut elements at their top into pieces; an infinity or NaN is all in ``high``.
 
     Args:
-        blocks: Shape (blocks, n), of float32 or narrower.
-        shifts: ``shifts_of`` the blocks' tops, each at least that of ``tops_of``.
+        elements: Of float32 or narrower.
+        top: At least that of ``tops_of`` their blocks.
         is_finite: All elements are finite.
         high: Result, same shape, float64: multiples of 2^(WIDTH·top).
         low: Result, likewise: multiples of 2^(WIDTH·(top - 1)).
     """
-    upper, lower = shifts
     # (x + c) - c rounds x to multiples of c's last place.
-    low.copy_(blocks)
-    torch.add(low, upper, out=high).sub_(upper)
-    low.sub_(high)
+    upper = 1.5 * 2.0 ** (MANTISSA_BITS + WIDTH * top)
+    lower = upper * 2.0**-WIDTH
+    of = _functions(high)
+    low[...] = elements
+    of.subtract(of.add(low, upper, out=high), upper, out=high)
+    of.subtract(low, high, out=low)
     if not is_finite:
-        low.nan_to_num_(nan=0.0)
-    low.add_(lower).sub_(lower)
+        low[low != low] = 0.0
+    of.subtract(of.add(low, lower, out=low), lower, out=low)
 
 
-def cut_in_parts(
-    flat: Tensor, tops: Tensor, is_finite: bool, target: Tensor | None = None
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def cut_in_runs(
+    flat: Tensor, tops: Sequence[int], bounds: Sequence[int], is_finite: bool
+) -> Iterator[tuple[slice, Array, Array]]:
     """Cut a term's blocks at their tops, a few at a time.
 
-    Args:
-        flat: Shape (N,), of float32 or narrower.
-        tops: Of each block, at least that of ``tops_of``.
-        is_finite: All elements are finite.
-        target: Shape (2, N), float64: memory for the pieces.
-
     Yields:
-        A range of elements, and their high and low pieces, flat; without a target in memory that
-        the next part's take.
+        A range of elements, and their high and low pieces, in memory that the next ones take.
     """
-    numel, shifts, step = flat.numel(), shifts_of(tops), _TOGETHER * BLOCK
-    memory = target
-    if memory is None:
-        memory = torch.empty(2, min(numel, step), dtype=torch.float64, device=flat.device)
-    whole = numel - numel % BLOCK
-    # The last elements are a block of their own length.
-    starts = [*range(0, whole, step), *([whole] if whole < numel else [])]
-    for start, end in pairwise([*starts, numel]):
-        first = start // BLOCK
-        count = -(-(end - start) // BLOCK)
-        pieces = memory[:, : end - start] if target is None else target[:, start:end]
-        blocks = flat[start:end].view(count, -1)
-        high, low = pieces.view(2, count, -1)
-        cut(blocks, shifts[:, first : first + count], is_finite, high, low)
-        yield slice(start, end), pieces[0], pieces[1]
+    most = min(flat.numel(), _TOGETHER)
+    memory = _array(torch.empty(2, most, dtype=torch.float64, device=flat.device))
+    elements = _array(flat)
+    for start, numel, top in runs_of(units_of(tops), bounds, most):
+        part = slice(start, start + numel)
+        high, low = memory[:, :numel]
+        cut(elements[part], top, is_finite, high, low)
+        yield part, high, low
+
+
+def _array(tensor: Tensor) -> Array:
+    if not tensor.is_cpu:
+        return tensor
+    return (tensor if tensor.dtype is torch.float64 else tensor.float()).numpy()
+
+
+def _functions(array: Array) -> Any:
+    return np if isinstance(array, np.ndarray) else torch
 
 
 class ExactSum:
-    """Sum of the terms of one tensor so far.
+    """Sum of the terms so far of a tensor, or of several that lie one behind the other.
 
     Args:
-        first: The first term, shape (N,).
-        memory: ``memory`` of a sum of as many elements that is not used any more.
+        memory: Of ``high`` and ``low``, shape (2, N), float64.
 
     Attributes:
-        tops: Of each block, int32.
-        high: Shape (blocks, BLOCK), or (1, N) if N is smaller; float64, zeros behind the elements.
+        bounds: ``bounds_of`` the tensors.
+        tops: Of each block.
+        high: Shape (N,).
         low: Same.
         is_finite: No term had an infinity or a NaN.
-        memory: Of ``high`` and ``low``.
     """
 
-    def __init__(self, first: Tensor, memory: Tensor | None = None) -> None:
-        self.tops, self.is_finite = tops_of(first)
-        numel = first.numel()
-        if memory is None or memory.device != first.device:
-            shape = 2, len(self.tops), min(numel, BLOCK)
-            memory = torch.empty(shape, dtype=torch.float64, device=first.device)
+    def __init__(
+        self, memory: Tensor, bounds: Sequence[int], tops: Sequence[int], is_finite: bool
+    ) -> None:
         self.memory, (self.high, self.low) = memory, memory
-        flat = memory.flatten(1)
-        flat[:, numel:].zero_()
-        for _ in cut_in_parts(first, self.tops, self.is_finite, flat):
-            pass
+        self.bounds, self.tops, self.is_finite = bounds, tops, is_finite
 
+    @classmethod
+    @np.errstate(invalid="ignore")
+    def of(cls, first: Tensor, memory: Tensor | None = None) -> ExactSum:
+        """Return a sum of one term, shape (N,), in ``memory`` that is not used any more."""
+        numel, bounds = first.numel(), bounds_of((first.numel(),))
+        if memory is None or memory.device != first.device:
+            memory = torch.empty(2, numel, dtype=torch.float64, device=first.device)
+        held = cls(memory, bounds, *tops_of(first, bounds))
+        elements, pieces = _array(first), _array(memory)
+        for start, n, top in runs_of(units_of(held.tops), bounds, _TOGETHER):
+            part = slice(start, start + n)
+            cut(elements[part], top, held.is_finite, *pieces[:, part])
+        return held
+
+    @np.errstate(invalid="ignore")
     def add(self, term: Tensor) -> None:
         """Add a term of the same number of elements."""
-        tops, is_finite = tops_of(term)
+        tops, is_finite = tops_of(term, self.bounds)
         self.is_finite &= is_finite
-        self.raise_to(torch.maximum(self.tops, tops))
-        flat_high, flat_low = self.high.view(-1), self.low.view(-1)
-        for part, high, low in cut_in_parts(term, self.tops, is_finite):
-            flat_high[part].add_(high)
-            flat_low[part].add_(low)
+        self.raise_to([*map(max, self.tops, tops)])
+        pieces = _array(self.memory)
+        for part, *cut_pieces in cut_in_runs(term, self.tops, self.bounds, is_finite):
+            for held, piece in zip(pieces[:, part], cut_pieces, strict=True):
+                held += piece
 
-    def raise_to(self, tops: Tensor) -> None:
+    def raise_to(self, tops: Sequence[int]) -> None:
         """Move to higher tops: by one, the high piece is the low one; by more, nothing is left."""
-        steps = tops - self.tops
-        if bool((steps > 0).any()):
-            moved = torch.nonzero(steps > 0)[:, 0]
-            by_one = (steps[moved] == 1)[:, None]
-            kept = torch.where(by_one, self.high[moved], 0)
-            # Infinities and NaN stay.
-            lost = torch.where(self.high[moved].isfinite(), 0, self.high[moved])
-            self.low[moved] = torch.where(kept.isfinite(), kept, 0)
-            self.high[moved] = lost
-            self.tops = tops.clone()
+        before, self.tops = self.tops, tops
+        if before == tops:
+            return
+        steps = [0 if old == NO_TOP else new - old for old, new in zip(before, tops, strict=True)]
+        for start, numel, step in runs_of(steps, self.bounds):
+            if step:
+                high, low = self.memory.narrow(1, start, numel)
+                # Infinities and NaN stay.
+                is_finite = high.isfinite()
+                low.copy_(torch.where(is_finite, high, 0)) if step == 1 else low.zero_()
+                high.masked_fill_(is_finite, 0)
 
 
+def joined(sums: Sequence[ExactSum | None], parts: Sequence[Tensor], memory: Tensor) -> ExactSum:
+    """Return the sums of several tensors as one.
+
+    Args:
+        sums: None for a sum of no terms.
+        parts: Views of ``memory``, shape (2, n) for n elements of each tensor.
+        memory: Shape (2, N), of the result.
+    """
+    bounds = bounds_of(tuple([part.shape[1] for part in parts]))
+    tops: list[int] = []
+    for held, part in zip(sums, parts, strict=True):
+        if held is None:
+            part.zero_()
+            tops += [NO_TOP] * -(-part.shape[1] // BLOCK)
+        else:
+            if held.memory is not part:
+                part.copy_(held.memory)
+            tops += held.tops
+    is_finite = all(held is None or held.is_finite for held in sums)
+    return ExactSum(memory, bounds, tops, is_finite)
+
+
+@np.errstate(invalid="ignore")
 def write_totals(
     term: Tensor,
     before: ExactSum | None,
-    tops: Tensor,
+    tops: Sequence[int],
+    bounds: Sequence[int],
     is_finite: bool,
     target: Tensor,
     lost: Tensor,
@@ -199,32 +260,31 @@ def write_totals(
     Args:
         term: Shape (N,), of float32 or narrower.
         before: Sum of the earlier terms, which moves to ``tops``; None without one.
-        tops: Of each block, over the term, those before and those of other ranks.
+        tops: Of each block, over the term and those before, perhaps those of other ranks.
+        bounds: Of the blocks.
         is_finite: All are finite.
         target: Result, float64, shape (N,).
-        lost: Shape (1,), float64: grows by a number > 0 if a total differs from the sum, or by NaN.
+        lost: Shape (1,), float64: grows if a total differs from the sum, or is not finite.
         is_rest: Write what the totals lack in place of them; sums of both are exact.
     """
-    if before is None:
-        # Of one term nothing is lost.
-        for part, high, low in cut_in_parts(term, tops, is_finite):
-            torch.add(high, low, out=target[part])
+    if before is not None:
+        before.raise_to(tops)
+    totals, is_lost = _array(target), _array(lost)
+    pieces = None if before is None else _array(before.memory)
+    for part, high, low in cut_in_runs(term, tops, bounds, is_finite):
+        of, total = _functions(high), totals[part]
+        if pieces is None:
+            # Of one term nothing is lost.
+            of.add(high, low, out=total)
+            if is_rest:
+                total[...] = 0.0
+            continue
+        high += pieces[0, part]
+        low += pieces[1, part]
+        of.add(high, low, out=total)
+        # Exact: both are multiples of the unit below 2^53 of which ``low`` is.
+        of.subtract(total, high, out=high)
+        is_lost += (high != low).any()
         if is_rest:
-            target.zero_()
-        return
-    before.raise_to(tops)
-    high_before, low_before = before.high.view(-1), before.low.view(-1)
-    for part, high, low in cut_in_parts(term, tops, is_finite):
-        high.add_(high_before[part])
-        low.add_(low_before[part])
-        total = torch.add(high, low, out=target[part])
-        # Exact: ``high`` and ``low`` are multiples of the unit below 2^53 of which ``low`` is.
-        rest = low.add_(high.sub_(total))
-        lost.add_(torch.dot(rest, rest))
-        if is_rest:
-            total.copy_(rest if is_finite else rest.nan_to_num_(nan=0.0))
-
-
-def _largest(blocks: Tensor) -> Tensor:
-    # Both read the elements once and write none; abs() would write them all.
-    return torch.maximum(blocks.amax(1), blocks.amin(1).neg())
+            of.subtract(low, high, out=total)
+            total[total != total] = 0.0

@@ -14,11 +14,10 @@ Letters: W ranks; N elements of the share.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 import torch
 
-from mpidist.ddp.hooks.exact_sums import NO_TOP, WIDTH
+from mpidist.ddp.hooks.exact_sums import WIDTH, runs_of, units_of
 
 Tensor = torch.Tensor
 
@@ -33,76 +32,63 @@ _LOWEST, _MOST_TERMS = -2, 32
 _SHIFTS = {torch.float32: 1.5 * 2.0**72, torch.float64: 1.5 * 2.0**88}
 
 
-def scales_of(tops: Sequence[int], lengths: Sequence[int], rows: Tensor, place: int = 0) -> Tensor:
-    """Return 1 / u for each element of a share.
+def write_means(
+    rows: Tensor,
+    tops: Sequence[int],
+    bounds: Sequence[int],
+    means: Tensor,
+    terms: int,
+    is_finite: bool = True,
+    place: int = 0,
+) -> None:
+    """Write the means of terms, rounded to float32 and then to their dtype.
 
     Args:
-        tops: Of the blocks of the whole vector, over all terms; all finite.
-        lengths: Their numbers of elements, in order.
-        rows: The share of all ranks, shape (R, N), as in ``write_means``.
+        rows: A share of the vector, shape (R, N): one term of each rank, of float32 or narrower; or
+            totals of float64, of which each rank may have several.
+        tops: Of the blocks of the whole vector, over all terms.
+        bounds: Of the blocks.
+        means: Result, shape (N,); may be one of the rows.
+        terms: How many terms are in all rows.
+        is_finite: All are finite; else means are infinite or NaN where a plain sum is.
         place: The share's number, whose elements begin at ``place``·N; those behind the last block
-            may have any scale.
-
-    Returns:
-        Shape (N,), or (1,) for all; in float32 where that is exact and the rows are no wider, else
-        in float64.
+            get any means.
     """
-    # Zeros are zeros in any unit.
-    units = {*tops} - {NO_TOP} or {0}
-    lowest, highest = min(units), max(units)
-    is_narrow = rows.dtype is not torch.float64 and lowest >= _LOWEST and len(rows) <= _MOST_TERMS
-    dtype, numel = torch.float32 if is_narrow else torch.float64, rows.shape[1]
-    if lowest == highest:
-        return torch.full((1,), _scale(highest), dtype=dtype, device=rows.device)
-    # How many elements of each block lie in the share; the last block goes on behind its end.
-    start, end = place * numel, (place + 1) * numel
-    bounds = [0, *accumulate(lengths)]
-    bounds[-1] = max(bounds[-1], end)
-    bounds = [min(max(bound, start), end) for bound in bounds]
-    counts = torch.tensor([after - before for before, after in pairwise(bounds)])
-    scales = [_scale(highest if top == NO_TOP else top) for top in tops]
-    of_blocks = torch.tensor(scales, dtype=dtype, device=rows.device)
-    return torch.repeat_interleave(of_blocks, counts.to(rows.device), output_size=numel)
+    count, numel = rows.shape
+    first = place * numel
+    ends = [min(max(bound - first, 0), numel) for bound in bounds]
+    ends[-1] = numel
+    most = min(max(_TOGETHER // count, 1), numel)
+    memory: Tensor | None = None
+    for start, n, top in runs_of(units_of(tops), ends, most):
+        row, mean = rows.narrow(1, start, n), means.narrow(0, start, n)
+        is_narrow = top >= _LOWEST and count <= _MOST_TERMS and rows.dtype is not torch.float64
+        dtype = torch.float32 if is_narrow else torch.float64
+        if memory is None or memory.dtype is not dtype:
+            memory = torch.empty((count, most), dtype=dtype, device=rows.device)
+        numbers = memory if n == most else memory.narrow(1, 0, n)
+        if rows.dtype is torch.float64:
+            # Multiples of each block's unit already.
+            total = _sum_of(row, _SHIFTS[dtype] / _scale(top), is_finite, numbers)
+            divisor = float(terms)
+        else:
+            # In units of each block; ties go to even numbers, as in ``exact_sums.cut``.
+            torch.mul(row, _number(_scale(top), memory), out=numbers).round_()
+            total = _sum_of(numbers, _SHIFTS[dtype], is_finite, numbers)
+            divisor = _scale(top) * terms
+        mean.copy_(total.div_(_number(divisor, memory)).float())
 
 
 def _scale(top: int) -> float:
     return 2.0 ** (WIDTH * (1 - top))
 
 
-def write_means(
-    rows: Tensor, scales: Tensor, means: Tensor, terms: int, is_finite: bool = True
-) -> None:
-    """Write the means of terms, rounded to float32 and then to their dtype.
-
-    Args:
-        rows: Shape (R, N): one term of each rank, of float32 or narrower; or totals of float64,
-            of which each rank may have several.
-        scales: Shape (N,), of ``scales_of``.
-        means: Result, shape (N,); may be one of the rows.
-        terms: How many terms are in all rows.
-        is_finite: All are finite; else means are infinite or NaN where a plain sum is.
-    """
-    count, numel = rows.shape
-    step = min(max(_TOGETHER // count, 1), numel)
-    are_totals = rows.dtype is torch.float64
-    memory = torch.empty((count, step), dtype=scales.dtype, device=rows.device)
-    for start in range(0, numel, step):
-        part = slice(start, start + step)
-        scale = scales if len(scales) == 1 else scales[part]
-        row, mean = rows[:, part], means[part]
-        numbers = memory[:, : mean.numel()]
-        if are_totals:
-            # Multiples of each block's unit already.
-            total = _sum_of(row, _SHIFTS[row.dtype] / scale, is_finite, numbers).div_(terms)
-        else:
-            # In units of each block; ties go to even numbers, as in ``exact_sums.cut``.
-            torch.mul(row, scale, out=numbers).round_()
-            total = _sum_of(numbers, _SHIFTS[scale.dtype], is_finite, numbers)
-            total.div_(scale * terms)
-        mean.copy_(total if mean.dtype is torch.float32 else total.float())
+def _number(value: float, like: Tensor) -> Tensor:
+    # A device multiplies with the reciprocal in place of a division by a number of the host.
+    return torch.full((1,), value, dtype=like.dtype, device=like.device)
 
 
-def _sum_of(numbers: Tensor, shift: float | Tensor, is_finite: bool, memory: Tensor) -> Tensor:
+def _sum_of(numbers: Tensor, shift: float, is_finite: bool, memory: Tensor) -> Tensor:
     """Return the sums of whole numbers, as if rounded to float64 once and then to their dtype.
 
     Args:
@@ -119,11 +105,8 @@ def _sum_of(numbers: Tensor, shift: float | Tensor, is_finite: bool, memory: Ten
         # it. Zeros have no sign, as if pieces had been added.
         other = numbers[1] if len(numbers) == 2 else 0.0
         return torch.add(numbers[0], other, out=memory[0]).add_(0.0)
-    sums = torch.zeros(2, numbers.shape[1], dtype=torch.float64, device=numbers.device)
-    # Row by row, in memory of one row.
-    for row in numbers:
-        high = torch.add(row, shift).sub_(shift)
-        sums[0].add_(high)
-        low = torch.sub(row, high, out=high)
-        sums[1].add_(low if is_finite else low.nan_to_num_(nan=0.0))
-    return sums[1].add_(sums[0])
+    high = torch.add(numbers, shift).sub_(shift)
+    low = torch.sub(numbers, high, out=memory)
+    if not is_finite:
+        low.nan_to_num_(nan=0.0)
+    return low.double().sum(0).add_(high.double().sum(0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from mpidist import ddp
 from mpidist.ddp.buckets.bucket import Bucket
 from mpidist.ddp.hooks import exact, exact_sums
-from mpidist.ddp.hooks.exact import ExactAverage
+from mpidist.ddp.hooks.exact import ExactAverage, exact_average_hook
 from mpidist.ddp.hooks.exact_sums import ExactSum
 from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.optim import OSS
@@ -72,7 +73,7 @@ def alone(steps=3, make=lambda p: torch.optim.Adam(p, 1e-2)):
                 if place in sums:
                     sums[place].add(weight.grad.view(-1))
                 else:
-                    sums[place] = ExactSum(weight.grad.view(-1))
+                    sums[place] = ExactSum.of(weight.grad.view(-1))
         for place, weight in enumerate(model.parameters()):
             mean = (sums[place].high + sums[place].low) / MICRO_BATCHES
             weight.grad = mean.float().view(-1)[: weight.numel()].view_as(weight)
@@ -362,7 +363,7 @@ def test_accumulated_sums_of_any_kind_have_the_bits_of_one_rank(group, monkeypat
             for flat in first:
                 prepare(flat)
             state._sums = {
-                name: ExactSum(flat) for name, flat in zip(bucket.names(), first, strict=True)
+                name: ExactSum.of(flat) for name, flat in zip(bucket.names(), first, strict=True)
             }
             state._own_terms = 1
         own = [gradient.reshape(-1).clone() for gradient in bucket.gradients()]
@@ -370,7 +371,7 @@ def test_accumulated_sums_of_any_kind_have_the_bits_of_one_rank(group, monkeypat
         exact._BucketAverage(state, group, bucket).run()
         all_own, all_first = group.all_gather_object(own), group.all_gather_object(first)
         for place, gradient in enumerate(bucket.gradients()):
-            held = ExactSum(all_first[-1][place])
+            held = ExactSum.of(all_first[-1][place])
             for terms in all_own:
                 held.add(terms[place])
             mean = (held.high + held.low).div(group.size + 1).float().view(-1)
@@ -383,13 +384,63 @@ def test_accumulated_sums_of_any_kind_have_the_bits_of_one_rank(group, monkeypat
     agree(group, not wrong, str(wrong))
 
 
+def rational_mean(terms):
+    """Return the mean of terms of one tensor, by whole numbers of each block's unit."""
+    means = []
+    for block in torch.stack(terms).split(exact_sums.BLOCK, 1):
+        _, exponent = math.frexp(float(block.abs().max()))
+        unit = exact_sums.WIDTH * (exponent // exact_sums.WIDTH - 1)
+        for values in block.T.tolist():
+            total = sum(round(math.ldexp(value, -unit)) for value in values)
+            means.append(math.ldexp(float(total), unit) / len(terms))
+    return torch.tensor(means, dtype=torch.float64).float()
+
+
+def test_steps_have_the_means_of_rational_numbers(group, monkeypatch):
+    """Ranks and parameters with and without sums, in memory of earlier steps, at any tops."""
+    wrong = []
+    for short_bytes, shift in itertools.product((0, 1 << 30), (0, 40)):
+        monkeypatch.setattr(exact, "_SHORT_BYTES", short_bytes)
+        state = ExactAverage([], lambda: True)
+        for step in range(3):
+            bucket = bucket_of(group, torch.float32, (4100, 3), lambda flat: None)
+            bucket.buffer().mul_(2.0 ** (shift * (group.rank + step & 1)))
+            named = list(zip(bucket.names(), bucket.gradients(), strict=True))
+            named[0][1].mul_(2.0**-40)
+            own = {name: [] for name in bucket.names()}
+            # No rank has a sum at the first step, some have sums of one or two terms later.
+            counts = [(rank + step) % 3 if step else 0 for rank in range(group.size)]
+            for number in range(counts[group.rank]):
+                for name, gradient in named:
+                    term = gradient.reshape(-1).flip(0).mul_(1.0 + number)
+                    # What is lost in a total with this one shows where that of rank 0 cancels it.
+                    term[0] = 2.0**33 if group.rank == group.size - 1 else term[0]
+                    if name != "p1" or step > 1:
+                        state._add(name, term)
+                        own[name].append(term)
+                state._own_terms += 1
+            for name, gradient in named:
+                if group.rank == 0:
+                    gradient[(0,) * gradient.dim()] = -(2.0**33) * counts[-1]
+                own[name].append(gradient.reshape(-1).clone())
+                own[name] += [torch.zeros_like(own[name][0])] * (1 + state._own_terms)
+                del own[name][1 + state._own_terms :]
+            exact_average_hook(state, bucket).wait()
+            of_all = group.all_gather_object(own)
+            for name, gradient in named:
+                mean = rational_mean([term for of_rank in of_all for term in of_rank[name]])
+                if not torch.equal(gradient.reshape(-1), mean):
+                    wrong.append((short_bytes, shift, step, name))
+    agree(group, not wrong, str(wrong))
+
+
 def test_a_sum_on_any_rank_makes_all_send_sums(group):
     state = ExactAverage([], lambda: True)
     if group.rank == group.size - 1:
-        state._sums["weight"] = ExactSum(torch.ones(2))
+        state._sums["weight"] = ExactSum.of(torch.ones(2))
     state.begin(group)
     has_sum = state.are_terms
-    state.sum_of("weight")
+    state.sum_of(("weight",), (2,))
     state.begin(group)
     agree(group, not has_sum and state.are_terms and state.terms == group.size)
 
