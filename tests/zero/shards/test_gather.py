@@ -37,9 +37,8 @@ def gathered(size, is_single_node=True, is_one_copy=False, has_wire=False):
     return calls
 
 
-@pytest.mark.parametrize("has_wire", [False, True])
-def test_one_rank_has_all_parameters(has_wire):
-    assert gathered(1, has_wire=has_wire) == []
+def test_one_rank_has_all_parameters():
+    assert gathered(1) == []
 
 
 def test_a_wire_shares_each_buffer_and_leaves_the_masters_current():
