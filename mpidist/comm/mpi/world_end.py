@@ -6,9 +6,9 @@ MPI_Finalize returns when all ranks have called it. Between nodes MPICH's return
 over libfabric's TCP provider), and MPI_Isend to a rank that has gone does not return: it tries to
 connect for ever.
 
-So each rank tells rank 0 that it sends no more, and ends when rank 0 has told it that nobody does:
-2 (W - 1) messages without content. Then it receives what nobody waits for, the others' last
-messages: of those that are left MPICH prints warnings over UCX, one line each.
+So, unless the MPI is Open MPI, each rank tells rank 0 that it sends no more, and ends when rank 0
+has told it that nobody does: 2 (W - 1) messages without content. Then it receives what nobody waits
+for, the others' last messages: of those that are left MPICH prints warnings over UCX, a line each.
 
 Source: MPI-4.1 §11.2.2: a rank receives all messages that were sent to it before it calls
 MPI_Finalize.
