@@ -246,6 +246,7 @@ bench: $(VENV)/.stamp-bench $(VENV)/.stamp-peers timing long
 bench-link: $(VENV)/.stamp-bench $(MPICH)/.stamp
 	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_ddp.py --models mlp:64 mlp:256 mlp:1024 --rounds 8 --bucket-cap-mb 4 || test $$? = 77
 	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_diloco.py || test $$? = 77
+	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_oss.py --rounds 3 || test $$? = 77
 	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_windows.py --rounds 7 || test $$? = 77
 	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_windows.py --shards --rounds 9 || test $$? = 77
 	$(PY) benchmarks/bench_scaling.py sweep --links 10gbit 1gbit 100mbit
