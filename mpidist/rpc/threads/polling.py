@@ -335,6 +335,8 @@ class Polling:
                 tests = _TESTS_PER_POLL
                 if action is not HANDLED:
                     self._run_inline(me, action)
+                # A traceback that somebody keeps, of an action before it, holds this frame.
+                action = None
                 continue
             rounds += 1
             if rounds == 1:
