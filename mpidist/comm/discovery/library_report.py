@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from mpidist.comm.mpi import runtime
-from mpidist.comm.mpi.library import MPI, library_name
+from mpidist.comm.mpi.library import MPI, is_open_mpi
 
 
 def thread_level() -> str:
@@ -73,7 +73,7 @@ def _alloc_kinds() -> str | None:
 
 def _files() -> list[str | None]:
     """Return where the library may be found; None is this process."""
-    usual = "libmpi.so.40" if "Open MPI" in library_name() else "libmpi.so.12"
+    usual = "libmpi.so.40" if is_open_mpi() else "libmpi.so.12"
     return [file for file in (None, os.environ.get("MPI4PY_LIBMPI"), usual) if file != ""]
 
 

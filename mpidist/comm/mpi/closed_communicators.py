@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 
 from mpidist.comm.mpi.library import MPI
-from mpidist.comm.mpi.nonblocking import MatchedMessage, Mpi, Request
+from mpidist.comm.mpi.nonblocking import Mpi, Request
 
 KEPT = 8  # closed after a communicator before it is freed
 _EMPTY_PROBES = 3
@@ -150,9 +150,7 @@ class _Closed:
             raise self._error
         if not self._is_complete:
             return False
-        for length, message in late_messages(self.mpi):
-            space = bytearray(length)
-            self._receives.append((message.Irecv((space, length, MPI.BYTE)), space))
+        self._receives += late_receives(self.mpi)
         while self._receives:
             if not self._receives[-1][0].Test():
                 return False
@@ -162,8 +160,8 @@ class _Closed:
         return True
 
 
-def late_messages(mpi: Mpi) -> Iterator[tuple[int, MPI.Message | MatchedMessage]]:
-    """Match all messages that have arrived; yield length and message of each."""
+def late_receives(mpi: Mpi) -> Iterator[tuple[Request, bytearray]]:
+    """Receive all messages that have arrived; yield request and memory of each."""
     # The first probe that finds nothing has polled once, and a later one finds what that brought.
     status, empty = MPI.Status(), 0
     while empty < _EMPTY_PROBES:
@@ -172,7 +170,9 @@ def late_messages(mpi: Mpi) -> Iterator[tuple[int, MPI.Message | MatchedMessage]
             empty += 1
         else:
             empty = 0
-            yield status.Get_count(MPI.BYTE), message
+            length = status.Get_count(MPI.BYTE)
+            space = bytearray(length)
+            yield message.Irecv((space, length, MPI.BYTE)), space
 
 
 _closed = ClosedCommunicators()

@@ -298,8 +298,13 @@ def library_name() -> str:
     return " ".join(MPI.Get_library_version().split("\n")[0].replace("\0", "").split())
 
 
+def is_open_mpi() -> bool:
+    """Return whether the library is Open MPI, and not MPICH or one of its ABI."""
+    return "Open MPI" in library_name()
+
+
 def has_ulfm() -> bool:
     """Return whether ULFM is there and switched on."""
     # Without ``mpirun --with-ft ulfm`` Open MPI has the calls, but Revoke has no effect.
     switch = os.environ.get("OMPI_MCA_mpi_ft_enable", "0")  # noqa: SIM112
-    return "Open MPI" in library_name() and switch.lower() in ("1", "true", "yes")
+    return is_open_mpi() and switch.lower() in ("1", "true", "yes")

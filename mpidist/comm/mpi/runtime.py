@@ -30,7 +30,7 @@ from mpidist.comm.mpi import (
     rank_ranges,
     world_end,
 )
-from mpidist.comm.mpi.library import MPI, has_ulfm, is_started, library_name
+from mpidist.comm.mpi.library import MPI, has_ulfm, is_open_mpi, is_started
 from mpidist.comm.mpi.world import World, check_start, join, require_intracommunicator
 from mpidist.errors import CommTimeout, MpidistError
 
@@ -482,7 +482,7 @@ def _close_all() -> None:
 
 
 def _end_world(world: World) -> None:
-    if "Open MPI" in library_name():
+    if is_open_mpi():
         return  # its MPI_Finalize waits by itself
     # After a failure the launcher ends the ranks that would wait for this one.
     limit_s = None if _unfinished is None else _FINALIZE_S

@@ -20,7 +20,7 @@ import contextlib
 from collections.abc import Iterable
 
 from mpidist.comm.mpi import backoff
-from mpidist.comm.mpi.closed_communicators import late_messages
+from mpidist.comm.mpi.closed_communicators import late_receives
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import Mpi, Request, keep
 
@@ -59,9 +59,9 @@ def drain(comms: Iterable[Mpi]) -> None:
     spaces: list[bytearray] = []
     with contextlib.suppress(Exception):  # as below
         for mpi in comms:
-            for length, message in late_messages(mpi):
-                spaces.append(bytearray(length))
-                receives.append(message.Irecv((spaces[-1], length, MPI.BYTE)))
+            for request, space in late_receives(mpi):
+                receives.append(request)
+                spaces.append(space)
     if not _are_over(receives, _DRAIN_S):
         keep([*receives, *spaces])
 
