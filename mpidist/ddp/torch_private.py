@@ -46,12 +46,17 @@ _DTYPE_NAMES = {
 
 
 def _of(part: str, name: str) -> property:
+    """Return a property that reads an attribute of one of the module's parts."""
+    return property(attrgetter(f"{part}.{name}"))
+
+
+def _settable_of(part: str, name: str) -> property:
     """Return a property that reads and sets an attribute of one of the module's parts."""
 
     def change(self: TorchNames, value: object) -> None:
         setattr(getattr(self, part), name, value)
 
-    return property(attrgetter(f"{part}.{name}"), change)
+    return _of(part, name).setter(change)
 
 
 class TorchNames:
@@ -135,9 +140,9 @@ class TorchNames:
 
     # --- buffers ---
 
-    forward_sync_buffers = _of("_buffer_syncing", "is_enabled")
+    forward_sync_buffers = _settable_of("_buffer_syncing", "is_enabled")
     broadcast_buffers = forward_sync_buffers  # its former name in torch
-    require_forward_param_sync = _of("_buffer_syncing", "is_due")
+    require_forward_param_sync = _settable_of("_buffer_syncing", "is_due")
     buffer_hook = _of("_buffer_syncing", "hook")
     _authoritative_rank = _of("_uneven_inputs", "authoritative_rank")
 

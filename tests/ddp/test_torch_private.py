@@ -77,6 +77,15 @@ def test_settings_by_torchs_names(group):
     )
 
 
+@pytest.mark.parametrize(
+    "name", ["find_unused_parameters", "device_type", "buffer_hook", "_authoritative_rank"]
+)
+def test_what_the_module_decides_is_not_assigned(group, name):
+    ddp = DistributedDataParallel(net(), process_group=group)
+    with pytest.raises(AttributeError):
+        setattr(ddp, name, None)
+
+
 def test_logging_data_has_torchs_fields(group):
     ddp = DistributedDataParallel(net().double(), process_group=group)
     before = ddp._get_ddp_logging_data()
