@@ -140,7 +140,7 @@ long: $(READY) $(VENV)/.stamp-frameworks $(VENV)/.stamp-hipcc
 	$(OPENMPI_RUN) -n 2 $(PYTEST_MPI) -m 'long and mpi and not gpu' $(TESTS)
 	$(OPENMPI_RUN) -n 6 $(PYTEST_MPI) -m mpi tests/conformance/test_ddp.py
 
-# Hours; what was done is in repeat-results/, and a later call does the rest.
+# Hours; what was done is in tests/repeat.jsonl, and a later call does the rest.
 repeat: $(READY) $(MPICH)/.stamp
 	$(PY) -m tests.repeat $(REPEAT)
 
@@ -266,7 +266,7 @@ docs: $(VENV)/.stamp-docs
 	NO_MKDOCS_2_WARNING=1 $(LIMIT) $(PY) -m mkdocs build --strict
 
 clean:
-	rm -rf build dist site *.egg-info demo-output gpu-results repeat-results peers-results htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info demo-output gpu-results peers-results htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
 
 distclean: clean

@@ -1,8 +1,9 @@
 """Repeated runs beside busy processes, of tests that have failed by a race and of all MPI stages.
 
-``python -m tests.repeat``, or ``make repeat``. Each outcome becomes a line of JSON in a file; a
-later call reads the file and goes on where the earlier was ended. The cases take turns, so that a
-call that is ended early has run each of them about equally often.
+``python -m tests.repeat``, or ``make repeat``. Each outcome becomes a line of JSON in a file that
+belongs to the repository, with the commit that was run; a later call reads the file and goes on
+where the earlier was ended, on another day and another machine too. The cases take turns, so that
+a call that is ended early has run each of them about equally often.
 """
 
 from __future__ import annotations
@@ -69,6 +70,16 @@ def outcomes(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def commit_of_tree() -> str:
+    """Return the short name of the commit that is checked out; "" outside a repository."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short=8", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()
+
+
 def append(path: Path, outcome: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
@@ -81,6 +92,7 @@ def run(
     path: Path,
     execute: Callable[[Case, int], tuple[int, str]],
     until: float = float("inf"),
+    commit: str = "",
 ) -> None:
     """Run what the file lacks, one turn of all cases after the other, until a monotonic time."""
     done: dict[str, int] = {}
@@ -101,7 +113,8 @@ def run(
                     "turn": turn,
                     "status": status,
                     "seconds": round(time.monotonic() - begin, 1),
-                    "output": output[-_OUTPUT:] if status else "",
+                    "commit": commit,
+                    **({"output": output[-_OUTPUT:]} if status else {}),
                 },
             )
 
@@ -164,7 +177,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--busy", type=int, default=2, help="busy processes beside the runs")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run later")
     parser.add_argument("--make", default="make ALTERNATE=--alternate", help="the command of make")
-    parser.add_argument("--record", type=Path, default=ROOT / "repeat-results" / "outcomes.jsonl")
+    parser.add_argument("--record", type=Path, default=ROOT / "tests" / "repeat.jsonl")
     options = parser.parse_args(words)
     wanted = [
         case for case in cases(options.times, options.stage_times) if options.only in case.name
@@ -176,6 +189,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 options.record,
                 made(shlex.split(options.make)),
                 time.monotonic() + 60 * options.minutes,
+                commit_of_tree(),
             )
     except KeyboardInterrupt:
         print("ended; the next call goes on here", flush=True)

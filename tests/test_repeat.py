@@ -50,8 +50,10 @@ def test_no_run_begins_after_the_time(tmp_path):
 def test_failures_are_counted_and_their_output_is_kept(tmp_path):
     path = tmp_path / "outcomes"
     execute = lambda case, turn: (2, "why") if (case.tests, turn) == ("a.py", 1) else (0, "dots")  # noqa: E731
-    repeat.run(CASES, path, execute)
-    assert [one["output"] for one in repeat.outcomes(path)] == ["", "", "why", "", "", ""]
+    repeat.run(CASES, path, execute, commit="1a2b3c4d")
+    found = repeat.outcomes(path)
+    assert [one.get("output", "") for one in found] == ["", "", "why", "", "", ""]
+    assert {one["commit"] for one in found} == {"1a2b3c4d"}
     text, failures = repeat.table(CASES, repeat.outcomes(path))
     rows = [line.split()[:3] for line in text.splitlines()[1:]]
     assert failures == 1 and rows == [["3", "1", "4"], ["2", "0", "2"]]
