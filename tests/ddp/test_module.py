@@ -23,7 +23,7 @@ from tests.ddp.nets import (
     sgd,
     train,
 )
-from tests.tools.support import agree, raises_on_all
+from tests.tools.support import agree, calls_of_ours, raises_on_all
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("device")]
 
@@ -383,3 +383,15 @@ def test_a_checkpoint_around_the_module_runs_its_forward_pass_within_the_backwar
             torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False).sum().backward()
             mean = 4 * (group.size + 1) / 2
             agree(group, torch.equal(net.module.weight.grad, torch.full((2, 3), mean)))
+
+
+def test_a_pass_of_one_gradient_calls_few_functions_of_ours(group):
+    """Counts calls in the calling thread, from the forward pass to the averaged gradient."""
+    module = DistributedDataParallel(torch.nn.Linear(4, 4, bias=False), process_group=group)
+    counts = []
+    for _ in range(6):
+        with calls_of_ours() as calls:
+            module(torch.ones(2, 4)).sum().backward()
+        counts.append(len(calls))
+    # 14 are the recorder's.
+    agree(group, min(counts) <= 138, str(calls))

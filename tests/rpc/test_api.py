@@ -21,6 +21,7 @@ from mpidist.rpc import api
 from mpidist.rpc.message import Kind
 from mpidist.rpc.values import codec
 from tests.rpc.limits import soon
+from tests.tools.support import agree, calls_of_ours
 
 pytestmark = pytest.mark.mpi(min_size=1)
 _event = threading.Event()
@@ -188,6 +189,18 @@ def test_calls_nest_deeper_than_the_pool(group):
     names = [f"worker{rank}" for rank in range(group.size)]
     assert nested(names, 60) == 60
     rpc.shutdown()
+
+
+def test_a_call_passes_few_functions_of_ours(group, workers):
+    """Counts calls in the calling thread; 12 more are the wait for an answer that is there."""
+    ok, calls = True, []
+    if group.rank == 0:
+        for _ in range(5):
+            with calls_of_ours() as calls:
+                rpc.rpc_sync(workers[-1], operator.add, args=(1, 2))
+            # An answer that is late is looked for again and again.
+            ok &= calls.index("rpc/threads/polling.py wait") <= 14
+    agree(group, ok, str(calls))
 
 
 def test_a_handler_that_blocks_does_not_keep_others_waiting(group, workers, to):

@@ -21,10 +21,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import mpidist
 from mpidist.comm.mpi.launcher_env import without_launcher
 from tests.tools.preloaded import interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = os.path.dirname(mpidist.__file__) + os.sep
 END_S = 10  # the time in which a job ends that is asked to
 # Two jobs may run at the same time: a rank that polls must not keep the core of one that computes.
 VARIABLES = {
@@ -76,6 +78,23 @@ def finished(work) -> None:
     """Wait for an asynchronous call; a synchronous one has returned None."""
     if work is not None:
         work.wait()
+
+
+@contextlib.contextmanager
+def calls_of_ours() -> Iterator[list[str]]:
+    """Collect the calls of mpidist's functions in this thread, as module and function."""
+    calls: list[str] = []
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(PACKAGE):
+            calls.append(f"{path[len(PACKAGE) :]} {frame.f_code.co_name}")
+
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
 
 
 class EndsProcess:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-import os
 import pickle
-import sys
 import warnings
 
 import pytest
@@ -15,10 +13,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import mpidist
 from mpidist.errors import DisagreementError
 from mpidist.zero.optimizer import OSS
-from tests.tools.support import agree, raises_on_all
+from tests.tools.support import agree, calls_of_ours, raises_on_all
 from tests.zero import nets
 
 pytestmark = pytest.mark.mpi
@@ -63,18 +60,11 @@ def test_a_step_on_one_node_passes_few_functions(group):
     Two are the recorder's for each of the step and its three collectives.
     """
     parameters = nets.matrices()
-    sharded, package = sgd(group, parameters, momentum=0.9), os.path.dirname(mpidist.__file__)
-    calls = []
-
-    def note(frame, event, argument):
-        if event == "call" and frame.f_code.co_filename.startswith(package):
-            calls.append(f"{frame.f_code.co_filename[len(package) :]} {frame.f_code.co_name}")
-
+    sharded = sgd(group, parameters, momentum=0.9)
     for step in range(3):
         nets.give_gradients(parameters, step)
-        sys.setprofile(note if step == 2 else None)
-        sharded.step()
-        sys.setprofile(None)
+        with calls_of_ours() as calls:
+            sharded.step()
     modules = {call.split()[0] for call in calls}
     agree(group, len(calls) <= 44 + group.size and len(modules) <= 14, "\n".join(calls))
 
