@@ -192,7 +192,7 @@ def test_calls_nest_deeper_than_the_pool(group):
 
 
 def test_a_call_passes_few_functions_of_ours(group, workers):
-    """Counts calls in the calling thread, before it waits: a late answer is looked for repeatedly."""
+    """Counts calls in the calling thread up to its wait, which looks for an answer repeatedly."""
     counts = [0]
     if group.rank == 0:
         for _ in range(5):
