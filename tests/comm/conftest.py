@@ -3,6 +3,8 @@
 import pytest
 
 from mpidist.comm.algorithms import host_copies, ring, staging
+from mpidist.comm.recorder import recorder
+from mpidist.comm.recorder.ring import Ring
 from tests.comm.places import Cuda, Lazy
 
 
@@ -28,3 +30,12 @@ def place(request, monkeypatch):
     made = Lazy(monkeypatch, seed) if kind == "lazy" else Cuda()
     yield made
     assert kind == "cuda" or made.device.strays == []
+
+
+@pytest.fixture
+def own_recorder(monkeypatch, tmp_path):
+    """Return a recorder for this test alone: the process's may have no room for more names."""
+    made = Ring(tmp_path / "recorder")
+    monkeypatch.setattr(recorder, "of_process", lambda: made)
+    yield made
+    made.close()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mpidist.comm.coupling.messages import Tag
-from mpidist.comm.recorder import recorder, recording
+from mpidist.comm.recorder import recording
 from mpidist.errors import CommTimeout, GroupError, MpidistError
 from tests.comm.coupling.programs import two
 from tests.tools.support import agree
@@ -53,7 +53,7 @@ def test_damaged_headers_are_an_error_of_get(group, job):
 
 
 @more_ranks
-def test_waits_end_in_time(group, job):
+def test_waits_end_in_time(own_recorder, group, job):
     with two(job) as coupled:
         if coupled.program == "make":
             outlet = coupled.outlet("take")
@@ -66,7 +66,7 @@ def test_waits_end_in_time(group, job):
             inlet = coupled.inlet("make")
             with pytest.raises(CommTimeout, match=r'get from "make": no sample within 0.05 s'):
                 inlet.get(timeout_s=0.05)
-        waits = [e for e in recording.read(recorder.of_process().path).entries if e.kind == "wait"]
+        waits = [e for e in recording.read(own_recorder.path).entries if e.kind == "wait"]
         call = 'put with "take"' if coupled.program == "make" else 'get with "make"'
         assert any(entry.operation == call and entry.failed for entry in waits)
         job.Barrier()

@@ -6,18 +6,8 @@ import pytest
 import torch
 
 from mpidist.comm.recorder import recorder, recording
-from mpidist.comm.recorder.ring import Ring
 from mpidist.errors import CommTimeout
 from tests.tools.support import agree
-
-
-@pytest.fixture
-def made(monkeypatch, tmp_path):
-    """Return a recorder for this test's group: the process's may have no room for more names."""
-    made = Ring(tmp_path / "recorder")
-    monkeypatch.setattr(recorder, "of_process", lambda: made)
-    yield made
-    made.close()
 
 
 def entries(since):
@@ -31,11 +21,11 @@ def entries(since):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_every_message_has_one_entry(made, group):
+def test_every_message_has_one_entry(own_recorder, group):
     following, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     peer, sender = group.world_ranks[following], group.world_ranks[before]
-    since = made.begin(0)
-    made.end(since)
+    since = own_recorder.begin(0)
+    own_recorder.end(since)
     value = torch.ones(3)
     work = group.isend(value, following, 5)
     group.recv(torch.zeros(3), before, 5)
@@ -81,11 +71,11 @@ def test_every_message_has_one_entry(made, group):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_receive_from_any_rank_has_its_sender_at_its_end(made, group):
+def test_a_receive_from_any_rank_has_its_sender_at_its_end(own_recorder, group):
     following, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     sender = group.world_ranks[before]
-    since = made.begin(0)
-    made.end(since)
+    since = own_recorder.begin(0)
+    own_recorder.end(since)
     group.barrier()
     posted = group.irecv(torch.zeros(2), tag=2)
     # Not contiguous, so it does not take the direct path.
