@@ -1,9 +1,11 @@
 """Imports at run time: packages by attribute, and what no import of the package may start."""
 
+import importlib.util
 import json
 import sys
 
 import pytest
+import torch.distributed as dist
 
 import mpidist
 from tests.tools.support import started
@@ -65,3 +67,12 @@ def test_functional_optimizers_bring_no_dynamo(found):
 
 def test_a_name_that_does_not_exist_is_an_attribute_error():
     assert not hasattr(mpidist, "dpp") and {"ddp", "comm", "__version__"} <= set(dir(mpidist))
+
+
+def test_groups_of_later_torch_versions_are_imported_where_it_has_older_names(monkeypatch):
+    """Programs that walk the package import them on torch 2.11 and 2.12, too."""
+    monkeypatch.delattr(dist.ProcessGroup, "all_gather_single", raising=False)
+    found = importlib.util.find_spec("mpidist.c10d.process_group")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    assert "all_gather_single" not in vars(module.TorchProcessGroup)

@@ -10,12 +10,14 @@ import importlib
 
 import torch
 
+from mpidist.c10d import generation
+
 # What torch and mpidist import at their first use.
 _MODULES = (
     "torch._dynamo",
     "torch.distributed.device_mesh",
     "torch.nn.parallel.distributed",
-    "mpidist.c10d.process_group",
+    f"{generation.FOLDER}.process_group",
     "mpidist.checkpoint.commits",
     "mpidist.checkpoint.loading",
     "mpidist.comm.world_group",
