@@ -10,14 +10,17 @@ Letters: W ranks of the group; N elements of one contribution.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
-from mpidist.comm.algorithms import movement, reductions
+from mpidist.comm.algorithms import movement, reductions, sparse
 from mpidist.comm.algorithms.reduce_op import ReduceOp
 from mpidist.comm.execution import arguments
 from mpidist.comm.execution.execution import Execution
 from mpidist.comm.execution.operation import Operation, Tensors
+from mpidist.comm.execution.work import Work
 
 Tensor = torch.Tensor
 
@@ -221,3 +224,26 @@ def reduce_scatter_tensor(
             arguments.operation(where, output.dtype, op)
     execute, facts = reductions.reduce_scatter_tensor, (("tensors", outputs), ("op", op))
     return Operation(name, execute, inputs, outputs, (op,), facts)
+
+
+def all_reduce_sparse(
+    execution: Execution, group: Any, tensor: Tensor, op: ReduceOp, async_op: bool
+) -> Work | None:
+    """Execute ``all_reduce`` of a sparse tensor, whose stages are collectives of the group.
+
+    Args:
+        group: The group itself.
+    """
+    with execution.checked("all_reduce") as where:
+        arguments.sparse(where, tensor, "tensor", op)
+        arguments.writable(where, tensor, "tensor")
+    # One operation, because other collectives of the group must not run between its stages.
+    work: Work | None = execution.in_order(
+        partial(sparse.all_reduce, group, execution.state.comm, where, tensor, op),
+        async_op,
+        tensor.device,
+        "all_reduce",
+        sparse.facts(tensor, op),
+        (tensor,),
+    )
+    return work

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import profiler as torch_profiler
 
 from mpidist.comm import collectives, objects
-from mpidist.comm.algorithms import node_memory, sparse, tuning, tuning_runs
+from mpidist.comm.algorithms import node_memory, tuning, tuning_runs
 from mpidist.comm.algorithms.reduce_op import SUM, ReduceOp
 from mpidist.comm.execution import arguments, profiling
 from mpidist.comm.execution.execution import Execution
@@ -27,14 +25,14 @@ from mpidist.comm.messages.object_messages import ObjectMessages
 from mpidist.comm.messages.p2p import Messages, P2POp
 from mpidist.comm.messages.request_work import RequestWork
 from mpidist.comm.monitored_barrier import MonitoredBarrier
-from mpidist.comm.mpi import autograd_mode, closed_communicators, mpi_errors
+from mpidist.comm.mpi import autograd_mode, closed_communicators
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.subgroups import Subgroups
 from mpidist.comm.watchdog import watchdog
 from mpidist.comm.window import Window
-from mpidist.comm.window_channel import WindowChannel, channel_of
+from mpidist.comm.window_channel import GroupChannel
 from mpidist.dynamo import untraced
 from mpidist.errors import MpidistError
 
@@ -97,7 +95,7 @@ class ProcessGroup:
         self.all_reduce_at_once = self._fast_path.all_reduce
         self._at_once = self._fast_path.take
         self._tables: dict[str, tuning.Table] = {}  # by device type
-        self._windows: WindowChannel | None = None  # of the first window with a tensor
+        self._window_channel = GroupChannel(execution)
         watchdog.watch(state)
         _groups.add(self)
 
@@ -254,7 +252,7 @@ class ProcessGroup:
             elif self.all_reduce_at_once(tensor, op):
                 return None
         if isinstance(tensor, Tensor) and tensor.layout is torch.sparse_coo:
-            return self._all_reduce_sparse(tensor, op, async_op)
+            return collectives.all_reduce_sparse(self._execution, self, tensor, op, async_op)
         return self._collective(collectives.all_reduce, async_op, tensor, op)
 
     def all_reduce_coalesced(
@@ -300,20 +298,6 @@ class ProcessGroup:
         if not async_op and self._at_once(describe, arguments):
             return None
         return self._launch(describe(self._execution, *arguments), async_op)
-
-    def _all_reduce_sparse(self, tensor: Tensor, op: ReduceOp, async_op: bool) -> Work | None:
-        with self._execution.checked("all_reduce") as where:
-            arguments.sparse(where, tensor, "tensor", op)
-            arguments.writable(where, tensor, "tensor")
-        # One operation, because other collectives of the group must not run between its stages.
-        return self.in_order(
-            partial(sparse.all_reduce, self, self._comm, where, tensor, op),
-            async_op,
-            tensor.device,
-            operation="all_reduce",
-            facts=sparse.facts(tensor, op),
-            results=(tensor,),
-        )
 
     # --- messages ---
 
@@ -501,7 +485,7 @@ class ProcessGroup:
             TypeError, ValueError, DisagreementError: As ``Window.tensor_register``.
         """
         self._state.require_usable("window")
-        made = Window(self, self._channel_of_windows)
+        made = Window(self, self._window_channel.get)
         if size is not None:
             made.register_new(size, dtype, tensor)
         elif tensor is not None:
@@ -798,50 +782,9 @@ class ProcessGroup:
         self._messages.receives.close()
         if self._state.failure is None and not MPI.Is_finalized():
             tag = self._comm.own_tag(Tag.GROUP_END)
-            ended = self._drop_messages(tag)
-            if self._windows is not None:
-                self._close_windows(self._windows)
+            ended = self._messages.drop_unreceived(tag)
+            self._window_channel.close()
             closed_communicators.add(self._state.mpi, tag, self._comm.children(), ended)
-
-    def _channel_of_windows(self) -> WindowChannel:
-        channel = self._windows
-        if channel is None:
-            ask = Operation("tensor_register", channel_of, args=(self.where("allocate"),))
-            channel = self._windows = self._launch(ask)
-        return channel
-
-    def _close_windows(self, channel: WindowChannel) -> None:
-        with mpi_errors.death_tolerated():
-            for rank, count in enumerate(channel.drain()):
-                if count:
-                    warnings.warn(
-                        f"{self.where('close')}: {count} signals of rank {rank} to a window were "
-                        "never waited for",
-                        ResourceWarning,
-                        3,
-                    )
-        channel.close()
-
-    def _drop_messages(self, end: int) -> set[int]:
-        """Drop what was not received; return the ranks whose message of their close was there.
-
-        Args:
-            end: The tag of such a message.
-        """
-        ended = set()
-        with mpi_errors.death_tolerated():
-            for source, tag, length in self._messages.receives.drain():
-                if tag == end:
-                    ended.add(source)
-                # Messages with the library's own tags belong to calls that were refused or left.
-                elif tag <= self._comm.max_tag:
-                    warnings.warn(
-                        f"{self.where('close')}: a message from rank {source} (tag {tag}, {length} "
-                        "bytes) was never received",
-                        ResourceWarning,
-                        3,
-                    )
-        return ended
 
     def __repr__(self) -> str:
         state = "closed" if self._state.is_closed else "failed" if self._state.failure else "open"

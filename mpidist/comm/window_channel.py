@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import struct
 import threading
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from mpidist.comm.algorithms import node_memory
-from mpidist.comm.execution.operation import Tensors
+from mpidist.comm.execution.execution import Execution
+from mpidist.comm.execution.operation import Operation, Tensors
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi import closed_communicators, mpi_errors
 from mpidist.comm.mpi.communicator import Communicator
@@ -456,6 +458,44 @@ class WindowChannel:
         if window is not None:
             window.arrived[source] += 1
             window.signals[source].append(None)
+
+
+class GroupChannel:
+    """The ``WindowChannel`` of one group, made for its first window with a tensor.
+
+    Args:
+        execution: The group's.
+    """
+
+    def __init__(self, execution: Execution) -> None:
+        self._execution = execution
+        self._made: WindowChannel | None = None
+
+    def get(self) -> WindowChannel:
+        """Return the channel. Collective: the first call, over the group."""
+        if self._made is None:
+            where = self._execution.state.where("allocate")
+            make = Operation("tensor_register", channel_of, args=(where,))
+            self._made = self._execution.launch(make)
+        return self._made
+
+    def close(self) -> None:
+        """Close the channel, if there is one; a ResourceWarning names signals without a wait.
+
+        Collective: over the group; no rank waits for another.
+        """
+        if self._made is None:
+            return
+        with mpi_errors.death_tolerated():
+            for rank, count in enumerate(self._made.drain()):
+                if count:
+                    warnings.warn(
+                        f"{self._execution.state.where('close')}: {count} signals of rank {rank} "
+                        "to a window were never waited for",
+                        ResourceWarning,
+                        3,
+                    )
+        self._made.close()
 
 
 def channel_of(comm: Communicator, inputs: Tensors, outputs: Tensors, where: str) -> WindowChannel:

@@ -8,6 +8,7 @@ receive without a message raises ``CommTimeout`` and is withdrawn.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ from mpidist.comm.messages.message_entries import MessageEntries
 from mpidist.comm.messages.message_pieces import PieceTransfers
 from mpidist.comm.messages.posted_receives import PostedReceive, ReceiveQueue
 from mpidist.comm.messages.request_work import RequestWork, orphans, release_orphans
+from mpidist.comm.mpi import mpi_errors
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import Request
 from mpidist.errors import CommTimeout
@@ -251,6 +253,32 @@ class Messages:
             for start, length in spans
         ]
         return _Receive(self._state, operation, tensor, receives, src, memory, arrive, entry)
+
+    def drop_unreceived(self, end: int) -> set[int]:
+        """Drop the messages that have arrived, with a ResourceWarning for each of the user's.
+
+        Called by ``ProcessGroup.close``, whose caller the warnings name.
+
+        Args:
+            end: The tag of a rank's message that it has closed the group.
+
+        Returns:
+            The ranks whose message of that tag was there.
+        """
+        ended = set()
+        with mpi_errors.death_tolerated():
+            for source, tag, length in self.receives.drain():
+                if tag == end:
+                    ended.add(source)
+                # Messages with the library's own tags belong to calls that were refused or left.
+                elif tag <= self._comm.max_tag:
+                    warnings.warn(
+                        f"{self._state.where('close')}: a message from rank {source} (tag {tag}, "
+                        f"{length} bytes) was never received",
+                        ResourceWarning,
+                        3,
+                    )
+        return ended
 
 
 class _Receive(RequestWork):
