@@ -177,3 +177,14 @@ def test_what_torch_has_loaded_as_it_was_is_left_alone():
     given = {"param_groups": [{"params": [0]}], "state": {0: saved}}
     state_scalars.restore(optimizer, given)
     assert loaded["mu_product"] is kept and loaded["eta"] == 0.5
+
+
+def test_a_loaded_scalar_shares_no_memory_with_what_was_saved():
+    parameter, saved = torch.ones(2, dtype=torch.bfloat16), torch.tensor(0.25)
+    loaded = {"mu_product": saved.to(torch.bfloat16)}
+    optimizer = SimpleNamespace(param_groups=[{"params": [parameter]}], state={parameter: loaded})
+    given = {"param_groups": [{"params": [0]}], "state": {0: {"mu_product": saved}}}
+    state_scalars.restore(optimizer, given)
+    loaded["mu_product"].mul_(2)
+    assert loaded["mu_product"].dtype is torch.float32 and loaded["mu_product"].item() == 0.5
+    assert saved.item() == 0.25

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from mpidist.c10d.short_forms import full
+from mpidist.c10d.short_forms import full, in_full
 
 LIMIT = timedelta(seconds=90)
 
@@ -141,3 +141,13 @@ def test_full_forms_stay_as_they_are():
 def test_values_that_a_method_lacks_are_named(first, rest, named, words):
     with pytest.raises(TypeError, match=words):
         full("allreduce", (torch.ones(1),), first, rest, named)
+
+
+def test_calls_are_given_in_their_full_form():
+    tensor = torch.ones(1)
+    (tensors, options) = in_full("allreduce", (tensor,), {"op": dist.ReduceOp.MAX})
+    assert tensors == [tensor] and options.reduceOp == dist.ReduceOp.MAX
+    given = c10d.BroadcastOptions()
+    assert in_full("broadcast", ([tensor],), {"opts": given}) == ([tensor], given)
+    # Without a short form the arguments stay as they are.
+    assert in_full("send", ([tensor], 1), {"tag": 3}) == ([tensor], 1, 3)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from mpidist.comm.serialization import frame
 from mpidist.comm.store import key_value_table
 from mpidist.comm.store.key_value_table import REPLY_TAGS, KeyValueTable
-from mpidist.errors import FrameError
+from mpidist.errors import FrameError, NotPlainData
 from tests.tools.support import EndsProcess
 
 
@@ -78,3 +78,9 @@ def test_an_invalid_request_is_refused(name):
 def test_an_invalid_reply_is_refused(data):
     with pytest.raises(FrameError):
         key_value_table.answer_of(data)
+
+
+def test_a_reply_of_other_than_data_is_refused_where_it_is_made():
+    assert key_value_table.answer_of(bytearray(key_value_table.reply([b"1", 2]))) == [b"1", 2]
+    with pytest.raises(NotPlainData):
+        key_value_table.reply(object())

@@ -10,6 +10,7 @@ from torch.distributed import _compute_bucket_assignment_by_size as torch_assign
 
 from mpidist.ddp.buckets.plan import (
     assign,
+    by_place,
     compute_bucket_assignment_by_size,
     limits_of,
     merge,
@@ -136,3 +137,10 @@ def test_sparse_gradients_have_buckets_of_their_own_as_torch_plans_them(kinds, l
             i for i, one in enumerate(sparse) if one
         ]
         assert all(len(b) == 1 for b in few if any(sparse[place] for place in b))
+
+
+def test_a_plan_of_names_holds_each_once():
+    assert by_place([["b"], ["c", "a"]], "abc") == [(1,), (2, 0)]
+    for plan, wrong in (([["a", "b"], ["b"]], "b"), ([["a"]], "b"), ([["a", "b", "x"]], "x")):
+        with pytest.raises(ValueError, match=f"once; look at {wrong}$"):
+            by_place(plan, "ab")

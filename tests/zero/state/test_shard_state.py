@@ -10,7 +10,7 @@ import torch
 from mpidist.comm.algorithms import staging
 from mpidist.zero.state.flat_state import FlatState
 from mpidist.zero.state.result_memory import KeptMemory
-from mpidist.zero.state.shard_state import InFlat, ShardState, entries_of
+from mpidist.zero.state.shard_state import InFlat, ShardState, entries_of, is_outside
 from tests.comm.lazy_device import LazyDevice
 from tests.tools.transfers import CUDA, counted, no_waits, waits
 
@@ -49,6 +49,11 @@ def state_with(flats, outside=(), masters=()):
 
 def outside_of(state):
     return [tensor for *_, tensor in state.outside()]
+
+
+def test_tensors_with_a_dimension_are_outside_the_flat_ones():
+    found = [is_outside(one) for one in (torch.ones(1), torch.ones(()), InFlat(0), 1.0, None)]
+    assert found == [True, False, False, False, False]
 
 
 def test_entries_are_copies_of_scalars_and_other_tensors_themselves():

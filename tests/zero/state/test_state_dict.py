@@ -9,6 +9,7 @@ from mpidist.zero.shards.flat_buffers import in_memory_order
 from mpidist.zero.shards.pieces import Piece
 from mpidist.zero.state import state_dict
 from mpidist.zero.state.local_optimizer import owned
+from mpidist.zero.state.shard_state import MASTER_KIND
 from tests.zero.stateful import ADAM, SGD, parameters_of, same, train, whole
 
 
@@ -27,6 +28,16 @@ def test_a_packed_state_dict_is_torchs_and_shares_no_setting():
     made = state_dict.packed(optimizer.param_groups, state)
     optimizer.param_groups[0]["lr"].fill_(2)
     assert made["param_groups"][0]["lr"] == 1
+
+
+def test_masters_are_beside_the_state_and_alone_are_none():
+    value, moment = torch.ones(2), torch.zeros(2)
+    held = {0: {MASTER_KIND: value}, 1: {MASTER_KIND: value, "m": moment}, 2: {}, 3: {"m": moment}}
+    assert state_dict.assembled(held, []) == {
+        "state": {1: {"m": moment}, 2: {}, 3: {"m": moment}},
+        "param_groups": [],
+        "masters": {0: {"value": value}, 1: {"value": value}},
+    }
 
 
 @pytest.mark.parametrize("kind", [ADAM, SGD])
