@@ -63,15 +63,13 @@ def broadcast_state(group: Group, tensors: Sequence[torch.Tensor], root: int = 0
             group.broadcast_coalesced(batch, root)
 
 
-def broadcast_module(
-    group: Group, named: Sequence[tuple[str, torch.Tensor]], root: int = 0
-) -> None:
-    """Broadcast ``root``'s parameters and buffers, as writes in place that torch knows of.
+def broadcast_module(group: Group, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Broadcast rank 0's parameters and buffers, as writes in place that torch knows of.
 
     Collective: over the group.
     """
     tensors = [tensor for _, tensor in named]
-    broadcast_state(group, tensors, root)
+    broadcast_state(group, tensors)
     # A sharded optimizer with a wire asks by it whether its parameters have been written.
     torch.autograd.graph.increment_version(tensors)
 

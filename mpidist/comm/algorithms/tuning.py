@@ -31,6 +31,7 @@ HOST = "host"  # key in place of a device type
 RINGS = {f"{RING} ({mib} MiB)": mib << 20 for mib in (1, 4, 16, 64)}
 
 _KIND = "all-reduce"
+_TERMINAL = 80  # columns
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,12 @@ class Table:
         return _nearest([size for size, _ in self.rows], nbytes)
 
 
-def line_of(head: str, entries: Sequence[str], width: int = 80) -> str:
+def line_of(head: str, entries: Sequence[str]) -> str:
     """Return a head and entries as text that fits a terminal, broken between entries only."""
     # Spaces within an entry must not break.
     kept = "  ".join(entry.replace(" ", "\0") for entry in entries)
     indent = " " * (len(head) + 2)
-    lines = textwrap.wrap(kept, width - len(indent), break_on_hyphens=False) or [""]
+    lines = textwrap.wrap(kept, _TERMINAL - len(indent), break_on_hyphens=False) or [""]
     return f"{head}  " + f"\n{indent}".join(lines).replace("\0", " ")
 
 
