@@ -72,7 +72,7 @@ class Future(Generic[T]):
         self._latch: threading.Lock | None = None
 
     def done(self) -> bool:
-        """Say whether a result or an exception is set."""
+        """Return whether a result or an exception is set."""
         return self._done
 
     def wait(self, timeout_s: float | None = None) -> T:
@@ -138,7 +138,7 @@ class Future(Generic[T]):
         self._help = help
 
     def has_callbacks(self) -> bool:
-        """Say whether completing would run callbacks."""
+        """Return whether completing would run callbacks."""
         return self._callbacks is not None
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:

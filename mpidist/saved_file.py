@@ -115,7 +115,7 @@ def read(path: str | os.PathLike[str], map_location: Any = None, mmap: bool = Fa
 
 
 def is_regular(path: Path) -> bool:
-    """Say whether a path is a regular file and not a link."""
+    """Return whether a path is a regular file and not a link."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except FileNotFoundError:

@@ -20,7 +20,7 @@ _QUESTION = re.compile(r"(What|Which|Who|How|When)\b")
 
 
 def begins_with_question(source: str) -> bool:
-    """Say whether a module's docstring begins with a question word."""
+    """Return whether a module's docstring begins with a question word."""
     # The rest of the file is not read: a parse of all files would take seconds.
     spaces = (tokenize.COMMENT, tokenize.NL)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)

@@ -30,7 +30,7 @@ NAMES = {
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:
-    """Say whether a kernel can be used for the tensor; else its torch twin is."""
+    """Return whether a kernel can be used for the tensor; else its torch twin is."""
     return tensor.is_cuda and load.is_available(tensor.device.index)
 
 

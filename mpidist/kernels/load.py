@@ -54,7 +54,7 @@ def current_device(index: int) -> Iterator[None]:
 
 @functools.cache
 def is_available(device: int) -> bool:
-    """Say whether kernels can be launched; if CuPy cannot compile for the device, warn once.
+    """Return whether kernels can be launched; if CuPy cannot compile for the device, warn once.
 
     Args:
         device: The CUDA device's index; no context is created on another device.

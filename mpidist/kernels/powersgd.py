@@ -144,7 +144,7 @@ def give_up(bucket: Bucket) -> None:
 
 
 def is_finite(flat: Tensor) -> bool:
-    """Say whether all elements are finite. Blocks: until they are computed."""
+    """Return whether all elements are finite. Blocks: until they are computed."""
     # A fast pass first: the sum is not finite if an element is not. The sum may also overflow,
     # which the slow pass decides.
     return math.isfinite(flat.sum(dtype=compute_dtype(flat.dtype)).item()) or bool(

@@ -21,7 +21,7 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor has elements, each once and without gaps, in some dimension order."""
+    """Return whether a tensor has elements, each once and without gaps, in some dimension order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

@@ -132,7 +132,7 @@ class LazyDevice:
             self._of_thread.is_current = before
 
     def is_current(self) -> bool:
-        """Say whether this is the calling thread's current device."""
+        """Return whether this is the calling thread's current device."""
         return getattr(self._of_thread, "is_current", False)
 
     def record_current_stream(self) -> LazyEvent:

@@ -74,7 +74,7 @@ def record(group, monkeypatch):
 
 
 def right(ddp):
-    """Say whether the gradients are those of one rank, which are the same on all ranks."""
+    """Return whether the gradients are those of one rank, which are the same on all ranks."""
     return all(
         torch.allclose(own.grad, 2 * (place + 1) * weight, rtol=1e-5)
         for place, (own, weight) in enumerate(

@@ -36,7 +36,7 @@ def backward(reducer, own, rank, places=(0, 1, 2, 3)):
 
 
 def is_mean(own, size, factor=1.0):
-    """Say whether each gradient is the mean over ranks."""
+    """Return whether each gradient is the mean over ranks."""
     mean = (size + 1) / 2
     wanted = [torch.full_like(p, (place + 1) * mean * factor) for place, p in enumerate(own)]
     return all(torch.allclose(p.grad, value) for p, value in zip(own, wanted, strict=True))

@@ -37,7 +37,7 @@ def refused(expression: str) -> set[str]:
 
 
 def may_hold(path: Path, expression: str) -> bool:
-    """Say whether a file of tests may have one that matches ``-m``.
+    """Return whether a file of tests may have one that matches ``-m``.
 
     A test gets its marks from its own file, or from a fixture with a mark in its parameters
     (``device``: gpu), so ``tests/tools/test_mpi_marks.py`` requires that no other file applies the
