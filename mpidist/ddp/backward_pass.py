@@ -20,9 +20,9 @@ from mpidist.ddp.buckets.owned_bucket import OwnedBucket
 from mpidist.ddp.buckets.sparse_bucket import SparseBucket
 from mpidist.ddp.hooks import stages
 from mpidist.ddp.hooks.grad_bucket import GradBucket
-from mpidist.ddp.hooks.stages import BucketFuture, Hook
+from mpidist.ddp.hooks.stages import BucketFuture, Hook, InvalidResult
 from mpidist.ddp.readiness import ParameterUsage, Readiness
-from mpidist.future import completed
+from mpidist.future import Future, completed
 
 Tensor = torch.Tensor
 
@@ -73,12 +73,14 @@ class BackwardPass:
     Attributes:
         readiness: Ready gradients and buckets.
         complaints: Texts on this rank's invalid gradients; raised on all ranks at the end.
+        hook_error: The first error of what the hook has returned on this rank; likewise.
         is_begun: Autograd has begun the pass.
     """
 
     def __init__(self, layout: Layout, settings: PassSettings, usage: ParameterUsage) -> None:
         self.readiness = Readiness(layout.plan, usage.expected, usage.skipped(layout.plan))
         self.complaints: list[str] = []
+        self.hook_error: InvalidResult | None = None
         self.is_begun = False
         self._layout = layout
         self._settings = settings
@@ -90,7 +92,6 @@ class BackwardPass:
         self._futures: dict[int, BucketFuture] = {}
         # Reduced buckets; with the result, if it has not been accepted yet.
         self._reduced: list[tuple[int, Tensor | None]] = []
-        self._hook_error: ValueError | None = None
         # Streams on which gradients were computed, by device and handle.
         self._producers: dict[tuple[int, int], torch.cuda.Stream] = {}
         for bucket in layout.buckets:
@@ -155,8 +156,6 @@ class BackwardPass:
         Args:
             used: For each place whether any rank has a gradient.
         """
-        if self._hook_error is not None:
-            raise self._hook_error
         for index, result in self._reduced:
             bucket = self._layout.buckets[index]
             if result is not None:
@@ -185,7 +184,10 @@ class BackwardPass:
             # Skipped buckets are not counted: a hook may begin its step at the first one.
             number = self.readiness.launch_order.index(index)
             grad_bucket = GradBucket(bucket, number, is_last, group)
-            future = stages.call_hook(hook, state, grad_bucket, group)
+            try:
+                future = stages.call_hook(hook, state, grad_bucket, group)
+            except InvalidResult as error:
+                future = self._refused(bucket, error)
         elif bucket.node_tensor is not None:
             bucket.node_tensor.average()
             future = completed(bucket.flat)
@@ -202,19 +204,31 @@ class BackwardPass:
 
     def _retire(self, index: int) -> None:
         """Wait for one bucket; copy this rank's elements out of a rotating buffer."""
-        bucket, result = self._layout.buckets[index], stages.value_of(self._futures.pop(index))
-        if not isinstance(bucket, OwnedBucket):
-            # Accepted in ``hand_back``. A result that is invalid on this rank alone must not keep
-            # the rank from the collectives before that.
-            self._reduced.append((index, result))
-            return
+        bucket, future = self._layout.buckets[index], self._futures.pop(index)
         try:
-            bucket.accept(result, self._scale(bucket))
-            bucket.copy_owned()
-        except ValueError as error:
-            self._hook_error = self._hook_error or error
+            if isinstance(bucket, SparseBucket):
+                future.wait()
+                result = bucket.flat
+            else:
+                result = stages.value_of(future, bucket.flat.numel())
+        except InvalidResult as error:
+            result = self._refused(bucket, error).value()
+        if not isinstance(bucket, OwnedBucket):
+            self._reduced.append((index, result))  # accepted in ``hand_back``
+            return
+        bucket.accept(result, self._scale(bucket))
+        bucket.copy_owned()
         self._rotation.release(index)
         self._reduced.append((index, None))
+
+    def _refused(self, bucket: Bucket | SparseBucket, error: InvalidResult) -> Future[Tensor]:
+        """Keep an error for the end of the pass; return the bucket as it is in the result's place.
+
+        Perhaps the result is invalid on this rank alone, which must not leave out the collectives
+        before that.
+        """
+        self.hook_error = self.hook_error or error
+        return completed(bucket.flat)
 
     def _scale(self, bucket: Bucket | SparseBucket) -> float:
         is_hooked = self._settings.hook is not None and isinstance(bucket, Bucket)

@@ -94,7 +94,7 @@ class OuterFragment:
         """
         futures, self._futures = self._futures, []
         for bucket, future in zip(self.buckets, futures, strict=False):
-            bucket.accept(value_of(future), 1)
+            bucket.accept(value_of(future, bucket.flat.numel()), 1)
 
     def step(self, outer: torch.optim.Optimizer) -> None:
         """Step the global parameters by the averages; ``outer`` finds no other gradient."""

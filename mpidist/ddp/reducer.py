@@ -310,10 +310,11 @@ class Reducer:
                 has_gradient,
                 backward.complaints,
                 self._settings.find_unused_parameters,
+                backward.hook_error,
             )
             self._usage.record_used(used)
         else:
-            require_all_gradients(self._group, missing, backward.complaints)
+            require_all_gradients(self._group, missing, backward.complaints, backward.hook_error)
             used = [True] * len(self.parameters)
         backward.hand_back(used)
         self.wait_for_futures()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -90,6 +91,7 @@ def used_somewhere(
     has_gradient: Sequence[bool],
     complaints: Sequence[str],
     may_lack_all: bool = False,
+    hook_error: Exception | None = None,
 ) -> list[bool]:
     """Return for each parameter whether any rank has a gradient.
 
@@ -99,15 +101,19 @@ def used_somewhere(
         complaints: Texts on this rank's invalid gradients: added to too often, or in another
             layout.
         may_lack_all: Warn if no rank has any gradient, as torch's module does; else raise.
+        hook_error: As ``require_all_gradients``.
 
     Raises:
-        RuntimeError: There is no gradient at all, or a complaint on any rank (on all ranks).
+        RuntimeError: There is no gradient at all, or a complaint or an error on any rank (on all
+            ranks).
+        Exception: ``hook_error``, on the rank that gave it.
     """
-    table = torch.tensor([*has_gradient, len(complaints)], dtype=torch.int32, device="cpu")
+    lines = _lines(complaints, hook_error)
+    table = torch.tensor([*has_gradient, len(lines)], dtype=torch.int32, device="cpu")
     group.all_reduce(table, SUM)
     *used, wrong = table.tolist()
     if wrong:
-        raise RuntimeError(_gathered_texts(group, complaints))
+        _raise_of_all(group, lines, hook_error)
     if not any(used):
         text = (
             "no parameter received a gradient on any rank: the loss does not depend on the "
@@ -120,7 +126,12 @@ def used_somewhere(
     return [bool(count) for count in used]
 
 
-def require_all_gradients(group: Group, missing: Sequence[str], complaints: Sequence[str]) -> None:
+def require_all_gradients(
+    group: Group,
+    missing: Sequence[str],
+    complaints: Sequence[str],
+    hook_error: Exception | None = None,
+) -> None:
     """Require that every rank has all gradients and no complaint.
 
     Collective: over the group.
@@ -129,21 +140,35 @@ def require_all_gradients(group: Group, missing: Sequence[str], complaints: Sequ
         missing: Names of the parameters without a gradient on this rank.
         complaints: Texts on this rank's invalid gradients: added to too often, or in another
             layout.
+        hook_error: The error of what the hook has returned on this rank, or None.
 
     Raises:
-        RuntimeError: A rank lacks a gradient or has a complaint (on all ranks); the text names the
-            parameters and the ranks.
+        RuntimeError: A rank lacks a gradient or has a complaint or an error (on all ranks); the
+            text names the parameters and the ranks.
+        Exception: ``hook_error``, on the rank that gave it.
     """
-    table = torch.tensor([len(missing), len(complaints)], device="cpu")
+    lines = _lines(complaints, hook_error)
+    table = torch.tensor([len(missing), len(lines)], device="cpu")
     group.all_reduce(table, SUM)
     absent, wrong = table.tolist()
     if wrong:
-        raise RuntimeError(_gathered_texts(group, complaints))
+        _raise_of_all(group, lines, hook_error)
     if absent:
         text = _gathered_texts(group, [_listed(missing)] if missing else [])
         raise RuntimeError(
             f"parameters received no gradient in this backward pass. {text}. {_ADVICE}"
         )
+
+
+def _lines(complaints: Sequence[str], hook_error: Exception | None) -> list[str]:
+    return [*complaints] if hook_error is None else [*complaints, str(hook_error)]
+
+
+def _raise_of_all(group: Group, lines: Sequence[str], hook_error: Exception | None) -> NoReturn:
+    text = _gathered_texts(group, lines)
+    if hook_error is not None:
+        raise hook_error
+    raise RuntimeError(text)
 
 
 def _gathered_texts(group: Group, lines: Sequence[str]) -> str:

@@ -152,16 +152,7 @@ class Bucket:
         self.flat.zero_()
 
     def accept(self, result: Tensor, scale: float) -> None:
-        """Copy the result of the reduction, times ``scale``, into ``flat``.
-
-        Raises:
-            ValueError: The result has another number of elements.
-        """
-        if result.numel() != self.flat.numel():
-            raise ValueError(
-                f"a communication hook must return {self.flat.numel()} elements; got shape "
-                f"{tuple(result.shape)}"
-            )
+        """Copy the result of the reduction, N elements, times ``scale``, into ``flat``."""
         if result.data_ptr() != self.flat.data_ptr():
             self.flat.copy_(used_here(result).view(-1))
         if scale != 1:

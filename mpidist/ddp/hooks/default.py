@@ -19,20 +19,19 @@ import torch
 from mpidist.comm.algorithms.reduce_op import AVG
 from mpidist.comm.algorithms.shared_memory import SharedTensor
 from mpidist.comm.group_types import AnyGroup, Group
-from mpidist.comm.memory.stream import used_here
 from mpidist.comm.world_group import native_group
 from mpidist.ddp.buckets.ownership import Ownership, ownership_of
 from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.node_means import Averaging
 from mpidist.ddp.hooks.stages import (
     BucketFuture,
-    Completed,
     Hook,
+    applied,
+    future_of,
     in_order,
     is_in_order,
     launch,
     run_stages,
-    tensor_of,
 )
 from mpidist.ddp.hooks.torch_bucket import name_of, on_either_module
 from mpidist.future import Future, completed
@@ -115,12 +114,12 @@ class Compressed:
             return self.hook(state, bucket)
         bucket.set_buffer(self._narrow_of(bucket, buffer).copy_(buffer))
 
-        def decompress(future: Completed) -> Tensor:
-            value = tensor_of(future)
+        def decompress(value: Tensor) -> Tensor:
             bucket.set_buffer(buffer)
-            return buffer.copy_(used_here(value))
+            return buffer.copy_(value)
 
-        return self.hook(state, bucket).then(decompress)
+        future = future_of(self.hook(state, bucket))
+        return future.then(applied(decompress, buffer.numel()))
 
     def _narrow_of(self, bucket: GradBucket, buffer: Tensor) -> Tensor:
         held = self._narrow.get(bucket.slot())

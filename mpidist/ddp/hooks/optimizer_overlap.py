@@ -12,9 +12,8 @@ from typing import Protocol
 
 import torch
 
-from mpidist.comm.memory.stream import used_here
 from mpidist.ddp.hooks.grad_bucket import GradBucket
-from mpidist.ddp.hooks.stages import BucketFuture, Completed, Hook, is_in_order, tensor_of
+from mpidist.ddp.hooks.stages import BucketFuture, Hook, applied, future_of, is_in_order
 from mpidist.ddp.hooks.torch_bucket import name_of, on_either_module
 
 Tensor = torch.Tensor
@@ -73,10 +72,9 @@ class hook_then_optimizer:
     @on_either_module
     def __call__(self, state: object, bucket: GradBucket) -> BucketFuture:
         """Average the bucket, then step its parameters."""
+        buffer = bucket.buffer()
 
-        def step(future: Completed) -> Tensor:
-            result = used_here(tensor_of(future))
-            buffer = bucket.buffer()
+        def step(result: Tensor) -> Tensor:
             if result.data_ptr() != buffer.data_ptr():
                 buffer.copy_(result.view(-1))
             chosen = getattr(self.optimizer_state, "params_to_optimize", None)
@@ -85,4 +83,4 @@ class hook_then_optimizer:
                     self.optimizer_state.functional_optimizer.step_param(parameter, gradient)
             return buffer
 
-        return self.hook(state, bucket).then(step)
+        return future_of(self.hook(state, bucket)).then(applied(step, buffer.numel()))

@@ -41,7 +41,14 @@ from mpidist.ddp.buckets.ownership import (
 )
 from mpidist.ddp.buckets.settings import require_int
 from mpidist.ddp.hooks.grad_bucket import GradBucket
-from mpidist.ddp.hooks.stages import BucketFuture, Hook, is_in_order, run_stages, tensor_of
+from mpidist.ddp.hooks.stages import (
+    BucketFuture,
+    Hook,
+    applied,
+    future_of,
+    is_in_order,
+    run_stages,
+)
 from mpidist.ddp.hooks.torch_bucket import torch_future
 from mpidist.future import Future, completed
 
@@ -126,23 +133,22 @@ class ToOwners:
         parts = self._split_of(group, bucket)
         buffer = bucket.buffer()
         if self._hook is not None:
-            future = self._hook(state, bucket)
+            future = future_of(self._hook(state, bucket))
         else:
             future = _reduce(group, buffer, None if own is None else own.node_tensor(), parts)
         if takes_turns:
             return future
 
-        def without_others(_: object) -> Tensor:
-            result = tensor_of(future)
+        def without_others(result: Tensor) -> Tensor:
             for rank, ranges in enumerate(parts.by_rank):
                 if rank != group.rank:
                     for start, stop in ranges:
                         result.view(-1)[start:stop].zero_()
             return result
 
-        result = future.then(without_others)
+        result = future.then(applied(without_others, buffer.numel()))
         if own is None and isinstance(result, Future):
-            return torch_future(result, buffer.device)
+            return torch_future(result, buffer)
         return result
 
     def _group_of(self, state: AnyGroup, bucket: AnyBucket) -> Group:

@@ -12,16 +12,33 @@ hook marked ``in_order`` keeps that order itself and is called on autograd's thr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 
 from mpidist.comm.execution.work import Work
 from mpidist.comm.group_types import Group
+from mpidist.comm.memory.stream import used_here
 from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.future import Future, completed
 
 Tensor = torch.Tensor
+
+
+class InvalidResult(Exception):
+    """Base of the errors of what a hook has returned.
+
+    The hook has ended, and with it the bucket's collectives. So the rank takes part in those that
+    follow, and the end of the backward pass raises the error on all ranks.
+    """
+
+
+class NoTensor(InvalidResult, TypeError):
+    """A hook returned no future, or one that holds no dense tensor."""
+
+
+class WrongLength(InvalidResult, ValueError):
+    """A hook returned a tensor of another number of elements than the bucket."""
 
 
 class Completed(Protocol):
@@ -115,7 +132,7 @@ def call_hook(hook: Hook, state: object, bucket: GradBucket, group: Group) -> Bu
     Blocks: until the bucket is reduced, unless it ``overlaps_backward``.
 
     Raises:
-        TypeError: The hook returned no future of a tensor (raised by the future if it overlaps, by
+        NoTensor: The hook returned no future of a tensor (raised by the future if it overlaps, by
             ``value_of`` if the hook is marked ``in_order``).
     """
     if is_in_order(hook):
@@ -136,29 +153,74 @@ def is_done(future: BucketFuture) -> bool:
     return hasattr(future, "done") and bool(future.done())
 
 
-def tensor_of(future: Completed) -> Tensor:
-    """Return the tensor that a complete future holds, perhaps in a list as in torch."""
-    value = future.value()
-    return value if isinstance(value, torch.Tensor) else value[0]
-
-
-def value_of(future: BucketFuture) -> Tensor:
+def value_of(future: BucketFuture, numel: int | None = None) -> Tensor:
     """Wait for a hook's future, ours or torch's, of a tensor or of a list of one.
 
+    Args:
+        numel: Number of elements of the bucket; None for any.
+
     Raises:
-        TypeError: The hook returned something else.
+        InvalidResult: The hook returned something else.
     """
-    if not hasattr(future, "wait"):
-        raise TypeError(
+    return result_in(future_of(future).wait(), numel)
+
+
+def result_in(value: object, numel: int | None = None) -> Tensor:
+    """Return the tensor that is the value of a hook's future, or in it; see ``value_of``."""
+    value = _unlisted(value)
+    refusal = _refusal_of(value, numel)
+    if refusal is not None:
+        raise refusal
+    return cast("Tensor", value)
+
+
+def applied(function: Callable[[Tensor], Tensor], numel: int) -> Callable[[Completed], Tensor]:
+    """Return a callback of a hook's future: ``function`` on the tensor that it holds.
+
+    What is no result of ``numel`` elements is handed on, for the module to refuse: torch's futures
+    do not keep the class of an exception.
+    """
+
+    def callback(future: Completed) -> Any:
+        value = _unlisted(future.value())
+        if _refusal_of(value, numel) is not None:
+            return value
+        return function(used_here(cast("Tensor", value)))
+
+    return callback
+
+
+def future_of(returned: BucketFuture) -> BucketFuture:
+    """Return what a hook has returned.
+
+    Raises:
+        NoTensor: It is no future.
+    """
+    if not hasattr(returned, "wait") or not hasattr(returned, "then"):
+        raise NoTensor(
             "a communication hook must return a future of the reduced bucket; got "
-            f"{type(future).__name__}"
+            f"{type(returned).__name__}"
         )
-    value = future.wait()
-    if isinstance(value, (list, tuple)) and len(value) == 1:
-        (value,) = value
+    return returned
+
+
+def _unlisted(value: object) -> object:
+    return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+
+
+def _refusal_of(value: object, numel: int | None) -> InvalidResult | None:
     if not isinstance(value, torch.Tensor):
-        raise TypeError(
+        return NoTensor(
             "a communication hook's future must hold the reduced bucket, a tensor; got "
             f"{type(value).__name__}"
         )
-    return value
+    if value.layout is not torch.strided or value.is_nested or not (value.is_cpu or value.is_cuda):
+        return NoTensor(
+            "a communication hook's future must hold the reduced bucket, a dense tensor on the CPU "
+            f"or a CUDA device; got layout {value.layout} on {value.device}"
+        )
+    if numel is not None and value.numel() != numel:
+        return WrongLength(
+            f"a communication hook must return {numel} elements; got shape {tuple(value.shape)}"
+        )
+    return None

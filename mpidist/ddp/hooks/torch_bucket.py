@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mpidist.comm.memory.stream import used_here
 from mpidist.ddp.buckets.bucket import Bucket
 from mpidist.ddp.hooks.grad_bucket import GradBucket
-from mpidist.ddp.hooks.stages import Hook, tensor_of
+from mpidist.ddp.hooks.stages import Hook, result_in
 from mpidist.future import Future
 
 Tensor = torch.Tensor
@@ -32,11 +32,12 @@ def on_either_module(hook: H) -> H:
         bucket = arguments[place] if len(arguments) > place else None
         if not isinstance(bucket, dist.GradBucket):
             return hook(*arguments, **options)
-        own = native_bucket(bucket)
+        own, buffer = native_bucket(bucket), bucket.buffer()
         future = hook(*arguments[:place], own, *arguments[place + 1 :], **options)
         if isinstance(future, Future):
-            return torch_future(future, bucket.buffer().device)
-        return future  # of a user's hook within ours
+            return torch_future(future, buffer)
+        # Of a user's hook within ours.
+        return future.then(lambda ended: result_in(ended.value(), buffer.numel()))
 
     parameters = inspect.signature(hook).parameters
     place = list(parameters).index("bucket")
@@ -60,12 +61,17 @@ def native_bucket(bucket: dist.GradBucket) -> GradBucket:
     return GradBucket(held, bucket.index(), bucket.is_last())
 
 
-def torch_future(future: Future[Tensor], device: torch.device) -> torch.futures.Future[Tensor]:
-    """Return a future of torch's with the value or the exception of ours, a tensor on a device."""
+def torch_future(future: Future[Tensor], buffer: Tensor) -> torch.futures.Future[Tensor]:
+    """Return a future of torch's with the value or the exception of ours.
+
+    Args:
+        future: Of a bucket's result.
+        buffer: The bucket's.
+    """
     ended: torch.futures.Future[None] = torch.futures.Future(
-        devices=[device] if device.type == "cuda" else None
+        devices=[buffer.device] if buffer.is_cuda else None
     )
     # Called in a callback, whose exception also fails torch's reducer.
-    outcome = ended.then(lambda _: used_here(tensor_of(future)))
+    outcome = ended.then(lambda _: used_here(result_in(future.value(), buffer.numel())))
     future.add_done_callback(lambda _: ended.set_result(None))
     return outcome

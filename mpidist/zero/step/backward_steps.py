@@ -186,9 +186,10 @@ class SteppingHook:
     def __call__(self, state: object, bucket: Any) -> Any:
         """Reduce the bucket; return a future that completes after the step of this rank's part.
 
+        What is no future of the bucket's elements is handed on unstepped: the module refuses it.
+
         Raises:
             RuntimeError: The bucket was reduced since the last ``step()``.
-            TypeError: The wrapped hook returns no future.
         """
         parameters = bucket.parameters()
         self._steps.record_bucket(parameters)
@@ -198,19 +199,17 @@ class SteppingHook:
             or (isinstance(bucket, GradBucket) and torch._C._current_graph_task_id() == -1)
         )
         has_gradient = [steps and parameter.grad is not None for parameter in parameters]
-        dtype = bucket.buffer().dtype
+        dtype, numel = bucket.buffer().dtype, bucket.buffer().numel()
         future = self.hook(state, bucket)
         if not hasattr(future, "then"):
-            raise TypeError(
-                "a communication hook must return a future of the reduced bucket; got "
-                f"{type(future).__name__}"
-            )
+            return future
 
-        def averaged(ended: Any) -> Tensor:
+        def averaged(ended: Any) -> Any:
             value = ended.value()
-            if isinstance(value, (list, tuple)):
+            if isinstance(value, (list, tuple)) and len(value) == 1:
                 (value,) = value
-            self._steps.step(parameters, has_gradient, used_here(value).to(dtype))
+            if isinstance(value, Tensor) and value.numel() == numel:
+                self._steps.step(parameters, has_gradient, used_here(value).to(dtype))
             return value
 
         return future.then(averaged)

@@ -18,6 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
 )
 
 from mpidist.ddp.hooks import default, stages
+from mpidist.ddp.hooks.optimizer_overlap import OptimizerHookState, hook_then_optimizer
+from mpidist.ddp.hooks.owners import to_owners
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.future import Future, completed
 from tests.ddp.nets import same_everywhere
@@ -214,7 +216,57 @@ def test_a_wrong_hook_raises_on_all_and_the_next_step_is_right(group, name):
     agree(group, same_everywhere(group, ddp.module))
 
 
+NOT_THE_BUCKET = {
+    "too short": lambda bucket: completed(bucket.buffer()[:1]),
+    "too long": lambda bucket: completed(torch.zeros(bucket.buffer().numel() + 1)),
+    "no future": lambda bucket: None,
+    "no tensor": lambda bucket: completed("text"),
+    "two tensors": lambda bucket: completed([bucket.buffer()] * 2),
+    "without memory": lambda bucket: completed(bucket.buffer().to("meta")),
+    "sparse": lambda bucket: completed(bucket.buffer().to_sparse()),
+}
+AROUND = {
+    "alone": lambda hook: hook,
+    "in order": lambda hook: stages.in_order(lambda state, bucket: hook(state, bucket)),
+    "in bf16": default.bf16_compress_wrapper,
+    "to owners": lambda hook: to_owners({}, hook),
+    "then an optimizer": lambda hook: hook_then_optimizer(
+        hook, OptimizerHookState(SimpleNamespace(step_param=None), [])
+    ),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("first", [1, 3])
+@pytest.mark.usefixtures("in_thread")
+def test_a_wrong_result_on_one_rank_raises_on_all(group, first, around):
+    """The hook has reduced: the other ranks are on their way to the end of the pass."""
+    last = group.size - 1
+    for name, wrong in NOT_THE_BUCKET.items():
+
+        def hook(progress, bucket, wrong=wrong):
+            group.all_reduce(bucket.buffer(), "avg")
+            is_wrong = progress.step == first and group.rank == last and bucket.index() == 1
+            return wrong(bucket) if is_wrong else completed(bucket.buffer())
+
+        progress = SimpleNamespace(step=0)
+        ddp = DistributedDataParallel(net(), process_group=group, bucket_cap_mb=0.001)
+        ddp.register_comm_hook(progress, AROUND[around](hook))
+
+        def step(ddp=ddp, progress=progress):
+            progress.step += 1
+            train(group, ddp, 1, seed=progress.step)
+
+        for _ in range(1, first):
+            step()
+        text = raises_on_all(group, Exception, step, "a communication hook")
+        agree(group, group.rank == last or f"rank {last}: " in text, f"{name}: {text}")
+        step()
+        step()
+        agree(group, same_everywhere(group, ddp.module), name)
+
+
 @pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(2)]], ids=["tensor", "list"])
 def test_the_tensor_of_a_future_may_be_in_a_list_as_in_torch(value):
-    held = stages.tensor_of(SimpleNamespace(value=lambda: value))
+    held = stages.value_of(completed(value), 2)
     assert torch.equal(held, torch.ones(2)) and held.dim() == 1
