@@ -167,13 +167,12 @@ def orthogonalize(matrix: Tensor, epsilon: float = 0) -> Tensor:
 
     Args:
         epsilon: 0: by QR, the fastest on the host. Signs of columns, and the result for dependent
-            ones, may differ from Gram–Schmidt's; P·Qᵀ does not. Else by Gram–Schmidt with
-            ``epsilon`` added to each norm, which keeps a column of zeros finite.
+            ones, may differ from Gram–Schmidt's; P·Qᵀ does not. Else as the kernel.
     """
     if epsilon == 0:
         q, _ = torch.linalg.qr(matrix.to(compute_dtype(matrix.dtype)))
         return matrix.copy_(q)
-    return gram_schmidt(matrix, epsilon, sweeps=1)
+    return gram_schmidt(matrix, epsilon)
 
 
 def _orthogonalize(bucket: Bucket, thin: Sequence[Tensor], is_q: int, epsilon: float) -> None:
@@ -186,14 +185,15 @@ def _orthogonalize(bucket: Bucket, thin: Sequence[Tensor], is_q: int, epsilon: f
         one(matrix, epsilon)
 
 
-def gram_schmidt(matrix: Tensor, epsilon: float = 0, sweeps: int = 2) -> Tensor:
+def gram_schmidt(matrix: Tensor, epsilon: float = 0) -> Tensor:
     """Compute what the kernel computes: modified Gram–Schmidt in fp32 (fp64), in place.
 
-    The second sweep removes the components that rounding left. Without ``epsilon`` a column of
-    zeros remains zero.
+    The second sweep removes the components that rounding left: of a column that depends on the
+    others the first sweep leaves nothing but rounding, of any direction, which the norm makes long.
+    ``epsilon``, added to each norm, keeps a column of zeros finite; without it one remains zero.
     """
     values = matrix.to(compute_dtype(matrix.dtype))
-    for step in range(sweeps * matrix.shape[1]):
+    for step in range(2 * matrix.shape[1]):
         i = step % matrix.shape[1]
         column = values[:, i : i + 1]
         norm = column.norm() + epsilon

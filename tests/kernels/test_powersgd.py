@@ -156,14 +156,36 @@ def test_columns_become_orthonormal_and_span_the_same(device, rank, dtype):
             assert float(outside.abs().max()) < limit * float(old.abs().max())
 
 
-def test_nearly_dependent_columns(device):
+@pytest.mark.parametrize("epsilon", [0, 1e-8])
+def test_nearly_dependent_columns(device, epsilon):
     bucket = bucket_of([(500, 60)], 4, torch.float32, device)
     p = bucket.matrices[0].p
     p[:, 1] = p[:, 0] + 1e-6 * p[:, 1]
     p[:, 3] = p[:, 2]
-    powersgd.orthogonalize_p(bucket)
+    powersgd.orthogonalize_p(bucket, epsilon)
     wide = p.double().cpu()
     assert float((wide.t() @ wide - torch.eye(4)).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("epsilon", [0, 1e-8])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("own", [1, 3])
+def test_a_rank_above_the_matrixs_own_leaves_no_error(device, own, dtype, epsilon):
+    """The columns beyond its rank are rounding that the norm makes long: orthogonal, or wrong."""
+    for rank in (own + 1, 8, 24):
+        bucket = bucket_of([(70, 50), (30, 200), (9, 40)], rank, dtype, device, feedback=False)
+        wanted = []
+        for x in bucket.matrices:
+            n, m = x.m.shape
+            x.m.copy_(torch.randn(n, own).to(x.m) @ torch.randn(own, m).to(x.m))
+            wanted.append(x.m.double().cpu())
+        powersgd.orthogonalize_q(bucket, epsilon)
+        powersgd.project(bucket)
+        powersgd.orthogonalize_p(bucket, epsilon)
+        powersgd.backproject(bucket)
+        powersgd.reconstruct(bucket)
+        for x, exact in zip(bucket.matrices, wanted, strict=True):
+            assert is_close(x.m, exact, torch.float32), (rank, x.m.shape)
 
 
 @pytest.mark.parametrize("epsilon", [0, 1e-8])

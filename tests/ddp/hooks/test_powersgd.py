@@ -100,6 +100,24 @@ def test_full_rank_is_the_plain_average(group, batch, channels_last, epsilon):
     agree(group, set(state.error_dict) == {"a", "conv", "c"}, str(set(state.error_dict)))
 
 
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
+@pytest.mark.parametrize("epsilon", [0, 1e-8])
+def test_a_rank_above_the_gradients_own_leaves_no_error(group, hook, epsilon):
+    """Of the mean, that is: each rank adds one dimension to it."""
+    state = state_of(group, group.size + 4, orthogonalization_epsilon=epsilon)
+    for step in range(3):
+        parameter = torch.nn.Parameter(torch.zeros(24, 24))
+        bucket = Bucket([0], [parameter], ["weight"])
+        generator = torch.Generator().manual_seed(100 * step + group.rank)
+        one, other = torch.randn(2, 24, generator=generator)
+        bucket.views[0].copy_(torch.outer(one, other))
+        (expected,) = mean_of(group, bucket.views)
+        hook(state, GradBucket(bucket, 0, True)).wait()
+        far = float((bucket.views[0] - expected).abs().max())
+        agree(group, far < 1e-4, f"step {step}: {far}")
+
+
 @pytest.mark.mpi
 def test_batching_changes_no_result(group):
     results = []
