@@ -46,15 +46,25 @@ def tensor(where: str, value: object, name: str) -> None:
     """Require a dense tensor on the CPU or on CUDA.
 
     Raises:
-        TypeError: Not a tensor, not a dense one, or one without memory of its own (a DTensor, a
-            fake one, one of ``torch.func``).
+        TypeError: Not a tensor, not a dense one (sparse, nested, quantized), or one without memory
+            of its own (a DTensor, a fake one, one of ``torch.func``).
         ValueError: On another device.
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{where} needs {name} to be a tensor; got {type(value).__name__}")
+    if value.is_nested:
+        raise TypeError(
+            f"{where} needs {name} to be dense; got a nested tensor (pass its values(), or "
+            "torch.nested.to_padded_tensor() of it)"
+        )
     if value.layout is not torch.strided:
         raise TypeError(
             f"{where} needs {name} to be dense; got layout {value.layout} (use .to_dense())"
+        )
+    if value.is_quantized:
+        raise TypeError(
+            f"{where} needs {name} to hold plain numbers; got a quantized tensor, whose scale no "
+            "message has (pass its int_repr(), and the scale)"
         )
     if not (value.is_cpu or value.is_cuda):
         raise ValueError(f"{where} needs {name} on the CPU or a CUDA device; got {value.device}")

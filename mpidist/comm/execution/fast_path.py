@@ -217,15 +217,15 @@ class FastPath:
         if torch_profiler._is_profiler_enabled or not tensor.is_cpu:
             return None
         try:
-            address = tensor.data_ptr()
-        except RuntimeError:  # a sparse layout, or a tensor of torch.func
+            address, shape = tensor.data_ptr(), tensor.shape
+        except RuntimeError:  # a sparse layout, a nested tensor, or one of torch.func
             return None
         if not tensor.is_contiguous() or tensor.is_neg():
             return None
         call = self._calls.get(address)
         if (
             call is None
-            or call.shape != tensor.shape
+            or call.shape != shape
             or call.dtype is not tensor.dtype
             or call.op is not op
         ):
@@ -401,7 +401,7 @@ def _flat(
                 return None
             try:
                 key += (item.data_ptr(), item.shape, item.dtype)
-            except RuntimeError:  # a tensor of torch.func
+            except RuntimeError:  # a nested tensor, or one of torch.func
                 return None
             tensors.append(item)
     return tuple(key), tensors

@@ -120,8 +120,8 @@ class DirectMessages:
         ):
             return None
         try:
-            address = tensor.data_ptr()
-        except RuntimeError:  # a sparse layout, or a tensor of torch.func
+            address, shape = tensor.data_ptr(), tensor.shape
+        except RuntimeError:  # a sparse layout, a nested tensor, or one of torch.func
             return None
         if not tensor.is_contiguous() or tensor.is_neg():
             return None
@@ -129,7 +129,7 @@ class DirectMessages:
         message = self._known.get(key)
         if (
             message is None
-            or message.shape != tensor.shape
+            or message.shape != shape
             or message.dtype is not tensor.dtype
             or (message.dtype.is_complex and tensor.is_conj())
         ):
@@ -145,6 +145,8 @@ class DirectMessages:
             or not 0 <= tag <= self._highest_tag
             or tensor.layout is not _STRIDED
             or tensor.is_conj()
+            or tensor.is_quantized
+            or not (address or not tensor.numel())  # without memory of its own
             or tensor.nbytes > self._longest
         ):
             return None

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mpidist.comm import P2POp
 from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi
@@ -134,6 +135,68 @@ def test_tensors_without_memory_are_refused(group):
     empty = torch.empty(0)
     group.broadcast(empty, 0)
     agree(group, not wrong, str(wrong))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_tensors_of_several_parts_are_refused(group):
+    """On every rank, before anything is sent: nested ones, and quantized, with their scales."""
+    rows = [torch.ones(2, 3), torch.ones(4, 3)]
+    refused = {
+        "nested tensor": [
+            torch.nested.nested_tensor(rows, layout=torch.strided),
+            torch.nested.nested_tensor(rows, layout=torch.jagged),
+        ],
+        "quantized tensor": [
+            torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.quint8),
+            torch.quantize_per_channel(
+                torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.qint8
+            ),
+        ],
+    }
+    wrong = []
+    for words, tensors in refused.items():
+        for tensor in tensors:
+            for call in calls_with(group, tensor):
+                for _ in range(2):  # the second time looked up among prepared calls
+                    try:
+                        call()
+                    except TypeError as error:
+                        if words not in str(error) or f"rank {group.rank} of" not in str(error):
+                            wrong.append(f"{call}: {error}")
+                    except Exception as error:
+                        wrong.append(f"{call}: {error!r}")
+                    else:
+                        wrong.append(f"{call} took it")
+    group.barrier()
+    agree(group, not wrong, str(wrong))
+
+
+def calls_with(group, tensor):
+    size, rank, plain = group.size, group.rank, torch.ones(3)
+    calls = [
+        partial(group.all_reduce, tensor),
+        partial(group.all_reduce, tensor, async_op=True),
+        partial(group.all_reduce_coalesced, [tensor]),
+        partial(group.reduce, tensor, 0),
+        partial(group.broadcast, tensor, 0),
+        partial(group.broadcast_coalesced, [tensor], 0),
+        partial(group.all_gather, [plain] * size, tensor),
+        partial(group.all_gather, [tensor] * size, plain),
+        partial(group.all_gather_into_tensor, plain, tensor),
+        partial(group.gather, tensor, [plain] * size if rank == 0 else None, 0),
+        partial(group.scatter, tensor, [plain] * size if rank == 0 else None, 0),
+        partial(group.reduce_scatter, plain, [tensor] * size),
+        partial(group.reduce_scatter_tensor, tensor, plain),
+        partial(group.all_to_all, [tensor] * size, [plain] * size),
+        partial(group.all_to_all_single, plain, tensor),
+        partial(group.send, tensor, rank),
+        partial(group.isend, tensor, rank),
+        partial(group.recv, tensor, rank),
+        partial(group.irecv, tensor, rank),
+        partial(group.batch_isend_irecv, [P2POp("isend", tensor, rank)]),
+        partial(group.window, tensor),
+    ]
+    return calls
 
 
 def test_a_leaf_may_be_written_under_no_grad(group):
