@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -95,28 +96,34 @@ def mixed_group(
     """
     where = native.where("init_process_group or new_group")
     native.journal.note_own()
-    problems = native.all_gather_object(obstacle(backends))
-    for rank, problem in enumerate(problems):
+    # torch counts its groups from 0 again after destroy_process_group(), and a store may outlive
+    # that: the backends of a later group of the same name would read the addresses of the earlier.
+    found = native.all_gather_object((obstacle(backends), uuid.uuid4().hex))
+    for rank, (problem, _) in enumerate(found):
         if problem is not None:
             native.close()
             raise ValueError(
                 f"{where} asks for backends by device, which rank {rank} cannot have: {problem}"
             )
     others = {
-        name: _created(name, options, nccl_options) for name in set(backends.values()) - {OURS}
+        name: _created(name, options, nccl_options, key=found[0][1])
+        for name in sorted(set(backends.values()) - {OURS})
     }
     return generation.mixed_group(
         native, options.store, str(options.group_id), backends, others, device_id
     )
 
 
-def _created(name: str, options: BackendOptions, given: Any) -> tuple[Any, Any]:
+def _created(name: str, options: BackendOptions, given: Any, key: str) -> tuple[Any, Any]:
     """Return torch's BackendType of a backend, and a Backend over the members of a group.
 
     Collective: over the members.
+
+    Args:
+        key: Of the group, equal on its members, and of no other group.
     """
     kind = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
-    store = dist.PrefixStore(f"other/{name}/", options.store)
+    store = dist.PrefixStore(f"other/{key}/{name}/", options.store)
     # torch 2.15 registers a backend at its first use.
     register = getattr(dist.Backend, "_ensure_backend_registered", None)
     if register is not None and name in _NCCL:

@@ -1,5 +1,9 @@
 """Mixed groups: one backend for each device type, with Gloo or NCCL as the other one."""
 
+import shutil
+import tempfile
+import uuid
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,6 +56,31 @@ def test_calls_go_to_the_backend_of_their_tensors(world, shared):
         agree(world, got.tolist() == [float(source)] * 2, f"{got}")
     dist.barrier()
     shared.monitored_barrier()
+
+
+@pytest.mark.parametrize("listed", LISTS)
+def test_groups_of_one_name_after_another(world, listed):
+    """torch counts its groups from 0 again; the store, here the caller's, has the older keys."""
+    address = world.broadcast_object(f"{dist.FileStore.__name__}-{uuid.uuid4().hex}", 0)
+    folder = world.broadcast_object(tempfile.mkdtemp(), 0)
+    try:
+        for number in range(6):
+            store = dist.FileStore(f"{folder}/{address}", world.size)
+            dist.init_process_group(listed, store=store, rank=world.rank, world_size=world.size)
+            groups = [dist.group.WORLD, dist.new_group(), dist.new_group([world.size - 1])]
+            sums = []
+            for group in groups[: 3 if world.rank == world.size - 1 else 2]:
+                x = torch.full((3,), float(world.rank + number))
+                dist.all_reduce(x, group=group)
+                sums.append(x.tolist())
+            whole = float(sum(rank + number for rank in range(world.size)))
+            wanted = [[whole] * 3, [whole] * 3, [float(world.rank + number)] * 3][: len(sums)]
+            dist.destroy_process_group()
+            agree(world, sums == wanted, f"group {number}: {sums}")
+    finally:
+        world.barrier()
+        if world.rank == 0:
+            shutil.rmtree(folder)
 
 
 def test_a_mixed_group_has_the_devices_that_torch_reads(world, shared):
