@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from mpidist import state_names
+
 # Kept by torch, but for fused kernels, which need it as torch converts it.
 _KEPT = "step"
 # Scalars also of a parameter without dimensions, whose other state is of its shape and dtype.
@@ -20,8 +22,20 @@ _SCALARS = frozenset({"mu_product", "eta", "mu"})
 
 
 def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Load the state of a ``torch.optim.Optimizer`` with the bits that were saved."""
-    optimizer.load_state_dict(state_dict)
+    """Load the state of a ``torch.optim.Optimizer`` with the bits that were saved.
+
+    Raises:
+        ValueError: The state of a parameter lacks a name that the optimizer needs.
+    """
+    state_names.require_complete(type(optimizer), state_dict["param_groups"], state_dict["state"])
+    try:
+        optimizer.load_state_dict(state_dict)
+    except KeyError as error:
+        # Of a class that is not known here.
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot load the state dict, which has no {error} where it "
+            "looks for it"
+        ) from error
     restore(optimizer, state_dict)
 
 

@@ -21,6 +21,7 @@ LAYERS = [
         "file_errors",
         "folder_sync",
         "gc_pause",
+        "state_names",
         "torch_version",
     ],
     [

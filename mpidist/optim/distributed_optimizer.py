@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from mpidist import state_names
 from mpidist.comm.recorder import recorder
 from mpidist.dynamo import untraced
 from mpidist.optim import gradients
@@ -67,6 +68,7 @@ class DistributedOptimizer(Optimizer):
     ) -> None:
         functional = functional_optim_map.get(optimizer_class)
         self.is_functional_optim = functional is not None
+        self._kind = optimizer_class if isinstance(optimizer_class, type) else object
         self._remote = RemoteOptimizers(
             _require_class(optimizer_class) if functional is None else name_or_class(functional),
             self.is_functional_optim,
@@ -193,7 +195,8 @@ class DistributedOptimizer(Optimizer):
             state_dict: Of this class, or of torch's optimizer of the same name.
 
         Raises:
-            ValueError: The number of groups, or of parameters in one, differs; nothing is loaded.
+            ValueError: The number of groups, or of parameters in one, differs, or a parameter's
+                state lacks a name; nothing is loaded.
             WorkerErrors: Owners' errors; the other owners have loaded their parts.
         """
         groups = state_dict["param_groups"]
@@ -210,6 +213,7 @@ class DistributedOptimizer(Optimizer):
                     f"optimizer's group: group {number} has {len(group['params'])} parameters, "
                     f"not {size}"
                 )
+        state_names.require_complete(self._kind, groups, state_dict["state"])
         order = [number for group in groups for number in group["params"]]
         state = {
             place: state_dict["state"][number]

@@ -160,6 +160,32 @@ def test_a_state_of_another_layout_is_refused(group, workers):
     on_rank_0(group, run)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RAdam])
+def test_a_state_that_lacks_a_name_is_refused_before_any_owner_loads(group, workers, kind):
+    def run():
+        case = Case(workers)
+        optimizer = DistributedOptimizer(kind, case.rrefs)
+        case.give(0)
+        optimizer.step(1)
+        before = optimizer.state_dict()
+        wrong, last = copy.deepcopy(before), len(before["state"]) - 1
+        for values in wrong["state"].values():
+            values["exp_avg"].fill_(9)
+        del wrong["state"][last]["step"]
+        with pytest.raises(
+            ValueError, match=f"parameter {last} has no 'step', which {kind.__name__}"
+        ):
+            optimizer.load_state_dict(wrong)
+        now = optimizer.state_dict()["state"]
+        assert all(
+            torch.equal(now[number][name], value)
+            for number, values in before["state"].items()
+            for name, value in values.items()
+        )
+
+    on_rank_0(group, run)
+
+
 def test_groups_and_what_is_added_later(group, workers):
     def run():
         case = Case(workers)

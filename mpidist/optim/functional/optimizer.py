@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from mpidist import state_scalars
+from mpidist import state_names, state_scalars
 from mpidist.optim import fused, precision
 from mpidist.optim.parameter_locks import ParameterLocks
 
@@ -47,12 +47,13 @@ class FunctionalOptimizer(Optimizer):
         ValueError: No parameters, a non-leaf or repeated one, or ``differentiable=True``.
     """
 
+    _of_torch: ClassVar[type[Optimizer]]
     _update: ClassVar[Callable[..., object]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        of_torch = cls.__mro__[cls.__mro__.index(FunctionalOptimizer) + 1]
-        cls._update = staticmethod(inspect.unwrap(of_torch.step))  # type: ignore[attr-defined]
+        cls._of_torch = cls.__mro__[cls.__mro__.index(FunctionalOptimizer) + 1]
+        cls._update = staticmethod(inspect.unwrap(cls._of_torch.step))
 
     def __init__(self, params: ParamsT, *args: Any, **kwargs: Any) -> None:
         self.parameters: list[Tensor] = []
@@ -145,9 +146,13 @@ class FunctionalOptimizer(Optimizer):
         """Load a state of this optimizer, or of torch's of the same name.
 
         Raises:
-            ValueError: A state of another shape than its parameter; nothing is loaded.
+            ValueError: A state of another shape than its parameter, or one that lacks a name;
+                nothing is loaded.
         """
         with self.locks:
+            state_names.require_complete(
+                self._of_torch, state_dict["param_groups"], state_dict["state"]
+            )
             _check_state(state_dict, self._aliases)
             _load_state_dict(self, state_dict)
             state_scalars.restore(self, state_dict)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from mpidist import state_scalars
+from mpidist import state_names, state_scalars
 from mpidist.comm.consistency import raising_on_all
 from mpidist.comm.memory import host_values
 from mpidist.zero.shards import groups as parameter_groups
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 StateOfTensors: TypeAlias = defaultdict[Tensor, ParamState]
+_OF_MASTERS = frozenset({MASTER_KIND, SEEN_KIND})  # no state of the base optimizer
 
 
 class LocalOptimizer:
@@ -181,6 +182,11 @@ class LocalOptimizer:
         try:
             with raising_on_all(self._shards.group, where):
                 given = read()
+                state_names.require_complete(
+                    type(self.optim),
+                    parameter_groups.packed(given.groups),
+                    {key: held.keys() - _OF_MASTERS for key, held in given.entries.items()},
+                )
                 deferred, kept = dict(given.deferred), _deferred_part(given)
                 self._load(self._base_state_dict(given))
         except Exception:
@@ -246,9 +252,7 @@ class LocalOptimizer:
             if held is None:
                 continue
             found = {
-                name: owned(value, piece)
-                for name, value in held.items()
-                if name not in (MASTER_KIND, SEEN_KIND)
+                name: owned(value, piece) for name, value in held.items() if name not in _OF_MASTERS
             }
             if found or not held:  # a master alone is no state
                 state[number] = found

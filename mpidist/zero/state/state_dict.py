@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpidist import state_names
 from mpidist.zero.shards import groups as parameter_groups
 from mpidist.zero.shards.flat_buffers import in_memory_order
 from mpidist.zero.shards.groups import Groups, ParamGroup
@@ -35,21 +36,6 @@ MASTERS, MASTER, SEEN = "masters", "value", "seen"
 MASTER_NAMES = {MASTER: MASTER_KIND, SEEN: SEEN_KIND}
 _NAMES = {kind: name for name, kind in MASTER_NAMES.items()}
 
-# Names of the state that torch's optimizers keep for each parameter.
-_KINDS: dict[type, frozenset[str]] = {
-    torch.optim.SGD: frozenset({"momentum_buffer"}),
-    torch.optim.Adam: frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
-    torch.optim.AdamW: frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
-    torch.optim.NAdam: frozenset({"step", "mu_product", "exp_avg", "exp_avg_sq"}),
-    torch.optim.RAdam: frozenset({"step", "exp_avg", "exp_avg_sq"}),
-    torch.optim.Adamax: frozenset({"step", "exp_avg", "exp_inf"}),
-    torch.optim.Adagrad: frozenset({"step", "sum"}),
-    torch.optim.Adadelta: frozenset({"step", "square_avg", "acc_delta"}),
-    torch.optim.RMSprop: frozenset({"step", "square_avg", "momentum_buffer", "grad_avg"}),
-    torch.optim.Rprop: frozenset({"step", "prev", "step_size"}),
-    torch.optim.ASGD: frozenset({"step", "eta", "mu", "ax"}),
-}
-
 
 def packed(groups: Groups, state: StateByNumber) -> StateDict:
     """Return a state dict: ``state`` by number, and the groups with numbers for parameters."""
@@ -76,7 +62,7 @@ def assembled(
 
 def is_known(optim: torch.optim.Optimizer) -> bool:
     """Return whether ``require_fits`` checks this class's state by name and shape."""
-    return type(optim) in _KINDS
+    return type(optim) in state_names.NAMES
 
 
 def require_fits(given: StateDict, groups: Groups, optim: torch.optim.Optimizer) -> None:
@@ -98,6 +84,7 @@ def require_fits(given: StateDict, groups: Groups, optim: torch.optim.Optimizer)
                 f"the state dict has state of {key!r}, which none of its parameter groups names"
             )
         _require_values(key, values, parameters[key].shape, type(optim))
+    state_names.require_complete(type(optim), given["param_groups"], given["state"])
     _require_masters(given.get(MASTERS, {}), parameters)
 
 
@@ -138,7 +125,7 @@ def _require_values(key: object, values: object, shape: torch.Size, optim: type)
         raise ValueError(
             f"the state of parameter {key} is a dict by name; got {type(values).__name__}"
         )
-    kinds = _KINDS.get(optim)
+    kinds = state_names.NAMES.get(optim)
     if kinds is None:
         return
     if not kinds.issuperset(values):

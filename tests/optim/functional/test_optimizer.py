@@ -184,6 +184,20 @@ def test_a_state_of_another_shape_is_refused(values):
     assert optimizer.state_dict()["state"][0]["step"].item() == 2
 
 
+def test_a_state_that_lacks_a_name_is_refused():
+    parameter = ones(4)
+    optimizer = functional.Adam([("weight", parameter)])
+    optimizer.step([torch.ones(4)])
+    wrong = optimizer.state_dict()
+    wrong["state"][0] = {key: wrong["state"][0][key] for key in ("exp_avg", "exp_avg_sq")}
+    with pytest.raises(
+        ValueError, match=r"parameter 0 \('weight'\) has no 'step', which Adam needs"
+    ):
+        optimizer.load_state_dict(wrong)
+    optimizer.step([torch.ones(4)])
+    assert optimizer.state_dict()["state"][0]["step"].item() == 2
+
+
 def test_the_fused_kernel_is_refused_where_elements_share_their_memory():
     """The kernel writes as many elements as the parameter has, beyond a smaller memory."""
     parameter = torch.ones(1).expand(100_000).requires_grad_()

@@ -144,7 +144,8 @@ def test_nothing_is_loaded_from_what_does_not_fit(group, monkeypatch):
     good, last = copy.deepcopy(before), group.rank == group.size - 1
     fewer = copy.deepcopy(good)
     fewer["param_groups"][1]["params"].pop()
-    shape, number, name = (copy.deepcopy(good) for _ in range(3))
+    shape, number, name, step = (copy.deepcopy(good) for _ in range(4))
+    del step["state"][1]["step"]
     shape["state"][0]["exp_avg"] = torch.zeros(3)
     number["state"][99] = number["state"].pop(0)
     name["state"][0]["velocity"] = name["state"][0].pop("exp_avg")
@@ -153,6 +154,7 @@ def test_nothing_is_loaded_from_what_does_not_fit(group, monkeypatch):
         (shape, "another model"),
         (number, "99"),
         (name, "another class"),
+        (step, "parameter 1 has no 'step', which Adam needs"),
         (other.state_dict(), "another class"),
         ({"state": {}}, "param_groups"),
         (None, "NoneType"),
@@ -185,6 +187,14 @@ def test_nothing_is_loaded_from_what_does_not_fit(group, monkeypatch):
         later["state"][0]["exp_avg"].fill_(7)
         raises_on_all(group, error, lambda: optimizer.load_state_dict(later), "broken")
         monkeypatch.undo()
+    own = optimizer.rank_local_state_dict()
+    held = [number for number, entries in own["entries"].items() if entries]
+    if last and held:
+        number = held[0]
+        own["entries"][number] = [entry for entry in own["entries"][number] if entry[0] != "step"]
+    error = ValueError if last and held else DisagreementError
+    if group.broadcast_object(bool(held), group.size - 1):
+        raises_on_all(group, error, lambda: optimizer.load_state_dict(own), "has no 'step', which")
     found = optimizer.state_dict(all_ranks=True)
     agree(group, same(found, before), "half of it was loaded")
     expected = whole(ADAM)

@@ -60,6 +60,7 @@ def test_what_fits_is_taken(kind):
 def test_what_does_not_fit_is_named():
     optimizer = stepped()
     good = optimizer.state_dict()
+    without_step = {name: value for name, value in good["state"][0].items() if name != "step"}
     cases = [
         (stepped(SGD).state_dict(), "another class"),
         ({"param_groups": good["param_groups"]}, "'state' and 'param_groups'"),
@@ -70,6 +71,7 @@ def test_what_does_not_fit_is_named():
         ({**good, "state": {6: {}}}, "none of its parameter groups"),
         ({**good, "state": {0: {"exp_avg": torch.zeros(7, 5)}}}, "shape"),
         ({**good, "state": {0: {"momentum_buffer": torch.zeros(5, 7)}}}, "another class"),
+        ({**good, "state": {0: without_step}}, "parameter 0 has no 'step', which Adam needs"),
     ]
     for given, words in cases:
         with pytest.raises(ValueError, match=words):
