@@ -102,6 +102,7 @@ class DistributedOptimizer(Optimizer):
 
         Raises:
             RuntimeError: This worker has no such context.
+            KeyError: A setting was deleted from ``param_groups``.
             WorkerErrors: Some owners' steps failed; the other owners have stepped.
         """
         gradients.require_context(context_id)
@@ -231,9 +232,20 @@ class DistributedOptimizer(Optimizer):
         self._sent.append(snapshot(settings))
 
     def _changes(self) -> dict[int, dict[str, object]]:
-        """Return each group's settings that changed since they were sent to its owners."""
+        """Return each group's settings that changed since they were sent to its owners.
+
+        Raises:
+            KeyError: One was deleted, which its owners have.
+        """
         found = {}
         for number, (group, sent) in enumerate(zip(self.param_groups, self._sent, strict=True)):
+            for key in sent:
+                if key not in group:
+                    raise KeyError(
+                        f"{key!r} is missing in param_groups[{number}] of a DistributedOptimizer: "
+                        "the owners of the parameters have it, and a setting may be changed there "
+                        "but not deleted"
+                    )
             new = {
                 key: value
                 for key, value in group.items()

@@ -186,6 +186,25 @@ def test_a_state_that_lacks_a_name_is_refused_before_any_owner_loads(group, work
     on_rank_0(group, run)
 
 
+def test_a_setting_that_is_deleted_is_named_by_the_next_step(group, workers):
+    """torch's optimizer would raise; the owners would go on with the value that they have."""
+
+    def run():
+        case = Case(workers)
+        optimizer = DistributedOptimizer(torch.optim.SGD, case.rrefs, lr=0.1)
+        given, before = case.give(0), case.values()
+        del optimizer.param_groups[0]["lr"]
+        with pytest.raises(KeyError, match=r"'lr' is missing in param_groups\[0\]"):
+            optimizer.step(1)
+        assert all(map(torch.equal, before, case.values()))
+        optimizer.param_groups[0]["lr"] = 0.5
+        optimizer.step(1)
+        functional.SGD(case.copies, lr=0.5).step(given)
+        assert case.equal()
+
+    on_rank_0(group, run)
+
+
 def test_groups_and_what_is_added_later(group, workers):
     def run():
         case = Case(workers)

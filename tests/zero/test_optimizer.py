@@ -381,6 +381,25 @@ def test_settings_go_both_ways_around_each_step(group):
     )
 
 
+def test_a_setting_that_is_deleted_stays_deleted(group):
+    """As of torch's optimizers, whose step then says what it misses."""
+    held = nets.matrices()
+    sharded = OSS([{"params": held, "own": 1}], torch.optim.SGD, group, lr=2.0)
+    sharded.step()
+    del sharded.param_groups[0]["own"]
+    sharded.step()
+    sharded.step()
+    keys = set(sharded.param_groups[0]), set(sharded.optim.param_groups[0])
+    agree(group, all("own" not in each for each in keys), str(keys))
+    lr = sharded.param_groups[0].pop("lr")
+    has_pieces = bool(sharded.optim.param_groups[0]["params"])
+    raises_on_all(group, KeyError if has_pieces else DisagreementError, sharded.step, "lr")
+    agree(group, "lr" not in sharded.param_groups[0])
+    sharded.param_groups[0]["lr"] = lr
+    sharded.step()
+    agree(group, "lr" in sharded.optim.param_groups[0])
+
+
 def test_fewer_parameters_than_ranks_and_a_net_smaller_than_a_unit(group):
     for kind in nets.partitions_of("AdamW"):
         one = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))]

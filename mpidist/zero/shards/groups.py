@@ -30,8 +30,13 @@ def settings(group: ParamGroup) -> Settings:
 
 
 def sync(source: Sequence[Settings], target: Sequence[Settings]) -> None:
-    """Copy each group's settings to its counterpart, e.g. learning rates set by a scheduler."""
+    """Make the settings of each group those of its counterpart in ``source``.
+
+    A scheduler may have set learning rates there, and a user may have deleted a setting.
+    """
     for one, other in zip(source, target, strict=True):
+        for key in [key for key in other if key not in one and key not in _PARAMETERS]:
+            del other[key]
         for key, value in one.items():
             if key not in _PARAMETERS:
                 other[key] = value

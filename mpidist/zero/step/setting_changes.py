@@ -50,8 +50,6 @@ class SettingChanges:
                 of_group = self._of_groups.setdefault(index, {})
                 # A call that has none of the group's parameters may count, but not measure.
                 of_group.update(changed if group["params"] else {**changed, **of_group})
-                for key in changed.keys() - held[index].keys():
-                    del group[key]
             groups.sync(held, optim.param_groups)
             attributes = _changed(_numbers(optim), numbers)
             self._of_attributes |= attributes

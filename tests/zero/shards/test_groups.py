@@ -18,10 +18,13 @@ def test_settings_go_one_way_and_parameters_stay():
         {"params": [1], "param_names": ["a"], "lr": 2.0},
         {"params": [], "lr": 3.0, "initial_lr": 1.0},
     ]
-    target = [{"params": [5], "lr": 0.0, "own": 1}, {"params": [6], "lr": 0.0}]
+    target = [
+        {"params": [5], "param_names": ["b"], "lr": 0.0, "deleted": 1},
+        {"params": [6], "lr": 0.0},
+    ]
     groups.sync(source, target)
     assert target == [
-        {"params": [5], "lr": 2.0, "own": 1},
+        {"params": [5], "param_names": ["b"], "lr": 2.0},
         {"params": [6], "lr": 3.0, "initial_lr": 1.0},
     ]
     assert groups.settings(source[0]) == {"lr": 2.0}
