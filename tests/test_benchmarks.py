@@ -81,6 +81,7 @@ _OF_CALLS = [
 ]
 _OF_SCALE = [
     ["bench_autograd.py", "--quick"],
+    ["bench_autograd_stages.py", "--quick"],
     ["bench_scaling.py", "--quick"],
     ["bench_growth.py", "--quick"],
 ]
@@ -601,6 +602,19 @@ def test_calls_are_compared_and_recorded(of_calls):
         and "not measured" not in judged
     )
     assert set(record["idle_share_of_a_core"]) == {"tensorpipe", "mpidist", "data only"}
+
+
+@pytest.mark.slow
+def test_stages_of_a_distributed_step_are_recorded_with_their_sum(of_calls):
+    record = record_of(of_calls[0], "stages-*-2.json", has_picture=False)
+    rows = {(row["phase"], row["worker"], row["stage"]): row for row in record["stages"]}
+    assert {phase for phase, _, _ in rows} == {"forward", "backward", "step", "context"}
+    assert rows["forward", 1, "called function"]["calls"] == 4
+    assert {rows["backward", worker, "torch's engine"]["calls"] for worker in (0, 1)} == {4}
+    assert rows["step", 1, "optimizer"]["calls"] == 1
+    own = record["stamps_us"]
+    assert record["sum_us"] + own == pytest.approx(sum(row["us"] for row in record["stages"]))
+    assert 0 < record["mpi_us"] < record["sum_us"] and record["step_us"] > 0
 
 
 @pytest.mark.slow
