@@ -9,7 +9,9 @@ three calls.
 from __future__ import annotations
 
 import itertools
+import operator
 import os
+import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -20,6 +22,7 @@ import numpy as np
 from mpidist.comm.coupling import roles
 from mpidist.comm.coupling.inlet import Inlet
 from mpidist.comm.coupling.link import Link
+from mpidist.comm.coupling.messages import MOST_NUMBER
 from mpidist.comm.coupling.outlet import Outlet
 from mpidist.comm.mpi import launcher_env, runtime
 from mpidist.comm.mpi.library import MPI
@@ -71,12 +74,14 @@ class Coupling:
                 bounds how far a fast sender gets ahead. The first call's counts.
 
         Raises:
-            ValueError: No other program has that name, or a depth below 1.
+            TypeError: The depth is no int.
+            ValueError: No other program has that name, or a depth below 1 or past an int64.
         """
-        if depth < 1:
-            raise ValueError(f"inlet needs a depth of at least 1; got {depth}")
+        samples = operator.index(depth)
+        if not 1 <= samples <= MOST_NUMBER:
+            raise ValueError(f"inlet needs a depth of at least 1, an int64; got {depth}")
         if program not in self._inlets:
-            self._inlets[program] = Inlet(self._link(program), depth, self._timeout_s)
+            self._inlets[program] = Inlet(self._link(program), samples, self._timeout_s)
         return self._inlets[program]
 
     def close(self) -> None:
@@ -133,7 +138,7 @@ def couple(
         timeout_s: How long ``put``, ``get`` and ``close`` wait; None for no limit.
 
     Raises:
-        TypeError, ValueError: Names or numbers that cannot be, or are not the job's.
+        TypeError, ValueError: Names, numbers or a limit that cannot be, or are not the job's.
         LaunchError: Names alone where the launcher numbers no programs.
         DisagreementError: Other groups in another process, or it refused its own (all others).
         GroupError: ``comm`` is an intercommunicator.
@@ -143,6 +148,10 @@ def couple(
         raise GroupError("couple got an intercommunicator as comm")
     rank, error, names, own, digest = job.Get_rank(), None, [], _REFUSED, 0
     try:
+        _require_limit(timeout_s)
+        # A set has another order in each process, and an iterator is read once.
+        if isinstance(groups, str) or not isinstance(groups, (Mapping, Sequence)):
+            raise TypeError(f"couple needs a list of names, or a dict; got {groups!r}")
         names = list(groups)
         own, digest = _number(groups, names, job), _digest(groups)
     except Exception as wrong:
@@ -186,6 +195,18 @@ def _number(
             "the number of processes of each, couple({'simulation': 2, 'train': 2})"
         )
     return int(number)
+
+
+def _require_limit(timeout_s: object) -> None:
+    if timeout_s is None:
+        return
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
+        raise TypeError(f"couple needs seconds as timeout_s, or None; got {timeout_s!r}")
+    if not 0 <= timeout_s <= threading.TIMEOUT_MAX:
+        raise ValueError(
+            f"couple needs a timeout_s of 0 to {threading.TIMEOUT_MAX:.0f} s, or None; got "
+            f"{timeout_s}"
+        )
 
 
 def _digest(groups: Mapping[str, int] | Sequence[str]) -> int:

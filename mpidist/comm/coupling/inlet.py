@@ -48,8 +48,7 @@ class Inlet:
         self._senders = set(link.partners)
         # A request and the leave of one sender must not overtake each other.
         self._asking = threading.Lock()
-        self._is_leaving = self._has_ended = False
-        self._stops = False
+        self._is_leaving = self._stops = False
         for sender in link.partners:
             link.ask(sender, depth)
         self._at_exit = _Stop(self)
@@ -74,8 +73,6 @@ class Inlet:
         """
         if self._is_leaving:
             raise GroupError(f"{self._link.where}: get on an inlet that is closed")
-        if self._has_ended:
-            return None
         limit_s = self._timeout_s if timeout_s == -1.0 else timeout_s
         try:
             found = self._wait(limit_s)
@@ -84,12 +81,12 @@ class Inlet:
                 f'{self._link.where}: get from "{self._link.program}": no sample within '
                 f"{limit_s:g} s"
             ) from None
-        if isinstance(found, BaseException):
+        if found is None or isinstance(found, BaseException):
+            # For the next call, and for other threads that wait.
             self._samples.put(found)
+            if found is None:
+                return None
             raise found
-        if found is None:
-            self._has_ended = True
-            return None
         with self._asking:
             if found.source in self._senders:
                 self._link.ask(found.source, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -11,6 +12,7 @@ from mpidist.comm.coupling.messages import END, LEAVES, Tag
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi import backoff, mpi_errors, serialized
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.nonblocking import Request
 from mpidist.comm.recorder import recorder
 from mpidist.errors import CommTimeout, MpidistError
 
@@ -45,6 +47,8 @@ class Link:
         self._timeout_s = timeout_s
         self.where = f'process {comm.Get_rank()} of "{own}"'
         self._small: list[tuple[MPI.Request, np.ndarray]] = []
+        # Of samples that were not received in time: MPI may read their memory to the end.
+        self._unended: list[tuple[list[Request], np.ndarray, object]] = []
 
     def ask(self, partner: int, samples: int) -> None:
         """Send a request for samples, or ``LEAVES``."""
@@ -70,17 +74,29 @@ class Link:
         """Return a partner and the numbers of its header that have arrived, or None."""
         return self._receive_small(Tag.HEAD)
 
-    def send(self, partner: int, head: Sequence[int], data: Sequence[buffer.Buffer]) -> None:
+    def send(
+        self, partner: int, head: Sequence[int], data: Sequence[buffer.Buffer], owner: object
+    ) -> None:
         """Send a sample.
 
         Blocks: until the memory may be changed.
+
+        Args:
+            owner: Holds the memory of the data, and is held where it is not received in time.
+
+        Raises:
+            CommTimeout: Not received in time.
         """
         with self._explained("put"):
             numbers = np.array(head, np.int64)
-            requests = [self._comm.Isend(numbers, partner, Tag.HEAD)]
+            requests: list[Request] = [self._comm.Isend(numbers, partner, Tag.HEAD)]
             requests += [self._comm.Isend(part, partner, Tag.DATA) for part in data]
-        self.until(lambda: _all_ended(requests), "put", "the data was not received",
-                   yield_s=_TRANSFER_YIELD_S)  # fmt: skip
+        try:
+            self.until(lambda: _all_ended(requests), "put", "the data was not received",
+                       yield_s=_TRANSFER_YIELD_S)  # fmt: skip
+        except CommTimeout:
+            self._unended.append((requests, numbers, owner))
+            raise
 
     def receive(
         self, partner: int, space: Sequence[buffer.Buffer], stops: Callable[[], bool]
@@ -89,12 +105,27 @@ class Link:
 
         Args:
             stops: Ends the wait.
+
+        Raises:
+            MpidistError: A message has more or fewer bytes than its part of the space.
         """
-        with self._explained("get"):
-            requests = [self._comm.Irecv(part, partner, Tag.DATA) for part in space]
-        self.until(lambda: _all_ended(requests) or stops(), "get", "the data did not come",
-                   None, _TRANSFER_YIELD_S)  # fmt: skip
-        return not requests
+        status, rest = MPI.Status(), deque(space)
+        requests: list[Request] = []
+
+        def is_over() -> bool:
+            # Matched before it is received: of a receive that is too short Open MPI crashes.
+            while rest and (found := self._comm.Improbe(partner, Tag.DATA, status)) is not None:
+                nbytes, announced = status.Get_count(MPI.BYTE), rest[0][1]
+                if nbytes != announced:
+                    raise MpidistError(
+                        f'{self.where} got of process {partner} of "{self.program}" other data '
+                        f"than its header announced: {nbytes} bytes, not {announced}"
+                    )
+                requests.append(found.Irecv(rest.popleft()))
+            return (_all_ended(requests) and not rest) or stops()
+
+        self.until(is_over, "get", "the data did not come", None, _TRANSFER_YIELD_S)
+        return not requests and not rest
 
     def until(
         self, ready: Callable[[], object], call: str, problem: str,
@@ -160,7 +191,7 @@ class _Explained:
             raise mpi_errors.translate(error, self._where) from None
 
 
-def _all_ended(requests: list[MPI.Request]) -> bool:
+def _all_ended(requests: list[Request]) -> bool:
     while requests and requests[-1].Test():
         requests.pop()
     return not requests

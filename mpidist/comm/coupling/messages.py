@@ -28,6 +28,7 @@ import torch
 SAMPLE, END = 0, 1
 LEAVES = -1
 MOST_DIMENSIONS = 32
+MOST_NUMBER = (1 << 63) - 1
 
 # The number of a dtype is its place.
 DTYPES = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from typing import Any
 
@@ -9,7 +10,15 @@ import numpy as np
 import torch
 
 from mpidist.comm.coupling.link import Link
-from mpidist.comm.coupling.messages import DTYPES, LEAVES, MOST_DIMENSIONS, Form, Head, pack
+from mpidist.comm.coupling.messages import (
+    DTYPES,
+    LEAVES,
+    MOST_DIMENSIONS,
+    MOST_NUMBER,
+    Form,
+    Head,
+    pack,
+)
 from mpidist.comm.memory import buffer
 from mpidist.errors import GroupError
 
@@ -25,8 +34,8 @@ class Outlet:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        # One place for each sample that a reader has room for, in the order of the requests.
-        self._asked: deque[int] = deque()
+        # Readers and the samples that they have room for, in the order of the requests.
+        self._asked: deque[tuple[int, int]] = deque()
         self._readers = set(link.partners)
         self._is_closed = False
 
@@ -46,8 +55,9 @@ class Outlet:
             room for it now.
 
         Raises:
-            TypeError, ValueError: No tensor, or none that can be sent.
-            CommTimeout: No reader has asked in time.
+            TypeError, ValueError: No tensor, or none that can be sent, or the label is no int64.
+            CommTimeout: No reader has asked in time; or one has, and has not received the sample,
+                whose memory must then not be changed.
             RankFailureError: A process of the other program has died (ULFM).
             GroupError: The outlet is closed.
         """
@@ -56,7 +66,10 @@ class Outlet:
         if not tensors:
             raise ValueError(f"{self._link.where}: put needs a tensor")
         held = [_contiguous(self._link.where, one) for one in tensors]
-        numbers = pack(Head(int(label), tuple(Form(t.dtype, tuple(t.shape)) for t in held)))
+        number = operator.index(label)
+        if not -MOST_NUMBER - 1 <= number <= MOST_NUMBER:
+            raise ValueError(f"{self._link.where}: put needs a label that is an int64; got {label}")
+        numbers = pack(Head(number, tuple(Form(t.dtype, tuple(t.shape)) for t in held)))
         self._take_requests()
         if wait:
             self._link.until(
@@ -66,7 +79,10 @@ class Outlet:
             )
         if not self._asked:
             return False
-        self._link.send(self._asked.popleft(), numbers, parts(held))
+        reader, samples = self._asked.popleft()
+        if samples > 1:
+            self._asked.appendleft((reader, samples - 1))
+        self._link.send(reader, numbers, parts(held), held)
         return True
 
     def close(self, timeout_s: float | None = -1.0) -> None:
@@ -96,10 +112,10 @@ class Outlet:
         while (request := self._link.request()) is not None:
             reader, samples = request
             if samples != LEAVES:
-                self._asked += [reader] * samples
+                self._asked.append((reader, samples))
             elif reader in self._readers:
                 self._readers.remove(reader)
-                self._asked = deque(each for each in self._asked if each != reader)
+                self._asked = deque(each for each in self._asked if each[0] != reader)
                 self._link.end(reader)
 
     def _take_leaves(self, readers: set[int]) -> bool:
@@ -120,6 +136,8 @@ def parts(tensors: list[torch.Tensor]) -> list[buffer.Buffer]:
 
 def _contiguous(where: str, value: Any) -> torch.Tensor:
     """Return a tensor whose memory can be sent."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{where}: put sends no masks; give filled() of a masked array")
     if isinstance(value, np.ndarray):
         # Torch has no strides below zero, and warns of memory that must not be written.
         array = np.ascontiguousarray(value).reshape(value.shape)

@@ -57,6 +57,22 @@ def test_wrong_groups_are_refused_everywhere(group, job):
     for wrong in ({"a": job.size, "b": 1}, {"a": job.size}, ["a", "a"]):
         raises_on_all(group, ValueError, lambda wrong=wrong: mpidist.comm.couple(wrong, comm=job))
     raises_on_all(group, TypeError, lambda: mpidist.comm.couple([1, 2], comm=job))
+    for wrong in ("ab", {"a", "b"}, iter("ab"), None, 2):
+        raises_on_all(
+            group,
+            TypeError,
+            lambda wrong=wrong: mpidist.comm.couple(wrong, comm=job),
+            "couple needs a",
+        )
+    good = {"a": 1, "b": job.size - 1}
+    limits = (("1", TypeError), (True, TypeError), (-1, ValueError), (np.nan, ValueError))
+    for limit, error in limits:
+        raises_on_all(
+            group,
+            error,
+            lambda limit=limit: mpidist.comm.couple(good, comm=job, timeout_s=limit),
+            "timeout_s",
+        )
     # One launcher's command line: one program.
     raises_on_all(
         group,

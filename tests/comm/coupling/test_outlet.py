@@ -1,6 +1,7 @@
 """Outlet of samples."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -62,20 +63,45 @@ def test_what_cannot_be_sent_is_refused(group, job):
     with two(job) as coupled:
         if coupled.program == "make":
             outlet = coupled.outlet("take")
-            for wrong in ([1.0], "text", torch.eye(2).to_sparse(), np.array(["a"]), None):
+            masked = np.ma.array([1.0], mask=[True])
+            for wrong in ([1.0], "text", torch.eye(2).to_sparse(), np.array(["a"]), masked, None):
                 with pytest.raises(TypeError):
                     outlet.put(wrong)
             with pytest.raises(TypeError, match="of 33 dimensions"):
                 outlet.put(torch.zeros([1] * 33))
             with pytest.raises(ValueError, match="needs a tensor"):
                 outlet.put()
+            for label, error in ((2.5, TypeError), ("1", TypeError), (1 << 63, ValueError)):
+                with pytest.raises(error):
+                    outlet.put(torch.zeros(1), label=label)
+            # None of them has taken the place of a sample that a reader has asked for.
+            for _ in range(job.size - 1):
+                assert outlet.put(torch.zeros(1), label=-1 << 63)
             outlet.close()
             with pytest.raises(GroupError, match="closed"):
                 outlet.put(torch.zeros(1))
         else:
-            with pytest.raises(ValueError, match="depth of at least 1; got 0"):
-                coupled.inlet("make", depth=0)
-            assert coupled.inlet("make").get() is None
-            assert coupled.inlet("make").get() is None
+            for depth, error in ((0, ValueError), (1 << 63, ValueError), (1.5, TypeError)):
+                with pytest.raises(error):
+                    coupled.inlet("make", depth)
+            inlet = coupled.inlet("make", 1)
+            assert inlet.get().label == -1 << 63
+            with ThreadPoolExecutor(2) as threads:
+                ends = [threads.submit(inlet.get) for _ in range(2)]
+                assert [end.result() for end in ends] == [None, None]
+            assert inlet.get() is None
         with pytest.raises(ValueError, match="no other program is named 'sim'"):
             coupled.outlet("sim")
+
+
+@more_ranks
+def test_a_reader_may_ask_for_any_number(group, job):
+    """As a program that never refuses a sample does."""
+    with two(job) as coupled:
+        if coupled.program == "make":
+            outlet = coupled.outlet("take")
+            for step in range(4 * (job.size - 1)):
+                assert outlet.put(torch.ones(2), label=step)
+        else:
+            labels = [sample.label for sample in coupled.inlet("make", depth=(1 << 63) - 1)]
+            assert labels == sorted(labels)
