@@ -18,11 +18,13 @@ the outer optimizer as an object on the module's parameters.
 from __future__ import annotations
 
 import operator
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
 from mpidist import state_scalars
@@ -35,6 +37,7 @@ from mpidist.comm.mpi import rank_ranges
 from mpidist.comm.world_group import default_group, native_group
 from mpidist.ddp.buckets.ownership import ownership_of
 from mpidist.ddp.buckets.settings import require_int, require_real
+from mpidist.ddp.hooks.adaptive_state import AdaptiveState
 from mpidist.ddp.hooks.default import allreduce_hook
 from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
@@ -86,7 +89,8 @@ class _Average:
     due: int
     # Of this rank's parameters since the construction, if they have become others.
     change: str | None = None
-    # By rank: is in ``sync``, inner steps, condition. Complete once ``gathered`` is.
+    # By rank: is in ``sync``, inner steps, condition, sum of the buffers' forms. Complete once
+    # ``gathered`` is.
     table: Tensor | None = None
     gathered: Work | None = None
 
@@ -95,10 +99,13 @@ class _Average:
         if self.gathered is not None:
             self.gathered.wait()
 
+    def rows(self) -> list[list[int]]:
+        """Return the table's rows; none of an average that was loaded."""
+        return [] if self.table is None else self.table.view(-1, 4).tolist()
+
     def ranks_of(self, condition: int) -> list[int]:
         """Return the ranks whose pseudo-gradient is in a condition; none if it is not known."""
-        rows = [] if self.table is None else self.table.view(-1, 3).tolist()
-        return [rank for rank, row in enumerate(rows) if row[2] == condition]
+        return [rank for rank, row in enumerate(self.rows()) if row[2] == condition]
 
 
 class DiLoCo:
@@ -107,8 +114,8 @@ class DiLoCo:
     The training loop stays as it is: a hook on ``inner.step()`` counts the steps, begins averages
     and merges them. Gradients are each rank's own, unless the module is also in a
     ``DistributedDataParallel`` on the ranks of a node, whose replicas then stay equal. Floating
-    buffers (the statistics of BatchNorm) are averaged with the last fragment; other buffers, and
-    parameters that require no gradient, are each rank's own after the start.
+    buffers (the statistics of BatchNorm) are averaged with the last fragment; other buffers, those
+    registered later, and parameters that require no gradient are each rank's own.
 
     Collective: constructed by all ranks of the group, which then take the same number of steps, or
     end with ``sync``. Rank 0's parameters and buffers are broadcast.
@@ -172,12 +179,14 @@ class DiLoCo:
         self._use(default_group() if process_group is None else process_group)
         with comparing(self._group, _NAME) as rows:
             named = _trained(module)
+            # Names of the buffers that are averaged; all ranks have them here.
+            self._averaged = list(_floating_buffers(module))
             _require_inner(inner, named)
             self._inner = InnerOptimizer(inner, module, self._group)
             runs = _runs(fragments, named)
             self.schedule = OuterSchedule(every, len(runs), overlap)
             self.alpha = _alpha_of(alpha, overlap)
-            _require_hook(hook, self.state)
+            _require_hook(hook, self.state, self._group)
             self.fragments = [
                 OuterFragment([named[i][0] for i in run], [named[i][1] for i in run])
                 for run in runs
@@ -349,14 +358,14 @@ class DiLoCo:
         # Behind the hook: where it has raised, the buckets hold no average.
         self._averages.append(average)
         if is_last:
-            self._average_buffers()
+            self._average_buffers(average)
         return average
 
     def _pass_over(self, average: _Average) -> None:
         """Take no average of the next fragment, but that of the buffers. Collective: as _begin."""
         self._begun += 1
         if average.fragment == len(self.fragments) - 1:
-            self._average_buffers()
+            self._average_buffers(average)
 
     def _announce(self, is_syncing: bool) -> _Average:
         """Compute the next pseudo-gradient; begin to gather what each rank is about to do.
@@ -372,8 +381,11 @@ class DiLoCo:
             condition = _FINITE if fragment.is_finite() else _NOT_FINITE
             if is_syncing and fragment.is_zero():
                 condition = _ZERO
-        own = torch.tensor([is_syncing, self.steps, condition], device="cpu")
-        average.table = torch.empty(3 * self._group.size, dtype=own.dtype, device="cpu")
+        forms = [(name, one.dtype, one.shape) for name, one in self._averaged_buffers().items()]
+        own = torch.tensor(
+            [is_syncing, self.steps, condition, zlib.crc32(str(forms).encode())], device="cpu"
+        )
+        average.table = torch.empty(own.numel() * self._group.size, dtype=own.dtype, device="cpu")
         overlaps = self.schedule.overlap and overlaps_backward(self._group, own)
         average.gathered = self._group.all_gather_into_tensor(
             average.table, own, async_op=bool(overlaps)
@@ -387,11 +399,10 @@ class DiLoCo:
         """
         average = self._announce(is_syncing=True)
         average.wait_for_table()
-        assert average.table is not None
-        rows = average.table.view(-1, 3).tolist()
-        if not all(is_syncing for is_syncing, _, _ in rows):
+        rows = average.rows()
+        if not all(is_syncing for is_syncing, *_ in rows):
             return average
-        self.steps = max(steps for _, steps, _ in rows)
+        self.steps = max(steps for _, steps, *_ in rows)
         return None
 
     def _merge(self, average: _Average) -> None:
@@ -419,8 +430,27 @@ class DiLoCo:
         average.wait_for_table()
         self.fragments[average.fragment].wait()
 
-    def _average_buffers(self) -> None:
-        buffers = [b for b in self.module.buffers() if b.is_floating_point() or b.is_complex()]
+    def _averaged_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that are averaged, as they are now."""
+        present = _floating_buffers(self.module) if self._averaged else {}
+        return {name: present[name] for name in self._averaged if name in present}
+
+    def _average_buffers(self, average: _Average) -> None:
+        """Average the floating buffers. Collective: over the group.
+
+        Raises:
+            MpidistError: The buffers of the ranks differ in dtype or shape (all ranks).
+        """
+        if not self._averaged:
+            return
+        average.wait_for_table()
+        sums = [row[3] for row in average.rows()]
+        if others := [rank for rank, own in enumerate(sums) if own != sums[0]]:
+            raise MpidistError(
+                f"{_NAME}: the buffers {', '.join(self._averaged)} of {rank_ranges.named(others)} "
+                "are of other dtypes or shapes than those of rank 0, and cannot be averaged"
+            )
+        buffers = list(self._averaged_buffers().values())
         for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
             same = [buffer for buffer in buffers if buffer.dtype == dtype]
             flat = torch.cat([buffer.reshape(-1) for buffer in same])
@@ -505,8 +535,12 @@ class DiLoCo:
     def _load_hook_state(self, saved: Any, is_own: bool) -> None:
         if saved is None or not hasattr(self.state, "load_state_dict"):
             return
+        # Errors are of the rank that saved them, and times of its ranks.
         if not is_own and isinstance(self.state, PowerSGDState):
             saved = saved | {"error_dict": {}}
+        if not is_own and isinstance(self.state, AdaptiveState):
+            powersgd = saved["powersgd"] | {"error_dict": {}}
+            saved = saved | {"step_s": None, "decisions": [], "powersgd": powersgd}
         self.state.load_state_dict(saved)
 
     def _require_fits(self, state: object) -> None:
@@ -574,10 +608,21 @@ def _all_state(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
+def _floating_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {
+        name: buffer
+        for name, buffer in module.named_buffers()
+        if buffer.is_floating_point() or buffer.is_complex()
+    }
+
+
 def _runs(
     fragments: int | Sequence[torch.nn.Module], named: Sequence[tuple[str, Tensor]]
 ) -> list[list[int]]:
     if isinstance(fragments, (list, tuple, torch.nn.ModuleList)):
+        for part in fragments:
+            if not isinstance(part, torch.nn.Module):
+                raise TypeError(f"fragments must be modules; got {type(part).__name__}")
         members = [list(part.parameters()) for part in fragments]
         return runs_of(members, [parameter for _, parameter in named])
     require_int("fragments", fragments, least=1)
@@ -594,7 +639,7 @@ def _alpha_of(alpha: float | None, overlap: int) -> float:
     return float(alpha)
 
 
-def _require_hook(hook: object, state: object) -> None:
+def _require_hook(hook: object, state: object, group: Group) -> None:
     if not callable(hook):
         raise TypeError(f"hook must be callable; got {type(hook).__name__}")
     if ownership_of(hook) is not None:
@@ -605,6 +650,19 @@ def _require_hook(hook: object, state: object) -> None:
             f"{name_of(hook)} is torch's and takes a torch group on the backend mpidist: give one "
             "as process_group, or the hook of this name in mpidist.ddp"
         )
+    averaging = getattr(state, "process_group", state)
+    if averaging is None or isinstance(averaging, (ProcessGroup, dist.ProcessGroup)):
+        # torch's may be on another backend.
+        ranks = (
+            dist.get_process_group_ranks(averaging)
+            if isinstance(averaging, dist.ProcessGroup)
+            else native_group(averaging).world_ranks
+        )
+        if set(ranks) != set(group.world_ranks):
+            raise ValueError(
+                f"the hook's state is of ranks {list(ranks)} of the job, and process_group is of "
+                f"{list(group.world_ranks)}: give both the same group"
+            )
 
 
 def _require_inner(inner: object, named: Sequence[tuple[str, Tensor]]) -> None:

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import importlib.util
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from mpidist import ddp as mddp
 from mpidist.checkpoint import commit, load, save
-from mpidist.ddp import DiLoCo, DistributedDataParallel, PowerSGDState
+from mpidist.ddp import AdaptiveState, DiLoCo, DistributedDataParallel, PowerSGDState
 from mpidist.errors import DisagreementError, MpidistError
 from tests.tools.support import agree, raises_on_all
 
@@ -326,6 +327,40 @@ def test_a_nan_of_one_ranks_buffer_stays_there(group):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("overlap", [0, 1])
+def test_buffers_that_change(group, overlap):
+    """Alike on all ranks they are averaged; a rank that differs is an error on all."""
+
+    def wide(model, size):
+        model.cache = torch.full((size,), float(group.rank))
+
+    model = net()
+    model.register_buffer("cache", torch.zeros(1))
+    inner = inner_of(model)
+    diloco = DiLoCo(model, inner, every=2, overlap=overlap, process_group=group)
+    # Registered on one rank alone: its own.
+    if group.rank == 0:
+        model.register_buffer("late", torch.ones(3))
+    wide(model, 2)
+    for _ in range(2 + overlap):
+        inner.step()
+    mean = (group.size - 1) / 2
+    agree(group, model.cache.eq(mean).all() and (group.rank > 0 or model.late.eq(1).all()))
+    last = group.size - 1
+    if last:
+        wide(model, 3 if group.rank == last else 2)
+
+        def go():
+            inner.step()
+            inner.step()
+
+        raises_on_all(group, MpidistError, go, f"the buffers cache of rank {last} are of other")
+        wide(model, 2)
+        diloco.sync()
+        agree(group, model.cache.eq(mean).all())
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("overlap", [0, 1])
 def test_parameters_that_change_on_one_rank_are_an_error_on_all(group, overlap):
     """They are not averaged, and the other ranks do not wait for them."""
     last = group.size - 1
@@ -433,6 +468,7 @@ def test_settings_that_differ_are_refused_on_all_ranks(group, options):
         ({"every": 2, "alpha": 2}, ValueError, "alpha must be at most 1"),
         ({"every": 8, "fragments": 7}, ValueError, "number of parameters"),
         ({"every": 2, "hook": 3}, TypeError, "callable"),
+        ({"every": 2, "fragments": [1]}, TypeError, "fragments must be modules; got int"),
         ({"every": 2, "outer": 3}, TypeError, "outer must be a torch.optim.Optimizer"),
         ({"every": 2, "outer": "other"}, ValueError, "outer must hold"),
         ({"every": 2, "inner": "other"}, ValueError, "inner steps none"),
@@ -463,6 +499,22 @@ def test_wrong_arguments_are_refused_on_all_ranks(group, options, error, text):
     raises_on_all(
         group, error, lambda: DiLoCo(module, inner, outer, process_group=group, **given), text
     )
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_state_of_other_ranks_is_refused(group):
+    alone = group.split(group.rank)
+    model = net()
+    inner = inner_of(model)
+    for state, hook in (
+        (alone, mddp.allreduce_hook),
+        (PowerSGDState(alone), mddp.powerSGD_hook),
+    ):
+        construct = partial(
+            DiLoCo, model, inner, every=2, process_group=group, hook=hook, state=state
+        )
+        raises_on_all(group, ValueError, construct, "give both the same group")
+    alone.close()
 
 
 @pytest.mark.mpi
@@ -559,6 +611,19 @@ def test_another_number_of_ranks_begins_from_the_global_parameters(group, world,
     agree(group, len({str(one) for one in sums}) == 1)
     if half is not None:
         half.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("is_own", [True, False])
+def test_errors_of_the_adaptive_hook_are_of_their_rank(group, is_own):
+    state = AdaptiveState(group, ("none", "powersgd-1"))
+    _, diloco = trained(group, 1, every=2, hook=mddp.adaptive_hook, state=state)
+    saved = copy.deepcopy(diloco.state_dict())
+    saved["hook"]["powersgd"]["error_dict"] = {"0.weight": torch.ones(12, 6)}
+    saved["hook"]["decisions"] = [[["0.weight"], "powersgd-1"]]
+    diloco.load_state_dict(saved | {"world_size": group.size + (not is_own)})
+    kept = bool(state.error_dict), bool(state.schedule.decided)
+    agree(group, kept == (is_own, is_own), str(kept))
 
 
 @pytest.mark.mpi(min_size=1)
