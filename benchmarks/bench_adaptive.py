@@ -90,7 +90,8 @@ def measure(
         "decisions": [[row.numel, row.method, row.sent_bytes] for row in state.table()],
         "best_fixed": best,
         "spread": max(one, other) / min(one, other),
-        "adaptive_over_best": own / min(one, other),
+        # The shorter of the two would be shorter than a third run of the same hook, too.
+        "adaptive_over_best": 2 * own / (one + other),
         "contenders": {series.name: report.series_record(series) for series in (*first, *second)},
     }
     if group.rank == 0:
