@@ -40,6 +40,20 @@ StateOfTensors: TypeAlias = defaultdict[Tensor, ParamState]
 _OF_MASTERS = frozenset({MASTER_KIND, SEEN_KIND})  # no state of the base optimizer
 
 
+class StateOfShard(defaultdict[Tensor, ParamState]):
+    """State of one rank's shard, which counts as true also without entries.
+
+    Whether this rank has state says nothing of the others. torch.distributed.checkpoint lets an
+    optimizer whose state is false take a step, which ranks without parameters would begin alone.
+    """
+
+    def __init__(self, state: Mapping[Tensor, ParamState]) -> None:
+        super().__init__(dict, state)
+
+    def __bool__(self) -> bool:
+        return True
+
+
 class LocalOptimizer:
     """Base optimizer over the pieces of one rank; element-wise state is in flat tensors.
 
@@ -80,6 +94,7 @@ class LocalOptimizer:
                 for group, tensors in zip(groups, own, strict=True)
             ]
             self.optim = kind(base_groups, **defaults)
+            self.optim.state = StateOfShard(self.optim.state)
 
     # --- parameters ---
 

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -263,6 +264,38 @@ def test_torchs_own_optimizer_saves_for_it_and_loads_from_it(group, folder):
     dcp.load(content, checkpoint_id=f"{folder}/ours")
     set_optimizer_state_dict(last, target, content["optimizer"])
     agree(group, same_run(optimizer, target, range(4, 6)), "into torch's")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+@pytest.mark.parametrize("few", [False, True])
+def test_torchs_reader_takes_the_consolidated_state_and_no_step(group, kind, few):
+    """It steps an optimizer that it takes for one without state: ranks without parameters alone."""
+    model = torch.nn.Linear(2, 3, bias=False) if few else Holder()
+    optimizer = OSS(model.parameters(), kind, group, lr=0.1)
+    raises_on_all(
+        group, RuntimeError, lambda: get_optimizer_state_dict(model, optimizer), "not consolidated"
+    )
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    raises_on_all(
+        group, RuntimeError, lambda: get_optimizer_state_dict(model, optimizer), "not consolidated"
+    )
+    optimizer.consolidate_state_dict(-1)
+    content = get_optimizer_state_dict(model, optimizer)
+    names = [name for name, _ in model.named_parameters()]
+    steps = {float(held["step"]) for held in content["state"].values() if "step" in held}
+    agree(group, content["param_groups"][0]["params"] == names, str(content["param_groups"]))
+    agree(group, steps == ({1.0} if kind is torch.optim.Adam else set()), str(steps))
+    agree(group, all(map(torch.equal, before, model.parameters())))
+    fresh = OSS(model.parameters(), kind, group, lr=0.7)
+    options = StateDictOptions(strict=False)
+    set_optimizer_state_dict(model, fresh, content, options=options)
+    fresh.consolidate_state_dict(-1)
+    again = get_optimizer_state_dict(model, fresh)
+    agree(group, same(again, content), "loaded and saved again")
 
 
 class Own(torch.optim.Optimizer):
