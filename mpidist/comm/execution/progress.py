@@ -269,7 +269,9 @@ class Progress:
 
     def _run(self) -> None:
         self._thread_id = threading.get_ident()
-        goes_on, seen = True, None
+        goes_on = True
+        seen: object = None
+        first: object = None
         while goes_on:
             try:
                 goes_on = self._wakes.get(timeout=self._pause_s())
@@ -280,7 +282,8 @@ class Progress:
                 if self._looks and first is not seen:
                     seen = first
                     continue
-            seen = None
+            # The sleep keeps no operation, and so no tensors, alive.
+            seen = first = None
             # A thread that helps wakes this one if it leaves something.
             while self.items and not self._is_helped:
                 self._execute_next()
