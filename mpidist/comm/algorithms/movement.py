@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.algorithms import fingerprint, node_memory
+from mpidist.comm.algorithms import fingerprint, node_memory, tree_broadcast
 from mpidist.comm.algorithms.sendrecv import copy_own, pairwise_exchange, sendrecv
+from mpidist.comm.algorithms.tree_broadcast import Transfer
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.overlap import Places, separated
 from mpidist.comm.mpi.communicator import Communicator
@@ -47,12 +48,29 @@ def barrier(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     comm.mpi.Barrier()
 
 
-def broadcast(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> None:
+def broadcast(
+    comm: Communicator,
+    inputs: Tensors,
+    outputs: Tensors,
+    root: int,
+    start: Callable[[Communicator, Tensors, int], Transfer] = Transfer,
+) -> None:
     """Broadcast the root's tensors: ``inputs`` at the root, ``outputs`` on the other ranks.
+
+    Args:
+        start: Starts the messages of a broadcast between nodes, or returns those started before.
 
     Raises:
         LengthError: On ranks whose tensors have another length than the root's.
     """
+    if tree_broadcast.applies(comm):
+        transfer = start(comm, inputs or outputs, root)
+        try:
+            comm.wait_all([transfer])
+        finally:
+            transfer.abandon()
+        transfer.end()
+        return
     error: LengthError | None = None
     for tensor in inputs or outputs:
         nbytes = tensor.nbytes

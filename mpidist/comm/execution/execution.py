@@ -18,6 +18,7 @@ from mpidist.comm.algorithms import device_collectives, fingerprint
 from mpidist.comm.algorithms.host_copies import on_host
 from mpidist.comm.execution import nan_check, profiling
 from mpidist.comm.execution.arguments import Checks
+from mpidist.comm.execution.early_broadcasts import EarlyBroadcasts
 from mpidist.comm.execution.group_settings import RAISE
 from mpidist.comm.execution.group_state import GroupState
 from mpidist.comm.execution.operation import Facts, Operation, Tensors, call, call_on_device, refuse
@@ -68,6 +69,8 @@ class Execution:
         self.is_debug = os.environ.get(_ENV_DEBUG) == "1" if debug is None else debug
         self.checks_nan = nan_check.is_asked(os.environ)
         self._checks: dict[str, Checks] = {}  # by operation
+        # Not in debug mode, where ranks compare their operations before each.
+        self._early = None if self.is_debug else EarlyBroadcasts.of(comm, progress)
 
     def in_order(
         self,
@@ -193,6 +196,8 @@ class Execution:
         self, completion: Future[Any] | Work, execute: Callable[[], object], operation: Operation
     ) -> None:
         submit = self.progress.submit
+        if self._early is not None:
+            execute = self._early.queued(operation, execute)
         if torch_profiler._is_profiler_enabled:
             # A profile keeps one row for each thread: the operations, and the waits for them.
             submit = profiling.queueing(submit, self.state, operation)

@@ -93,12 +93,14 @@ class Progress:
 
     Attributes:
         items: Queued operations that no thread executes yet; popped under ``lock``.
+        popped: The one that is executed, None between two; changed under ``lock``.
         lock: Held while a collective is executed. Re-entrant, because callbacks in the group's
             thread issue collectives.
     """
 
     def __init__(self, name: str) -> None:
         self.items: deque[tuple[Completion, Execute]] = deque()
+        self.popped: tuple[Completion, Execute] | None = None
         self._running = 0  # popped operations that have not ended; changed under ``lock``
         self._name = name
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False ends the thread
@@ -214,13 +216,15 @@ class Progress:
 
     def _help_with_next(self) -> None:
         self._running += 1
-        completion, execute = self.items.popleft()
+        completion, execute = self.popped = self.items.popleft()
         try:
             result, error = _outcome(execute)
         except BaseException as interrupt:  # an interrupt of this thread
             self._running -= 1
             completion.set_exception(interrupt)
             raise
+        finally:
+            self.popped = None
         self._helped += 1
         self._helped_at = time.monotonic()
         self._running -= 1
@@ -308,9 +312,10 @@ class Progress:
             if not self.items:
                 return  # a waiting thread has executed it
             self._running += 1
-            completion, execute = self.items.popleft()
+            completion, execute = self.popped = self.items.popleft()
             self._helped = 0
             outcome = _outcome(execute)
+            self.popped = None
             if completion.has_callbacks():
                 # Callbacks may issue collectives, which precede those of other threads.
                 try:

@@ -16,7 +16,7 @@ from mpidist.comm.mpi.scratch import Scratch
 from mpidist.comm.mpi.tags import Tag
 
 # The highest tags belong to the library's own algorithms, all lower ones to the user.
-_RESERVED_TAGS = 64
+_RESERVED_TAGS = 512
 _SHORT = 1 << 20  # elements of scratch memory
 
 
@@ -91,7 +91,7 @@ class Communicator:
         other.mpi = mpi
         return other
 
-    def wait_all(self, requests: list[MPI.Request]) -> None:
+    def wait_all(self, requests: list[Any]) -> None:
         """Wait for requests of this communicator in the same way as its blocking calls."""
         if isinstance(self.mpi, MpiCalls):
             self.mpi.wait_all(requests)

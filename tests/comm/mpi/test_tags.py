@@ -1,9 +1,9 @@
 """Register of tags: no two uses share one; pure."""
 
-from mpidist.comm.mpi.tags import PIECE_TAGS, Tag
+from mpidist.comm.mpi.tags import BROADCAST_TAGS, PIECE_TAGS, Tag
 
 
-def test_each_use_has_a_tag_and_the_pieces_tags_are_the_last():
-    numbers = [int(tag) for tag in Tag]
-    assert sorted(numbers) == list(range(len(numbers))) and PIECE_TAGS > 1
-    assert max(Tag) is Tag.MESSAGE_PIECE
+def test_no_tag_has_two_uses():
+    lengths = {Tag.MESSAGE_PIECE: PIECE_TAGS, Tag.BROADCAST: BROADCAST_TAGS}
+    numbers = [tag + place for tag in Tag for place in range(lengths.get(tag, 1))]
+    assert sorted(numbers) == list(range(len(numbers)))
