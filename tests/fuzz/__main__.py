@@ -133,6 +133,7 @@ class _Fuzzer:
             only = self._shrunk(seed)
             drawn = programs.kept(generator.program(seed, self._world.size, self._without), only)
             self._print(f"  the fewest steps that fail: {self._repeat(seed, only)}")
+            self._print(f"    ranks on: {drawn.nodes}")
             for group in drawn.groups:
                 self._print(f"    {programs.described(group)}")
             for step in drawn.steps:
@@ -173,7 +174,11 @@ def _show(options: Any, without: tuple[str, ...], size: int) -> None:
             print(programs.described(windows.program(seed, size)))
             continue
         drawn = generator.program(seed, size, without)
-        print(f"seed {seed}:", *map(programs.described, drawn.groups), sep="\n  ")
+        print(
+            f"seed {seed}, ranks on: {drawn.nodes}",
+            *map(programs.described, drawn.groups),
+            sep="\n  ",
+        )
         for place, step in enumerate(drawn.steps):
             print(f"  {place}: {programs.described(step)}")
 

@@ -26,6 +26,9 @@ from tests.fuzz.programs import (
     Step,
     Then,
 )
+from tests.tools.simulated_nodes import SEVERAL
+
+_NODES = ("one node", "one node", "one node", *SEVERAL, "alone", "alone")
 
 
 def program(seed: int, size: int, without: Sequence[str] = ()) -> Program:
@@ -55,7 +58,11 @@ class _Generator:
             self.open.append(1)
         for _ in range(self.rng.randint(3, 10)):
             self.add_step()
-        return Program(self.seed, self.size, tuple(self.groups), tuple(self.steps))
+        # Of its own source: the rest of a program is the same without this feature.
+        nodes = random.Random(f"nodes {self.seed}").choice(_NODES)
+        if "nodes" in self.without:
+            nodes = "one node"
+        return Program(self.seed, self.size, tuple(self.groups), tuple(self.steps), nodes)
 
     def add_step(self) -> None:
         drawn = self.rng.random()

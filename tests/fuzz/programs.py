@@ -34,6 +34,7 @@ FEATURES = (
     "torch",  # torch.distributed on mpidist's backend
     "debug",  # groups in debug mode
     "large",  # 128 KiB and more
+    "nodes",  # ranks that count as being on several nodes
 )
 
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
@@ -237,12 +238,17 @@ Step = Make | Close | Call | Lanes | Then | InOrder | Messages | ObjectMessages
 
 @dataclass(frozen=True)
 class Program:
-    """Steps on groups."""
+    """Steps on groups.
+
+    Attributes:
+        nodes: Layout of the ranks (``simulated_nodes``), as the groups see it.
+    """
 
     seed: int
     size: int
     groups: tuple[Group, ...]
     steps: tuple[Step, ...]
+    nodes: str = "one node"
 
 
 def groups_of(step: Step) -> set[int]:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from mpidist.comm.messages import request_work
@@ -28,6 +29,7 @@ from tests.fuzz.programs import (
     described,
 )
 from tests.fuzz.rank_run import RankRun
+from tests.tools.simulated_nodes import lay_out
 
 
 class Player:
@@ -154,7 +156,9 @@ def run(program: Program, verdicts: Any, deadline: Deadline, is_quiet: bool = Fa
     Collective: over ``verdicts``, the group of all ranks.
     """
     own = RankRun(program, verdicts.rank, is_quiet)
-    Player(own, deadline).play()
+    with pytest.MonkeyPatch.context() as patch:
+        lay_out(verdicts, patch, program.nodes)
+        Player(own, deadline).play()
     deadline.now("the verdict of all ranks")
     return gathered_failures(verdicts, own.failures, own.outcomes)
 
