@@ -29,28 +29,6 @@ Tensor = torch.Tensor
 TensorList: TypeAlias = "Sequence[torch.Tensor]"
 
 _SUM = ReduceOp.SUM
-# Methods of ``Collectives`` that torch has an operator for.
-OPERATORS = (
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "gather",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "scatter",
-    "send",
-)
 
 
 @untraced
@@ -243,30 +221,6 @@ class Collectives:
             _, opts = full("barrier", (), timeout if opts is None else opts)
         return self.calls.call(self.native.barrier, [], opts)
 
-    # --- memory ---
-
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return whether ``allocate_tensor`` has memory for the group's collectives on a device."""
-        return torch.device(device).type == "cpu" and self.native.allocates_node_memory
-
-    def allocate_tensor(
-        self, size: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> Tensor:
-        """Return a tensor of ``size`` elements in node memory; see ``ProcessGroup.allocate``.
-
-        For callers in Python (FSDP2): torch has no way from C++ to a Python class here.
-
-        Collective: the first call, over the group.
-
-        Raises:
-            ValueError: Not the CPU.
-        """
-        if torch.device(device).type != "cpu":
-            raise ValueError(
-                f"{self.native.where('allocate_tensor')} has memory on the CPU alone; got {device}"
-            )
-        return self.native.allocate(size, dtype)
-
     # --- messages ---
 
     def send(self, tensors: TensorList, dst: int, tag: int = 0) -> Work:
@@ -286,6 +240,10 @@ class Collectives:
     def recv_anysource(self, tensors: TensorList, tag: int = 0) -> Work:
         """See irecv."""
         return self.calls.receive(self.native.irecv(untracked(tensors[0]), None, tag), tensors)
+
+
+# torch has an operator for each method.
+OPERATORS = tuple(name for name in vars(Collectives) if not name.startswith("_"))
 
 
 def detached(tensors: TensorList) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Management calls of torch's groups and Backends over a native group: names, timeout, shutdown."""
+"""Management calls of torch's groups and Backends: timeout, memory, shutdown, other groups."""
 
 from __future__ import annotations
 
@@ -37,6 +37,28 @@ class Management:
         self.native.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return whether ``allocate_tensor`` has memory for the group's collectives on a device."""
+        return torch.device(device).type == "cpu" and self.native.allocates_node_memory
+
+    def allocate_tensor(
+        self, size: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """Return a tensor of ``size`` elements in node memory; see ``ProcessGroup.allocate``.
+
+        For callers in Python (FSDP2): torch has no way from C++ to a Python class here.
+
+        Collective: the first call, over the group.
+
+        Raises:
+            ValueError: Not the CPU.
+        """
+        if torch.device(device).type != "cpu":
+            raise ValueError(
+                f"{self.native.where('allocate_tensor')} has memory on the CPU alone; got {device}"
+            )
+        return self.native.allocate(size, dtype)
 
     def abort(self) -> None:
         """Fail new calls; running calls return with an error if the MPI library has ULFM."""

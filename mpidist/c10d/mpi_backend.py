@@ -123,7 +123,7 @@ class MpiBackend(Collectives, Management, Backend):
         remaining.origin = self.origin
         return remaining
 
-    def get_reconfigure_handle(self) -> NoReturn:
+    def reconfigure(self, opts: object = None) -> NoReturn:
         """Say what a group needs that can change its members (``reconfiguring``).
 
         Raises:
@@ -135,9 +135,7 @@ class MpiBackend(Collectives, Management, Backend):
             "other backends"
         )
 
-    def reconfigure(self, opts: object) -> NoReturn:
-        """See get_reconfigure_handle."""
-        self.get_reconfigure_handle()
+    get_reconfigure_handle = reconfigure
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
         """Do nothing, because MPI has connected the ranks."""

@@ -52,6 +52,16 @@ def _always() -> int:
     return 1
 
 
+def _observing(name: str) -> Callable[[TorchProcessGroup, int, Callable[..., None]], None]:
+    """Return a method of torch's that registers a hook, which sees every call from then on."""
+
+    def register(self: TorchProcessGroup, hook_id: int, hook: Callable[..., None]) -> None:
+        self.observe()
+        getattr(_TorchGroup, name)(self, hook_id, hook)
+
+    return register
+
+
 @untraced
 class TorchProcessGroup(Collectives, GroupManagement, dist.ProcessGroup):
     """A ``torch.distributed.ProcessGroup`` on MPI.
@@ -86,15 +96,8 @@ class TorchProcessGroup(Collectives, GroupManagement, dist.ProcessGroup):
         """Make every call from here on an operator call, which hooks of the group see."""
         self._is_observed = _always
 
-    def register_pre_hook(self, hook_id: int, hook: Callable[..., None]) -> None:
-        """See ProcessGroup.register_pre_hook of torch."""
-        self.observe()
-        _TorchGroup.register_pre_hook(self, hook_id, hook)
-
-    def register_post_hook(self, hook_id: int, hook: Callable[..., None]) -> None:
-        """See ProcessGroup.register_post_hook of torch."""
-        self.observe()
-        _TorchGroup.register_post_hook(self, hook_id, hook)
+    register_pre_hook = _observing("register_pre_hook")
+    register_post_hook = _observing("register_post_hook")
 
     # --- collectives and messages: those of _WRITTEN_OUT ---
 

@@ -30,6 +30,47 @@ _SCHEME = "mpidist"
 _torch: Any = distributed_c10d._world
 
 
+class Handles:
+    """Handles of the processes that a group can have: its origin, and the rank in the job.
+
+    Args:
+        origin: Identifies the job and the group.
+    """
+
+    def __init__(self, origin: str) -> None:
+        self._origin = origin
+
+    def of(self, world_rank: int) -> str:
+        """Return the handle of one process."""
+        return f"{_SCHEME}:{self._origin}:{world_rank}"
+
+    def members(self, where: str, handles: Sequence[str] | set[str], own: str) -> list[int]:
+        """Return the world ranks of handles.
+
+        Args:
+            where: The beginning of a message.
+            handles: In a list, whose order stays, or in a set.
+            own: The handle of this process, for messages.
+
+        Raises:
+            ValueError: One is no handle, or of another job or group.
+        """
+        members = []
+        for handle in handles:
+            scheme, _, rest = handle.partition(":")
+            origin, _, rank = rest.rpartition(":")
+            if scheme != _SCHEME or not rank.isdecimal():
+                raise ValueError(f"{where} needs handles of mpidist; got {handle!r}")
+            if origin != self._origin:
+                raise ValueError(
+                    f"{where} got the handle of another group, or of a process of another job of "
+                    f"MPI, with which this one cannot communicate: {handle!r}; this process has "
+                    f"{own!r}"
+                )
+            members.append(int(rank))
+        return sorted(members) if isinstance(handles, (set, frozenset)) else members
+
+
 @untraced
 class ReconfigurableGroup(TorchProcessGroup):
     """A torch group on MPI that ``_reconfigure`` gives other members.
@@ -51,6 +92,7 @@ class ReconfigurableGroup(TorchProcessGroup):
     def __init__(self, native: ProcessGroup, store: Store, name: str, origin: str) -> None:
         super().__init__(native, store, name)
         self.origin = self.backend.origin = origin
+        self._handles = Handles(origin)
         self._uuids: set[int] = set()
 
     def rank(self) -> int:
@@ -67,8 +109,7 @@ class ReconfigurableGroup(TorchProcessGroup):
 
     def get_reconfigure_handle(self) -> str:
         """Return this process's handle, which its peers give to ``reconfigure``. Not collective."""
-        native = self.native
-        return f"{_SCHEME}:{self.origin}:{native.world_ranks[native.rank]}"
+        return self._handles.of(self.native.world_ranks[self.native.rank])
 
     def reconfigure(self, opts: Any) -> Work:
         """Give the group other members; see ``torch.distributed._reconfigure``.
@@ -94,7 +135,7 @@ class ReconfigurableGroup(TorchProcessGroup):
                 as it is.
         """
         where = self.native.where("reconfigure")
-        members = self._members(where, opts.handles)
+        members = self._handles.members(where, opts.handles, self.get_reconfigure_handle())
         if opts.uuid in self._uuids:
             raise ValueError(f"{where} needs a fresh uuid; this group has had {opts.uuid}")
         if opts.hints:
@@ -113,23 +154,6 @@ class ReconfigurableGroup(TorchProcessGroup):
         _renumber(self, before)
         before.close()
         return ENDED
-
-    def _members(self, where: str, handles: Sequence[str] | set[str]) -> list[int]:
-        """Return the world ranks of handles."""
-        members = []
-        for handle in handles:
-            scheme, _, rest = handle.partition(":")
-            origin, _, rank = rest.rpartition(":")
-            if scheme != _SCHEME or not rank.isdecimal():
-                raise ValueError(f"{where} needs handles of mpidist; got {handle!r}")
-            if origin != self.origin:
-                raise ValueError(
-                    f"{where} got the handle of another group, or of a process of another job of "
-                    f"MPI, with which this one cannot communicate: {handle!r}; this process has "
-                    f"{self.get_reconfigure_handle()!r}"
-                )
-            members.append(int(rank))
-        return sorted(members) if isinstance(handles, (set, frozenset)) else members
 
 
 def origin_of(native: ProcessGroup, parent: str | None) -> str:

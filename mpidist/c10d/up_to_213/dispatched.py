@@ -72,7 +72,7 @@ def dispatched(method: str, group: Boxable, *args: object) -> Work:
     Returns:
         The method's work, or torch's empty work if a mode replaced the call.
     """
-    name, tensors, arguments = OPERATORS[method]
+    name, tensors, arguments = _OPERATORS[method]
     operator = getattr(torch.ops.c10d, name).default
     _register()
     before = getattr(_here, "call", None)
@@ -93,7 +93,7 @@ def dispatched(method: str, group: Boxable, *args: object) -> Work:
 @functools.cache
 def _register() -> torch.library.Library:
     library = torch.library.Library("c10d", "IMPL")
-    for name, tensors, _ in OPERATORS.values():
+    for name, tensors, _ in _OPERATORS.values():
         operator = getattr(torch.ops.c10d, name).default
         library.impl(
             name, functools.partial(_kernel, operator, tensors), "BackendSelect", with_keyset=True
@@ -178,9 +178,9 @@ def _tagged(tag: int = 0) -> tuple[object, ...]:
     return (tag,)
 
 
-# By method: operator, number of leading tensor arguments, and the function that makes the
-# operator's arguments after the tensors and the group.
-OPERATORS: dict[str, tuple[str, int, Arguments]] = {
+# By method of ``Collectives``: operator, number of leading tensor arguments, and the function that
+# makes the operator's arguments after the tensors and the group.
+_OPERATORS: dict[str, tuple[str, int, Arguments]] = {
     "allreduce": ("allreduce_", 1, _all_reducing),
     "allreduce_coalesced": ("allreduce_coalesced_", 1, _reducing),
     "reduce": ("reduce_", 1, _reducing_to_root),

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllreduceOptions, Store, Work
 
 from mpidist.c10d.calls import Calls
-from mpidist.c10d.collectives import Collectives, TensorList
+from mpidist.c10d.collectives import OPERATORS, Collectives, TensorList
 from mpidist.c10d.management import GroupManagement
 from mpidist.c10d.short_forms import full, in_full
 from mpidist.c10d.up_to_213 import functional, overrides
 from mpidist.c10d.up_to_213.device_backend import DeviceBackend
-from mpidist.c10d.up_to_213.dispatched import OPERATORS, dispatched, modes
+from mpidist.c10d.up_to_213.dispatched import dispatched, modes
 from mpidist.comm.group import ProcessGroup
 from mpidist.dynamo import untraced
 
