@@ -188,12 +188,11 @@ class TorchNames:
         """
         self._buffer_syncing.register_hook(state, hook, comm_hook_location)
 
-    def _sync_buffers(self) -> None:
+    def _sync_buffers(self, authoritative_rank: int = 0) -> None:
         """Synchronize the buffers. Collective: over the group."""
-        self._buffer_syncing.sync(self._group, self.reducer)
-
-    def _sync_module_buffers(self, authoritative_rank: int) -> None:
         self._buffer_syncing.sync(self._group, self.reducer, authoritative_rank)
+
+    _sync_module_buffers = _sync_buffers
 
     def _default_broadcast_coalesced(
         self,
