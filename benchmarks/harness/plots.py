@@ -10,7 +10,6 @@ from typing import Any
 
 from harness import pictures
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 # A second picture of some operations of a record, for a reader's first look: README shows it.
 EXCERPTS = {
     "collectives-openmpi-2": (
