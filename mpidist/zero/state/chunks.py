@@ -22,7 +22,7 @@ class Chunk(NamedTuple):
     first: int
 
 
-def memory_order(form: torch.Tensor) -> list[int]:
+def _memory_order(form: torch.Tensor) -> list[int]:
     """Return a tensor's dimensions by descending stride; in their own order if it is not dense."""
     strides = form.stride()
     if not is_dense(form):
@@ -41,10 +41,22 @@ def chunks_of(form: torch.Tensor, start: int, stop: int) -> list[Chunk]:
     Returns:
         At most 2 d - 1 chunks of d dimensions, in the order of their elements.
     """
-    order = memory_order(form)
+    order = _memory_order(form)
+    sizes = [form.shape[dim] for dim in order]
+    strides = [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]
     found = []
-    for offsets, sizes, first in _runs([form.shape[dim] for dim in order], start, stop):
-        found.append(Chunk(_placed(offsets, order), _placed(sizes, order), first))
+    while start < stop:
+        index = [start // stride % size for stride, size in zip(strides, sizes, strict=True)]
+        lengths, numel = [1] * len(sizes), 1
+        # The outermost dimension of which a whole index begins here and ends within the run.
+        for place, stride in enumerate(strides):
+            if start % stride == 0 and start + stride <= stop:
+                count = min((stop - start) // stride, sizes[place] - index[place])
+                lengths[place:] = [count, *sizes[place + 1 :]]
+                numel = count * stride
+                break
+        found.append(Chunk(_placed(index, order), _placed(lengths, order), start))
+        start += numel
     return found
 
 
@@ -54,44 +66,10 @@ def view_of(chunk: Chunk, form: torch.Tensor, elements: torch.Tensor, start: int
     Args:
         elements: A vector that begins with element ``start``.
     """
-    order = memory_order(form)
+    order = _memory_order(form)
     run = elements[chunk.first - start : chunk.first - start + math.prod(chunk.sizes)]
     back = sorted(range(len(order)), key=order.__getitem__)
     return run.view([chunk.sizes[dim] for dim in order]).permute(back)
-
-
-def _runs(
-    sizes: Sequence[int], start: int, stop: int
-) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    if start >= stop:
-        return []
-    if not sizes:
-        return [((), (), start)]
-    inner = math.prod(sizes[1:])
-    first_whole, end_whole = -(-start // inner), stop // inner
-    found = []
-    if first_whole > end_whole:  # all within one index of the first dimension
-        return _inside(sizes, first_whole - 1, inner, start, stop)
-    if start < first_whole * inner:
-        found += _inside(sizes, first_whole - 1, inner, start, first_whole * inner)
-    if first_whole < end_whole:
-        zeros = (0,) * (len(sizes) - 1)
-        found.append(
-            ((first_whole, *zeros), (end_whole - first_whole, *sizes[1:]), first_whole * inner)
-        )
-    if end_whole * inner < stop:
-        found += _inside(sizes, end_whole, inner, end_whole * inner, stop)
-    return found
-
-
-def _inside(
-    sizes: Sequence[int], index: int, inner: int, start: int, stop: int
-) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    base = index * inner
-    return [
-        ((index, *offsets), (1, *lengths), base + first)
-        for offsets, lengths, first in _runs(sizes[1:], start - base, stop - base)
-    ]
 
 
 def _placed(values: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
