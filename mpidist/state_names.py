@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-# All that a class may keep, by its exact class: a subclass may keep other state.
+# All that a class may keep, by its exact class: a subclass may keep other state. They step each
+# element by itself: its new value depends on that element alone, its gradient and its state.
 NAMES: dict[type, frozenset[str]] = {
     torch.optim.SGD: frozenset({"momentum_buffer"}),
     torch.optim.Adam: frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),

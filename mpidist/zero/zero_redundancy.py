@@ -100,11 +100,8 @@ def hook_with_zero_step(
     return stepping
 
 
-def hook_with_zero_step_interleaved(
-    hook: Hook, ddp: torch.nn.Module, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
-) -> SteppingHook:
-    """Return ``hook_with_zero_step(...)``, which always interleaves averages and steps."""
-    return hook_with_zero_step(hook, ddp, zero, shard_buckets)
+# Averages and steps are always interleaved.
+hook_with_zero_step_interleaved = hook_with_zero_step
 
 
 class _Checked:

@@ -147,10 +147,7 @@ def cut(parameters: Mapping[int, torch.Tensor], ranks: int) -> list[BufferPlan]:
 
 def split(plan: BufferPlan, parameters: Sequence[torch.Tensor]) -> list[BufferPlan]:
     """Split a plan by the present dtypes and devices of its parameters; owners stay the same."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for slot in plan.slots:
-        parameter = parameters[slot.number]
-        kinds.setdefault((parameter.dtype, parameter.device), []).append(slot.number)
+    kinds = _by_kind({slot.number: parameters[slot.number] for slot in plan.slots})
     return [
         plan.only(frozenset(numbers), dtype, device) for (dtype, device), numbers in kinds.items()
     ]

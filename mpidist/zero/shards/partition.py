@@ -10,23 +10,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from mpidist import state_names
+
 GREEDY, BALANCED, FLAT = "greedy", "balanced", "flat"
 PARTITIONS = (GREEDY, BALANCED, FLAT)
 
-# The new value of an element depends on that element alone, its gradient and its state.
-_ELEMENT_WISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
-)
 _OF_MATRICES = ("Muon", "Shampoo", "SOAP")
 
 Cost = Callable[[torch.Tensor], float]
@@ -120,7 +108,7 @@ def is_element_wise(optim: type) -> bool:
     True for torch's element-wise classes and for classes with ``is_element_wise = True``. A
     subclass needs the attribute itself: it may compute norms.
     """
-    return optim in _ELEMENT_WISE or bool(vars(optim).get("is_element_wise", False))
+    return optim in state_names.NAMES or bool(vars(optim).get("is_element_wise", False))
 
 
 def cost_of(cost: str | Cost | None, optim: type) -> Cost:

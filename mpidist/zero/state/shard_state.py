@@ -47,29 +47,29 @@ class ShardState:
     Attributes:
         rank: The rank whose state this is.
         groups: Of all parameters, with a key for each parameter.
-        kinds: Of the flat tensors.
-        flats: The tensor of each kind, with as many elements as the rank's shard of the buffer.
         entries: By parameter number and name of the state: InFlat, or the value. A tensor of at
             least one dimension is state that is not flat: factored moments, deferred state, and
             all state of a load by parameters.
-        masters: The rank's full-precision shard of each flat buffer; empty if the base optimizer
-            steps the parameters themselves, or if they are entries.
-        seen: What all ranks see of these shards; empty if the masters give it.
         deferred: The rank that keeps the state of each parameter that no rank steps yet, by number.
         plans: Of the flat buffers.
         forms: For each parameter a tensor on the meta device with its shape and strides.
+        kinds: Of the flat tensors.
+        flats: The tensor of each kind, with as many elements as the rank's shard of the buffer.
+        masters: The rank's full-precision shard of each flat buffer; empty if the base optimizer
+            steps the parameters themselves, or if they are entries.
+        seen: What all ranks see of these shards; empty if the masters give it.
     """
 
     rank: int
     groups: Groups
-    kinds: tuple[KindKey, ...]
-    flats: tuple[Tensor, ...]
     entries: StateByNumber
-    masters: tuple[Tensor, ...]
-    seen: tuple[Tensor, ...]
     deferred: Mapping[int, int]
     plans: tuple[BufferPlan, ...]
     forms: tuple[Tensor, ...]
+    kinds: tuple[KindKey, ...] = ()
+    flats: tuple[Tensor, ...] = ()
+    masters: tuple[Tensor, ...] = ()
+    seen: tuple[Tensor, ...] = ()
 
     def outside(self) -> Iterator[tuple[int, str, Tensor]]:
         """Yield number, name and tensor of the state that is not flat, in the entries' order."""

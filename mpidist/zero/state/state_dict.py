@@ -184,11 +184,7 @@ def shard_of(given: StateDict, groups: Groups, shards: Shards) -> ShardState:
     return ShardState(
         rank=rank,
         groups=given["param_groups"],
-        kinds=(),
-        flats=(),
         entries=entries,
-        masters=(),
-        seen=(),
         deferred=deferred,
         plans=tuple(shards.plans),
         forms=forms_of(shards.parameters),
