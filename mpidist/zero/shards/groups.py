@@ -169,7 +169,7 @@ def require_carried(groups: Groups, wire: Wire | None) -> None:
         for dtype in dict.fromkeys(
             p.dtype for group in groups for p in group["params"] if p.requires_grad
         ):
-            wire.master_dtype(dtype)
+            wire.require(dtype)
 
 
 def require_host_memory(groups: Groups) -> None:

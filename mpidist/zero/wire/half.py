@@ -40,18 +40,17 @@ class HalfWire(Wire):
         self.dtype = dtype
         self.name = _NAMES[dtype]
 
-    def master_dtype(self, flat_dtype: torch.dtype) -> torch.dtype:
-        """Return ``flat_dtype``: float32, float64, or the wire's own.
+    def require(self, dtype: torch.dtype) -> None:
+        """Refuse any dtype but float32, float64, and the wire's own.
 
         Raises:
             TypeError: Another dtype.
         """
-        if flat_dtype not in (torch.float32, torch.float64, self.dtype):
+        if dtype not in (torch.float32, torch.float64, self.dtype):
             raise TypeError(
                 f"the wire {self.name} carries float32, float64 and {self.dtype}; got parameters "
-                f"of {flat_dtype}"
+                f"of {dtype}"
             )
-        return flat_dtype
 
     def _exchange(self, group: Group, master: Tensor, flat: Tensor, bounds: Sequence[int]) -> None:
         if flat.dtype is self.dtype:

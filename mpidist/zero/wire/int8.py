@@ -51,17 +51,14 @@ class Int8Wire(Wire):
         super().__init__()
         self._segment_numel = segment_numel
 
-    def master_dtype(self, flat_dtype: torch.dtype) -> torch.dtype:
-        """Return ``flat_dtype``: float32 or float64.
+    def require(self, dtype: torch.dtype) -> None:
+        """Refuse any dtype but float32 and float64.
 
         Raises:
             TypeError: Another dtype; a narrower one would lose what error feedback keeps.
         """
-        if flat_dtype not in DTYPES:
-            raise TypeError(
-                f"the wire int8 carries float32 and float64; got parameters of {flat_dtype}"
-            )
-        return flat_dtype
+        if dtype not in DTYPES:
+            raise TypeError(f"the wire int8 carries float32 and float64; got parameters of {dtype}")
 
     def _exchange(self, group: Group, master: Tensor, flat: Tensor, bounds: Sequence[int]) -> None:
         segments = segments_of(bounds, self._segment_of(group, flat.device, bounds))

@@ -33,11 +33,11 @@ class Wire(ABC):
         self._scratch = Scratch()
 
     @abstractmethod
-    def master_dtype(self, flat_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of masters of a flat buffer: the buffer's own.
+    def require(self, dtype: torch.dtype) -> None:
+        """Refuse a dtype of flat buffers that the format cannot carry; masters have it, too.
 
         Raises:
-            TypeError: The format cannot carry such a buffer.
+            TypeError: The dtype is such a one.
         """
 
     @torch.no_grad()
@@ -63,7 +63,7 @@ class Wire(ABC):
                 is sent.
             TypeError: The dtypes do not fit the wire; likewise.
         """
-        self.master_dtype(flat.dtype)
+        self.require(flat.dtype)
         where, rank, size = group.where("share"), group.rank, group.size
         if len(bounds) != size + 1 or any(
             start > stop for start, stop in pairwise([0, *bounds, flat.numel()])

@@ -40,9 +40,9 @@ def test_dtypes_of_masters():
     ):
         for dtype in (*WIDE, *HALF, torch.complex64, torch.int64):
             if dtype in carried:
-                assert wire_of(name).master_dtype(dtype) is dtype
+                wire_of(name).require(dtype)
             else:
                 with pytest.raises(
                     TypeError, match=f"the wire {name} carries .*; got parameters of {dtype}"
                 ):
-                    wire_of(name).master_dtype(dtype)
+                    wire_of(name).require(dtype)
