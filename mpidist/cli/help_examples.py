@@ -23,7 +23,7 @@ EXAMPLES = {
     "report": [
         "mpidist report",
         "mpidist report 4711 --torch dumps",
-        "srun --jobid 4711 --ntasks-per-node=1 mpidist report 4711",
+        "srun --jobid 4711 --overlap --ntasks-per-node=1 mpidist report 4711",
     ],
     "submit": [
         "mpidist submit ddp --nodes 2 --time 1:00:00 -- train.py",
