@@ -221,6 +221,29 @@ run_ranks() {
     assert [path.name for path in tmp_path.iterdir()] == ["two words"]
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_options_without_a_program_are_the_examples(script):
+    """A module, ``-m package.train``, is a program, as for ``mpidist run``."""
+    found = re.search(r"^if \[\[ \$# -eq 0 .*?^fi$", script.read_text(), re.MULTILINE | re.DOTALL)
+    assert (found is None) == (script.stem in ("bench", "couple", "test"))
+    if found is None:
+        return
+    values = "MPIDIST_EXAMPLES=/examples MPIDIST_CHECKPOINT=c SLURM_JOB_NAME=x JOB=7"
+    job = f"set -euo pipefail\n{values}\n{found[0]}\nprintf '<%s>' \"$@\""
+    for words, is_example in (
+        (("train.py", "-x"), False),
+        (("-m", "package.train"), False),
+        (("--epochs", "3"), True),
+        ((), True),
+    ):
+        done = subprocess.run(
+            ["bash", "-c", job, "x", *words], capture_output=True, text=True, timeout=20
+        )
+        given = "".join(f"<{word}>" for word in words)
+        assert done.returncode == 0 and done.stdout.endswith(given), done
+        assert done.stdout.startswith("</examples/") == is_example, done.stdout
+
+
 @pytest.mark.parametrize(
     ("ending", "status", "is_told"), [("kill -USR1 $$", 138, True), ("exit 3", 3, False)]
 )
