@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -28,9 +29,10 @@ def main() -> None:
         words = ["measure", *words]
     options = _parser().parse_args(words)
     if words[0] in ("sweep", "startup", "advise"):
-        # Children have sessions of their own. At SIGTERM an exception unwinds, and ends the
-        # children first.
+        # Children have sessions of their own. At SIGTERM and Ctrl-C an exception unwinds, and ends
+        # the children first.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        signal.signal(signal.SIGINT, lambda number, frame: sys.exit(128 + number))
     _RUNS[words[0]](options)
 
 
@@ -124,20 +126,12 @@ def _advise(options: argparse.Namespace) -> None:
     from scaling import answer as scaling_answer
 
     if options.what == "memory":
-        if not options.parameters >= 1000 or not options.activations_mib >= 0:
-            raise SystemExit(
-                "advise memory needs at least 1000 --parameters, and no negative --activations-mib"
-            )
+        if not 0 <= options.activations_mib < math.inf:
+            raise SystemExit("advise memory needs --activations-mib from 0 up, in MiB")
         print(scaling_answer.memory(options), flush=True)
         return
-    if (
-        options.bandwidth is None
-        or not (options.bandwidth > 0 and options.parameters >= 1000)
-        or options.ranks < 2
-    ):
-        raise SystemExit(
-            "advise needs a --bandwidth above 0, at least 1000 --parameters and 2 --ranks"
-        )
+    if options.bandwidth is None or not options.bandwidth > 0 or options.ranks < 2:
+        raise SystemExit("advise needs a --bandwidth above 0, and at least 2 --ranks")
     if (
         options.compute_ms is not None and not options.compute_ms > 0
     ) or options.ranks % options.ranks_per_node:

@@ -1,11 +1,16 @@
-"""Command-line parsing on all ranks; rank 0 alone prints argparse's messages."""
+"""Command lines on all ranks: rank 0 alone prints messages, and tries the folder of results."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
+
+from mpidist import whole_file
+from mpidist.comm import ProcessGroup
 
 
 def positive(text: str) -> int:
@@ -41,3 +46,21 @@ def parse(
         if problem:
             parser.error(problem)
     return options
+
+
+def require_folder(group: ProcessGroup, folder: Path) -> None:
+    """End all ranks unless rank 0 can write into a folder, which it makes; before the work.
+
+    Collective: over ``group``.
+    """
+    problem = ""
+    if group.rank == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            problem = whole_file.problem_of(folder / "results")
+        except OSError as error:
+            problem = f"{folder}: {error.strerror or error}"
+    problem = group.broadcast_object(problem, 0)
+    if problem:
+        text = f"the results cannot be written: {problem}; --output names another folder"
+        sys.exit(text if group.rank == 0 else 1)

@@ -22,7 +22,7 @@ from typing import Any
 import demo_report
 import torch
 import torch.nn.functional as F
-from command_line import parse, positive
+from command_line import parse, positive, require_folder
 from evaluation import accuracy, exposed_ms, mean_over_ranks
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -32,6 +32,7 @@ from torch.utils.data import DistributedSampler
 from tqdm import tqdm
 
 import mpidist.comm
+from mpidist import whole_file
 from mpidist.ddp import (
     DistributedDataParallel,
     PowerSGDState,
@@ -265,6 +266,7 @@ def main() -> None:
     )
     group = mpidist.comm.init()
     options = parse(parser, group.rank)
+    require_folder(group, options.output)
 
     # The ranks share the cores of the node.
     torch.set_num_threads(1)
@@ -279,9 +281,9 @@ def main() -> None:
     problems = problems_of(results, hashes, options.epochs)
     is_one_node = len(set(group.all_gather_object(platform.node()))) == 1
     if group.rank == 0:
-        options.output.mkdir(parents=True, exist_ok=True)
         rows = [asdict(result) for result in results]
-        (options.output / "digits.json").write_text(json.dumps(rows, indent=1) + "\n")
+        with whole_file.replacing(options.output / "digits.json", is_synced=False) as file:
+            file.write(f"{json.dumps(rows, indent=1)}\n".encode())
         demo_report.draw(rows, group.size, WANTED_ACCURACY, options.output / "digits.png")
         demo_report.draw_link(options.output / "link.png")
         print(demo_report.table(rows), flush=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from command_line import parse, positive
+from command_line import parse, positive, require_folder
 from text_training import add_characters
 
 import mpidist.comm
 
 
 def parse_options(group: mpidist.comm.ProcessGroup) -> argparse.Namespace:
-    """Return the options; an invalid command line ends all ranks.
+    """Return the options; an invalid command line, or folder, ends all ranks.
 
     Collective: over ``group``.
     """
@@ -30,7 +30,10 @@ def parse_options(group: mpidist.comm.ProcessGroup) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, help="folder of hybrid.png and hybrid.json (written if given)"
     )
-    return parse(parser, group.rank, lambda options: _problem_of(options, group.size))
+    options = parse(parser, group.rank, lambda options: _problem_of(options, group.size))
+    if options.output:
+        require_folder(group, options.output)
+    return options
 
 
 def _problem_of(options: argparse.Namespace, ranks: int) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mpidist import shipped
+from mpidist import shipped, whole_file
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ def write(result: Result, trainers: int, servers: int, folder: Path) -> None:
         pictures.legend(figure, 2)
         return figure
 
-    folder.mkdir(parents=True, exist_ok=True)
     row = {"trainers": trainers, "servers": servers, **asdict(result)}
     text = json.dumps(row, indent=1) + "\n"
-    (folder / "hybrid.json").write_text(text)
+    with whole_file.replacing(folder / "hybrid.json", is_synced=False) as file:
+        file.write(text.encode())
     pictures.write(draw, row, folder / "hybrid.png", text.encode(), [palette.LIGHT])
 
 

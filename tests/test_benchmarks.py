@@ -6,10 +6,13 @@ import importlib
 import importlib.util
 import json
 import math
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +21,7 @@ import torch
 
 from mpidist import progress_bar
 from mpidist.kernels import powersgd, powersgd_launches
+from tests.test_whole_file import without_room
 from tests.tools.support import ROOT, job, launcher, missing, python, python_file, started
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -1055,3 +1059,33 @@ def test_a_record_is_plotted_later_where_matplotlib_is_missing(tmp_path, monkeyp
     path.write_text('{"benchmark": "startup"}')
     with pytest.raises(ValueError, match="'startup' have no plot"):
         plots.main([str(path)])
+
+
+def test_a_record_that_cannot_be_written_leaves_the_one_before(tmp_path):
+    report = importlib.import_module("harness.report")
+    path = tmp_path / "a.json"
+    report.write_json({"a": 1}, path)
+    with without_room(), pytest.raises(OSError, match=str(path)):
+        report.write_json({"a": 2}, path)
+    assert json.loads(path.read_text()) == {"a": 1} and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_jobs_of_a_sweep_without_a_traceback(tmp_path, number):
+    job = tmp_path / "job"
+    job.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/started\nexec sleep 600\n")
+    job.chmod(0o755)
+    command = [sys.executable, str(BENCHMARKS / "bench_scaling.py"), "sweep", "--jobs", "2"]
+    command += ["--launcher", str(job), "--links", "--output", str(tmp_path / "records")]
+    with subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE
+    ) as process:
+        deadline = time.monotonic() + 60
+        started_file = tmp_path / "started"
+        while not started_file.exists() or not started_file.read_text():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and b"Traceback" not in said, said
+    assert not os.path.exists(f"/proc/{started_file.read_text().strip()}")

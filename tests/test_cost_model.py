@@ -499,6 +499,12 @@ def test_advice_follows_the_bandwidth_and_says_what_it_assumes(monkeypatch, caps
     for words, reason in (
         ([*case, -1], "bandwidth above 0"),
         ([*case, 1, "--ranks-per-node", 3], "multiple of"),
+        ([*case, 1, "--parameters", "inf"], "2"),
+        ([*case, 1, "--parameters", "1e300"], "2"),
+        ([*case, 1, "--bucket-cap-mb", 0], "2"),
+        ([*case, 1, "--bucket-cap-mb", "nan"], "2"),
+        ([*case, 1, "--measure", "--launcher", "'"], "2"),
+        ([*case, 1, "--measure", "--launcher", "gone-launcher"], "gone-launcher does not start"),
         ([*case[:-3], "--model", tmp_path / "none.json", "--bandwidth", 1], "no model"),
         (["sweep", "--links", "fast"], "2"),
         (["measure", "--networks", "1024"], "2"),
@@ -562,9 +568,10 @@ def test_advice_on_memory_adds_what_a_rank_holds(monkeypatch, capsys):
     assert "12 MiB on the fullest rank" in flat and "activations, as given" in flat
     assert "state of sgd" not in asked(monkeypatch, capsys, *case, "--optimizer", "sgd")
     for words, reason in (
-        (["--activations-mib", -1], "no negative"),
+        (["--activations-mib", -1], "from 0 up"),
+        (["--activations-mib", "inf"], "from 0 up"),
         (["--partition", "no"], "2"),
-        (["--parameters", 5], "at least 1000"),
+        (["--parameters", 5], "2"),
     ):
         with pytest.raises(SystemExit, match=reason):
             asked(monkeypatch, capsys, *case, *words)
@@ -635,6 +642,8 @@ def test_a_job_that_fails_says_why_and_one_that_lasts_is_ended(tmp_path):
         == "skipped"
     )
     assert "mpirun" in jobs.why_no_link(tmp_path)
+    gone = jobs.run(jobs.Job("it", (str(tmp_path / "gone"),)), 60)
+    assert gone == ([], f"{tmp_path / 'gone'} does not start: No such file or directory")
 
 
 def test_the_page_has_all_options_of_advise():

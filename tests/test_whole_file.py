@@ -1,12 +1,13 @@
 """Replacement of a file as a whole."""
 
+import contextlib
 import os
 import resource
 import threading
 
 import pytest
 
-from mpidist.whole_file import replacing
+from mpidist.whole_file import problem_of, replacing
 
 
 def names(folder):
@@ -74,14 +75,48 @@ def test_a_file_that_cannot_be_made_is_named_without_its_part(tmp_path):
 
 def test_a_write_without_room_names_its_file(tmp_path):
     path = tmp_path / "state.pt"
+    with (
+        without_room(),
+        pytest.raises(OSError, match=f"File too large: '{path}'"),
+        replacing(path) as file,
+    ):
+        file.write(b"content")
+    assert names(tmp_path) == []
+
+
+@contextlib.contextmanager
+def without_room():
+    """Let no file of this process have a byte, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
-        with pytest.raises(OSError, match=f"File too large: '{path}'"), replacing(path) as file:
-            file.write(b"content")
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_would_hinder_a_later_write_is_said(tmp_path):
+    path = tmp_path / "state.pt"
+    assert problem_of(path) == ""
+    assert problem_of(tmp_path) == f"{tmp_path} is a folder"
+    gone = tmp_path / "gone"
+    assert problem_of(gone / "state.pt") == f"{gone}: No such file or directory"
+    with without_room():
+        assert problem_of(path) == f"{tmp_path}: File too large"
     assert names(tmp_path) == []
+
+
+def test_a_device_and_a_pipe_are_not_replaced(tmp_path):
+    """Where root writes to ``/dev/null``, or to ``/dev/stdout``, which is a link."""
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for path in (pipe, link):
+        words = f"pipe, which no file can replace: '{path}'"
+        with pytest.raises(OSError, match=words), replacing(path) as file:
+            file.write(b"content")
+        assert problem_of(path).startswith(f"{path}: A device or a pipe")
+    assert pipe.is_fifo() and link.is_symlink() and names(tmp_path) == ["link", "pipe"]
 
 
 def test_two_writers_do_not_mix(tmp_path):

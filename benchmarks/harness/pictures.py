@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from harness.palette import THEMES, Style, Theme
+from mpidist import whole_file
 
 # Draws a record: called with it and a theme, within ``settings`` of that theme.
 Drawing: TypeAlias = Callable[[Mapping[str, Any], Theme], Any]
@@ -133,7 +134,8 @@ def _save(made: Any, path: Path, source: bytes) -> None:
     few = pixels.quantize(_COLORS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     about = PngInfo()
     about.add_text("Source", checksum(source))
-    few.save(path, optimize=True, pnginfo=about)
+    with whole_file.replacing(path, is_synced=False) as file:
+        few.save(file, "PNG", optimize=True, pnginfo=about)
 
 
 def sheet(height_in: float, title: str, note: str) -> Any:

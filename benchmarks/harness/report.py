@@ -13,6 +13,7 @@ from harness import environment, palette, pictures, tables
 from harness.goals import format_bytes
 from harness.palette import Theme
 from harness.timing import Series, compare
+from mpidist import whole_file
 
 # Pairs shown for each operation in which both contenders take part.
 _PAIRS = (
@@ -128,8 +129,10 @@ def goals_table(verdicts: Sequence[dict[str, Any]]) -> str:
 
 
 def write_json(record: dict[str, Any], path: Path) -> None:
+    """Write a record, in the place of one of its name as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    with whole_file.replacing(path, is_synced=False) as file:
+        file.write(f"{json.dumps(record, indent=1, ensure_ascii=False)}\n".encode())
 
 
 def draw(record: Mapping[str, Any], theme: Theme) -> Any:

@@ -91,9 +91,12 @@ def why_no_link(mpich: Path) -> str | None:
 def run(job: Job, limit_s: float) -> tuple[list[dict[str, Any]], str | None]:
     """Run a job; return its records, and the reason if there are none."""
     with tempfile.TemporaryDirectory() as folder:
-        status, errors_text = run_limited(
-            [*job.command, "--output", folder], job.variables, limit_s
-        )
+        try:
+            status, errors_text = run_limited(
+                [*job.command, "--output", folder], job.variables, limit_s
+            )
+        except OSError as error:
+            return [], f"{job.command[0]} does not start: {error.strerror or error}"
         written = [
             json.loads(path.read_text(encoding="utf-8"))
             for path in sorted(Path(folder).glob("*.json"))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 from harness import benchmark_options
 
+# A rank of data-parallel training holds them all.
+LEAST_PARAMETERS, MOST_PARAMETERS = 1e3, 1e11
 OPERATIONS = ("all_reduce", "average", "all_gather", "reduce_scatter", "broadcast", "barrier")
 
 
@@ -97,6 +101,7 @@ def _add_sweep(commands: Any) -> None:
     )
     parser.add_argument(
         "--launcher",
+        type=_launcher,
         help="command line up to -n; mpirun --oversubscribe --bind-to none if not given",
     )
     parser.add_argument("--limit-s", type=float, default=150.0, help="for each job")
@@ -123,6 +128,7 @@ def _add_startup(commands: Any) -> None:
     )
     parser.add_argument(
         "--launcher",
+        type=_launcher,
         help="command line up to -n; mpirun --oversubscribe --bind-to none if not given",
     )
     parser.add_argument("--limit-s", type=float, default=120.0, help="for each job")
@@ -139,7 +145,9 @@ def _add_advise(commands: Any) -> None:
         help="hook: which communication hook is the fastest; memory: bytes of a rank",
     )
     parser.add_argument("--bandwidth", type=float, metavar="GBIT_S", help="hook: of a node's link")
-    parser.add_argument("--parameters", type=float, required=True, help="of the network: 350e6")
+    parser.add_argument(
+        "--parameters", type=_parameters, required=True, help="of the network: 350e6"
+    )
     parser.add_argument("--ranks", type=_positive, required=True, help="of the job")
     parser.add_argument("--ranks-per-node", type=_positive, default=1, help="hook: 1 if not given")
     parser.add_argument(
@@ -147,7 +155,7 @@ def _add_advise(commands: Any) -> None:
         type=float,
         help="hook: forward and backward pass of one rank; estimated if not given",
     )
-    parser.add_argument("--bucket-cap-mb", type=float, help="hook: DDP's; 25 if not given")
+    parser.add_argument("--bucket-cap-mb", type=_cap_mb, help="hook: DDP's; 25 if not given")
     parser.add_argument(
         "--processor",
         choices=("cpu", "gpu"),
@@ -162,7 +170,7 @@ def _add_advise(commands: Any) -> None:
     parser.add_argument(
         "--model", type=Path, help="hook: JSON of sweep or report; the one in results/ if not given"
     )
-    parser.add_argument("--launcher", help="command line up to -n, for --measure")
+    parser.add_argument("--launcher", type=_launcher, help="command line up to -n, for --measure")
     parser.add_argument("--limit-s", type=float, default=60.0, help="for --measure")
     parser.add_argument(
         "--optimizer", choices=("sgd", "momentum", "adam"), default="adam", help="memory: its state"
@@ -203,6 +211,41 @@ def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
     return int(text)
+
+
+def _parameters(text: str) -> float:
+    number = _number(text)
+    if not LEAST_PARAMETERS <= number <= MOST_PARAMETERS:
+        raise argparse.ArgumentTypeError(
+            f"a network of {LEAST_PARAMETERS:.0f} to {MOST_PARAMETERS:g} parameters, which each "
+            f"rank holds whole; got {text}"
+        )
+    return number
+
+
+def _cap_mb(text: str) -> float:
+    number = _number(text)
+    # Of a byte at least.
+    if not 1 / (1 << 20) <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size of a bucket in MiB, as 25 or 0.5")
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+
+
+def _launcher(text: str) -> str:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no command line: {error}") from None
+    if not words:
+        raise argparse.ArgumentTypeError("a command line up to -n, as 'mpirun --oversubscribe'")
+    return text
 
 
 def _network(text: str) -> str:

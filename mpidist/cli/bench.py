@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mpidist import shipped
+from mpidist import shipped, whole_file
 from mpidist.errors import LaunchError
 
 # Default number of ranks.
@@ -55,7 +55,7 @@ def program(
         has: Returns whether a package can be imported.
 
     Raises:
-        LaunchError: No such benchmark; missing packages; the folder cannot be created.
+        LaunchError: No such benchmark; missing packages; the folder cannot be created or written.
     """
     if name not in RANKS:
         raise LaunchError(f"there is no benchmark {name}: {', '.join(RANKS)}")
@@ -75,5 +75,10 @@ def program(
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LaunchError(f"the folder of the results cannot be made: {error}") from error
+    # Before the measurement, which may take minutes.
+    if problem := whole_file.problem_of(output / "record.json"):
+        raise LaunchError(
+            f"the results cannot be written: {problem}; --output names another folder"
+        )
     # After the arguments, because the first one may be a command, and --output is its option.
     return (str(path), *arguments, "--output", str(output.resolve()))

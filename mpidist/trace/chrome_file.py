@@ -12,7 +12,6 @@ import contextlib
 import gzip
 import io
 import json
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -77,17 +76,6 @@ def written(path: Path) -> Iterator[TraceFile]:
                 trace.end()
             raise
         trace.end()
-
-
-def problem_of(path: Path) -> str:
-    """Return why a trace file could not be written; empty if it could."""
-    if path.is_dir():
-        return f"{path} is a folder"
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            return ""
-    except OSError as error:
-        return f"{path.parent}: {error.strerror or error}"
 
 
 def text_of(event: Event) -> str:

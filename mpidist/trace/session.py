@@ -22,6 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpidist import whole_file
 from mpidist.comm.execution.group_state import open_groups
 from mpidist.comm.mpi import rank_ranges
 from mpidist.comm.recorder import recorder
@@ -144,7 +145,7 @@ class Session:
         self._exchange.close()
 
     def _require_alike(self, exchange: Exchange) -> None:
-        problem = chrome_file.problem_of(self.path) if exchange.rank == 0 else ""
+        problem = whole_file.problem_of(self.path) if exchange.rank == 0 else ""
         told = json.dumps([os.fspath(self.path), problem, self._ring is not None])
         paths, problems, are_recorded = zip(*map(json.loads, exchange.strings(told)), strict=True)
         where = f"rank {exchange.rank} of {exchange.size}: trace"

@@ -9,6 +9,7 @@ import pytest
 from mpidist import shipped
 from mpidist.cli import bench
 from mpidist.errors import LaunchError
+from tests.test_whole_file import without_room
 from tests.tools.support import ROOT
 
 
@@ -21,6 +22,12 @@ def test_a_benchmark_writes_into_the_folder(tmp_path):
         str(tmp_path / "a" / "b"),
     )
     assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_a_folder_without_room_is_refused_before_the_measurement(tmp_path):
+    words = r"results cannot be written: .*too large"
+    with without_room(), pytest.raises(LaunchError, match=words):
+        bench.program("collectives", tmp_path, [], lambda name: True)
 
 
 def test_benchmarks_that_start_their_own_jobs_are_plain_programs(tmp_path, monkeypatch):

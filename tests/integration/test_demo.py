@@ -83,6 +83,20 @@ def test_the_report_compares_hooks(tmp_path):
     assert end["allreduce"] > 0.9 and end["powersgd-4"] > end["allreduce"] - 0.06, end
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["demo_digits.py", "embedding_server.py"])
+def test_a_folder_that_cannot_be_written_is_said_before_the_training(program):
+    for name in ("matplotlib", "sklearn", "rich", "tqdm"):
+        if importlib.util.find_spec(name) is None:
+            missing(f"{name} is not installed")
+    command = [*launcher(2), *python(), f"examples/{program}", "--output", "/proc/self"]
+    done = started(command, timeout_s=200)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the results cannot be written: /proc/self: " in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and "epoch" not in done.stderr, done.stderr
+    assert "steps" not in done.stdout + done.stderr
+
+
 @pytest.mark.long
 def test_powersgd_costs_no_accuracy(tmp_path):
     _, results = run(
