@@ -116,7 +116,10 @@ def doctor(
     ] = False,
     timeout: Annotated[
         float,
-        typer.Option(min=1, help="seconds to wait for the other ranks, and for each operation"),
+        # A day: limits of operations become numbers of C.
+        typer.Option(
+            min=1, max=86400, help="seconds to wait for the other ranks, and for each operation"
+        ),
     ] = 20.0,
     launcher: Annotated[
         bool, typer.Option("--launcher/--no-launcher", help="alone: also start two ranks by mpirun")

@@ -24,6 +24,10 @@ from mpidist.comm.mpi.library import SHARED_BYTES_OF_RANK, SHARED_MEMORY
 from mpidist.elastic.roles import VARIABLE as SPARES
 from mpidist.errors import LaunchError
 
+# With more, a number that was mistyped: a launcher begins with a table of all ranks, and its start
+# may take the node's memory.
+_MOST_RANKS_OF_CORE = 512
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -50,7 +54,7 @@ def plan(request: Request, site: Site, environ: Mapping[str, str]) -> Plan:
 
     Raises:
         LaunchError: This process is a rank of a job; there is no launcher; the allocation has fewer
-            nodes; the launcher lacks an option.
+            nodes; the launcher lacks an option; the ranks are far too many for one node.
     """
     _require_outside(environ)
     _require_replaceable(request)
@@ -162,6 +166,10 @@ def _by_mpirun(
             "--hostfile FILE), or take 'mpidist submit', sbatch or salloc"
         )
     ranks = _with_spares(ranks, request)
+    if is_one_node(request, environ) and ranks > _MOST_RANKS_OF_CORE * site.cores:
+        raise LaunchError(
+            f"{ranks} ranks on {site.cores} cores of one node; at most {_MOST_RANKS_OF_CORE} a core"
+        )
     variables = dict(variables)
     options = (
         mpirun_options(request, site, environ, ranks, variables)

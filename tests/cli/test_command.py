@@ -86,6 +86,7 @@ def test_what_cannot_be_done_ends_with_status_2_and_words(call, tmp_path, monkey
         ("submit ddp --set X --dry-run", "--set takes NAME=VALUE; got 'X'"),
         ("submit ddp --nodes 0 --dry-run", "--nodes must be a positive number"),
         ("nothing", "No such command"),
+        ("doctor --timeout inf", "--timeout"),
     ]:
         if line.startswith("submit ddp"):
             monkeypatch.setattr(shipped, "folder", lambda name: tmp_path)

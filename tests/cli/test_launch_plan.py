@@ -175,6 +175,8 @@ def test_memory_that_the_ranks_of_a_node_lack_is_noted():
         (OPEN, {}, {"ranks": 2, "heartbeat": True}, "--heartbeat needs --ft"),
         (OPEN, {}, {"ranks": 1, "ulfm": True, "spares": 2}, "2 spares for 1 ranks"),
         (OPEN, SLURM, {"ulfm": True, "spares": 5}, "5 spares for 3 ranks"),
+        (OPEN, {}, {"ranks": 10**11}, "100000000000 ranks on "),
+        (MPICH, {}, {"ranks": 10**11}, "100000000000 ranks on "),
     ],
 )
 def test_what_cannot_start_says_so(site, environ, wish, words):
