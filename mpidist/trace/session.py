@@ -95,7 +95,7 @@ class Session:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self._name, self.path = os.fspath(path), _absolute(Path(path))
         self._exchange = exchange = Exchange()
         ring = recorder.of_process()
         self._ring = ring if isinstance(ring, Ring) else None
@@ -146,7 +146,7 @@ class Session:
 
     def _require_alike(self, exchange: Exchange) -> None:
         problem = whole_file.problem_of(self.path) if exchange.rank == 0 else ""
-        told = json.dumps([os.fspath(self.path), problem, self._ring is not None])
+        told = json.dumps([self._name, problem, self._ring is not None])
         paths, problems, are_recorded = zip(*map(json.loads, exchange.strings(told)), strict=True)
         where = f"rank {exchange.rank} of {exchange.size}: trace"
         if not all(are_recorded):
@@ -260,6 +260,14 @@ class Session:
             "ranks": abouts,
             "tuning": abouts[0]["tuning"],
         }
+
+
+def _absolute(path: Path) -> Path:
+    """Return a path that stays when the program changes its folder before the end."""
+    try:
+        return path.absolute()
+    except OSError:
+        return path  # the folder of this process was removed, which rank 0 finds in its check
 
 
 def alone(path: Path, rank: int, number: int = 1) -> Path:

@@ -1,11 +1,14 @@
-"""Offsets and clocks of made round trips, whose truth is known."""
+"""Offsets and clocks of round trips, made and measured, whose truth is known."""
 
 import random
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from mpidist.trace import clocks
-from mpidist.trace.clocks import Clock, Offset, RoundTrip, clock_name, offset_of, settled
+from mpidist.trace.clocks import Clock, Offset, RoundTrip, clock_name, measured, offset_of, settled
+from tests.tools.support import agree
 
 
 def trips(offset_ns, start_ns, seed, count=50):
@@ -77,3 +80,46 @@ def test_processes_of_another_boot_or_time_namespace_have_other_clocks(tmp_path,
 def test_one_moment_has_no_drift():
     clock = Clock(Offset(0, 7, 1), Offset(0, 7, 1))
     assert clock.common()(10) == 17 and not clock.has_jumped
+
+
+class Link:
+    """Communicator whose sends from rank 0 and to it take a time of their own."""
+
+    def __init__(self, mpi, there_s, back_s):
+        self._mpi, self._send_s = mpi, back_s if mpi.Get_rank() else there_s
+
+    def __getattr__(self, name):
+        return getattr(self._mpi, name)
+
+    def Send(self, *args):
+        """Send after the link's time."""
+        time.sleep(self._send_s)
+        self._mpi.Send(*args)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("there_s", "back_s"), [(0.0, 0.0), (2e-3, 0.0), (0.0, 2e-3)])
+def test_measured_clocks_are_true_within_the_stated_error(group, monkeypatch, there_s, back_s):
+    """The ranks of a node read one clock, and here each reads another function of it."""
+    rank, real = group.rank, time.monotonic_ns
+    start = real()
+
+    def own(time_ns):
+        drift = (time_ns - start) * 300 * (-1) ** rank // 10**6
+        return time_ns + 10**15 * rank + drift if rank else time_ns
+
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(monotonic_ns=lambda: own(real())))
+    monkeypatch.setattr(clocks, "clock_name", lambda: b"clock%03d" % rank)
+    link = Link(group._comm.plain, there_s, back_s)
+    first = measured(link, 5, 10)
+    moments = [real()]
+    while moments[-1] < moments[0] + 10**8:
+        time.sleep(0.01)
+        moments.append(real())
+    clock = Clock(first, measured(link, 5, 10))
+    common = clock.common()
+    errors = [abs(common(own(moment)) - moment) for moment in moments]
+    is_bounded = max(errors) <= clock.error_ns + 4  # of rounding
+    # The fault of half the difference between both ways is there, and stated.
+    is_stated = not rank or clock.error_ns >= (there_s + back_s) / 2 * 1e9
+    agree(group, is_bounded and is_stated and not clock.has_jumped, f"{errors} {clock}")

@@ -107,6 +107,22 @@ def test_nested_traces_are_both_written(group, folder):
 
 
 @pytest.mark.mpi
+def test_a_relative_file_is_in_the_folder_of_the_begin(group, folder, monkeypatch):
+    (folder / "other").mkdir(exist_ok=True)
+    monkeypatch.chdir(folder)
+    left = record("left.json")
+    left.__enter__()
+    with record("run.json"):
+        group.barrier()
+        monkeypatch.chdir(folder / "other")
+    with contextlib.suppress(KeyError):
+        left.__exit__(KeyError, KeyError(), None)
+    group.barrier()
+    names = ["run.json", *(f"left-rank{rank}.json" for rank in range(group.size))]
+    agree(group, {path.name for path in folder.iterdir()} == {"other", *names})
+
+
+@pytest.mark.mpi
 def test_file_that_cannot_be_written_raises_on_all_ranks(group, folder):
     for path in (folder / "none" / "t.json", folder):
         text = raises_on_all(group, OSError, record(path).__enter__, "cannot be written by rank 0")
