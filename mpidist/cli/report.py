@@ -32,6 +32,8 @@ def print_report(job: Job, found: Sequence[Finding], last: int, to: Console) -> 
         last: Number of the last operations.
     """
     to.print(_safe(_title(job)), style="bold", soft_wrap=True)
+    for reason in job.left_out[:_MOST]:
+        to.print(f"[yellow]left out[/]: {_safe(reason)}", soft_wrap=True)
     for finding in found:
         to.print(f"[bold red]found[/]: {_safe(finding.text)}")
         for line in finding.details:

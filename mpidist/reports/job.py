@@ -25,6 +25,7 @@ class Job:
         stacks: Stacks of the threads of each rank that has written them.
         clocks_ns: Time of the monotonic clock of each host now; missing of other hosts.
         seen_ns: Time since the epoch at which each rank has written its stacks.
+        left_out: Why files of the folder are none of the recordings.
     """
 
     recordings: Mapping[int, Recording]
@@ -32,6 +33,7 @@ class Job:
     stacks: Mapping[int, Sequence[Stack]] = field(default_factory=dict)
     clocks_ns: Mapping[str, int] = field(default_factory=dict)
     seen_ns: Mapping[int, int] = field(default_factory=dict)
+    left_out: Sequence[str] = ()
 
     @property
     def first(self) -> Recording:

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from mpidist.comm.mpi import job_folder
-from mpidist.comm.recorder.recording import Recording, read_all
+from mpidist.comm.mpi import job_folder, rank_ranges
+from mpidist.comm.recorder.recording import Recording, read_folder
 from mpidist.comm.watchdog import thread_stacks
 from mpidist.comm.watchdog.stack_file import path_beside
 from mpidist.comm.watchdog.thread_stacks import Stack
@@ -41,7 +41,7 @@ def jobs() -> list[Found]:
     """Return this user's jobs that have recordings on this node, the newest first."""
     found = []
     for folder in job_folder.jobs_folders():
-        if recordings := _recordings(folder):
+        if recordings := _recordings(folder)[0]:
             first = min(recordings.values(), key=lambda each: each.rank)
             found.append(Found(first.job, folder, first))
     return sorted(found, key=lambda job: -job.first.started_wall_ns)
@@ -78,15 +78,16 @@ def read(folder: Path, *, asks: bool = True) -> Job:
     Raises:
         MpidistError: The folder has no recording.
     """
-    found = _recordings(folder)
+    found, left_out = _recordings(folder)
     if not found:
-        raise MpidistError(f"{folder} has no recording (recorder-0, recorder-1, ...)")
+        reasons = "".join(f"; {reason}" for reason in left_out)
+        raise MpidistError(f"{folder} has no recording (recorder-0, recorder-1, ...){reasons}")
     host = os.uname().nodename
     states = {rank: _state(each, host) for rank, each in found.items()}
     if asks:
         _ask([found[rank] for rank, state in states.items() if state == RUNS])
         # Of the same moment as the stacks.
-        found |= _recordings(folder)
+        found |= _recordings(folder)[0]
     stacks = {rank: stacks_of(each) for rank, each in found.items()}
     seen = {rank: path_beside(each.path) for rank, each in found.items() if stacks[rank]}
     return Job(
@@ -95,6 +96,7 @@ def read(folder: Path, *, asks: bool = True) -> Job:
         {rank: each for rank, each in stacks.items() if each},
         {host: time.monotonic_ns()},
         {rank: path.stat().st_mtime_ns for rank, path in seen.items()},
+        left_out,
     )
 
 
@@ -106,15 +108,29 @@ def stacks_of(each: Recording) -> list[Stack]:
     return []
 
 
-def _recordings(folder: Path) -> dict[int, Recording]:
-    """Return the newest recording of each rank of the job's last start, by world rank.
+def _recordings(folder: Path) -> tuple[dict[int, Recording], list[str]]:
+    """Return the newest recording of each rank of the last start, and why others are left out.
 
     A job that was started again in its allocation may have had more ranks before, whose files are
-    still there; and a spare that has taken the place of a dead rank has that rank.
+    still there; and a spare that has taken the place of a dead rank has that rank. Jobs that share
+    a folder of the user have replaced each other's files.
     """
-    ordered = sorted(read_all(folder), key=lambda each: each.started_wall_ns)
-    newest = {each.rank: each for each in ordered}
-    return {rank: newest[rank] for rank in sorted(newest) if rank < ordered[-1].size}
+    known, left_out = read_folder(folder)
+    if not known:
+        return {}, left_out
+    last = max(known, key=lambda each: each.started_wall_ns)
+    newest: dict[int, Recording] = {}
+    others: dict[str, set[int]] = {}
+    for each in sorted(known, key=lambda each: each.started_wall_ns):
+        if each.job == last.job:
+            newest[each.rank] = each
+        else:
+            others.setdefault(each.job, set()).add(each.rank)
+    left_out += [
+        f"{rank_ranges.named(ranks)} of job {name}, in the same folder"
+        for name, ranks in others.items()
+    ]
+    return {rank: newest[rank] for rank in sorted(newest) if rank < last.size}, left_out
 
 
 def _state(each: Recording, host: str) -> str:

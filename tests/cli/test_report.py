@@ -56,8 +56,11 @@ def test_a_large_job_is_folded():
 
 @pytest.mark.parametrize("state", [RUNS, ENDED])
 def test_ranks_of_other_nodes_are_named(state):
-    text = printed(job([BEFORE, entry(2, Kind.STEP, "Adam", 3)], size=4, states=(state,)))
-    assert "without files of ranks 1-3 (on other nodes: --folder)" in text.splitlines()[0]
+    entries, left_out = [BEFORE, entry(2, Kind.STEP, "Adam", 3)], ["recorder-1 is cut"]
+    text = printed(job(entries, size=4, states=(state,), left_out=left_out))
+    title, second, *_ = text.splitlines()
+    assert "without files of ranks 1-3 (on other nodes: --folder)" in title
+    assert second == "left out: recorder-1 is cut"
 
 
 def test_the_command_reads_a_folder_and_lists_other_jobs(call, tmp_path, monkeypatch):

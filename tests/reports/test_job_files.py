@@ -71,6 +71,27 @@ def test_the_last_start_of_a_job_counts(make, tmp_path):
         job_files.read(tmp_path / "none")
 
 
+def test_what_is_left_out_of_a_folder_is_said(make):
+    job_folder.path_of("first").mkdir()
+    other = Ring(job_folder.path_of("first") / "recorder-3", "before", 3, 4, 64)
+    folder = make(size=4)
+    other.close()
+    make(rank=1, size=4)
+    (folder / "recorder-2").write_bytes(b"x" * 9000)
+    os.mkfifo(folder / "recorder-5")  # has no writer
+    job = job_files.read(folder, asks=False)
+    assert sorted(job.recordings) == [0, 1] and job.unknown == (2, 3)
+    assert job.left_out == [
+        f"{folder}/recorder-2 is no recording of mpidist",
+        f"{folder}/recorder-5: Illegal seek",
+        "rank 3 of job before, in the same folder",
+    ]
+    for rank in (0, 1, 3):
+        (folder / f"recorder-{rank}").unlink()
+    with pytest.raises(MpidistError, match=r"first has no recording .*; .*recorder-2 is no record"):
+        job_files.read(folder)
+
+
 def test_processes_run_are_stopped_have_ended_or_are_elsewhere(make):
     folder = make()
     make(rank=1, pid=2**22)

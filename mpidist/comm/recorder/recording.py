@@ -167,7 +167,8 @@ def read(path: Path) -> Recording:
         RecordingError: It is no recording, of another version, or cut.
         OSError: It cannot be read.
     """
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    # A pipe of this name would wait for its writer.
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         header = _header(path, os.pread(file, HEADER_BYTES, 0), os.fstat(file).st_size)
         slots_bytes = (header.slots + header.kept) * SLOT_BYTES
@@ -210,14 +211,40 @@ def recordings(job: str | None = None) -> list[Recording]:
 
 def read_all(folder: Path) -> list[Recording]:
     """Return the recordings of a folder, by rank."""
-    found = []
-    for path in folder.glob(f"{_PREFIX}*"):
-        if path.name.removeprefix(_PREFIX).isdigit():
-            try:
-                found.append(read(path))
-            except (RecordingError, OSError):
-                continue
-    return sorted(found, key=lambda recording: recording.rank)
+    return read_folder(folder).recordings
+
+
+class FolderRecordings(NamedTuple):
+    """What the recordings of a folder say.
+
+    Attributes:
+        recordings: By rank.
+        unread: Why files, or the folder, could not be read.
+    """
+
+    recordings: list[Recording]
+    unread: list[str]
+
+
+def read_folder(folder: Path) -> FolderRecordings:
+    """Return the recordings of a folder, and why others could not be read."""
+    found, unread = [], []
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        return FolderRecordings([], [f"{folder}: {error.strerror}"])
+    for name in names:
+        if not (name.startswith(_PREFIX) and name.removeprefix(_PREFIX).isdigit()):
+            continue
+        try:
+            found.append(read(folder / name))
+        except RecordingError as error:
+            unread.append(str(error))
+        except FileNotFoundError:
+            continue  # a job that ends well removes its own
+        except OSError as error:
+            unread.append(f"{folder / name}: {error.strerror}")
+    return FolderRecordings(sorted(found, key=lambda recording: recording.rank), unread)
 
 
 @dataclass(frozen=True, slots=True)
