@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from mpidist.comm.mpi.launcher_env import OPEN_MPI
 
 BINDINGS = ("none", "core", "socket", "numa")
+# Nodes that other batch systems than Slurm give to mpirun: PBS, LSF, Grid Engine.
+_OTHER_ALLOCATIONS = ("PBS_NODEFILE", "LSB_HOSTS", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
 
 
 @dataclass(frozen=True)
@@ -87,3 +89,13 @@ def is_one_node(request: Request, environ: Mapping[str, str]) -> bool:
     """Return whether all ranks will be on this node."""
     nodes = environ.get("SLURM_JOB_NUM_NODES", "1") if in_allocation(environ) else "1"
     return not request.hosts and not request.hostfile and nodes == "1"
+
+
+def has_children(request: Request, environ: Mapping[str, str]) -> bool:
+    """Return whether mpirun has a child process as long as a rank of the job lives.
+
+    They are the ranks of this node, and the srun that has started the daemons of others. By ssh, or
+    in other batch systems, a daemon is no child of mpirun.
+    """
+    others = request.hosts or request.hostfile or any(map(environ.get, _OTHER_ALLOCATIONS))
+    return in_allocation(environ) or not others

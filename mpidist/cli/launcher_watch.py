@@ -47,8 +47,10 @@ def _watch(launcher: int, ends: int, grace_s: float) -> None:
     """Kill the launcher when it has been without a process for the grace time."""
     has_started, idle_since = False, None
     while not select.select([ends], [], [], _POLL_S)[0]:
-        if children(launcher):
-            has_started, idle_since = True, None
+        has_processes = bool(children(launcher))
+        has_started = has_started or has_processes
+        if has_processes or _is_stopped(launcher):
+            idle_since = None
         elif has_started and not _is_output_blocked():
             idle_since = idle_since or time.monotonic()
             if time.monotonic() - idle_since >= grace_s:
@@ -60,6 +62,14 @@ def _watch(launcher: int, ends: int, grace_s: float) -> None:
                     os.write(2, text.encode())
                 signal.pidfd_send_signal(ends, signal.SIGKILL)
                 return
+
+
+def _is_stopped(process: int) -> bool:
+    """Return whether a process is stopped, as by Ctrl-Z, and goes on when it is continued."""
+    try:
+        return _fields(process)[_STATE] in "Tt"
+    except OSError:  # it has ended
+        return False
 
 
 def _is_output_blocked() -> bool:
@@ -75,10 +85,16 @@ def children(process: int) -> list[int]:
     """Return the children of a process that have not ended."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
+        number = int(path.parent.name)
         try:
-            fields = path.read_text(errors="replace").rpartition(")")[2].split()
+            fields = _fields(number)
         except OSError:  # it has ended
             continue
         if int(fields[_PARENT]) == process and fields[_STATE] != "Z":
-            found.append(int(path.parent.name))
+            found.append(number)
     return found
+
+
+def _fields(process: int) -> list[str]:
+    text = Path(f"/proc/{process}/stat").read_text(errors="replace")
+    return text.rpartition(")")[2].split()

@@ -19,7 +19,7 @@ from types import FrameType
 from mpidist.checkpoint import progress
 from mpidist.cli import launcher_watch
 from mpidist.cli.launch_plan import Plan, plan
-from mpidist.cli.launch_request import Request
+from mpidist.cli.launch_request import Request, has_children
 from mpidist.cli.run import site, text_of
 from mpidist.comm.mpi import launcher_env
 from mpidist.errors import LaunchError
@@ -51,7 +51,8 @@ def run(request: Request, most: int, is_dry: bool) -> int:
             _say(note)
         command = planned.argv, {**environ, **planned.variables}
         path = Path(own[progress.VARIABLE])
-        return _Starts(*command, path, most, is_watched=request.ulfm).run()
+        is_watched = request.ulfm and has_children(request, environ)
+        return _Starts(*command, path, most, is_watched).run()
 
 
 def next_step(status: int, before: int, now: int, starts: int, most: int) -> tuple[bool, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mpidist.cli import launcher_watch, srun_types
 from mpidist.cli.launch_plan import Plan, plan, program_of
-from mpidist.cli.launch_request import Request, Site, in_allocation
+from mpidist.cli.launch_request import Request, Site, has_children, in_allocation
 from mpidist.comm.discovery import installed
 from mpidist.comm.mpi.library import SHARED_MEMORY, free_bytes, home
 from mpidist.errors import LaunchError
@@ -66,7 +66,7 @@ def start(request: Request, is_dry: bool) -> None:
         LaunchError: The request cannot be carried out.
     """
     planned = plan(request, site(os.environ), os.environ)
-    if request.ulfm and not is_dry:
+    if request.ulfm and not is_dry and has_children(request, os.environ):
         launcher_watch.start(os.getpid())
     become(planned, is_dry)
 

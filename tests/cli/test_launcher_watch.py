@@ -5,9 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 from mpidist.cli import launch_plan, launcher_watch, run
-from mpidist.cli.launch_request import Request
+from mpidist.cli.launch_request import Request, has_children
 
 _LAUNCHER = """
 import subprocess, sys, time
@@ -43,6 +44,30 @@ def test_a_launcher_with_a_process_is_left_alone(monkeypatch, capfd):
     assert "launcher" not in capfd.readouterr()[1]
 
 
+_WAITING = """
+import subprocess, sys
+input()
+subprocess.run([sys.executable, "-c", "import time; time.sleep(2)"])
+sys.exit(7)
+"""
+
+
+def test_a_stopped_launcher_is_left_alone(monkeypatch):
+    monkeypatch.setattr(launcher_watch, "_POLL_S", 0.05)
+    process = subprocess.Popen([sys.executable, "-c", _WAITING], stdin=subprocess.PIPE)
+    launcher_watch.start(process.pid, 0.1)
+    process.stdin.write(b"\n")
+    process.stdin.close()
+    while not launcher_watch.children(process.pid):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGSTOP)
+    while launcher_watch.children(process.pid):
+        time.sleep(0.01)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(60) == 7
+
+
 def test_a_reader_that_takes_no_output_is_waited_for(monkeypatch):
     reads, writes = os.pipe()
     monkeypatch.setattr(launcher_watch, "_OUTPUTS", (writes,))
@@ -68,6 +93,16 @@ def test_jobs_that_outlive_ranks_are_watched(monkeypatch):
         (Request((), ulfm=True), False),
         (Request((), ulfm=True), True),
         (Request(()), False),
+        # The ranks of other nodes are no children of the launcher.
+        (Request((), ulfm=True, hosts=("a", "b")), False),
     ):
         run.start(request, is_dry)
-    assert watched == [os.getpid(), False, True, False]
+    assert watched == [os.getpid(), False, True, False, False]
+
+
+def test_a_launcher_whose_ranks_may_be_no_children_of_it_is_not_watched():
+    assert has_children(Request(()), {})
+    assert has_children(Request(()), {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2"})
+    for request in (Request((), hosts=("a",)), Request((), hostfile="nodes")):
+        assert not has_children(request, {})
+    assert not has_children(Request(()), {"PBS_NODEFILE": "nodes"})
