@@ -27,6 +27,7 @@ _NONE = -1
 
 # Of this process, for later calls: the dead stay dead, and a spare that was needed is a rank.
 _recovery: Recovery[Any] | None = None
+_is_running = False
 
 
 def run(
@@ -75,7 +76,7 @@ def run(
 
     Raises:
         TypeError, ValueError: A wrong argument (this process).
-        GroupError: A group is open, or RPC runs (all processes).
+        GroupError: A group is open, or RPC runs (all processes); it is called within ``train``.
         LaunchError: There are spares without ULFM, or more than ranks; ``MPIDIST_SPARES`` is no
             number (all processes).
         DisagreementError: The arguments or ``MPIDIST_SPARES`` differ (all processes).
@@ -89,10 +90,26 @@ def run(
     _require_count("max_failures", max_failures, 0)
     if not timeout_s > 0:
         raise ValueError(f"run needs a timeout_s above 0; got {timeout_s}")
+    global _is_running
+    if _is_running:
+        raise GroupError(
+            "run was called within a train of run, in which the spares take no part: call the "
+            "inner train itself"
+        )
+    _is_running = True
+    try:
+        return _run(train, warm or warm_up, Limits(min_ranks or 1, max_failures), timeout_s)
+    finally:
+        _is_running = False
+
+
+def _run(
+    train: Callable[[], T], warm: Callable[[], object], limits: Limits, timeout_s: float
+) -> T | None:
     global _recovery
     processes = all_processes(_START_S) if _recovery is None else _recovery.processes
     try:
-        count = _agreed_spares(processes, min_ranks, max_failures)
+        count = _agreed_spares(processes, limits)
         if has_ulfm() and _recovery is None:
             _require_ranks(processes, count)
     except MpidistError as error:
@@ -104,8 +121,7 @@ def run(
         return train()
     if _recovery is None:
         _recovery = Recovery(processes, count)
-    limits = Limits(1 if min_ranks is None else min_ranks, max_failures)
-    found: T | None = _recovery.run(train, warm or warm_up, limits, timeout_s)
+    found: T | None = _recovery.run(train, warm, limits, timeout_s)
     return found
 
 
@@ -118,7 +134,7 @@ def _require_count(name: str, value: int | None, least: int) -> None:
         raise ValueError(f"run needs a {name} of at least {least}; got {value}")
 
 
-def _agreed_spares(processes: Processes, min_ranks: int | None, max_failures: int | None) -> int:
+def _agreed_spares(processes: Processes, limits: Limits) -> int:
     """Return the number of spares. Collective.
 
     Raises:
@@ -129,7 +145,8 @@ def _agreed_spares(processes: Processes, min_ranks: int | None, max_failures: in
         count = number_of_spares(os.environ)
     except LaunchError as error:
         unreadable = str(error)
-    numbers = [count, *(_NONE if one is None else one for one in (min_ranks, max_failures))]
+    most = _NONE if limits.max_failures is None else limits.max_failures
+    numbers = [count, limits.min_ranks, most]
     rows = processes.gather([bool(uses), *numbers])
     where = f"process {processes.rank} of {processes.size}: run"
     if any(row[0] for row in rows):

@@ -164,6 +164,8 @@ class Recovery(Generic[T]):
                 except SystemExit as error:
                     self._exit = error
                 self._is_done = True
+                if runtime.is_initialized():
+                    runtime.settle_world(None if self._exit is None else _EXIT_S)
         except Exception as error:
             if not self.processes.is_of_death(error, _NEWS_S):
                 raise

@@ -147,6 +147,11 @@ class Agent:
                 self.wire.post(worker.id, Kind.LEAVE)
         self.stop()
 
+    def take_turns(self) -> None:
+        """Have the agent's threads hold the lock of agreements in each later call of MPI."""
+        self.dispatcher.take_turns()
+        self.polling.await_poll()
+
     def refuse_fork(self) -> None:
         """Reject all use in a child process that was forked from this worker."""
         self.calls.stop_reason = FORKED

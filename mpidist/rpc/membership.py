@@ -111,6 +111,12 @@ def _abandon() -> None:
         worker_gather.reset()
 
 
+def _settle(timeout_s: float | None) -> None:
+    agent = current.agent
+    if agent is not None and agent.group is not None:
+        agent.take_turns()
+
+
 def _drop() -> None:
     with _lock:
         for ranks, transport in list(_transports.items()):
@@ -124,7 +130,7 @@ def _drop() -> None:
         _groups.clear()
 
 
-runtime.belongs_to_world(_drop, _uses, _abandon)
+runtime.belongs_to_world(_drop, _uses, _abandon, _settle)
 
 
 class _Description(NamedTuple):

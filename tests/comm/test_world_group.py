@@ -1,12 +1,14 @@
 """Worlds of some of the job's ranks: made, used beside other programs, and left for the next."""
 
 import json
+import threading
 
 import pytest
 import torch.distributed as dist
 
 from mpidist.comm import world_group
 from mpidist.comm.group import ProcessGroup
+from mpidist.comm.mpi import runtime
 from mpidist.comm.world_group import native_group
 from tests.tools.support import agree, printed, raises_on_all
 from tests.tools.support import short_job as run
@@ -269,3 +271,14 @@ def test_torchs_group_is_the_one_it_wraps(default_group, world):
 def test_another_groups_type_is_named(world, other):
     with pytest.raises(TypeError, match=f"needs a group of mpidist.*got {type(other).__name__}"):
         native_group(other)
+
+
+@pytest.mark.mpi
+def test_a_world_settles_when_its_asynchronous_operations_have_ended(group):
+    ends = threading.Event()
+    work = group.in_order(ends.wait, async_op=True, operation="of the test")
+    runtime.settle_world(0.05)
+    has_been_left = not work.is_completed()
+    threading.Timer(0.05, ends.set).start()
+    runtime.settle_world(None)
+    agree(group, has_been_left and work.is_completed())

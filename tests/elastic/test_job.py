@@ -74,3 +74,13 @@ def test_without_ulfm_the_training_runs_once(group, monkeypatch):
         raise KeyError("of the program")
 
     raises_on_all(group, KeyError, lambda: elastic.run(fails), "of the program")
+
+
+@pytest.mark.mpi
+def test_a_training_is_not_begun_within_another_one(group, monkeypatch):
+    monkeypatch.setattr("mpidist.comm.mpi.runtime.uses_of_world", list)
+    monkeypatch.setattr("mpidist.comm.mpi.runtime.leave_world", lambda: None)
+    monkeypatch.setattr("mpidist.elastic.job.has_ulfm", lambda: False)
+    within = lambda: elastic.run(lambda: elastic.run(list))  # noqa: E731
+    raises_on_all(group, GroupError, within, "called within a train of run")
+    agree(group, elastic.run(lambda: 3) == 3)

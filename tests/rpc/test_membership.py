@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 import mpidist.rpc as rpc
+from mpidist.comm.mpi import agreement_lock, runtime
 from mpidist.errors import MpidistError
+from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -48,3 +52,27 @@ def test_a_world_of_one_worker_calls_itself(group):
         assert rpc.rpc_sync("me", echo, args=(torch.ones(3),)).sum() == 3
         assert rpc.remote("me", echo, args=(4,)).to_here() == 4
         rpc.shutdown()
+
+
+def test_in_a_settled_world_rpc_waits_for_the_lock_of_agreements(group):
+    rpc.init_rpc(f"w{group.rank}", group=group)
+    assert rpc.rpc_sync("w0", echo, args=(3,)) == 3
+    group.barrier()
+    future = None
+    if group.rank == 0:
+        runtime.settle_world(None)
+        agreement_lock.lock.acquire()
+    try:
+        group.barrier()
+        if group.rank > 0:
+            future = rpc.rpc_async("w0", echo, args=(group.rank,))
+            time.sleep(0.05)
+        is_waiting = future is None or not future.done()
+        group.barrier()
+    finally:
+        if group.rank == 0:
+            agreement_lock.lock.release()
+    # A request of its own does not pass MPI.
+    found = rpc.rpc_sync("w0", echo, args=(group.rank,)) if future is None else future.wait()
+    agree(group, is_waiting and found == group.rank, f"{is_waiting} {found}")
+    rpc.shutdown()

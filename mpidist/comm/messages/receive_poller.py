@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Protocol
 
-from mpidist.comm.mpi import runtime
+from mpidist.comm.mpi import agreement_lock, runtime
 
 # Pauses between two rounds of probes; they double while nothing is matched, and go on to grow as a
 # share of the time since: a receive that is posted long before its message must not cost a core.
@@ -124,7 +124,8 @@ class _Poller:
         while not self._is_stopped:
             time.sleep(pause_s)
             start = time.monotonic()
-            has_matched = self._match_unused(rounds_left < _ROUNDS_LEFT)
+            with agreement_lock.lock:
+                has_matched = self._match_unused(rounds_left < _ROUNDS_LEFT)
             rounds_left = rounds_left + 1 if has_matched is None else 0
             if has_matched is not False:
                 self._active_at = start

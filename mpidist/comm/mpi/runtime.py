@@ -76,11 +76,13 @@ class _Part(NamedTuple):
         drop: Ends its threads, gives up its communicators, and forgets the rest. Not collective.
         uses: Returns what the program still uses of it, in words.
         abandon: Ends these uses without the other ranks, some of which are dead.
+        settle: Keeps its threads out of MPI while an agreement is there.
     """
 
     drop: Callable[[], None]
     uses: Callable[[], Sequence[str]]
     abandon: Callable[[], None]
+    settle: Callable[[float | None], None]
 
 
 @dataclass
@@ -171,6 +173,19 @@ def abandon_world() -> None:
     leave_world()
 
 
+def settle_world(timeout_s: float | None) -> None:
+    """Have no thread of this library call MPI beside an agreement; what is open stays open.
+
+    Waits for asynchronous operations of groups; a death ends the wait (``watchdog.interrupt``). RPC
+    goes on, under the lock of agreements. Not collective.
+
+    Args:
+        timeout_s: Longest wait; None for no limit.
+    """
+    for part in reversed(_parts):
+        part.settle(timeout_s)
+
+
 def uses_of_world() -> list[str]:
     """Return what the program uses of its world, in words."""
     return [] if _world is None else [use for part in _parts for use in part.uses()]
@@ -180,6 +195,7 @@ def belongs_to_world(
     drop: Callable[[], None],
     uses: Callable[[], Sequence[str]] = lambda: (),
     abandon: Callable[[], None] = lambda: None,
+    settle: Callable[[float | None], None] = lambda timeout_s: None,
 ) -> None:
     """Register state of a module that belongs to the world; called when the module is imported.
 
@@ -190,8 +206,9 @@ def belongs_to_world(
             ``enter_world`` from leaving it.
         abandon: Ends these uses where ranks have died; called by ``abandon_world`` before any
             ``drop``, in the same order. Not collective.
+        settle: Called by ``settle_world`` with its argument, in the same order. Not collective.
     """
-    _parts.append(_Part(drop, uses, abandon))
+    _parts.append(_Part(drop, uses, abandon, settle))
 
 
 def processes_of_job() -> MPI.Intracomm:

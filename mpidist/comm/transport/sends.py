@@ -10,7 +10,7 @@ import torch
 
 from mpidist.comm.memory.device_request import start_request
 from mpidist.comm.messages import device_p2p
-from mpidist.comm.mpi import mpi_errors
+from mpidist.comm.mpi import agreement_lock, mpi_errors
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import Request
 from mpidist.comm.serialization.tensor_format import Part
@@ -24,11 +24,12 @@ class Sends:
     """Sends of one communicator.
 
     Args:
-        isend: The communicator's MPI_Isend.
+        isend: See the attribute.
         eager_tag: Of eager messages.
         payload_tag: Of payloads.
 
     Attributes:
+        isend: The communicator's MPI_Isend.
         pending: (request, memory that must stay alive), in the order of sending.
         test_at: The number of pending sends at which the next thread that sends tests them.
     """
@@ -36,7 +37,7 @@ class Sends:
     def __init__(self, isend: Callable[..., MPI.Request], eager_tag: int, payload_tag: int) -> None:
         self.pending: deque[tuple[Request, Part]] = deque()
         self.test_at = MAX_PENDING
-        self._isend = isend
+        self.isend = isend
         self._eager_tag, self._payload_tag = eager_tag, payload_tag
         self._lock = threading.Lock()
         self._testing = threading.Lock()
@@ -53,10 +54,10 @@ class Sends:
         # The receiver posts receives in the order of eager messages, so no payload of another
         # message may be sent in between.
         with self._lock:
-            self.pending.append((self._isend([message, MPI.BYTE], to, self._eager_tag), message))
+            self.pending.append((self.isend([message, MPI.BYTE], to, self._eager_tag), message))
             for memory, device in ready:
                 for piece in pieces_of(memory):
-                    request = start_request(device, self._isend, piece, to, self._payload_tag)
+                    request = start_request(device, self.isend, piece, to, self._payload_tag)
                     self.pending.append((request, memory))
 
     def test(self) -> None:
@@ -83,5 +84,6 @@ class Sends:
         A thread that sends many messages may leave the polling thread no time; completed sends that
         nobody tests keep their memory, which the garbage collector scans.
         """
-        self.test()
+        with agreement_lock.lock:
+            self.test()
         self.test_at = max(MAX_PENDING, 2 * len(self.pending))

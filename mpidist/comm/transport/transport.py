@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from mpidist.comm.group import ProcessGroup
 from mpidist.comm.memory.buffer_pool import BufferPool
-from mpidist.comm.mpi import mpi_errors, revocation, runtime
+from mpidist.comm.mpi import agreement_lock, mpi_errors, revocation, runtime
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.serialization.tensor_format import Part
@@ -246,6 +246,12 @@ class Transport:
         else:
             in_order = receives[self._next :] + receives[: self._next]
             eager_receives.withdraw(self._mpi, self._eager_tag, in_order, self._consumed, timeout_s)
+
+    def take_turns(self) -> None:
+        """Hold the lock of agreements in each send from now on; see ``agreement_lock``."""
+        if self.group is not None:
+            self._isend = agreement_lock.holding(self._isend)
+            self._sends.isend = self._isend
 
     def _accept(self, source: int, data: bytearray, fields: tuple[int, ...]) -> Incoming | None:
         generation = fields[3]

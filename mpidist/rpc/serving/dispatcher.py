@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from mpidist.comm.mpi import agreement_lock
 from mpidist.comm.transport.incoming import Incoming
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import FrameError, RankFailureError
@@ -47,6 +48,7 @@ class Dispatcher:
     def __init__(self, transport: Transport) -> None:
         self.requests_received = self.one_way_received = 0
         self._transport = transport
+        self._receive = transport.poll
         self._agent: Server
         self._calls: PendingCalls
         self._references: References
@@ -67,6 +69,11 @@ class Dispatcher:
         handlers[FIRST_ONE_WAY:] = [self._handle_one_way] * (256 - FIRST_ONE_WAY)
         self._handlers = handlers
 
+    def take_turns(self) -> None:
+        """Hold the lock of agreements in each later test and send; see ``agreement_lock``."""
+        self._transport.take_turns()
+        self._receive = agreement_lock.holding(self._receive)
+
     def poll(self, tests: int) -> Action | None:
         """Test for a message at most ``tests`` times and handle it.
 
@@ -75,7 +82,7 @@ class Dispatcher:
         """
         incoming = None
         try:
-            incoming = self._transport.poll(tests)
+            incoming = self._receive(tests)
             if incoming is None:
                 if self._references.deletes:
                     self._references.flush_deletes()

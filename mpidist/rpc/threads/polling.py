@@ -115,6 +115,11 @@ class Polling:
         self.is_stopping = True
         return self.pool.stop(timeout_s, self._wake.release)
 
+    def await_poll(self) -> None:
+        """Wait for the end of a poll that another thread is in."""
+        with self._poll_lock:
+            pass
+
     def is_leading(self) -> bool:
         """Return whether the calling thread is a leading pool thread, which must not block long."""
         thread = here.thread

@@ -1,9 +1,12 @@
 """Thread that probes for posted receives while no thread waits for them."""
 
+import time
+
 import pytest
 import torch
 
 from mpidist.comm.messages import receive_poller
+from mpidist.comm.mpi import agreement_lock
 from mpidist.errors import MpidistError
 from tests.tools.support import agree
 
@@ -47,6 +50,18 @@ def test_a_queue_in_use_is_left_to_its_owner():
     used.is_in_use = True
     assert poller._match_unused(may_leave=False) is False
     assert used.rounds == 2
+
+
+def test_the_thread_probes_under_the_lock_of_agreements():
+    poller, queue = receive_poller._Poller(), Queue()
+    with agreement_lock.lock:
+        poller.watch(queue)
+        time.sleep(0.05)
+        rounds = queue.rounds
+    while not queue.rounds:
+        time.sleep(1e-3)
+    poller.close(10.0)
+    assert rounds == 0
 
 
 @pytest.mark.mpi(min_size=1)

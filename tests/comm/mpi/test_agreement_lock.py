@@ -1,8 +1,31 @@
 """Agreements beside the threads of the library that call MPI all the time."""
 
+import threading
+
 import pytest
 
+from mpidist.comm.mpi import agreement_lock
 from tests.tools.support import short_job
+
+
+def test_a_function_that_holds_the_lock():
+    entered = []
+
+    def enter(number, *, name):
+        entered.append((number, name))
+        return number
+
+    held = agreement_lock.holding(enter)
+    thread = threading.Thread(target=held, args=(1,), kwargs={"name": "other"})
+    with agreement_lock.lock:
+        thread.start()
+        thread.join(0.05)
+        # The lock is re-entrant.
+        assert held(2, name="own") == 2
+        assert entered == [(2, "own")]
+    thread.join()
+    assert entered == [(2, "own"), (1, "other")]
+
 
 _AGREEMENTS = """
     import os, sys, threading
