@@ -193,6 +193,46 @@ def test_a_job_outlives_its_ranks_until_too_few_are_left(tmp_path):
     assert "with status 75: 5 of its 6 processes have died, and 1 of at least 2" in done.stderr
 
 
+_SERVES = """
+    import operator, os, signal, threading
+    from pathlib import Path
+    import mpidist.comm
+    import mpidist.rpc
+    from mpidist import elastic
+
+    before = []
+
+    def train():
+        names = [thread.name for thread in threading.enumerate()]
+        before.append(sum(name.startswith("mpidist-rpc-") for name in names))
+        world = mpidist.comm.init()
+        mpidist.rpc.init_rpc(f"worker{world.rank}")
+        if world.rank == 0:
+            # It serves the others while it waits for their ends.
+            return "served"
+        total = 0
+        for step in range(100):
+            total += mpidist.rpc.rpc_sync("worker0", operator.add, (step, 1))
+            mark = Path(FOLDER, "died")
+            if world.rank == 1 and step == 50 and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return total
+
+    print(elastic.run(train, timeout_s=20), before, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_rpc_that_is_left_running_serves_the_others_until_they_end_or_die(tmp_path):
+    text = _SERVES.replace("FOLDER", repr(str(tmp_path)))
+    done = short_job(4, text, *_ULFM, env={"MPIDIST_SPARES": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    # No thread of it is left in the next world.
+    expected = ["5050 [0, 0]", "5050 [0]", "served [0, 0]"]
+    assert sorted(done.stdout.splitlines()) == expected, done.stdout + done.stderr
+
+
 _ERROR = """
     import os, signal, sys, time
     import mpidist.comm
