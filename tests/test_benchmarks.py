@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 
 from mpidist import progress_bar
 from mpidist.kernels import powersgd, powersgd_launches
+from tests.rpc.limits import soon
 from tests.test_whole_file import without_room
 from tests.tools.support import ROOT, job, launcher, missing, python, python_file, started
 
@@ -1113,4 +1115,5 @@ def test_a_signal_ends_the_jobs_of_a_sweep_without_a_traceback(tmp_path, number)
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 128 + number and b"Traceback" not in said, said
-    assert not os.path.exists(f"/proc/{started_file.read_text().strip()}")
+    # One that was killed is there until process 1 has read its status.
+    assert soon(lambda: not Path(f"/proc/{started_file.read_text().strip()}/exe").exists())

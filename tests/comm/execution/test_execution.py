@@ -22,11 +22,13 @@ from mpidist.errors import CommTimeout, GroupError
 
 def execution_of(size=4, is_single_node=True):
     far = SimpleNamespace(name="far")
+    mpi = SimpleNamespace()
     comm = SimpleNamespace(
         rank=1,
         size=size,
         nodes=(0, 0, 0, 0),
-        plain=SimpleNamespace(),
+        mpi=mpi,
+        plain=mpi,
         is_single_node=is_single_node,
         sleeping=lambda: far,
         name="near",
