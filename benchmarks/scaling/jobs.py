@@ -127,6 +127,8 @@ def run_limited(
     """Run a command; return its status (None after ``limit_s``) and its stderr."""
     environment = {**without_launcher(os.environ), **variables}
     with tempfile.TemporaryFile() as errors:
+        # A signal between the job's start and the block that ends it would leave the job behind.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         # The job has a session of its own, so that one signal reaches slow_link.sh and its mpirun.
         job = subprocess.Popen(
             command,
@@ -135,9 +137,11 @@ def run_limited(
             stderr=errors,
             env=environment,
             start_new_session=True,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
         )
         status: int | None = None
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             status = job.wait(limit_s)
         except subprocess.TimeoutExpired:
             pass
