@@ -47,9 +47,6 @@ class StateOfShard(defaultdict[Tensor, ParamState]):
     optimizer whose state is false take a step, which ranks without parameters would begin alone.
     """
 
-    def __init__(self, state: Mapping[Tensor, ParamState]) -> None:
-        super().__init__(dict, state)
-
     def __bool__(self) -> bool:
         return True
 
@@ -94,7 +91,7 @@ class LocalOptimizer:
                 for group, tensors in zip(groups, own, strict=True)
             ]
             self.optim = kind(base_groups, **defaults)
-            self.optim.state = StateOfShard(self.optim.state)
+            self.optim.state = StateOfShard(dict, self.optim.state)
 
     # --- parameters ---
 
