@@ -422,7 +422,8 @@ def _install_hooks(size: int) -> None:
     def excepthook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if size > 1:
+        # A forked child is no rank, and ends alone.
+        if size > 1 and _pid_of_rank == os.getpid():
             _end_job_for(kind, error, "uncaught")
         _record(str(error), error)
         previous(kind, error, trace)
@@ -459,6 +460,8 @@ def _end_job_for(kind: type[BaseException], error: BaseException, where: str) ->
 
 
 def _delete_attribute(key: int) -> None:
+    if _pid_of_rank != os.getpid():
+        return  # a forked child has MPI's memory, and no MPI
     if not MPI.Is_finalized() and MPI.COMM_SELF.Get_attr(key):
         MPI.COMM_SELF.Delete_attr(key)
         if _unfinished is not None:

@@ -1,6 +1,7 @@
 """Ends of threads and of the process; whole jobs are in integration/test_launch.py."""
 
 import os
+import sys
 import weakref
 
 import pytest
@@ -83,3 +84,19 @@ def test_the_reason_is_recorded_before_the_process_ends(monkeypatch):
     monkeypatch.setattr(runtime, "_record_end", lambda *what: recorded.append(what))
     runtime._record("it")
     assert len(recorded) == 1
+
+
+def test_the_end_of_a_forked_child_is_no_end_of_the_job(monkeypatch, capsys):
+    runtime.world()
+    ended = []
+    monkeypatch.setattr(runtime, "_end_job_for", lambda *what: ended.append(what))
+    monkeypatch.setattr(runtime.atexit, "register", lambda *what: None)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    runtime._install_hooks(2)
+    error = ValueError("of a process")
+    sys.excepthook(ValueError, error, None)
+    assert ended == [(ValueError, error, "uncaught")]
+    monkeypatch.setattr(runtime, "_pid_of_rank", os.getpid() + 1)
+    sys.excepthook(ValueError, error, None)
+    assert len(ended) == 1 and "of a process" in capsys.readouterr().err
+    runtime._delete_attribute(-1)  # with MPI's memory alone it would be an error
