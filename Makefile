@@ -266,7 +266,7 @@ docs: $(VENV)/.stamp-docs
 	NO_MKDOCS_2_WARNING=1 $(LIMIT) $(PY) -m mkdocs build --strict
 
 clean:
-	rm -rf build dist site *.egg-info demo-output gpu-results peers-results htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info demo-output gpu-results repeat-results peers-results htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
 
 distclean: clean

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+FAILURES = ROOT / "repeat-results"
 STAGES = ("mpi-1", "mpi-2", "mpi-3", "mpi-4", "mpich-2", "mpich-3")
 # Target of make and its tests: what another rank's step, message or answer has made fail.
 TESTS = (
@@ -34,7 +35,7 @@ TESTS = (
     ("mpi-3", "tests/comm/test_objects.py tests/comm/messages"),
     ("mpi-3", "tests/autograd/test_context.py tests/autograd/test_api.py"),
 )
-_OUTPUT = 20_000  # characters of a failure that are kept: its end
+_OUTPUT = 20_000  # characters of a failure that are printed: its end
 
 # A process ends by itself when the one that started it is gone.
 _BUSY = "import os; p = os.getppid()\nwhile os.getppid() == p: sum(range(10**6))"
@@ -70,6 +71,11 @@ def outcomes(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def keep(folder: Path, name: str, output: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(output, encoding="utf-8")
+
+
 def commit_of_tree() -> str:
     """Return the short name of the commit that is checked out; "" outside a repository."""
     command = ["git", "-C", str(ROOT), "rev-parse", "--short=8", "HEAD"]
@@ -93,13 +99,17 @@ def run(
     execute: Callable[[Case, int], tuple[int, str]],
     until: float = float("inf"),
     commit: str = "",
+    failures: Path = FAILURES,
 ) -> None:
-    """Run what the file lacks, one turn of all cases after the other, until a monotonic time."""
+    """Run what the file lacks, one turn of all cases after the other, until a monotonic time.
+
+    The outputs of failures are files of a folder: they name paths of the machine.
+    """
     done: dict[str, int] = {}
     for outcome in outcomes(path):
         done[outcome["name"]] = done.get(outcome["name"], 0) + 1
     for turn in range(max((case.times for case in wanted), default=0)):
-        for case in wanted:
+        for place, case in enumerate(wanted):
             if not done.get(case.name, 0) <= turn < case.times:
                 continue
             if time.monotonic() > until:
@@ -114,9 +124,10 @@ def run(
                     "status": status,
                     "seconds": round(time.monotonic() - begin, 1),
                     "commit": commit,
-                    **({"output": output[-_OUTPUT:]} if status else {}),
                 },
             )
+            if status:
+                keep(failures, f"{case.stage}-{turn}-{place}.txt", output)
 
 
 def table(wanted: Sequence[Case], found: Sequence[dict[str, Any]]) -> tuple[str, int]:

@@ -50,9 +50,11 @@ def test_no_run_begins_after_the_time(tmp_path):
 def test_failures_are_counted_and_their_output_is_kept(tmp_path):
     path = tmp_path / "outcomes"
     execute = lambda case, turn: (2, "why") if (case.tests, turn) == ("a.py", 1) else (0, "dots")  # noqa: E731
-    repeat.run(CASES, path, execute, commit="1a2b3c4d")
+    repeat.run(CASES, path, execute, commit="1a2b3c4d", failures=tmp_path / "failures")
     found = repeat.outcomes(path)
-    assert [one.get("output", "") for one in found] == ["", "", "why", "", "", ""]
+    assert [one["status"] for one in found] == [0, 0, 2, 0, 0, 0]
+    (kept,) = (tmp_path / "failures").iterdir()
+    assert kept.name == "mpi-2-1-0.txt" and kept.read_text() == "why"
     assert {one["commit"] for one in found} == {"1a2b3c4d"}
     text, failures = repeat.table(CASES, repeat.outcomes(path))
     rows = [line.split()[:3] for line in text.splitlines()[1:]]
@@ -61,7 +63,7 @@ def test_failures_are_counted_and_their_output_is_kept(tmp_path):
 
 @pytest.mark.parametrize("status", [0, 3])
 def test_the_command_gets_stage_tests_and_turn_and_its_failure_is_the_scripts(
-    tmp_path, capsys, status
+    tmp_path, capsys, monkeypatch, status
 ):
     program = tmp_path / "make.py"
     program.write_text(
@@ -70,6 +72,7 @@ def test_the_command_gets_stage_tests_and_turn_and_its_failure_is_the_scripts(
         "    f'{os.environ[\"MPIDIST_TESTS_LATE\"]}\\n')\n"
         f"sys.exit({status})\n"
     )
+    monkeypatch.setattr(repeat, "keep", lambda *what: None)
     words = ["--make", f"{sys.executable} {program}", "--record", str(tmp_path / "outcomes")]
     words += ["--times", "2", "--stage-times", "1", "--busy", "1", "--only", "mpi-4"]
     assert repeat.main(words) == bool(status)
