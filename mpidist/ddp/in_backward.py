@@ -41,15 +41,20 @@ def require_none(named: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 @untraced
 def detach_hooks(parameters: Sequence[torch.Tensor]) -> None:
-    """Remove the hooks that step an optimizer as soon as its gradient is accumulated."""
+    """Remove the hooks that step an optimizer as soon as its gradient is accumulated.
+
+    And torch's reference to the node that accumulates, which refers to the parameter: without, the
+    parameters, and the memory in which their gradients lie, would outlive the module.
+    """
     with_optimizers = [parameter for parameter in parameters if hasattr(parameter, _OPTIMIZERS)]
     if not with_optimizers:
         return
-    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+    from torch.distributed.optim import apply_optimizer_in_backward as torchs
 
     for parameter in with_optimizers:
-        for handle in param_to_optim_hook_handle_map.pop(parameter, ()):
+        for handle in torchs.param_to_optim_hook_handle_map.pop(parameter, ()):
             handle.remove()
+        torchs.param_to_acc_grad_map.pop(parameter, None)
 
 
 def step(parameters: Sequence[torch.Tensor], used: Sequence[bool]) -> None:

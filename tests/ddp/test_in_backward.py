@@ -1,5 +1,8 @@
 """Optimizers of _apply_optimizer_in_backward step with the average of all ranks."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -69,3 +72,15 @@ def test_a_rank_without_inputs_does_not_step(group):
         stepped == -(1 + group.rank) and net.weight.item() == -group.size,
         f"{stepped} {net.weight}",
     )
+
+
+def test_parameters_do_not_outlive_the_module(group):
+    """torch keeps the node that accumulates a parameter's gradient, which refers to it."""
+    net = torch.nn.Linear(2, 1)
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+    ddp = DistributedDataParallel(net, process_group=group)
+    ddp(torch.ones(1, 2)).sum().backward()
+    left = [weakref.ref(parameter) for parameter in net.parameters()]
+    del net, ddp
+    gc.collect()
+    agree(group, not any(one() is not None for one in left))
