@@ -28,12 +28,15 @@ def main() -> None:
     if not words or (words[0] not in _RUNS and words[0] not in ("-h", "--help")):
         words = ["measure", *words]
     options = _parser().parse_args(words)
-    if words[0] in ("sweep", "startup", "advise"):
-        # Children have sessions of their own. At SIGTERM and Ctrl-C an exception unwinds, and ends
-        # the children first.
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        signal.signal(signal.SIGINT, lambda number, frame: sys.exit(128 + number))
-    _RUNS[words[0]](options)
+    ends = (signal.SIGINT, signal.SIGTERM) if words[0] in ("sweep", "startup", "advise") else ()
+    # Children have sessions of their own. At SIGTERM and Ctrl-C an exception unwinds, and ends the
+    # children first.
+    former = [(one, signal.signal(one, lambda number, _: sys.exit(128 + number))) for one in ends]
+    try:
+        _RUNS[words[0]](options)
+    finally:
+        for number, handler in former:
+            signal.signal(number, handler)
 
 
 def _measure(options: argparse.Namespace) -> None:

@@ -1028,6 +1028,9 @@ def test_a_job_over_its_limit_is_ended():
     run_limited = importlib.import_module("scaling.jobs").run_limited
     assert run_limited([sys.executable, "-c", "raise SystemExit(3)"], {}, 60)[0] == 3
     assert run_limited([sys.executable, "-c", "import time; time.sleep(600)"], {}, 0.2)[0] is None
+    with pytest.raises(FileNotFoundError):
+        run_limited(["no-program"], {}, 60)
+    assert not {signal.SIGINT, signal.SIGTERM} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_comparison_takes_rounds_as_pairs():

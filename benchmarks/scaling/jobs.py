@@ -129,24 +129,27 @@ def run_limited(
     with tempfile.TemporaryFile() as errors:
         # A signal between the job's start and the block that ends it would leave the job behind.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        # The job has a session of its own, so that one signal reaches slow_link.sh and its mpirun.
-        job = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
-        )
+        job: subprocess.Popen[bytes] | None = None
         status: int | None = None
         try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            try:
+                # In a session of its own, so that one signal reaches slow_link.sh and its mpirun.
+                job = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    env=environment,
+                    start_new_session=True,
+                    preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             status = job.wait(limit_s)
         except subprocess.TimeoutExpired:
             pass
         finally:
-            if job.poll() is None:
+            if job is not None and job.poll() is None:
                 _end(job)
         errors.seek(0)
         return status, errors.read().decode(errors="replace")
