@@ -78,7 +78,8 @@ _OF_JOIN = {
     f"{OF_CLASS}mpidist.future.Future",
 }
 # Of each group that has had collectives in the last two minutes, where the watchdogs compare them
-# once a minute: a world of a busy machine lasts longer than one of the first.
+# once a minute: a world of a busy machine lasts longer than one of the first, and the watchdog
+# lives on behind a world.
 _OF_MINUTES = {f"{OF_CLASS}mpidist.comm.watchdog.arrivals._GroupArrivals"}
 _SETTLES_S = 20.0  # in which threads end, and what other workers still hold is released
 _TELLS_S = 10.0
@@ -88,7 +89,7 @@ def slack_between(name: str, bound: int) -> int:
     """Return how much a count between two worlds may stand above its bound."""
     if name.startswith(OF_CLASS):
         # RPC's transport, and its group, live on with the world: what these know differs.
-        return sys.maxsize if name in _UNJUDGED else _OBJECTS + bound // 4
+        return sys.maxsize if name in _UNJUDGED | _OF_MINUTES else _OBJECTS + bound // 4
     return _BETWEEN.get(name, 0)
 
 
