@@ -15,7 +15,7 @@ from mpidist.comm.execution.group_settings import ABORT, GroupSettings
 from mpidist.comm.execution.work import seconds
 from mpidist.comm.group import ProcessGroup, open_groups
 from mpidist.comm.group_types import AnyGroup
-from mpidist.comm.mpi import backoff, creation_barrier, runtime, tracing
+from mpidist.comm.mpi import creation_barrier, runtime, tracing
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.world import require_intracommunicator
 from mpidist.comm.subgroups import ENV_ON_TIMEOUT
@@ -103,16 +103,7 @@ def _abandon() -> None:
         group.close()
 
 
-def _settle(timeout_s: float | None) -> None:
-    # A callback in one group's thread may issue an operation of another group.
-    backoff.until(
-        lambda: not any(group._progress.pending for group in open_groups()),
-        timeout_s=timeout_s,
-        longest_s=1e-3,
-    )
-
-
-runtime.belongs_to_world(_drop, _uses, _abandon, _settle)
+runtime.belongs_to_world(_drop, _uses, _abandon)
 
 
 def from_world(

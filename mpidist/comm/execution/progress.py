@@ -22,12 +22,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
-from mpidist.comm.mpi import runtime
+from mpidist.comm.mpi import backoff, runtime
 from mpidist.errors import GroupError
 
 Execute: TypeAlias = Callable[[], Any]
@@ -37,6 +38,8 @@ _HELPED = 16
 _LOOK_S = 1e-3
 # It sleeps until it is woken once no operation has been executed so long.
 _LINGER_S = 0.1
+# Of open and closed groups.
+_all: weakref.WeakSet[Progress] = weakref.WeakSet()
 
 
 class _Here(threading.local):
@@ -117,6 +120,7 @@ class Progress:
         self._closed = False
         self.lock = threading.RLock()
         runtime.close_at_exit(self)
+        _all.add(self)
 
     @property
     def pending(self) -> int:
@@ -345,3 +349,15 @@ def _set(completion: Completion, result: Any, error: BaseException | None) -> No
         completion.set_exception(error)
     else:
         completion.set_result(result)
+
+
+def _settle(timeout_s: float | None) -> None:
+    # A callback in one group's thread may issue an operation of another group.
+    backoff.until(
+        lambda: not any(one.pending for one in list(_all)),
+        timeout_s=timeout_s,
+        longest_s=1e-3,
+    )
+
+
+runtime.belongs_to_world(lambda: None, settle=_settle)
