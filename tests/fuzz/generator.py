@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,6 +45,7 @@ class _Generator:
         self.open: list[int] = []
         self.steps: list[Step] = []
         self.draw = CallDraw(self.rng, without, self.groups)
+        self._own_tags = itertools.count(100)
 
     def program(self) -> Program:
         world = tuple(range(self.size))
@@ -149,19 +151,20 @@ class _Generator:
         size = self.draw.size_of(group)
         way = rng.choice(("single", "batch", "blocking"))
         messages = []
-        for place in range(1 if way == "blocking" else rng.randint(1, 5)):
+        for _ in range(1 if way == "blocking" else rng.randint(1, 5)):
             src, dst = rng.randrange(size), rng.randrange(size)
             if src == dst and (way == "blocking" or self.groups[group].is_torch):
                 # torch rejects messages to the own rank.
                 continue
             dtype = rng.choice(MOVES)
             count = self.draw.count(getattr(torch, dtype).itemsize)
-            # A receive from any source needs its own tag, or else it may match another message.
+            # A receive from any source needs its own tag, or else it may match another message: one
+            # of this step, or of a sender that is a step ahead.
             any_source = rng.random() < 0.2
-            tag = 100 + place if any_source else rng.randrange(3)
+            tag = next(self._own_tags) if any_source else rng.randrange(3)
             expected = None
             if count > 1 and self.draw.has("truncation", 0.04):
-                expected, tag = rng.randrange(count), 200 + place
+                expected, tag = rng.randrange(count), next(self._own_tags)
             messages.append(Message(src, dst, tag, count, dtype, any_source, expected))
         if messages:
             apis = self.draw.apis(group, uniform=False)
