@@ -2,8 +2,9 @@
 
 ``python -m tests.repeat``, or ``make repeat``. Each outcome becomes a line of JSON in a file that
 belongs to the repository, with the commit that was run; a later call reads the file and goes on
-where the earlier was ended, on another day and another machine too. The cases take turns, so that
-a call that is ended early has run each of them about equally often.
+where the earlier was ended, on another day and another machine too. Named tests run several times
+in one launch (pytest-repeat), since starting the ranks takes longer than most of them. The case
+that lacks most comes next, so that a call that is ended early has done about as much of each.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ TESTS = (
     ("mpi-3", "tests/comm/test_objects.py tests/comm/messages"),
     ("mpi-3", "tests/autograd/test_context.py tests/autograd/test_api.py"),
 )
+_AT_ONCE = 10  # runs of named tests in one launch
 _OUTPUT = 20_000  # characters of a failure that are printed: its end
 
 # A process ends by itself when the one that started it is gone.
@@ -93,66 +95,77 @@ def append(path: Path, outcome: dict[str, Any]) -> None:
         file.write(b"\n" * is_cut + json.dumps(outcome).encode() + b"\n")
 
 
+def runs_of(found: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Return how often each case has run."""
+    done: dict[str, int] = {}
+    for outcome in found:
+        done[outcome["name"]] = done.get(outcome["name"], 0) + outcome.get("runs", 1)
+    return done
+
+
 def run(
     wanted: Sequence[Case],
     path: Path,
-    execute: Callable[[Case, int], tuple[int, str]],
+    execute: Callable[[Case, int, int], tuple[int, str]],
     until: float = float("inf"),
     commit: str = "",
     failures: Path = FAILURES,
+    at_once: int = _AT_ONCE,
 ) -> None:
-    """Run what the file lacks, one turn of all cases after the other, until a monotonic time.
+    """Run what the file lacks until a monotonic time; ``execute`` gets case, turn and runs.
 
     The outputs of failures are files of a folder: they name paths of the machine.
     """
-    done: dict[str, int] = {}
-    for outcome in outcomes(path):
-        done[outcome["name"]] = done.get(outcome["name"], 0) + 1
-    for turn in range(max((case.times for case in wanted), default=0)):
-        for place, case in enumerate(wanted):
-            if not done.get(case.name, 0) <= turn < case.times:
-                continue
-            if time.monotonic() > until:
-                return
-            begin = time.monotonic()
-            status, output = execute(case, turn)
-            append(
-                path,
-                {
-                    "name": case.name,
-                    "turn": turn,
-                    "status": status,
-                    "seconds": round(time.monotonic() - begin, 1),
-                    "commit": commit,
-                },
-            )
-            if status:
-                keep(failures, f"{case.stage}-{turn}-{place}.txt", output)
+    done = runs_of(outcomes(path))
+    while True:
+        lacking = [case for case in wanted if done.get(case.name, 0) < case.times]
+        if not lacking or time.monotonic() > until:
+            return
+        case = min(lacking, key=lambda case: done.get(case.name, 0) / case.times)
+        turn = done.get(case.name, 0)
+        runs = min(at_once, case.times - turn) if case.tests else 1
+        begin = time.monotonic()
+        status, output = execute(case, turn, runs)
+        append(
+            path,
+            {
+                "name": case.name,
+                "turn": turn,
+                "runs": runs,
+                "status": status,
+                "seconds": round(time.monotonic() - begin, 1),
+                "commit": commit,
+            },
+        )
+        if status:
+            keep(failures, f"{case.stage}-{turn}-{wanted.index(case)}.txt", output)
+        done[case.name] = turn + runs
 
 
 def table(wanted: Sequence[Case], found: Sequence[dict[str, Any]]) -> tuple[str, int]:
-    """Return the table of all cases, and the number of failures."""
-    lines, failures = [f"{'passed':>7}{'failed':>7}{'wanted':>7}{'longest':>9}  case"], 0
+    """Return the table of all cases, and the number of launches that failed."""
+    lines = [f"{'runs':>7}{'failed':>7}{'wanted':>7}{'longest':>9}  case"]
+    runs, failures = runs_of(found), 0
     for case in wanted:
         own = [outcome for outcome in found if outcome["name"] == case.name]
         failed = sum(outcome["status"] != 0 for outcome in own)
         longest = max((outcome["seconds"] for outcome in own), default=0.0)
         lines.append(
-            f"{len(own) - failed:>7}{failed:>7}{case.times:>7}{longest:>7.0f} s  {case.name}"
+            f"{runs.get(case.name, 0):>7}{failed:>7}{case.times:>7}{longest:>7.0f} s  {case.name}"
         )
         failures += failed
     return "\n".join(lines), failures
 
 
-def made(make: Sequence[str]) -> Callable[[Case, int], tuple[int, str]]:
-    """Return the execution by make: the named tests with a late rank, another one at each turn."""
+def made(make: Sequence[str]) -> Callable[[Case, int, int], tuple[int, str]]:
+    """Return the execution by make: the named tests with a late rank, another one at each run."""
 
-    def execute(case: Case, turn: int) -> tuple[int, str]:
+    def execute(case: Case, turn: int, runs: int) -> tuple[int, str]:
         # Named tests run at this number of ranks, whichever they are dealt to otherwise.
-        tests = ["ALTERNATE=", f"TESTS=-p tests.tools.late_rank {case.tests}"] * bool(case.tests)
-        print(f"turn {turn} of {case.times}: {case.name}", flush=True)
+        named = f"TESTS=-p tests.tools.late_rank --count {runs} {case.tests}"
+        print(f"{turn} of {case.times} runs: {case.name}", flush=True)
         done = subprocess.run(
-            [*make, case.stage, *tests],
+            [*make, case.stage, *(["ALTERNATE=", named] if case.tests else [])],
             cwd=ROOT,
             env={**os.environ, "MPIDIST_TESTS_LATE": str(turn)},
             stdout=subprocess.PIPE,
@@ -185,6 +198,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--times", type=int, default=100, help="runs of each named test")
     parser.add_argument("--stage-times", type=int, default=5, help="runs of each MPI stage")
     parser.add_argument("--only", default="", help="the cases whose name has this text")
+    parser.add_argument("--at-once", type=int, default=_AT_ONCE, help="runs in one launch")
     parser.add_argument("--busy", type=int, default=2, help="busy processes beside the runs")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run later")
     parser.add_argument("--make", default="make ALTERNATE=--alternate", help="the command of make")
@@ -201,6 +215,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 made(shlex.split(options.make)),
                 time.monotonic() + 60 * options.minutes,
                 commit_of_tree(),
+                at_once=options.at_once,
             )
     except KeyboardInterrupt:
         print("ended; the next call goes on here", flush=True)
