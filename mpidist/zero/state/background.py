@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpidist import saved_file, whole_file
+from mpidist.comm.execution.progress import here
 from mpidist.comm.execution.work import Work
 from mpidist.comm.group_types import Group
 from mpidist.comm.mpi import runtime
@@ -141,8 +142,12 @@ def write(state: StateDict, path: Path) -> None:
 
 
 def _lower_priority() -> None:
-    """Lower this thread's priority, so that it runs on idle cores. Linux only."""
-    if sys.platform == "linux":
+    """Lower the priority of the group's thread, so that it runs on idle cores. Linux only.
+
+    A thread of the user's that waits for the transfer executes it itself, and keeps its priority,
+    which it could not raise again.
+    """
+    if sys.platform == "linux" and here.is_of_group:
         thread = threading.get_native_id()
         with contextlib.suppress(OSError):
             os.setpriority(

@@ -1,7 +1,10 @@
 """Background consolidation: the state at the time of the call; atomic files."""
 
 import copy
+import os
+import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -121,3 +124,27 @@ def test_what_breaks_while_it_is_written_leaves_no_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         background.write({"a": torch.zeros(2)}, path)
     assert path.read_bytes() == before and [one.name for one in tmp_path.iterdir()] == ["state.pt"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
+def test_a_thread_that_waits_for_a_transfer_keeps_its_priority(world):
+    own, lowered = threading.get_native_id(), []
+    before = os.getpriority(os.PRIO_PROCESS, own)
+    group = world.new_group(range(world.size))
+    optimizer = sharded(group, SGD)
+    train(optimizer, range(1))
+    for _ in range(3):
+        optimizer.consolidate_async().wait()
+
+    def lower():
+        background._lower_priority()
+        lowered.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    lower()  # as a transfer does that this thread executes
+    work = group.in_order(lower, async_op=True)
+    while not work.done():  # a wait would execute it here
+        time.sleep(1e-3)
+    optimizer.close()
+    group.close()
+    after = os.getpriority(os.PRIO_PROCESS, own)
+    agree(world, (after, lowered) == (before, [before, 19]), f"{before} {after} {lowered}")
