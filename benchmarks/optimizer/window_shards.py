@@ -30,6 +30,7 @@ class Shards:
     def __init__(self, group: Any, nbytes: int) -> None:
         self._group, self._nbytes = group, nbytes
         self._memory = shard_memory.allocate(group, 2 * nbytes)
+        self._prepared = self._memory.prepare([[(0, nbytes)], [(nbytes, 2 * nbytes)]])
         self._flat = torch.zeros(2 * nbytes, dtype=torch.uint8)
         if group.is_single_node:
             self._window = group.window(size=2 * nbytes, dtype=torch.uint8)
@@ -57,9 +58,8 @@ class Shards:
         self._window.tensor_deregister()
 
     def _gather(self) -> None:
-        nbytes = self._nbytes
         self._group.barrier()  # the all-reduce behind the step, in OSS
-        self._memory.gather([[(0, nbytes)], [(nbytes, 2 * nbytes)]])
+        self._prepared()
 
     def _exchange(self) -> None:
         """Send and receive as the first ranks of two nodes do for one copy on each."""

@@ -78,7 +78,7 @@ class ProcessGroup:
     def __init__(self, comm: Communicator, settings: GroupSettings) -> None:
         self._comm = comm
         self._progress = Progress(settings.name)
-        self._state = state = GroupState(comm, settings, self._progress.queued)
+        self._state = state = GroupState(comm, settings, self._progress.items)
         self.name, self.key = state.name, state.key
         self.rank, self.size, self.world_ranks = state.rank, state.size, state.world_ranks
         self.on_timeout, self.journal = state.on_timeout, state.journal
@@ -93,6 +93,7 @@ class ProcessGroup:
         self._launch = execution.launch
         self._require_no_nan = execution.require_no_nan
         self.all_reduce_at_once = self._fast_path.all_reduce
+        self.prepared = self._fast_path.prepared
         self._at_once = self._fast_path.take
         self._tables: dict[str, tuning.Table] = {}  # by device type
         self._window_channel = GroupChannel(execution)

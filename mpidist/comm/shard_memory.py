@@ -12,7 +12,8 @@ Letters: W ranks of the group.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -24,6 +25,7 @@ from mpidist.comm.mpi import autograd_mode
 from mpidist.comm.mpi.communicator import Communicator
 
 Tensor = torch.Tensor
+_NAME = "gather_shards"
 # For each rank its parts as (first, end) in bytes; the same number of parts for each rank.
 Ranges = Sequence[Sequence[tuple[int, int]]]
 
@@ -48,34 +50,80 @@ class ShardMemory:
         self._group = group
         self._copies = copies  # of the ranks of this node, ``_ranks``; None if not shared
 
-    def gather(self, ranges: Ranges) -> None:
-        """Copy the parts of all ranks into every copy.
+    def prepare(self, ranges: Ranges) -> Callable[[], None]:
+        """Return a function that copies the parts of all ranks into every copy.
 
-        Collective: over the group, in the order of its operations, behind one that no rank leaves
-        before all have written their parts (a barrier, an all-reduce).
-
-        Blocks: until this rank's copy is complete and no rank reads its parts any more; the rank
-        may then write them again.
+        The function is collective over the group, in the order of its operations, behind one that
+        no rank leaves before all have written their parts (a barrier, an all-reduce). It blocks
+        until this rank's copy is complete and no rank reads its parts any more; the rank may then
+        write them again.
 
         Args:
-            ranges: For each rank the (first, end) of the bytes that it has written; the same on all
+            ranges: For each rank the (first, end) of the bytes that it writes; the same on all
                 ranks.
         """
         group = self._group
-        if self._copies is not None:
-            group._launch(Operation("gather_shards", _in_node_memory, args=(self, ranges)))
-            return
+        if self._copies is None:
+            return self._by_all_gather(ranges)
+        execute = self._in_node_memory(group._comm, self._copies, ranges)
+        at_once = group.prepared(_NAME, partial(execute, group._comm))
+
+        def gather() -> None:
+            if not at_once():
+                group._launch(Operation(_NAME, execute))
+
+        return gather
+
+    def _by_all_gather(self, ranges: Ranges) -> Callable[[], None]:
+        group, own = self._group, self.own
         places = range(max(map(len, ranges), default=0))
         parts = [
-            [self.own[slice(*ranges[rank][place])] for rank in range(group.size)]
-            for place in places
+            [own[slice(*ranges[rank][place])] for rank in range(group.size)] for place in places
         ]
 
         def stages() -> None:
             for each in parts:
                 group.all_gather(each, each[group.rank])
 
-        group.in_order(stages, async_op=False, device=self.own.device, operation="gather_shards")
+        return partial(group.in_order, stages, async_op=False, device=own.device, operation=_NAME)
+
+    def _in_node_memory(
+        self, comm: Communicator, copies: Sequence[Tensor], ranges: Ranges
+    ) -> Callable[..., None]:
+        """Return the execution of a gather, with its views of the memory made once."""
+        own, is_one_copy, is_single_node = self.own, self.is_one_copy, comm.is_single_node
+        reads_all = is_single_node or self.leads
+        sources: dict[int, Tensor] = {}  # by rank, whose parts this one copies
+        if not is_one_copy and reads_all:
+            sources = dict(zip(self._ranks, copies, strict=True))
+        elif not is_one_copy:
+            sources = dict.fromkeys(range(comm.size), copies[0])
+        pairs = [
+            (own[first:end], source[first:end])
+            for rank, source in sources.items()
+            for first, end in ranges[rank]
+            if rank != comm.rank and first < end
+        ]
+
+        def execute(comm: Communicator, inputs: Tensors = (), outputs: Tensors = ()) -> None:
+            levels = None if is_single_node else comm.levels()
+            node = comm if levels is None else levels.node
+            if reads_all:
+                for part, source in pairs:
+                    part.copy_(source)
+            if levels is not None:
+                if levels.leaders is not None:
+                    _between_nodes(comm, levels.leaders, own, ranges)
+                # After the barrier the first rank has all parts.
+                node.mpi.Barrier()
+                if not reads_all:
+                    for part, source in pairs:
+                        part.copy_(source)
+            if not is_one_copy:
+                # After the barrier no rank reads this rank's parts.
+                node.mpi.Barrier()
+
+        return execute
 
 
 def allocate(group: Group, nbytes: int, one_copy: bool = False) -> ShardMemory:
@@ -118,36 +166,6 @@ def _allocated(group: Group, comm: Communicator, nbytes: int, one_copy: bool) ->
         copies = [torch.frombuffer(memory, dtype=torch.uint8, count=nbytes) for memory in held]
     own = copies[0] if one_copy else copies[node.rank]
     return ShardMemory(group, own, copies, one_copy)
-
-
-def _in_node_memory(
-    comm: Communicator, inputs: Tensors, outputs: Tensors, memory: ShardMemory, ranges: Ranges
-) -> None:
-    copies, own = memory._copies, memory.own
-    assert copies is not None
-    levels = None if comm.is_single_node else comm.levels()
-    node = comm if levels is None else levels.node
-    if not memory.is_one_copy and (levels is None or levels.leaders is not None):
-        for place, rank in enumerate(memory._ranks):
-            if rank != comm.rank:
-                _copy(own, copies[place], ranges[rank])
-    if levels is not None:
-        if levels.leaders is not None:
-            _between_nodes(comm, levels.leaders, own, ranges)
-        # After the barrier the first rank has all parts.
-        node.mpi.Barrier()
-        if not memory.is_one_copy and levels.leaders is None:
-            for rank in range(comm.size):
-                if rank != comm.rank:
-                    _copy(own, copies[0], ranges[rank])
-    if not memory.is_one_copy:
-        # After the barrier no rank reads this rank's parts.
-        node.mpi.Barrier()
-
-
-def _copy(own: Tensor, source: Tensor, parts: Sequence[tuple[int, int]]) -> None:
-    for first, end in parts:
-        own[first:end].copy_(source[first:end])
 
 
 def _between_nodes(comm: Communicator, leaders: Communicator, own: Tensor, ranges: Ranges) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 
@@ -51,7 +50,7 @@ def stages(group, memory, ranges):
 
     def run():
         group.barrier()
-        memory.gather(ranges)
+        memory.prepare(ranges)()
 
     return run
 
@@ -156,11 +155,10 @@ def test_memory_outlives_its_group_and_leaves_no_file_or_mapping(world, on_nodes
     memories = [shard_memory.allocate(group, 1 << 20, one_copy) for one_copy in (False, True)]
     memories[0].own.fill_(group.rank + 1)
     view = memories[0].own[10:20]
+    gather = memories[0].prepare([[]] * world.size)
     group.close()
-    raises_on_all(
-        world, GroupError, functools.partial(memories[0].gather, [[]] * world.size), "closed"
-    )
-    del memories, group
+    raises_on_all(world, GroupError, gather, "closed")
+    del memories, gather, group
     gc.collect()
     agree(world, bool((view == world.rank + 1).all()))
     del view

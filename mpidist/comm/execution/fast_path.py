@@ -198,6 +198,30 @@ class FastPath:
             self._leave()
         return True
 
+    def prepared(self, name: str, execute: Callable[[], object]) -> Callable[[], bool]:
+        """Return a function that executes an operation without arguments if the path applies.
+
+        It returns False if the operation needs the queue, a check or an event of a profiler; then
+        nothing was done.
+        """
+        run = self._recorded(name, execute, described_as(name, (), ()))
+
+        def at_once() -> bool:
+            if (
+                not self._is_open
+                or torch_profiler._is_profiler_enabled
+                or self._queued
+                or not self._enter(False)
+            ):
+                return False
+            try:
+                run(None, None)
+            finally:
+                self._leave()
+            return True
+
+        return at_once
+
     def all_reduce_later(self, tensor: torch.Tensor, op: ReduceOp) -> Work | None:
         """Queue the prepared call of a tensor; None if the fast path does not apply to it."""
         if here.is_at_once:

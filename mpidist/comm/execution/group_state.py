@@ -6,7 +6,7 @@ import copy
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -50,7 +50,7 @@ class GroupState:
     """State of one group, which its executor, its messages and the watchdog share.
 
     Args:
-        queued: Returns the number of queued operations.
+        queue: The queued operations.
 
     Attributes:
         name: The group's name, for messages.
@@ -71,9 +71,7 @@ class GroupState:
         close_fast_path: Called when the group fails or is closed, for calls that check neither.
     """
 
-    def __init__(
-        self, comm: Communicator, settings: GroupSettings, queued: Callable[[], int] = int
-    ) -> None:
+    def __init__(self, comm: Communicator, settings: GroupSettings, queue: Sized = ()) -> None:
         self.name = settings.name
         self.key = settings.key
         self.rank = comm.rank
@@ -85,7 +83,7 @@ class GroupState:
         self.mpi = comm.plain
         self.recorder = recorder.of_process()
         self.label = self.recorder.group(self.name, self.key, self.world_ranks)
-        self.journal = Journal(self.name, self.key, queued, self.recorder, self.label)
+        self.journal = Journal(self.name, self.key, queue, self.recorder, self.label)
         self.failure: MpidistError | None = None
         self.is_closed = False
         self.ends_with_world = False

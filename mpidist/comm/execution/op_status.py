@@ -7,7 +7,7 @@ import os
 import time
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -166,7 +166,7 @@ class Journal:
     Args:
         group: The group's name.
         key: The group's key.
-        queued: Returns the number of queued operations.
+        queue: The queued operations.
         recorder: The process's.
         label: Of the group in the recorder.
 
@@ -179,7 +179,7 @@ class Journal:
         tensor: Its tensor while it is under way (None if it has none), else ``IDLE``.
         described: It, without its tensors' memory.
         ended: The last operations that ended, the newest last.
-        queued: Returns the number of queued operations.
+        queue: The queued operations.
         begins: Begins of the group's collectives in the recorder.
     """
 
@@ -199,7 +199,7 @@ class Journal:
         "key",
         "operation",
         "own",
-        "queued",
+        "queue",
         "sequence",
         "tensor",
     )
@@ -208,7 +208,7 @@ class Journal:
         self,
         group: str,
         key: str,
-        queued: Callable[[], int] = int,
+        queue: Sized = (),
         recorder: Recorder | None = None,
         label: str = "",
     ) -> None:
@@ -223,7 +223,7 @@ class Journal:
         self.tensor: Any = IDLE
         self.described: Described = ("none", (), ())
         self.ended: deque[Described] = deque(maxlen=_kept(os.environ))
-        self.queued = queued
+        self.queue = queue
         # Number of operations that had ended, and the time in ns at which the watchdog saw it.
         self._ticks: deque[tuple[int, int]] = deque([(0, time.time_ns())], self.ended.maxlen)
         # The collective that ``observe`` saw last, and the time at which it saw it first.
@@ -263,7 +263,7 @@ class Journal:
     def note_own(self) -> None:
         """Count the next collective that this thread issues as mpidist's own."""
         self.own += 1
-        self._own_sequence = self.sequence + self.queued() + 1
+        self._own_sequence = self.sequence + len(self.queue) + 1
 
     def within(self, function: Callable[[], T]) -> T:
         """Call the function of the operation under way; what it issues on the group is not counted.
@@ -400,7 +400,7 @@ class Journal:
             own += sequence - first
             operation, is_own = f"{name}/{operation}", False
         return Entry(
-            self.group, self.key, sequence, operation, shape, dtype, seconds, self.queued(),
+            self.group, self.key, sequence, operation, shape, dtype, seconds, len(self.queue),
             own, is_own,
         )  # fmt: skip
 

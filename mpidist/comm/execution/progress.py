@@ -129,10 +129,6 @@ class Progress:
         """Return the number of queued operations that have not ended."""
         return len(self.items) + self._running
 
-    def queued(self) -> int:
-        """Return the number of pending operations that no thread executes yet."""
-        return len(self.items)
-
     def is_own_thread(self) -> bool:
         """Return whether this is the group's thread."""
         return self._thread_id == threading.get_ident()

@@ -5,13 +5,13 @@ Letters: W ranks; N elements of a buffer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
 from mpidist.comm import shard_memory
 from mpidist.comm.group_types import Group
-from mpidist.comm.shard_memory import Ranges, ShardMemory
+from mpidist.comm.shard_memory import ShardMemory
 from mpidist.kernels.view import is_dense, laid_out
 from mpidist.zero.shards.buffer_plan import BufferPlan
 
@@ -48,18 +48,20 @@ class FlatBuffers:
         self._parameters = {
             slot.number: parameters[slot.number] for plan in plans for slot in plan.slots
         }
-        self._memories: list[tuple[ShardMemory, Ranges]] = []  # with the ranks' bytes
+        self._memories: list[ShardMemory] = []  # one for each device
+        self._gathers: list[Callable[[], None]] = []
         self._starts = [0] * len(plans)  # first byte of each plan in its memory
         flats: dict[int, Tensor] = {}
         for device in dict.fromkeys(plan.device for plan in plans):
             indices = [index for index, plan in enumerate(plans) if plan.device == device]
             memory = self._allocated(device, indices, one_copy)
-            self._memories.append((memory, self._byte_ranges(indices)))
+            self._memories.append(memory)
+            self._gathers.append(memory.prepare(self._byte_ranges(indices)))
             for index in indices:
                 start, plan = self._starts[index], plans[index]
                 flats[index] = memory.own[start : start + plan.nbytes].view(plan.dtype)
         self.flats = [flats[index] for index in range(len(plans))]
-        self.is_one_copy = any(memory.is_one_copy for memory, _ in self._memories)
+        self.is_one_copy = any(memory.is_one_copy for memory in self._memories)
         self._views = {
             slot.number: laid_out(
                 flat[slot.offset : slot.offset + slot.numel],
@@ -91,7 +93,7 @@ class FlatBuffers:
 
     def place(self, numbers: Collection[int]) -> None:
         """Move some parameters to their places, with their values. Collective: over the group."""
-        if not self.is_one_copy or self._memories[0][0].leads:
+        if not self.is_one_copy or self._memories[0].leads:
             for number in numbers:
                 self._views[number].copy_(self._parameters[number].detach())
         if self.is_one_copy:
@@ -153,8 +155,8 @@ class FlatBuffers:
 
         Blocks: until this rank's copy is complete.
         """
-        for memory, ranges in self._memories:
-            memory.gather(ranges)
+        for gather in self._gathers:
+            gather()
 
     def _byte_ranges(self, indices: Sequence[int]) -> list[list[tuple[int, int]]]:
         """Return for each rank the byte ranges of its shard of each plan, in the plans' memory."""

@@ -75,9 +75,7 @@ def test_an_asynchronous_one_runs_in_the_groups_thread(execution):
         async_op=True,
     )
     assert work.wait(10) and seen == ["mpidist-test"]
-    assert (
-        work.operation == "name" and work.result() == (y,) and execution.state.journal.queued() == 0
-    )
+    assert work.operation == "name" and work.result() == (y,) and not execution.state.journal.queue
 
 
 def test_between_nodes_the_groups_thread_sleeps_while_it_waits():

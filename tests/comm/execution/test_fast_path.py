@@ -145,6 +145,43 @@ def test_prepared_calls_write_inference_tensors_and_refuse_leaves(group):
     agree(group, total.tolist()[:2] == [expected] * 2 and made.tolist() == [1.0] * 3, str(total))
 
 
+def test_a_prepared_operation_is_numbered_and_leaves_its_error(group):
+    outcomes = [None, ValueError("wrong"), None]
+
+    def execute():
+        if outcomes[-1] is not None:
+            raise outcomes[-1]
+
+    at_once, first = group.prepared("own", execute), group.journal.sequence
+    taken = at_once()
+    outcomes.pop()
+    with pytest.raises(ValueError, match="wrong"):
+        at_once()
+    agree(group, taken and group.journal.sequence == first + 2 and group.journal.operation == "own")
+    outcomes.pop()
+    group.barrier()
+    queued = group.all_reduce(torch.ones(200_000), async_op=True)
+    at_once()  # whether it finds the queue empty is the other thread's
+    queued.wait()
+    agree(group, at_once())
+
+
+def test_a_prepared_operation_is_left_to_a_queue_and_a_closed_group(world):
+    group = world.new_group(range(world.size))
+    at_once = group.prepared("own", lambda: None)
+    held = threading.Event()
+    work = group.in_order(lambda: held.wait(10) and None, async_op=True)
+    behind = group.in_order(lambda: None, async_op=True)
+    is_left = not at_once()
+    held.set()
+    for each in (work, behind):
+        each.wait()
+    group.barrier()
+    taken = at_once()
+    group.close()
+    agree(world, is_left and taken and not at_once())
+
+
 def test_a_list_of_many_tensors_is_not_kept(group):
     held = len(group._fast_path._movements)
     tensors = [torch.full((1,), float(group.rank)) for _ in range(100)]

@@ -111,7 +111,7 @@ def test_the_clock_starts_anew_with_each_operation(clock):
 
 
 def test_waits_for_messages_have_entries_of_their_own():
-    journal = Journal("world", "key", queued=lambda: 3)
+    journal = Journal("world", "key", queue=range(3))
     journal.enter_wait(1, "recv", torch.zeros(4))
     collective, wait = journal.snapshot()
     assert collective.seconds is None and wait.operation == "recv" and wait.sequence == 0

@@ -85,7 +85,7 @@ def test_every_operation_is_one_event(group, all_threads):
         group.gather_object("a")
         group.scatter_object(["a"] * size if rank == 0 else None)
         group.monitored_barrier()
-        shards.gather(parts)
+        shards.prepare(parts)()
         if memory is not None:
             memory.tensor(0, 8, torch.float32).average()
     found = counts(done)

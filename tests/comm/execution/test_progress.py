@@ -149,13 +149,13 @@ def test_an_operation_that_waits_for_the_lock_counts_as_queued(progress):
     progress.submit(second, lambda: None)
     while progress._wakes.qsize() > 1:
         time.sleep(1e-3)
-    assert progress.queued() == 2
+    assert len(progress.items) == 2
     progress.leave()
-    assert started.wait(10) and progress.queued() == 1
+    assert started.wait(10) and len(progress.items) == 1
     gate.set()
     second.wait(10)
     progress.close(10)
-    assert progress.queued() == 0
+    assert len(progress.items) == 0
 
 
 def submit(progress, ran, name):
