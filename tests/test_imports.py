@@ -23,6 +23,7 @@ LAYERS = [
         "gc_pause",
         "state_names",
         "torch_version",
+        "weak_registry",
     ],
     [
         "future",

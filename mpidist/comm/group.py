@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -35,16 +34,17 @@ from mpidist.comm.window import Window
 from mpidist.comm.window_channel import GroupChannel
 from mpidist.dynamo import untraced
 from mpidist.errors import MpidistError
+from mpidist.weak_registry import WeakRegistry
 
 Tensor = torch.Tensor
 
 _CLOSE_S = 30.0
-_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+_groups: WeakRegistry[ProcessGroup] = WeakRegistry()
 
 
 def open_groups() -> list[ProcessGroup]:
     """Return this process's groups that are not closed, and to which something refers."""
-    return [group for group in list(_groups) if not group.is_closed]
+    return [group for group in _groups.alive() if not group.is_closed]
 
 
 @untraced

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from typing import NoReturn
@@ -17,18 +16,19 @@ from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.matched_probe import LengthError
 from mpidist.comm.recorder import recorder
 from mpidist.errors import DisagreementError, GroupError, MpidistError, RankFailureError
+from mpidist.weak_registry import WeakRegistry
 
-_states: weakref.WeakSet[GroupState] = weakref.WeakSet()
+_states: WeakRegistry[GroupState] = WeakRegistry()
 
 
 def open_groups() -> list[GroupState]:
     """Return the states of this process's groups that are not closed."""
-    return [state for state in list(_states) if not state.is_closed]
+    return [state for state in _states.alive() if not state.is_closed]
 
 
 def _forbid_in_child() -> None:
     # A forked child shares the parent's connections; its MPI calls would answer for the parent.
-    for state in list(_states):
+    for state in _states.alive():
         state.fail(
             MpidistError(
                 f"{state.where('a collective')} was called in a process forked from the rank, "

@@ -22,7 +22,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from typing import Any, Protocol, TypeAlias
 
 from mpidist.comm.mpi import backoff, runtime
 from mpidist.errors import GroupError
+from mpidist.weak_registry import WeakRegistry
 
 Execute: TypeAlias = Callable[[], Any]
 
@@ -39,7 +39,7 @@ _LOOK_S = 1e-3
 # It sleeps until it is woken once no operation has been executed so long.
 _LINGER_S = 0.1
 # Of open and closed groups.
-_all: weakref.WeakSet[Progress] = weakref.WeakSet()
+_all: WeakRegistry[Progress] = WeakRegistry()
 
 
 class _Here(threading.local):
@@ -353,7 +353,7 @@ def _set(completion: Completion, result: Any, error: BaseException | None) -> No
 def _settle(timeout_s: float | None) -> None:
     # A callback in one group's thread may issue an operation of another group.
     backoff.until(
-        lambda: not any(one.pending for one in list(_all)),
+        lambda: not any(one.pending for one in _all.alive()),
         timeout_s=timeout_s,
         longest_s=1e-3,
     )

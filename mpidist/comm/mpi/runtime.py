@@ -495,7 +495,9 @@ def _close_all() -> None:
     if _pid_of_rank != os.getpid() or MPI.Is_finalized():
         return
     deadline = time.monotonic() + _DRAIN_S
-    for owner, _ in sorted(_at_exit.items(), key=lambda item: item[1]):
+    # A copy of the references: other threads may still open what is closed here.
+    owners = [owner for reference in _at_exit.keyrefs() if (owner := reference()) is not None]
+    for owner in sorted(owners, key=lambda owner: _at_exit.get(owner, 0)):
         owner.close(max(deadline - time.monotonic(), 0.1))
     if _world is not None:
         _end_world(_world)

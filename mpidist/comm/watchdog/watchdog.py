@@ -200,7 +200,7 @@ class Watchdog:
         self._thread.join(timeout_s)
         last = {
             group.key: group.journal.history()
-            for group in list(self.peers.groups)
+            for group in self.peers.groups.alive()
             if not group.is_closed
         }
         self.peers.send(self.peers.others(), LEFT, last)
@@ -222,7 +222,7 @@ class Watchdog:
                 self._write_record("SIGUSR2")
             if self._stacks is not None:
                 self._stacks.serve()
-            for group in list(self.peers.groups):
+            for group in self.peers.groups.alive():
                 if not group.is_closed:
                     self._check(group)
             self._stragglers.look()

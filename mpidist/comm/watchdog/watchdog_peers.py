@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from mpidist.comm.watchdog.watchdog_messages import (
     Subject,
 )
 from mpidist.errors import CommTimeout, FrameError, RankFailureError
+from mpidist.weak_registry import WeakRegistry
 
 _SILENT_S = 10.0  # a rank without an answer for this time is stopped or dead
 _LONGEST_END_S = 300.0  # of the wait at the end of a rank that has left a call of MPI
@@ -55,7 +55,7 @@ class Peers:
 
     def __init__(self, world: runtime.World) -> None:
         self.world = world
-        self.groups: weakref.WeakSet[GroupState] = weakref.WeakSet()
+        self.groups: WeakRegistry[GroupState] = WeakRegistry()
         self.left: dict[int, dict[str, History]] = {}
         self.answers: dict[int, Answer] = {}
         self.printers: dict[Subject, int] = {}
@@ -183,7 +183,7 @@ class Peers:
             self.printed[content] = time.monotonic()
         elif kind == FAILED:
             key, text, missing = content
-            for group in list(self.groups):
+            for group in self.groups.alive():
                 if group.key == key:
                     fail(group, text, missing)
         elif kind == LEFT:
@@ -200,7 +200,7 @@ class Peers:
         The cause of a hang is usually a call on another group.
         """
         entries, history = [], History()
-        for group in list(self.groups):
+        for group in self.groups.alive():
             of_group = group.journal.snapshot()
             if group.key != key:
                 of_group = [entry for entry in of_group if entry.seconds is not None]
