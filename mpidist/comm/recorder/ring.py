@@ -7,11 +7,13 @@ one: the entries that are still under way in it move to kept slots, so a rank th
 in what. So no entry looks at what its slot has held.
 
 The memory is a shared mapping of a file: the kernel keeps what was stored whatever becomes of the
-process, and another process reads it at any time. See ``file_format``.
+process, and another process reads it at any time. See ``file_format``. A forked child has memory of
+its own at the same address from its first instruction of Python on: what it records nobody reads.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -20,6 +22,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -52,6 +55,11 @@ _OF_SHAPES = 3 / 4
 _LONGEST = 200  # of a name in a signature
 _LONGEST_TEXT, _MOST_FRAMES = 1000, 64  # of what has ended the process
 _WORD = 8
+_MAP_FIXED = 0x10  # of <sys/mman.h>, which Python's mmap lacks
+
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_mmap.restype = ctypes.c_void_p
 
 
 # begin(signature, sequence=0, size_bytes=0, peer=-1, tag=0) -> number, the same where all but the
@@ -77,7 +85,7 @@ class Ring:
         OSError: The file cannot be made, or its memory not be had.
 
     Attributes:
-        path: Of the file.
+        path: Of the file; None in a forked child.
         begin: Stores the begin of an operation in this thread, and returns its number. Takes its
             signature; the number of the collective on its group (0); the bytes of its data (0);
             the world rank of the other side (-1 for none, or any); a message's tag or a call's
@@ -126,6 +134,7 @@ class Ring:
         self._write_header(job, rank, size)
         for kind in file_format.KINDS:
             self.signature(kind, file_format.UNLISTED)
+        _rings.add(self)
 
     def signature(
         self,
@@ -211,8 +220,29 @@ class Ring:
             if self._numbers[slot] == number:
                 self._peers[slot] = peer
 
+    def acquire(self) -> None:
+        """Keep other threads out of all but entries in a part that is open."""
+        self._lock.acquire()
+
+    def release(self) -> None:
+        """Let them in again."""
+        self._lock.release()
+
+    def leave_to_parent(self) -> None:
+        """Go on in empty memory of this process alone; called in a forked child.
+
+        The functions that others have taken of this ring store at the same addresses.
+        """
+        self.path = None
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        if _mmap(address, len(self._buffer), protection, flags, -1, 0) != address:
+            raise OSError(ctypes.get_errno(), "no memory for the recorder of a forked child")
+
     def close(self) -> None:
         """Unmap the memory; nothing may be recorded any more."""
+        _rings.discard(self)
         self._parts.clear()
         for view in (self._ends, self._numbers, self._peers, self._words):
             view.release()
@@ -386,6 +416,33 @@ class Ring:
             socket.gethostname().encode()[:64],
             " ".join(sys.argv).encode(errors="replace")[:1024],
         )
+
+
+_rings: weakref.WeakSet[Ring] = weakref.WeakSet()
+_forked: list[Ring] = []  # whose locks the thread that forks holds
+
+
+def _acquire_all() -> None:
+    # A lock that another thread held would be held for ever in the child, which lacks the thread.
+    _forked[:] = _rings
+    for ring in _forked:
+        ring.acquire()
+
+
+def _release_all() -> None:
+    while _forked:
+        _forked.pop().release()
+
+
+def _leave_all_to_parent() -> None:
+    for ring in _forked:
+        ring.leave_to_parent()
+    _release_all()
+
+
+os.register_at_fork(
+    before=_acquire_all, after_in_parent=_release_all, after_in_child=_leave_all_to_parent
+)
 
 
 class _Part:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
+import time
 
 import pytest
 
@@ -201,3 +203,46 @@ def test_threads_have_numbers_of_their_own(made):
     assert sorted(numbers) == list(range(1, 801))
     # A thread with the id of an older one may have preempted this one for a whole round.
     assert sum(one.end_ns is not None for one in entries(made)) >= 6
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+def test_a_forked_child_stores_nothing_in_its_parents_memory(tmp_path, in_file):
+    made = Ring(tmp_path / "recorder-0" if in_file else None, slots=64)
+    signature = made.signature("step", "SGD")
+    begin, end, begin_next = made.begin, made.end, made.begins(signature, 8)
+    slow = begin(signature)
+    held = threading.Event()
+
+    def hold():
+        with made._lock:
+            held.set()
+            time.sleep(0.2)
+
+    # The child has not this thread, which would hold the lock for ever there.
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    before = made._buffer[:]
+    child = os.fork()
+    if child == 0:
+        ended = 1
+        try:
+            signal.alarm(60)
+            end(slow)
+            for number in range(200):
+                end(begin(made.signature("step", f"step {number}")))
+                begin_next(number)
+            made.name_peer(slow, 1)
+            made.move(1, 2)
+            made.ended("reason")
+            ended = int(made.path is not None)
+        finally:
+            os._exit(ended)
+    _, status = os.waitpid(child, 0)
+    after = made._buffer[:]
+    thread.join()
+    assert status == 0 and after == before
+    end(slow)
+    assert made.copied_slots() != before[file_format.HEADER_BYTES :]
+    made.close()
+    assert made not in ring._rings
