@@ -4,7 +4,7 @@ SIGINT and SIGTERM, where the process handles them, are noted in the same way.
 
 Python runs a handler in the main thread, between two instructions of Python: not while that thread
 waits in MPI. The interpreter writes the signal's number into a pipe at once, and the watchdog's
-thread reads the pipe.
+thread reads the pipe. A forked child, whose signals are not the rank's, writes none into it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import os
 import signal
 import threading
+import weakref
 from types import FrameType
 
 _NUMBER = signal.SIGUSR2
@@ -30,7 +31,7 @@ class DumpSignal:
     """
 
     def __init__(self) -> None:
-        self._reading = -1
+        self._reading = self._writing = -1
         self.is_installed = False
         self.interrupts = 0
         if threading.current_thread() is not threading.main_thread():
@@ -47,7 +48,8 @@ class DumpSignal:
             os.close(writing)
             return
         signal.signal(_NUMBER, _ignore)
-        self._reading, self.is_installed = reading, True
+        self._reading, self._writing, self.is_installed = reading, writing, True
+        _installed.add(self)
 
     def has_arrived(self) -> bool:
         """Return whether the signal has arrived since the last call; reads the pipe empty."""
@@ -61,6 +63,24 @@ class DumpSignal:
         # A handler of the user's that was installed later has taken the signal.
         return _NUMBER in numbers and signal.getsignal(_NUMBER) is _ignore
 
+    def leave_to_parent(self) -> None:
+        """Have signals written nowhere; called in a forked child."""
+        self.is_installed = False
+        former = signal.set_wakeup_fd(-1)
+        if former not in (-1, self._writing):
+            signal.set_wakeup_fd(former)
+
 
 def _ignore(number: int, frame: FrameType | None) -> None:
     pass
+
+
+_installed: weakref.WeakSet[DumpSignal] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for request in list(_installed):
+        request.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)

@@ -3,7 +3,8 @@
 faulthandler runs in the signal's handler, without Python's lock, so that a thread in MPI, or in C
 code that keeps the lock, does not delay it. The handler before it, Python's own with that of the
 program or of ``DumpSignal``, is called behind it. The watchdog then adds the table of threads
-(``thread_stacks``), as soon as it gets Python's lock.
+(``thread_stacks``), as soon as it gets Python's lock. A forked child takes the signal without
+stacks: the file is its parent's.
 
 A reader empties the file before it sends the signal.
 """
@@ -15,7 +16,9 @@ import faulthandler
 import os
 import signal
 import threading
+import weakref
 from pathlib import Path
+from types import FrameType
 from typing import IO, NamedTuple
 
 from mpidist.comm.watchdog import thread_stacks
@@ -65,6 +68,7 @@ class StackFile:
             if handler is not None:
                 signal.signal(_NUMBER, handler)
             self._install()
+            _files.add(self)
 
     def serve(self) -> None:
         """Add the table of threads to stacks that were written before the last call.
@@ -93,6 +97,20 @@ class StackFile:
             faulthandler.dump_traceback(self._file, all_threads=True)
             self._add_table()
 
+    def leave_to_parent(self) -> None:
+        """Take the signal without stacks; called in a forked child."""
+        if self._file is None or not self.is_installed:
+            return
+        self._file = None
+        self.is_installed = False
+        handler = signal.getsignal(_NUMBER)
+        faulthandler.unregister(_NUMBER)
+        # The default action would end the child by a signal to all processes of a job.
+        if handler is signal.SIG_DFL:
+            handler = _ignore
+        if handler is not None:
+            signal.signal(_NUMBER, handler)
+
     def _install(self) -> None:
         assert self._file is not None
         self._handler = signal.getsignal(_NUMBER)
@@ -115,3 +133,18 @@ class StackFile:
         assert self._file is not None
         status = os.fstat(self._file.fileno())
         return _State(status.st_size, status.st_mtime_ns)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    pass
+
+
+_files: weakref.WeakSet[StackFile] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for file in list(_files):
+        file.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)

@@ -80,6 +80,28 @@ def test_other_threads_install_nothing():
     assert not made[0].is_installed and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
 
 
+def test_signals_of_a_forked_child_are_not_the_ranks():
+    made = DumpSignal()
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    child = os.fork()
+    if child == 0:
+        ended = 1
+        try:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            # One of the child's own is its own.
+            of_child = signal.set_wakeup_fd(writing)
+            made.leave_to_parent()
+            ended = int(of_child != -1 or signal.set_wakeup_fd(-1) != writing)
+        finally:
+            os._exit(ended)
+    assert os.waitpid(child, 0)[1] == 0 and not made.has_arrived()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert made.has_arrived()
+    os.close(reading)
+    os.close(writing)
+
+
 def test_a_blocked_main_thread_does_not_delay_it():
     """The main thread is in a call of C; another thread sees the signal meanwhile."""
     done = subprocess.run(

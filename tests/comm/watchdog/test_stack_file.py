@@ -99,6 +99,41 @@ def test_other_threads_and_folders_that_are_not_there_install_nothing(tmp_path):
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
 
 
+def handler_of_program(number, frame):
+    os._exit(7)
+
+
+# What the process has for the signal before and after its file is installed, and how a forked child
+# ends that receives it.
+@pytest.mark.parametrize(
+    ("before", "after", "ends"),
+    [
+        (signal.SIG_DFL, None, 0),
+        (handler_of_program, None, 7),
+        (signal.SIG_DFL, handler_of_program, 7),
+    ],
+)
+def test_a_forked_child_writes_nothing_into_its_parents_file(tmp_path, before, after, ends):
+    signal.signal(signal.SIGUSR2, before)
+    file = StackFile(tmp_path / "stacks-0")
+    if after is not None:
+        signal.signal(signal.SIGUSR2, after)
+    child = os.fork()
+    if child == 0:
+        ended = 1
+        try:
+            asked()
+            file.serve()
+            file.write()
+            ended = int(file.is_installed)
+        finally:
+            os._exit(ended)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == ends
+    assert file.is_installed and file.path.read_text() == ""
+    file.write()
+    assert thread_stacks.has_table(file.path.read_text())
+
+
 def test_a_thread_that_keeps_pythons_lock_does_not_delay_it(tmp_path):
     code = """
 import ctypes, os, signal, sys
