@@ -3,7 +3,8 @@
 ``/dev/shm/mpidist-<uid>-<job>`` holds the commits of the job's runs and the recordings of its
 processes. The memory belongs to the node, not to a process: a new process of the job finds it. Each
 process holds a shared lock on the folder; the last one that ends removes the folder, and ``mpidist
-clean`` those without a process. Nothing here communicates.
+clean`` those without a process. A forked child, which may outlive a killed rank, holds none.
+Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -158,6 +159,12 @@ class JobFolder:
                 "set MPIDIST_JOB to another name"
             )
 
+    def leave_to_parent(self) -> None:
+        """Close the lock's file, which the parent has open; called in a forked child."""
+        if self._lock != -1:
+            lock, self._lock = self._lock, -1
+            os.close(lock)
+
     def close(self, timeout_s: float) -> None:
         """Give up the lock at the process's end; the last process of the node removes the folder.
 
@@ -185,3 +192,11 @@ def of_job(job: str) -> JobFolder:
     """Return this process's folder of a job."""
     path = path_of(job)
     return _jobs.setdefault(path, JobFolder(path))
+
+
+def _leave_all_to_parent() -> None:
+    for job in _jobs.values():
+        job.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)

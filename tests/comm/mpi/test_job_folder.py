@@ -60,3 +60,29 @@ def test_the_newest_recordings_of_dead_jobs_stay_and_all_commits(memory):
     job_folder.remove_recordings(1)
     assert sorted(memory.iterdir()) == [folders[0], folders[1], folders[2], folders[4]]
     used.close(0)
+
+
+def test_a_forked_child_that_outlives_a_rank_does_not_keep_its_folder(memory, monkeypatch):
+    monkeypatch.setattr(job_folder, "_jobs", {})
+    job = job_folder.of_job("job")
+    job.open()
+    (reading, writing), (is_there, there) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(writing)
+            job.close(0)
+            os.write(there, b"x")
+            os.read(reading, 1)
+        finally:
+            os._exit(0)
+    try:
+        os.read(is_there, 1)
+        assert clean() == ([], [job.path])  # the child has not given up the lock
+        os.close(job._lock)  # as the kernel does for a killed process
+        job._lock = -1
+        assert clean() == ([job.path], [])
+    finally:
+        for file in (reading, writing, is_there, there):
+            os.close(file)
+        os.waitpid(child, 0)
