@@ -328,12 +328,16 @@ def write_stderr(text: str) -> None:
 
 
 def abort(message: str, code: int = _ABORT_CODE) -> None:
-    """Write the reason to stderr and end every rank of the job; does not return."""
+    """Write the reason to stderr and end every rank of the job; does not return.
+
+    In a forked child it ends that process alone.
+    """
     _record(message)
-    rank = _own_rank()
-    write_stderr(f"[rank {rank}] mpidist ends the job: {message}\n")
+    rank, is_child = _own_rank(), _is_child()
+    what = "a process forked from the rank" if is_child else "the job"
+    write_stderr(f"[rank {rank}] mpidist ends {what}: {message}\n")
     _flush()
-    if not MPI.Is_finalized():
+    if not is_child and not MPI.Is_finalized():
         MPI.COMM_WORLD.Abort(code)
     os._exit(code)
 
@@ -378,12 +382,17 @@ def _is_rank() -> bool:
     Raises:
         MpidistError: It was forked from a process that had.
     """
-    if _pid_of_rank is not None and _pid_of_rank != os.getpid():
+    if _is_child():
         raise MpidistError(
             "this process was forked from an MPI rank and cannot communicate; keep collectives "
             "and calls in the parent"
         )
     return _pid_of_rank is not None
+
+
+def _is_child() -> bool:
+    """Return whether this process was forked from one that had joined a world."""
+    return _pid_of_rank is not None and _pid_of_rank != os.getpid()
 
 
 def _join(comm: MPI.Comm, timeout_s: float | None) -> World:
@@ -422,11 +431,16 @@ def _install_hooks(size: int) -> None:
     def excepthook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        # A forked child is no rank, and ends alone.
-        if size > 1 and _pid_of_rank == os.getpid():
+        is_child = _is_child()
+        if size > 1 and not is_child:
             _end_job_for(kind, error, "uncaught")
         _record(str(error), error)
         previous(kind, error, trace)
+        # A forked child is no rank, and ends alone: not by mpi4py's MPI_Finalize at exit, which
+        # waits for ever in it.
+        if is_child:
+            _flush()
+            os._exit(_ABORT_CODE)
 
     sys.excepthook = excepthook
 
@@ -447,11 +461,12 @@ def _end_job_for(kind: type[BaseException], error: BaseException, where: str) ->
     write_stderr("".join(prefix + line + "\n" for line in lines.rstrip().split("\n")))
     if os.environ.get(_ENV_ALL_THREADS) == "1":
         faulthandler.dump_traceback(file=2, all_threads=True)
-    if _before_end is not None and issubclass(kind, CommTimeout) and str(error) not in _reports:
+    is_timeout = issubclass(kind, CommTimeout) and str(error) not in _reports
+    if is_timeout and _before_end is not None and not _is_child():
         # An interrupt of the wait ends the job at once.
         with contextlib.suppress(KeyboardInterrupt):
             _before_end()
-    if error is _error_of_all and has_ulfm():
+    if error is _error_of_all and has_ulfm() and not _is_child():
         _flush()
         with exit_timer.exiting_after(_FINALIZE_S, _ABORT_CODE):
             MPI.Finalize()
@@ -460,8 +475,8 @@ def _end_job_for(kind: type[BaseException], error: BaseException, where: str) ->
 
 
 def _delete_attribute(key: int) -> None:
-    if _pid_of_rank != os.getpid():
-        return  # a forked child has MPI's memory, and no MPI
+    if _is_child():
+        return  # it has MPI's memory, and no MPI
     if not MPI.Is_finalized() and MPI.COMM_SELF.Get_attr(key):
         MPI.COMM_SELF.Delete_attr(key)
         if _unfinished is not None:

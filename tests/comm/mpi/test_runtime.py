@@ -3,10 +3,12 @@
 import os
 import sys
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
 from mpidist.comm.mpi import runtime
+from mpidist.errors import CommTimeout
 
 
 class Owner:
@@ -97,6 +99,29 @@ def test_the_end_of_a_forked_child_is_no_end_of_the_job(monkeypatch, capsys):
     sys.excepthook(ValueError, error, None)
     assert ended == [(ValueError, error, "uncaught")]
     monkeypatch.setattr(runtime, "_pid_of_rank", os.getpid() + 1)
+    statuses = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
     sys.excepthook(ValueError, error, None)
-    assert len(ended) == 1 and "of a process" in capsys.readouterr().err
+    assert len(ended) == 1 and "of a process" in capsys.readouterr().err and statuses == [1]
     runtime._delete_attribute(-1)  # with MPI's memory alone it would be an error
+
+
+@pytest.mark.parametrize("is_child", [False, True])
+def test_an_exception_of_our_thread_in_a_forked_child_ends_it_alone(monkeypatch, capfd, is_child):
+    runtime.world()
+    done = []
+    job = SimpleNamespace(Abort=lambda code: done.append("job"))
+    monkeypatch.setattr(runtime, "MPI", SimpleNamespace(Is_finalized=lambda: False, COMM_WORLD=job))
+    monkeypatch.setattr(runtime, "_before_end", lambda: done.append("report"))
+    monkeypatch.setattr(runtime, "_record_end", None)
+    monkeypatch.setattr(os, "_exit", lambda code: done.append(code))
+    if is_child:
+        monkeypatch.setattr(runtime, "_pid_of_rank", os.getpid() + 1)
+
+    def fail():
+        raise CommTimeout("in a callback")
+
+    runtime.guard_thread(fail)()
+    assert done == ([1] if is_child else ["report", "job", 1])
+    ends = "a process forked from the rank" if is_child else "the job"
+    assert f"[rank 0] mpidist ends {ends}: CommTimeout in thread" in capfd.readouterr().err
