@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from mpidist.comm.mpi import job_folder, rank_ranges
+from mpidist.comm.mpi import job_folder, launcher_env, rank_ranges
 from mpidist.comm.recorder.recording import Recording, read_folder
 from mpidist.comm.watchdog import thread_stacks
 from mpidist.comm.watchdog.stack_file import path_beside
@@ -58,8 +58,9 @@ def chosen(name: str | None, found: Collection[Found]) -> Found:
             "no job of yours has left a recording on this node: a job that ends well removes its "
             "own, and one with MPIDIST_RECORDER=0 has none"
         )
-    alike = [job for job in found if name is None or job.name == name]
-    alike = alike or [job for job in found if name is not None and job.name.startswith(name)]
+    begins = "" if name is None else launcher_env.in_file_names(name)
+    alike = [job for job in found if name is None or job.name == begins]
+    alike = alike or [job for job in found if job.name.startswith(begins)]
     if not alike or (name is not None and len(alike) > 1):
         names = ", ".join(job.name for job in found)
         problem = "several jobs begin with" if alike else "there is no recording here of job"

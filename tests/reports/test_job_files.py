@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from mpidist.comm.mpi import job_folder, process_start
+from mpidist.comm.mpi import job_folder, launcher_env, process_start
+from mpidist.comm.recorder import recording as recordings
 from mpidist.comm.recorder import ring as rings
 from mpidist.comm.recorder.ring import Ring
 from mpidist.comm.watchdog.dump_signal import DumpSignal
@@ -58,6 +59,16 @@ def test_the_newest_job_is_chosen_and_others_by_their_beginnings(make):
         job_files.chosen("job", found)
     with pytest.raises(MpidistError, match=r"no recording here of job 'x'.*other, job-13, job-12"):
         job_files.chosen("x", found)
+
+
+def test_a_job_is_found_by_the_name_that_it_was_given(make):
+    given = "my job/1"
+    make(launcher_env.job_name({"MPIDIST_JOB": given}, ""))
+    for name in (given, "my j", "my_job_1"):
+        assert job_files.chosen(name, job_files.jobs()).name == "my_job_1"
+    assert [each.job for each in recordings.recordings("my job")] == []
+    make(launcher_env.job_name({"MPIDIST_JOB": "my job"}, ""))
+    assert [each.job for each in recordings.recordings("my job")] == ["my_job"]
 
 
 def test_the_last_start_of_a_job_counts(make, tmp_path):

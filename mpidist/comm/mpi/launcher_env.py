@@ -151,7 +151,12 @@ def job_name(environ: Mapping[str, str], otherwise: str) -> str:
         otherwise: The name of a job without one of its own.
     """
     found = next((environ[name] for name in _JOB_VARIABLES if environ.get(name)), otherwise)
-    return re.sub(r"[^A-Za-z0-9.-]", "_", found)[:80]
+    return in_file_names(found)
+
+
+def in_file_names(job: str) -> str:
+    """Return a job's name as its files have it: "a b" is a_b (pure)."""
+    return re.sub(r"[^A-Za-z0-9.-]", "_", job)[:80]
 
 
 def program_number(environ: Mapping[str, str]) -> int | None:

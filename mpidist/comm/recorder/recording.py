@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpidist.comm.mpi import job_folder
+from mpidist.comm.mpi import job_folder, launcher_env
 from mpidist.comm.mpi.process_start import start_ticks
 from mpidist.comm.recorder import file_format
 from mpidist.comm.recorder.file_format import HEADER, HEADER_BYTES, SLOT, SLOT_BYTES, UNDER_WAY
@@ -206,7 +206,7 @@ def recordings(job: str | None = None) -> list[Recording]:
         return max(found, key=_last_start, default=[])
     if os.sep in job:
         return read_all(Path(job))
-    return read_all(job_folder.path_of(job))
+    return read_all(job_folder.path_of(launcher_env.in_file_names(job)))
 
 
 def read_all(folder: Path) -> list[Recording]:
