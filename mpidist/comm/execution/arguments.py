@@ -180,12 +180,8 @@ def rank(where: str, value: Any, name: str, size: int) -> None:
         TypeError: Not an int.
         ValueError: Outside 0 … W - 1.
     """
-    if type(value) is int and 0 <= value < size:
-        return
-    if (
-        isinstance(value, bool)
-        or not hasattr(value, "__index__")
-        or isinstance(value, torch.Tensor)
+    if type(value) is not int and (
+        isinstance(value, (bool, torch.Tensor)) or not hasattr(value, "__index__")
     ):
         raise TypeError(f"{where} needs {name} to be a rank (int); got {value!r}")
     if not 0 <= value < size:

@@ -3,6 +3,7 @@
 import re
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,7 +32,9 @@ def cases(W):
         ("op and dtype", lambda g: g.all_reduce(F(2), "band"), TypeError, "integers"),
         ("root", lambda g: g.broadcast(F(2), W), ValueError, rf"src in 0 \.\.\. {W - 1}; got {W}"),
         ("negative root", lambda g: g.reduce(F(2), -1), ValueError, "dst in 0"),
-        ("root type", lambda g: g.broadcast(F(2), "0"), TypeError, "rank"),
+        ("root type", lambda g: g.broadcast(F(2), "0"), TypeError, "src to be a rank"),
+        ("bool", lambda g: g.reduce(F(2), False), TypeError, "dst to be a rank"),
+        ("tensor", lambda g: g.isend(F(1), torch.tensor(0)), TypeError, "dst to be a rank"),
         (
             "list length",
             lambda g: g.all_gather([F(2)] * (W + 1), F(2)),
@@ -102,6 +105,13 @@ def test_a_wrong_argument_raises_with_place_and_values(group):
             wrong.append((what, "nothing raised"))
     group.barrier()
     agree(group, not wrong, str(wrong))
+
+
+def test_whole_numbers_of_any_type_are_ranks(group):
+    for root in range(group.size):
+        value = torch.tensor([float(group.rank)])
+        group.broadcast(value, np.int64(root))
+        agree(group, value.item() == root, f"root {root}")
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
