@@ -305,3 +305,20 @@ def test_broadcast_buffers_is_deprecated_where_it_is_in_torch(group):
     is_deprecated = TorchVersion(torch.__version__) >= "2.13"
     agree(group, warned(broadcast_buffers=True) is is_deprecated)
     agree(group, not warned() and not warned(forward_sync_buffers=False))
+
+
+def test_which_modules_communicate_in_the_backward_pass():
+    class Own(torch.nn.Linear):
+        communicates_in_backward = True
+
+    class Refusing(torch.nn.Linear):
+        communicates_in_backward = False
+
+    for part, expected in (
+        (torch.nn.BatchNorm1d(2), False),
+        (torch.nn.SyncBatchNorm(2), True),
+        (Own(2, 2), True),
+        (Refusing(2, 2), False),
+    ):
+        module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(part))
+        assert torch_arguments.communicates_in_backward(module) is expected, part
