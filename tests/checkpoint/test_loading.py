@@ -1,5 +1,6 @@
 """Failed loads: all ranks raise the same error and keep their state."""
 
+import copy
 import re
 import shutil
 import warnings
@@ -159,3 +160,36 @@ def test_shards_of_other_groups_are_refused_before_the_model_changes(group, fold
         words,
     )
     agree(group, same(run.tensors(), before), "the model has changed")
+
+
+class Own(torch.optim.Adam):
+    """Class that is not torch's, and may keep state of any form."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, Own])
+def test_state_of_other_shapes_is_refused_of_torchs_classes(group, folder, kind):
+    def made(rows):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 3)
+        optimizer = kind(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        state = optimizer.state[model.weight]
+        state["exp_avg"] = state["exp_avg"][:rows]
+        return {"model": model, "optimizer": optimizer}
+
+    save(folder, 1, **made(2), group=group)
+    run = made(3)
+    before = copy.deepcopy(run["optimizer"].state_dict())
+    try:
+        load(folder, **run, group=group)
+        caught = ""
+    except CheckpointError as error:
+        caught = str(error)
+    if kind is Own:
+        agree(
+            group, not caught and len(run["optimizer"].state[run["model"].weight]["exp_avg"]) == 2
+        )
+    else:
+        words = "exp_avg of parameter 0 has shape (2, 2), the parameter (3, 2)"
+        agree(group, words in caught and same(run["optimizer"].state_dict(), before), caught)

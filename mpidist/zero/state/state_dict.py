@@ -60,11 +60,6 @@ def assembled(
     return result
 
 
-def is_known(optim: torch.optim.Optimizer) -> bool:
-    """Return whether ``require_fits`` checks this class's state by name and shape."""
-    return type(optim) in state_names.NAMES
-
-
 def require_fits(given: StateDict, groups: Groups, optim: torch.optim.Optimizer) -> None:
     """Refuse a state dict of another model, or of another class of optimizers.
 
