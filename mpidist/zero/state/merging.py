@@ -1,12 +1,11 @@
 """Merge of all ranks' rank-local state dicts into torch's format (pure), for another layout.
 
-State that one rank owns whole is a view of its flat tensor, so a state dict mapped from a file is
-read only when needed.
+Nothing is copied but what several ranks own: state that one rank owns whole is a view of its flat
+tensor, so a state dict mapped from a file is read only when needed.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ import torch
 from mpidist.kernels.view import laid_out
 from mpidist.zero.shards.buffer_plan import BufferPlan
 from mpidist.zero.state.rank_local import RankLocalState, is_rank_local, state_of
-from mpidist.zero.state.shard_state import InFlat, KindKey, StateByNumber, is_outside
+from mpidist.zero.state.shard_state import InFlat, KindKey, StateByNumber
 from mpidist.zero.state.state_dict import assembled
 
 if TYPE_CHECKING:
@@ -50,8 +49,8 @@ def merged(states: Sequence[RankLocalState]) -> StateDict:
                     whole = _elements(kind, [own.get(kind) for own in flats], plan, number)
                     values[name] = laid_out(whole, forms[number])
                 else:
-                    values[name] = value if is_outside(value) else copy.copy(value)
-    return assembled(dict(sorted(found.items())), copy.deepcopy(states[0]["param_groups"]))
+                    values[name] = value
+    return assembled(dict(sorted(found.items())), states[0]["param_groups"])
 
 
 def _require_of_one(states: Sequence[RankLocalState]) -> None:

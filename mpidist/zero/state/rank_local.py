@@ -15,18 +15,13 @@ from mpidist.zero.shards.buffer_plan import BufferPlan, Slot
 from mpidist.zero.shards.groups import ParamGroup
 from mpidist.zero.shards.master_weights import elements_of
 from mpidist.zero.shards.shards import Shards
-from mpidist.zero.state.shard_state import (
-    SEEN_KIND,
-    InFlat,
-    KindKey,
-    ShardState,
-    is_outside,
-)
+from mpidist.zero.state.shard_state import SEEN_KIND, InFlat, KindKey, ShardState
 
 Tensor = torch.Tensor
 FORMAT = "mpidist.zero rank-local 1"
 _CPU = torch.device("cpu")
-# Place of an entry's value: in a flat tensor, among the loose tensors, or in the entry itself.
+# Place of an entry's value: in a flat tensor, among the loose tensors of a state of an earlier
+# version, or in the entry itself.
 FLAT, LOOSE, VALUE = "flat", "loose", "value"
 # A value by name: the kind of its place, and the place or the value itself.
 Entry: TypeAlias = tuple[str, str, Any]
@@ -50,7 +45,7 @@ class RankLocalState(TypedDict):
     layout: Layout
     kinds: list[KindKey]
     flats: list[Tensor]
-    loose: list[Tensor]  # state that is not flat
+    loose: list[Tensor]  # tensors of entries; only earlier versions have put some here
     masters: list[Tensor]
     seen: list[Tensor]  # states of earlier versions have none
     entries: dict[int, list[Entry]]
@@ -65,18 +60,11 @@ def is_rank_local(given: object) -> TypeGuard[RankLocalState]:
 
 def packed(state: ShardState, world_size: int) -> RankLocalState:
     """Return the state dict of a rank; its tensors are the state's."""
-    loose: list[Tensor] = []
-
-    def entry(name: str, value: object) -> Entry:
-        if isinstance(value, InFlat):
-            return name, FLAT, value.kind
-        if is_outside(value):
-            loose.append(value)
-            return name, LOOSE, len(loose) - 1
-        return name, VALUE, value
-
-    entries = {
-        number: [entry(name, value) for name, value in held.items()]
+    entries: dict[int, list[Entry]] = {
+        number: [
+            (name, FLAT, value.kind) if isinstance(value, InFlat) else (name, VALUE, value)
+            for name, value in held.items()
+        ]
         for number, held in state.entries.items()
     }
     return {
@@ -86,7 +74,7 @@ def packed(state: ShardState, world_size: int) -> RankLocalState:
         "layout": layout(state.plans, state.forms, bool(state.masters)),
         "kinds": list(state.kinds),
         "flats": list(state.flats),
-        "loose": loose,
+        "loose": [],
         "masters": list(state.masters),
         "seen": list(state.seen),
         "entries": entries,

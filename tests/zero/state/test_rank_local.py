@@ -8,7 +8,16 @@ import torch
 from mpidist.errors import DisagreementError
 from mpidist.zero.state import rank_local
 from tests.tools.support import agree, raises_on_all
-from tests.zero.stateful import ADAM, SGD, same, same_run, sharded, take_parameters, train
+from tests.zero.stateful import (
+    ADAM,
+    SGD,
+    parameters_of,
+    same,
+    same_run,
+    sharded,
+    take_parameters,
+    train,
+)
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -70,6 +79,39 @@ def test_another_layout_is_refused_by_all_ranks(group):
         and rank_local.is_rank_local(saved)
         and not rank_local.is_rank_local(after),
     )
+
+
+def of_an_earlier_version(state):
+    """Return a state whose tensors outside flat ones are in a list of their own."""
+    loose, entries = [], {}
+    for number, rows in state["entries"].items():
+        entries[number] = found = []
+        for name, where, value in rows:
+            if isinstance(value, torch.Tensor) and value.dim():
+                loose.append(value)
+                where, value = rank_local.LOOSE, len(loose) - 1
+            found.append((name, where, value))
+    return {**state, "entries": entries, "loose": loose}
+
+
+def test_state_that_is_not_flat_comes_back(group):
+    """Moments of Adafactor, which have other shapes than their parameters."""
+    kind = (torch.optim.Adafactor, {"lr": 0.1})
+    source = sharded(group, kind)
+    train(source, range(2))
+    saved = source.rank_local_state_dict()
+    earlier = of_an_earlier_version(saved)
+    ok = saved["loose"] == [] and any(group.all_gather_object(len(earlier["loose"])))
+    targets = [sharded(group, kind) for _ in range(2)]
+    for target, state in zip(targets, (saved, earlier), strict=True):
+        take_parameters(target, source)
+        target.load_state_dict(state)
+    train(source, range(2, 4))
+    for target in targets:
+        train(target, range(2, 4))
+        ok = ok and same(target.rank_local_state_dict(), source.rank_local_state_dict())
+        ok = ok and all(map(torch.equal, parameters_of(target), parameters_of(source)))
+    agree(group, ok, "other state or parameters")
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
