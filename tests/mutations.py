@@ -156,7 +156,7 @@ def is_noticed(tree: Path, files: list[Path]) -> bool:
     mpirun = [str(Path(sys.executable).with_name("mpirun")), "--oversubscribe", "-n", "2"]
     two = [
         *mpirun, sys.executable, "-m", "mpi4py", *pytest, "-o", "faulthandler_timeout=60",
-        "--only-mpi", "--alternate", "-m", f"mpi and {_MARKS}", *names,
+        "--only-mpi", "-m", f"mpi and {_MARKS}", *names,
     ]  # fmt: skip
     for command in (one, two):
         try:
