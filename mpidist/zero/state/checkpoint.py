@@ -229,8 +229,11 @@ def _packed(held: ShardState, piece: Piece | None, value: object) -> object:
 
 def _known(held: ParamState | None, piece: Piece) -> ParamState | None:
     """Return a piece's part of its state; None if it was not loaded."""
+    # Torch reads no values of a tensor without elements.
     if not held or not all(
-        value.is_known for value in held.values() if isinstance(value, PartOfTensor)
+        value.is_known or not value.elements.numel()
+        for value in held.values()
+        if isinstance(value, PartOfTensor)
     ):
         return None
     return {name: _value(value, piece) for name, value in held.items()}

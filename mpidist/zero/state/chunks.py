@@ -39,8 +39,12 @@ def chunks_of(form: torch.Tensor, start: int, stop: int) -> list[Chunk]:
         form: A tensor of the shape and strides; its values are not read.
 
     Returns:
-        At most 2 d - 1 chunks of d dimensions, in the order of their elements.
+        At most 2 d - 1 chunks of d dimensions, in the order of their elements; of a tensor without
+        elements one empty chunk.
     """
+    if not form.numel():
+        # The tensor's place in a checkpoint, which readers of its name look for.
+        return [Chunk((0,) * form.dim(), tuple(form.shape), 0)]
     order = _memory_order(form)
     sizes = [form.shape[dim] for dim in order]
     strides = [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]

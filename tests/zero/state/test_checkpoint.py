@@ -182,6 +182,33 @@ def test_parameters_without_state_and_frozen_ones(group, folder):
     )
 
 
+@pytest.mark.parametrize("partition", ["greedy", "flat"])
+def test_parameters_without_elements_keep_their_state(group, folder, partition):
+    def holder():
+        return torch.nn.ParameterList([torch.ones(3), torch.ones(0), torch.ones(0, 4)])
+
+    source, read, whole_one = holder(), holder(), holder()
+    saving, loading = (
+        OSS(one.named_parameters(), torch.optim.Adam, group, partition=partition, lr=0.1)
+        for one in (source, read)
+    )
+    for _ in range(2):
+        for parameter in source:
+            parameter.grad = torch.ones_like(parameter)
+        saving.step()
+    dcp.save({"optimizer": saving.sharded_state_dict()}, checkpoint_id=folder)
+    content = {"optimizer": loading.sharded_state_dict()}
+    dcp.load(content, checkpoint_id=folder)
+    loading.load_sharded_state_dict(content["optimizer"])
+    loaded, saved = (one.state_dict(all_ranks=True) for one in (loading, saving))
+    agree(group, same(loaded["state"], saved["state"]) and len(saved["state"]) == 3)
+    plain = torch.optim.Adam(whole_one.named_parameters(), lr=0.1)
+    content = {"optimizer": get_optimizer_state_dict(whole_one, plain)}
+    dcp.load(content, checkpoint_id=folder)
+    set_optimizer_state_dict(whole_one, plain, content["optimizer"])
+    agree(group, same(plain.state_dict()["state"], saved["state"]), "into torch's")
+
+
 def test_parameters_of_two_modules_that_name_them_alike(group, folder):
     def optimizer(seed):
         torch.manual_seed(seed)

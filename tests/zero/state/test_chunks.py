@@ -38,3 +38,11 @@ def test_a_tensor_with_gaps_lies_in_the_order_of_its_dimensions():
     (chunk,) = chunks_of(form, 0, 12)
     assert chunk == ((0, 0), (3, 4), 0)
     assert torch.equal(view_of(chunk, form, torch.arange(12), 0), torch.arange(12).view(3, 4))
+
+
+def test_a_tensor_without_elements_is_one_empty_chunk():
+    for shape in ((0,), (0, 4), (3, 0, 2)):
+        (chunk,) = chunks_of(torch.empty(shape), 0, 0)
+        assert chunk == ((0,) * len(shape), shape, 0)
+        assert view_of(chunk, torch.empty(shape), torch.empty(0), 0).shape == shape
+    assert chunks_of(torch.empty(3), 2, 2) == []
