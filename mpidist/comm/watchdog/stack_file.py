@@ -16,12 +16,12 @@ import faulthandler
 import os
 import signal
 import threading
-import weakref
 from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
 
 from mpidist.comm.watchdog import thread_stacks
+from mpidist.weak_registry import WeakRegistry
 
 _NUMBER = signal.SIGUSR2
 _PREFIX = "stacks"
@@ -139,11 +139,11 @@ def _ignore(number: int, frame: FrameType | None) -> None:
     pass
 
 
-_files: weakref.WeakSet[StackFile] = weakref.WeakSet()
+_files: WeakRegistry[StackFile] = WeakRegistry()
 
 
 def _leave_all_to_parent() -> None:
-    for file in list(_files):
+    for file in _files.alive():
         file.leave_to_parent()
 
 
