@@ -22,6 +22,10 @@ class WeakRegistry(Generic[T]):
         """Add an object, which is compared by identity or as its class does."""
         self._entries[entry] = None
 
+    def discard(self, entry: T) -> None:
+        """Remove an object, if it is there."""
+        self._entries.pop(entry, None)
+
     def alive(self) -> list[T]:
         """Return the objects that still exist."""
         # keyrefs() copies the keys without executing Python, so no other thread runs within it.

@@ -80,6 +80,9 @@ def test_entries_have_their_order_and_go_when_nobody_holds_them():
     del entries[1:3], entry
     gc.collect()
     assert registry.alive() == entries and len(entries) == 3
+    for _ in range(2):
+        registry.discard(entries[1])
+    assert registry.alive() == [entries[0], entries[2]]
 
 
 def test_the_package_lists_no_weak_set():

@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -41,6 +40,7 @@ from mpidist.comm.recorder.file_format import (
     SLOT_WORDS,
 )
 from mpidist.file_errors import naming
+from mpidist.weak_registry import WeakRegistry
 
 SLOTS = 4096
 _KEPT = 64
@@ -418,24 +418,29 @@ class Ring:
         )
 
 
-_rings: weakref.WeakSet[Ring] = weakref.WeakSet()
-_forked: list[Ring] = []  # whose locks the thread that forks holds
+_rings: WeakRegistry[Ring] = WeakRegistry()
+# Held while a thread forks. A signal's handler may fork within it.
+_fork_lock = threading.RLock()
+_forked: list[list[Ring]] = []  # for each fork under way the rings whose locks its thread holds
 
 
 def _acquire_all() -> None:
+    _fork_lock.acquire()
     # A lock that another thread held would be held for ever in the child, which lacks the thread.
-    _forked[:] = _rings
-    for ring in _forked:
+    rings = _rings.alive()
+    for ring in rings:
         ring.acquire()
+    _forked.append(rings)
 
 
 def _release_all() -> None:
-    while _forked:
-        _forked.pop().release()
+    for ring in _forked.pop():
+        ring.release()
+    _fork_lock.release()
 
 
 def _leave_all_to_parent() -> None:
-    for ring in _forked:
+    for ring in _forked[-1]:
         ring.leave_to_parent()
     _release_all()
 

@@ -13,8 +13,9 @@ import contextlib
 import os
 import signal
 import threading
-import weakref
 from types import FrameType
+
+from mpidist.weak_registry import WeakRegistry
 
 _NUMBER = signal.SIGUSR2
 _INTERRUPTS = frozenset({signal.SIGINT, signal.SIGTERM})
@@ -75,11 +76,11 @@ def _ignore(number: int, frame: FrameType | None) -> None:
     pass
 
 
-_installed: weakref.WeakSet[DumpSignal] = weakref.WeakSet()
+_installed: WeakRegistry[DumpSignal] = WeakRegistry()
 
 
 def _leave_all_to_parent() -> None:
-    for request in list(_installed):
+    for request in _installed.alive():
         request.leave_to_parent()
 
 

@@ -245,4 +245,27 @@ def test_a_forked_child_stores_nothing_in_its_parents_memory(tmp_path, in_file):
     end(slow)
     assert made.copied_slots() != before[file_format.HEADER_BYTES :]
     made.close()
-    assert made not in ring._rings
+    assert made not in ring._rings.alive()
+
+
+def test_threads_that_fork_at_once_leave_no_lock(tmp_path):
+    made = Ring(None, slots=64)
+    statuses = []
+
+    def fork():
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            statuses.append(os.waitpid(child, 0)[1])
+
+    threads = [threading.Thread(target=fork) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    taken = []
+    other = threading.Thread(target=lambda: taken.append(made._lock.acquire(timeout=30)))
+    other.start()
+    other.join()
+    assert taken == [True] and statuses == [0] * 80 and not ring._forked
