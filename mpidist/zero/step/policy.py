@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,23 +19,11 @@ from mpidist.zero.step.join import UnevenInputs
 _IS_JOINING = "_mpidist_is_joining"
 
 
-class Turn(enum.Enum):
-    """Caller whose ``step()`` takes the next step.
-
-    A stepping hook changes no turn: it steps its buckets, and ``step()`` the rest.
-    """
-
-    USER = enum.auto()
-    BACKWARD = enum.auto()  # the end of the next backward pass; the user's step() does nothing
-    ENDING_BACKWARD = enum.auto()  # during the call at the end of a backward pass
-    JOINED = enum.auto()  # during the call of a rank without inputs, for the other ranks' step
-
-
 class StepPolicy:
     """Steps of one sharded optimizer: at the user's call, in the backward pass, or in a join.
 
-    ``complete_after`` gives the turn from the user to the end of the backward pass for good. The
-    calls there, and those of a rank without inputs, have their own turn while they last.
+    A stepping hook steps its buckets, and ``step()`` the rest. After ``complete_after`` the end of
+    each backward pass calls ``step()``, and the user's calls do nothing.
 
     Args:
         parameter_groups: Of all parameters.
@@ -48,7 +34,8 @@ class StepPolicy:
     def __init__(
         self, parameter_groups: Groups, shards: Shards, optim: torch.optim.Optimizer
     ) -> None:
-        self._turn = Turn.USER
+        self._completes_backward = False  # from ``complete_after`` on
+        self._is_joined = False  # during the call of a rank without inputs
         self._groups = parameter_groups
         self._optim = optim
         self._make_backward_steps = partial(BackwardSteps, parameter_groups, shards, optim)
@@ -63,41 +50,36 @@ class StepPolicy:
         Args:
             optimizer: The sharded optimizer.
             before_step: As its attribute.
+
+        Raises:
+            RuntimeError: The parameters' module is within ``DistributedDataParallel.join``, which
+                was not given the optimizer: ranks without inputs would not take part in the step.
         """
-        turn, steps = self._turn, self._backward_steps
-        if turn is Turn.BACKWARD and steps is not None and not steps.has_begun:
+        if self._is_joined:
+            self._inputs.exchange(has_inputs=False)
+            return True
+        steps = self._backward_steps
+        # At the end of a backward pass its buckets have begun the step.
+        if self._completes_backward and steps is not None and not steps.has_begun:
             warnings.warn(
                 "step() does nothing: the backward pass takes the step (hook_with_zero_step)",
                 stacklevel=4,
             )
             return False
-        is_joined = turn is Turn.JOINED
-        if is_joined:
-            self._inputs.exchange(has_inputs=False)
-            return True
         if before_step is not None:
             before_step()
         else:
-            self._require_named()
+            for group in self._groups:
+                if group["params"] and hasattr(group["params"][0], _IS_JOINING):
+                    raise RuntimeError(
+                        "a sharded optimizer steps within DistributedDataParallel.join, which was "
+                        "not given it; ranks without inputs could not take part: pass "
+                        "join(optimizers=[optimizer])"
+                    )
             Join.notify_join_context(optimizer)
         if before_step is not None or optimizer._join_config.enable:
             self._inputs.exchange(has_inputs=True)
         return True
-
-    def _require_named(self) -> None:
-        """Refuse a step within ``DistributedDataParallel.join`` that was not given the optimizer.
-
-        Raises:
-            RuntimeError: The parameters' module is within ``join``: ranks without inputs would not
-                take part in the step.
-        """
-        for group in self._groups:
-            if group["params"] and hasattr(group["params"][0], _IS_JOINING):
-                raise RuntimeError(
-                    "a sharded optimizer steps within DistributedDataParallel.join, which was not "
-                    "given it; ranks without inputs could not take part: pass "
-                    "join(optimizers=[optimizer])"
-                )
 
     def step(self, **kwargs: Any) -> Any:
         """Step this rank's pieces, but those that the backward pass has stepped.
@@ -122,13 +104,12 @@ class StepPolicy:
 
     def complete_after(self, module: torch.nn.Module, step: Callable[[], object]) -> None:
         """Call ``step`` at the end of each backward pass of ``module`` that averages."""
-        self._turn = Turn.BACKWARD
+        self._completes_backward = True
         module.register_forward_hook(BackwardEndHook(partial(self._complete, step)))
 
     def _complete(self, step: Callable[[], object]) -> None:
         if self._backward_steps is not None and self._backward_steps.has_begun:
-            with self._calling(Turn.ENDING_BACKWARD):
-                step()
+            step()
 
     def refusal(self) -> Exception | None:
         """Return the error of a step with a closure, or None."""
@@ -154,17 +135,12 @@ class StepPolicy:
 
     def step_joined(self, step: Callable[[], object]) -> None:
         """Call ``step`` as a rank without inputs. Collective: over the group."""
-        with self._calling(Turn.JOINED):
+        self._is_joined = True
+        try:
             step()
+        finally:
+            self._is_joined = False
 
     def end_joined(self) -> None:
         """Restore this rank's own gradients."""
         self._inputs.restore()
-
-    @contextmanager
-    def _calling(self, turn: Turn) -> Iterator[None]:
-        before, self._turn = self._turn, turn
-        try:
-            yield
-        finally:
-            self._turn = before

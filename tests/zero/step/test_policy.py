@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpidist.zero.step import policy as policies
-from mpidist.zero.step.policy import StepPolicy, Turn
+from mpidist.zero.step.policy import StepPolicy
 
 
 class Optimizer:
@@ -64,7 +64,7 @@ def test_the_end_of_the_backward_pass_takes_the_step_in_the_users_place(exchange
     policy = policy_of(optim)
 
     def step():
-        entered.append((policy._turn, policy.enters(optim, None)))
+        entered.append(policy.enters(optim, None))
         policy.step()
 
     policy.complete_after(module, step)
@@ -77,21 +77,25 @@ def test_the_end_of_the_backward_pass_takes_the_step_in_the_users_place(exchange
     output = module(torch.ones(2)).sum()
     steps.record_bucket([module.weight])
     output.backward()
-    assert entered == [(Turn.ENDING_BACKWARD, True)] and policy._turn is Turn.BACKWARD
+    assert entered == [True]
+    with pytest.warns(UserWarning, match=r"step\(\) does nothing"):
+        assert not policy.enters(optim, None)
     steps.record_bucket([module.weight])
     assert policy.enters(optim, None)  # a pass that was not ended
 
 
 def test_a_rank_without_inputs_takes_the_step_of_the_others(exchanges):
-    optim, turns = Optimizer(), []
+    optim, entered = Optimizer(), []
     policy = policy_of(optim)
     policy.complete_after(torch.nn.Linear(2, 1), lambda: None)
     policy.stepping_hook(lambda state, bucket: None)
-    policy.step_joined(lambda: turns.append((policy._turn, policy.enters(optim, None))))
-    assert turns == [(Turn.JOINED, True)] and exchanges == [False]
+    policy.step_joined(lambda: entered.append(policy.enters(optim, None)))
+    assert entered == [True] and exchanges == [False]
     with pytest.raises(ZeroDivisionError):
         policy.step_joined(lambda: 1 / 0)
-    assert policy._turn is Turn.BACKWARD
+    with pytest.warns(UserWarning, match=r"step\(\) does nothing"):
+        assert not policy.enters(optim, None)
+    assert exchanges == [False]
 
 
 def test_a_rank_with_inputs_says_so_to_the_others(exchanges):
