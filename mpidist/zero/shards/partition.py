@@ -6,7 +6,8 @@ Letters: W ranks.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 import torch
 
@@ -23,21 +24,11 @@ Cost = Callable[[torch.Tensor], float]
 def greedy(sizes: Sequence[int], loads: Sequence[float]) -> tuple[list[int], list[float]]:
     """Assign each parameter, in their order, to the rank with the smallest load.
 
-    Args:
-        sizes: Elements of each parameter; 1 for a frozen one.
-        loads: Elements that each rank has already.
-
-    Returns:
-        The owner of each parameter, and the ranks' loads afterwards.
+    Arguments and result as of ``balanced``.
 
     Source: the rule of FairScale's ``OSS.partition_parameters``.
     """
-    owners, sums = [], list(loads)
-    for size in sizes:
-        rank = sums.index(min(sums))
-        owners.append(rank)
-        sums[rank] += size
-    return owners, sums
+    return _assigned(range(len(sizes)), sizes, loads)
 
 
 def balanced(costs: Sequence[float], loads: Sequence[float]) -> tuple[list[int], list[float]]:
@@ -55,9 +46,16 @@ def balanced(costs: Sequence[float], loads: Sequence[float]) -> tuple[list[int],
     Source: R. L. Graham, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17 (1969):
     the rule LPT.
     """
+    return _assigned(sorted(range(len(costs)), key=lambda index: -costs[index]), costs, loads)
+
+
+def _assigned(
+    order: Iterable[int], costs: Sequence[float], loads: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """Assign parameters in an order, each to the first rank with the smallest load."""
     owners, heap = [0] * len(costs), [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
-    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+    for index in order:
         load, rank = heap[0]
         owners[index] = rank
         heapq.heapreplace(heap, (load + costs[index], rank))
@@ -128,11 +126,7 @@ def cost_of(cost: str | Cost | None, optim: type) -> Cost:
         cost = "matrix" if any(base.__name__ in _OF_MATRICES for base in optim.__mro__) else "bytes"
     if cost not in ("bytes", "matrix"):
         raise ValueError(f'cost is "bytes", "matrix" or a function of a parameter; got {cost!r}')
-    return _bytes if cost == "bytes" else _products
-
-
-def _bytes(parameter: torch.Tensor) -> float:
-    return parameter.nbytes
+    return attrgetter("nbytes") if cost == "bytes" else _products
 
 
 def _products(parameter: torch.Tensor) -> float:
