@@ -58,7 +58,7 @@ class ZeroRedundancyOptimizer(OSS):
         self._overlap_with_ddp = overlap_with_ddp
         # Checked when OSS iterates over them, where it reports errors to all ranks. OSS itself
         # refuses a tensor.
-        checked = params if isinstance(params, torch.Tensor) else _Checked(params)
+        checked = params if isinstance(params, torch.Tensor) else _checked(params)
         super().__init__(checked, optimizer_class, process_group, **defaults)
 
     @property
@@ -104,33 +104,23 @@ def hook_with_zero_step(
 hook_with_zero_step_interleaved = hook_with_zero_step
 
 
-class _Checked:
-    """Parameters with the checks of torch's class, made on iteration."""
-
-    def __init__(self, params: ParamsT) -> None:
-        self._params = params
-
-    def __iter__(self) -> Iterator[Any]:
-        try:
-            found = list(self._params)
-        except TypeError as error:
-            raise TypeError(
-                "params must be an iterable of tensors or dicts; got "
-                f"{torch.typename(self._params)}"
-            ) from error
-        if not found:
-            raise ValueError("ZeroRedundancyOptimizer got an empty parameter list")
-        kinds = {
-            dict
-            if isinstance(each, dict)
-            else torch.Tensor
-            if isinstance(each, torch.Tensor)
-            else type(each)
-            for each in found
-        }
-        if len(kinds) > 1 or kinds.isdisjoint({dict, torch.Tensor, tuple}):
-            raise TypeError(
-                "params must be an iterable of tensors, of (name, tensor) pairs or of dicts; got "
-                + ", ".join(sorted(kind.__name__ for kind in kinds))
-            )
-        return iter(found)
+def _checked(params: ParamsT) -> Iterator[Any]:
+    """Yield parameters with the checks of torch's class, made at the first one."""
+    try:
+        found = list(params)
+    except TypeError as error:
+        raise TypeError(
+            f"params must be an iterable of tensors or dicts; got {torch.typename(params)}"
+        ) from error
+    if not found:
+        raise ValueError("ZeroRedundancyOptimizer got an empty parameter list")
+    kinds = {
+        next((kind for kind in (dict, torch.Tensor) if isinstance(each, kind)), type(each))
+        for each in found
+    }
+    if len(kinds) > 1 or kinds.isdisjoint({dict, torch.Tensor, tuple}):
+        raise TypeError(
+            "params must be an iterable of tensors, of (name, tensor) pairs or of dicts; got "
+            + ", ".join(sorted(kind.__name__ for kind in kinds))
+        )
+    yield from found
