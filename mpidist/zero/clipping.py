@@ -71,18 +71,10 @@ def clip(
     ]
     norms = _norms([each for each in dense if each.numel()], norm_type, device)
     if math.isinf(norm_type):
-        total = (
-            torch.stack(norms).max()
-            if norms
-            else torch.zeros((), dtype=torch.float64, device=device)
-        )
+        total = norms.max()
         group.all_reduce(total, MAX)
     else:
-        total = (
-            (torch.stack(norms) ** norm_type).sum()
-            if norms
-            else torch.zeros((), dtype=torch.float64, device=device)
-        )
+        total = (norms**norm_type).sum()
         group.all_reduce(total, SUM)
         total = total ** (1 / norm_type)
     scale = (max_norm / (total + _TINY)).clamp(max=1.0)
@@ -90,7 +82,8 @@ def clip(
     # makes all gradients NaN.
     for indices in _by_kind([gradient for _, gradient in own]):
         gradients = [own[index][1] for index in indices]
-        factor = scale.to(gradients[0].device, _real(gradients[0].dtype))
+        dtype = gradients[0].dtype
+        factor = scale.to(gradients[0].device, dtype.to_real() if dtype.is_complex else dtype)
         if gradients[0].layout is torch.strided:
             torch._foreach_mul_(gradients, factor)
         else:
@@ -101,16 +94,17 @@ def clip(
     return total
 
 
-def _norms(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> list[Tensor]:
-    """Return the norm of each tensor, in fp64 on ``device``; some launches for each kind."""
-    norms: list[Tensor | None] = [None] * len(tensors)
+def _norms(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Return the norm of each tensor, or one 0, in fp64 on ``device``; some launches a kind."""
+    norms: dict[int, Tensor] = {}
     for indices in _by_kind(tensors):
         alike = [tensors[index] for index in indices]
-        found = torch._foreach_norm(alike, norm_type, dtype=_wide(alike[0].dtype))
-        together = torch.stack(found).to(device, torch.float64)
-        for index, norm in zip(indices, together.unbind(), strict=True):
-            norms[index] = norm
-    return [norm for norm in norms if norm is not None]
+        wide = torch.float32 if alike[0].dtype in (torch.float16, torch.bfloat16) else None
+        found = torch.stack(torch._foreach_norm(alike, norm_type, dtype=wide))
+        norms |= zip(indices, found.to(device, torch.float64).unbind(), strict=True)
+    if not norms:
+        return torch.zeros(1, dtype=torch.float64, device=device)
+    return torch.stack([norms[index] for index in range(len(tensors))])
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
@@ -119,11 +113,3 @@ def _by_kind(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
     for index, tensor in enumerate(tensors):
         indices[tensor.device, tensor.dtype, tensor.layout].append(index)
     return indices.values()
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype | None:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
