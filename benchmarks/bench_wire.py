@@ -19,6 +19,7 @@ from harness.goals import Goal, judge
 from harness.job import Job
 from mpidist.kernels.quantize import blocks_in, dequantize_add, quantize_change
 from mpidist.zero.wire.formats import wire_of
+from mpidist.zero.wire.int8 import section_nbytes
 from mpidist.zero.wire.wire import Wire
 
 _NUMEL = 1 << 23
@@ -123,7 +124,7 @@ def main() -> None:
         series = timing.time_rounds(job.raw, contenders, options.rounds, options.burst_s)
         result = report.result_of("share", options.numel, 4 * options.numel, series)
         for name, values in result["contenders"].items():
-            values["bytes_of_a_rank"] = _nbytes(name, wires, shared.bounds)
+            values["bytes_of_a_rank"] = _nbytes(name, shared.bounds)
         if job.is_first:
             print(report.table([result]), flush=True)
             is_judged = device.type == "cuda" and job.about["nodes"] == 1 and not options.link
@@ -138,10 +139,16 @@ def main() -> None:
             job.write(options.output, "wire", fields, verdicts, parts)
 
 
-def _nbytes(name: str, wires: dict[str, Any], bounds: list[int]) -> int:
+def _nbytes(name: str, bounds: list[int]) -> int:
+    """Return the most bytes that a rank sends and receives; 0 for one rank."""
     if name == _ALONE:
         return 0
-    return 2 * wires["bf16"].nbytes(bounds) if name == "fp32" else wires[name].nbytes(bounds)
+    parts = [stop - start for start, stop in pairwise(bounds)]
+    sizes = [
+        section_nbytes(part) if name == "int8" else part * (4 if name == "fp32" else 2)
+        for part in parts
+    ]
+    return sum(sizes) + (len(sizes) - 2) * max(sizes)
 
 
 def _arguments() -> argparse.Namespace:

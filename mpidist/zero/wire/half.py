@@ -55,17 +55,10 @@ class HalfWire(Wire):
     def _exchange(self, group: Group, master: Tensor, flat: Tensor, bounds: Sequence[int]) -> None:
         if flat.dtype is self.dtype:
             shards = [flat[start:stop] for start, stop in pairwise(bounds)]
-            own = shards[group.rank]
-            if own.data_ptr() != master.data_ptr():
-                own.copy_(master)
-            group.all_gather(shards, own)
+            group.all_gather(shards, shards[group.rank].copy_(master))
         elif bounds[-1] > bounds[0]:
             nbytes = (bounds[-1] - bounds[0]) * self.dtype.itemsize
             narrow = self._scratch.take(nbytes, flat.device).view(self.dtype)
             parts = narrow.split([stop - start for start, stop in pairwise(bounds)])
             group.all_gather(parts, parts[group.rank].copy_(master))
             flat[bounds[0] : bounds[-1]].copy_(narrow)
-
-    def nbytes_of(self, numel: int) -> int:
-        """Return the bytes of ``numel`` elements on the wire."""
-        return self.dtype.itemsize * numel

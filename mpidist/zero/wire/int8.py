@@ -95,10 +95,6 @@ class Int8Wire(Wire):
         tuned = group.tuning_table(device).segment_numel(longest_shard(bounds))
         return tuned or unmeasured_segment(device, group.size)
 
-    def nbytes_of(self, numel: int) -> int:
-        """Return the bytes of ``numel`` elements: integers and scales, each padded to 16."""
-        return section_nbytes(numel)
-
 
 def longest_shard(bounds: Sequence[int]) -> int:
     """Return the elements of the longest shard."""
@@ -127,7 +123,7 @@ def segments_of(bounds: Sequence[int], segment_numel: int) -> list[list[tuple[in
 
 
 def section_nbytes(numel: int) -> int:
-    """Return the bytes of ``numel`` elements on the wire: integers and scales, padded to 16."""
+    """Return the bytes of ``numel`` elements: integers and scales, each padded to 16."""
     return _padded(numel) + _padded(4 * blocks_in(numel))
 
 

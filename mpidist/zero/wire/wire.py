@@ -97,16 +97,6 @@ class Wire(ABC):
     def _exchange(self, group: Group, master: Tensor, flat: Tensor, bounds: Sequence[int]) -> None:
         """Send and receive, between at least 2 ranks; arguments as of ``share``, and checked."""
 
-    def nbytes(self, bounds: Sequence[int]) -> int:
-        """Return the most bytes that a rank sends and receives in one ``share``; 0 at W = 1."""
-        sizes = [self.nbytes_of(stop - start) for start, stop in pairwise(bounds)]
-        largest = max(sizes)
-        return sum(sizes) - largest + (len(sizes) - 1) * largest
-
-    @abstractmethod
-    def nbytes_of(self, numel: int) -> int:
-        """Return the bytes of ``numel`` elements on the wire."""
-
 
 class Scratch:
     """Memory kept between calls: one block for each thread and stream, of the largest size so far.
