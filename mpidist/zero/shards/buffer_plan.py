@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -98,10 +97,6 @@ class BufferPlan:
             lengths = [min(max(bound - offset, 0), length) for offset, length, _ in moved]
             bounds.append(sum(lengths))
         return BufferPlan(dtype, device, tuple(slots), (*bounds, at))
-
-    def parts(self) -> list[tuple[int, int]]:
-        """Return the first and the end element of each rank's shard."""
-        return list(pairwise(self.bounds))
 
 
 def padded(numel: int) -> int:

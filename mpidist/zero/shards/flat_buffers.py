@@ -6,6 +6,7 @@ Letters: W ranks; N elements of a buffer.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -22,7 +23,7 @@ class FlatBuffers:
     """Memory of some parameters: one flat buffer for each plan.
 
     Collective: constructed by all ranks of the group with the same plans; the parameters do not
-    move until ``place_parameters``.
+    move until ``place``.
 
     Args:
         parameters: By number; at least those in the plans.
@@ -50,16 +51,26 @@ class FlatBuffers:
         }
         self._memories: list[ShardMemory] = []  # one for each device
         self._gathers: list[Callable[[], None]] = []
-        self._starts = [0] * len(plans)  # first byte of each plan in its memory
         flats: dict[int, Tensor] = {}
         for device in dict.fromkeys(plan.device for plan in plans):
-            indices = [index for index, plan in enumerate(plans) if plan.device == device]
-            memory = self._allocated(device, indices, one_copy)
-            self._memories.append(memory)
-            self._gathers.append(memory.prepare(self._byte_ranges(indices)))
-            for index in indices:
-                start, plan = self._starts[index], plans[index]
+            alike = {index: plan for index, plan in enumerate(plans) if plan.device == device}
+            nbytes = sum(plan.nbytes for plan in alike.values())
+            memory = (
+                shard_memory.allocate(group, nbytes, one_copy)
+                if device.type == "cpu"
+                else shard_memory.on_device(group, nbytes, device)
+            )
+            ranges: list[list[tuple[int, int]]] = [[] for _ in range(group.size)]
+            start = 0  # the plan's first byte
+            for index, plan in alike.items():
                 flats[index] = memory.own[start : start + plan.nbytes].view(plan.dtype)
+                for found, part in zip(ranges, pairwise(plan.bounds), strict=True):
+                    first, end = (start + bound * plan.dtype.itemsize for bound in part)
+                    found.append((first, end))
+                # No padding is needed: 64 elements are a multiple of every dtype's size.
+                start += plan.nbytes
+            self._memories.append(memory)
+            self._gathers.append(memory.prepare(ranges))
         self.flats = [flats[index] for index in range(len(plans))]
         self.is_one_copy = any(memory.is_one_copy for memory in self._memories)
         self._views = {
@@ -72,27 +83,11 @@ class FlatBuffers:
         }
         self._addresses: dict[int, int] = {}  # of the parameters in their places
 
-    def _allocated(
-        self, device: torch.device, indices: Sequence[int], one_copy: bool
-    ) -> ShardMemory:
-        nbytes = 0
-        # Plans need no padding: 64 elements are a multiple of every dtype's size.
-        for index in indices:
-            self._starts[index] = nbytes
-            nbytes += self.plans[index].nbytes
-        if device.type == "cpu":
-            return shard_memory.allocate(self._group, nbytes, one_copy)
-        return shard_memory.on_device(self._group, nbytes, device)
-
-    def place_parameters(self) -> None:
-        """Move all parameters to their places, with their values.
+    def place(self, numbers: Collection[int]) -> None:
+        """Move some parameters to their places, with their values.
 
         Collective: over the group. One copy of a node gets the values of the node's first rank.
         """
-        self.place(self._views)
-
-    def place(self, numbers: Collection[int]) -> None:
-        """Move some parameters to their places, with their values. Collective: over the group."""
         if not self.is_one_copy or self._memories[0].leads:
             for number in numbers:
                 self._views[number].copy_(self._parameters[number].detach())
@@ -157,15 +152,6 @@ class FlatBuffers:
         """
         for gather in self._gathers:
             gather()
-
-    def _byte_ranges(self, indices: Sequence[int]) -> list[list[tuple[int, int]]]:
-        """Return for each rank the byte ranges of its shard of each plan, in the plans' memory."""
-        ranges: list[list[tuple[int, int]]] = [[] for _ in range(self._group.size)]
-        for index in indices:
-            start, size = self._starts[index], self.plans[index].dtype.itemsize
-            for rank, (first, end) in enumerate(self.plans[index].parts()):
-                ranges[rank].append((start + first * size, start + end * size))
-        return ranges
 
 
 def in_memory_order(tensor: Tensor, parameter: Tensor) -> Tensor:

@@ -142,8 +142,9 @@ class Shards:
         """
         pending, self._pending = self._pending, []
         for buffers in pending:
-            buffers.place_parameters()
-            self._placed.update(slot.number for plan in buffers.plans for slot in plan.slots)
+            numbers = [slot.number for plan in buffers.plans for slot in plan.slots]
+            buffers.place(numbers)
+            self._placed.update(numbers)
         self._note_placed()
         self.masters.renew(self.pieces)
 
