@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 from torch.distributed.algorithms.join import Joinable
@@ -44,7 +44,6 @@ from mpidist.zero.step.join import StepHook
 from mpidist.zero.step.parameter_changes import ParameterChanges
 from mpidist.zero.step.policy import StepPolicy
 from mpidist.zero.wire.formats import wire_of
-from mpidist.zero.wire.wire import Wire
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT, StateDict
@@ -152,17 +151,25 @@ class OSS(torch.optim.Optimizer, Joinable):
             chosen = wire_of("fp16" if broadcast_fp16 and wire is None else wire)
             groups.require_carried(self.param_groups, chosen)
             used = chosen if self.world_size > 1 else None  # one rank sends nothing
-            self._shards = _shards_of(
-                self.group, self.param_groups, partition, chosen_cost, one_copy, used
-            )
+            if one_copy and used is not None:
+                raise ValueError(
+                    "one_copy=True and wire= exclude each other: with a wire each rank keeps its "
+                    "own copy of the rounded parameters"
+                )
+            groups.require_host_memory(self.param_groups if one_copy else [])
+            groups.require_whole(self.param_groups)
+            groups.require_distinct(self.param_groups)
+            shares_copy = one_copy and self.world_size > 1
+            shards = self._shards = Shards(self.group, partition, chosen_cost, shares_copy, used)
+            for each in self.param_groups:
+                shards.add(each["params"])
             named_cost = cost if isinstance(cost, str) else None
             rows += [
                 ("arguments", (optim.__name__, partition, named_cost, one_copy, str(wire))),
                 ("defaults", groups.text(defaults)),
                 *groups.rows(self.param_groups),
-                ("owners", tuple(self._shards.owners)),
+                ("owners", tuple(shards.owners)),
             ]
-        shards = self._shards
         with autograd_mode.allocating(), torch.no_grad():
             shards.make()
             self._local = LocalOptimizer(optim, defaults, self.param_groups, shards)
@@ -175,7 +182,7 @@ class OSS(torch.optim.Optimizer, Joinable):
             self._code = torch.zeros(1, dtype=torch.int32, device="cpu")
         self.defaults = dict(self.optim.defaults)  # schedulers read momentum or betas there
         self._changes = ParameterChanges(
-            self.group, self.param_groups, shards, self._local, one_copy, self._code
+            self.param_groups, shards, self._local, one_copy, self._code
         )
         self._policy = StepPolicy(self.param_groups, shards, self.optim)
         self._consolidation = Consolidation(self.group)
@@ -529,7 +536,8 @@ class OSS(torch.optim.Optimizer, Joinable):
             pre_hook(self)
         if all_ranks:
             self.consolidate_state_dict(-1)
-        result = state_dicts.packed(self.param_groups, self._consolidation.result(self.rank))
+        state = self._consolidation.result(self.rank)
+        result = state_dicts.assembled(state, groups.packed(self.param_groups))
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, result)
             if changed is not None:
@@ -600,8 +608,27 @@ class OSS(torch.optim.Optimizer, Joinable):
             DisagreementError: Another rank refused, or ranks give different settings; nothing has
                 been loaded.
         """
+        where, shards, given = "OSS.load_state_dict", self._shards, cast("Any", state_dict)
         with autograd_mode.allocating(), torch.no_grad():
-            self._load(state_dict)
+            is_local = rank_local.is_rank_local(given)
+            with comparing(self.group, where) as rows:
+                given = dict(given) if isinstance(given, Mapping) else given
+                for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                    changed = pre_hook(self, given)
+                    given = given if changed is None else changed
+                rows.append(("rank-local", is_local))
+                if is_local:
+                    rank_local.require_fits(given, shards)
+                else:
+                    state_dicts.require_fits(given, self.param_groups, self.optim)
+                    rows.append(("state of", state_dicts.summary(given)))
+                rows += [("group", groups.text(group)) for group in given["param_groups"]]
+            if is_local:
+                self._local.load(where, lambda: rank_local.shard_of(given, shards))
+            else:
+                self._local.load(where, lambda: state_dicts.shard_of(given, shards))
+            for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+                post_hook(self)
 
     def load_sharded_state_dict(self, state_dict: StateDict) -> None:
         """Load a ``sharded_state_dict`` after ``torch.distributed.checkpoint.load`` has filled it.
@@ -628,31 +655,10 @@ class OSS(torch.optim.Optimizer, Joinable):
                 ),
             )
 
-    def _load(self, given: Any) -> None:
-        where, shards = "OSS.load_state_dict", self._shards
-        is_local = rank_local.is_rank_local(given)
-        with comparing(self.group, where) as rows:
-            given = dict(given) if isinstance(given, Mapping) else given
-            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-                changed = pre_hook(self, given)
-                given = given if changed is None else changed
-            rows.append(("rank-local", is_local))
-            if is_local:
-                rank_local.require_fits(given, shards)
-            else:
-                state_dicts.require_fits(given, self.param_groups, self.optim)
-                rows.append(("state of", state_dicts.summary(given)))
-            rows += [("group", groups.text(group)) for group in given["param_groups"]]
-        if is_local:
-            self._local.load(where, lambda: rank_local.shard_of(given, shards))
-        else:
-            self._local.load(where, lambda: state_dicts.shard_of(given, self.param_groups, shards))
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
     def local_state_bytes(self) -> int:
         """Return the bytes of the state that this rank holds."""
-        return self._local.nbytes()
+        values = (value for held in self.optim.state.values() for value in held.values())
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
@@ -665,29 +671,6 @@ class OSS(torch.optim.Optimizer, Joinable):
             "OSS cannot be pickled: save consolidate_state_dict() and state_dict(), load with "
             "load_state_dict()"
         )
-
-
-def _shards_of(
-    group: Group,
-    param_groups: list[ParamGroup],
-    partition: str,
-    cost: Cost,
-    one_copy: bool,
-    wire: Wire | None,
-) -> Shards:
-    """Return the layout of the groups' parameters: numbered, with owners, without buffers."""
-    if one_copy and wire is not None:
-        raise ValueError(
-            "one_copy=True and wire= exclude each other: with a wire each rank keeps its own "
-            "copy of the rounded parameters"
-        )
-    groups.require_host_memory(param_groups if one_copy else [])
-    groups.require_whole(param_groups)
-    groups.require_distinct(param_groups)
-    shards = Shards(group, partition, cost, one_copy and group.size > 1, wire)
-    for each in param_groups:
-        shards.add(each["params"])
-    return shards
 
 
 def _require_current(defaults: dict[str, Any]) -> None:

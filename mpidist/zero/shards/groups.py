@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -42,17 +42,13 @@ def sync(source: Sequence[Settings], target: Sequence[Settings]) -> None:
                 other[key] = value
 
 
-def packed(groups: Groups, keys: Iterable[Hashable] | None = None) -> list[ParamGroup]:
-    """Return copies of the groups with a key for each parameter, in the parameters' order.
-
-    Args:
-        keys: Numbers if None.
-    """
-    remaining = itertools.count() if keys is None else iter(keys)
+def packed(groups: Groups) -> list[ParamGroup]:
+    """Return copies of the groups with numbers for parameters."""
+    numbers = itertools.count()
     return [
         {
             **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
-            "params": list(itertools.islice(remaining, len(group["params"]))),
+            "params": list(itertools.islice(numbers, len(group["params"]))),
         }
         for group in groups
     ]
@@ -166,10 +162,9 @@ def require_carried(groups: Groups, wire: Wire | None) -> None:
         TypeError: The wire does not carry a parameter's dtype.
     """
     if wire is not None:
-        for dtype in dict.fromkeys(
-            p.dtype for group in groups for p in group["params"] if p.requires_grad
-        ):
-            wire.require(dtype)
+        for parameter in (p for group in groups for p in group["params"]):
+            if parameter.requires_grad:
+                wire.require(parameter.dtype)
 
 
 def require_host_memory(groups: Groups) -> None:

@@ -96,25 +96,21 @@ class LocalOptimizer:
     # --- parameters ---
 
     def extend(self, pieces: Iterable[Piece]) -> None:
-        """Add new pieces to the base optimizer's groups."""
-        own = parameter_groups.by_group(self._groups, pieces)
-        for group, tensors in zip(self.optim.param_groups, own, strict=True):
-            group["params"] += tensors
+        """Add new pieces to the base optimizer's groups, and the group that it lacks, if any.
 
-    def add_group(self, pieces: Iterable[Piece]) -> None:
-        """Add new pieces, those of the last group as a new group of the base optimizer.
-
-        Collective: over the group.
+        Collective: over the group, where there is a new group.
 
         Raises:
             Exception: The base optimizer's, on all ranks.
         """
-        *earlier, own = parameter_groups.by_group(self._groups, pieces)
-        for group, tensors in zip(self.optim.param_groups, earlier, strict=True):
+        own = parameter_groups.by_group(self._groups, pieces)
+        present = self.optim.param_groups
+        for group, tensors in zip(present, own, strict=False):
             group["params"] += tensors
-        with raising_on_all(self._shards.group, "OSS.add_param_group"):
-            new = parameter_groups.settings(self._groups[-1])
-            self.optim.add_param_group({**new, "params": own})
+        if len(own) > len(present):
+            with raising_on_all(self._shards.group, "OSS.add_param_group"):
+                new = parameter_groups.settings(self._groups[-1])
+                self.optim.add_param_group({**new, "params": own[-1]})
 
     def convert(self, unchanged: Iterable[Piece]) -> None:
         """Convert state to the pieces' present devices and dtypes, by torch's rules.
@@ -134,15 +130,6 @@ class LocalOptimizer:
     def flatten(self) -> None:
         """Move element-wise state into the flat tensors."""
         self.flat.flatten(self._shards.pieces, self.optim.state, self._shards.sizes())
-
-    def nbytes(self) -> int:
-        """Return the bytes of the state's tensors."""
-        return sum(
-            value.nbytes
-            for held in self.optim.state.values()
-            for value in held.values()
-            if isinstance(value, torch.Tensor)
-        )
 
     def state(self) -> ShardState:
         """Return the state; its tensors are the optimizer's own. Communicates nothing.
@@ -200,7 +187,7 @@ class LocalOptimizer:
                     {key: held.keys() - _OF_MASTERS for key, held in given.entries.items()},
                 )
                 deferred, kept = dict(given.deferred), _deferred_part(given)
-                self._load(self._base_state_dict(given))
+                state_scalars.load(self.optim, self._base_state_dict(given))
         except Exception:
             self.optim.__setstate__({"state": state, "param_groups": settings})
             raise
@@ -234,11 +221,8 @@ class LocalOptimizer:
     def _convert(self) -> None:
         """Convert the state by torch's rules for the pieces' devices and dtypes."""
         state = self.optim.state
-        self._load(self.optim.state_dict())
+        state_scalars.load(self.optim, self.optim.state_dict())
         self._keep(state)
-
-    def _load(self, given: StateDict) -> None:
-        state_scalars.load(self.optim, given)
 
     def _keep(self, state: StateOfTensors) -> None:
         """Move the content of the dict that torch has made in a load into the former one."""
@@ -292,11 +276,10 @@ def owned(value: object, piece: Piece) -> object:
 def _deferred_part(given: ShardState) -> StateByNumber:
     """Return copies of a state's deferred entries, in host memory."""
     return {
-        number: {name: _on_host(value) for name, value in given.entries[number].items()}
+        number: {
+            name: host_values.copy_of(value) if torch.is_tensor(value) else copy.deepcopy(value)
+            for name, value in given.entries[number].items()
+        }
         for number in given.deferred
         if number in given.entries
     }
-
-
-def _on_host(value: object) -> object:
-    return host_values.copy_of(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)

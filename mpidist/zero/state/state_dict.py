@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpidist import state_names
-from mpidist.zero.shards import groups as parameter_groups
 from mpidist.zero.shards.flat_buffers import in_memory_order
 from mpidist.zero.shards.groups import Groups, ParamGroup
 from mpidist.zero.shards.pieces import Piece
@@ -35,11 +34,6 @@ MASTERS, MASTER, SEEN = "masters", "value", "seen"
 # Names of both in that dict, and among a parameter's state.
 MASTER_NAMES = {MASTER: MASTER_KIND, SEEN: SEEN_KIND}
 _NAMES = {kind: name for name, kind in MASTER_NAMES.items()}
-
-
-def packed(groups: Groups, state: StateByNumber) -> StateDict:
-    """Return a state dict: ``state`` by number, and the groups with numbers for parameters."""
-    return assembled(state, parameter_groups.packed(groups))
 
 
 def assembled(
@@ -159,17 +153,16 @@ def _require_masters(masters: object, parameters: Mapping[Hashable, Tensor]) -> 
                 )
 
 
-def shard_of(given: StateDict, groups: Groups, shards: Shards) -> ShardState:
+def shard_of(given: StateDict, shards: Shards) -> ShardState:
     """Return this rank's part of a state dict that fits; its tensors are the state dict's.
 
     Args:
         given: Equal on all ranks.
-        groups: Of all parameters.
     """
-    state, rank = by_number(given, groups), shards.group.rank
+    state, rank = by_number(given), shards.group.rank
     deferred = {number: shards.owners[number] for number in shards.without_piece(state)}
     entries = {number: state[number] for number, owner in deferred.items() if owner == rank}
-    for number, held in by_number(given, groups, MASTERS).items():
+    for number, held in by_number(given, MASTERS).items():
         masters = {kind: held[name] for name, kind in MASTER_NAMES.items() if name in held}
         state[number] = {**state.get(number, {}), **masters}
     for piece in shards.pieces:
@@ -201,20 +194,14 @@ def part(value: object, piece: Piece) -> object:
     )
 
 
-def by_number(given: StateDict, groups: Groups, part: str = "state") -> StateByNumber:
-    """Return the state by this optimizer's parameter numbers, for a state dict that fits.
+def by_number(given: StateDict, part: str = "state") -> StateByNumber:
+    """Return the state by parameter number, for a state dict that fits.
 
     Args:
         part: ``"state"`` or ``"masters"``.
     """
-    numbers_by_id = {
-        id(parameter): number
-        for number, parameter in enumerate(p for group in groups for p in group["params"])
-    }
-    numbers = {
-        key: numbers_by_id[id(parameter)]
-        for key, parameter in _by_id(given["param_groups"], groups).items()
-    }
+    keys = (key for group in given["param_groups"] for key in group["params"])
+    numbers = {key: number for number, key in enumerate(keys)}
     return {numbers[key]: held for key, held in given.get(part, {}).items()}
 
 

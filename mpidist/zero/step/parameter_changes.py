@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from mpidist.comm.consistency import comparing, maximum, require_same
-from mpidist.comm.group_types import Group
 from mpidist.zero.shards import groups
 from mpidist.zero.shards.groups import ParamGroup
 from mpidist.zero.shards.pieces import unchanged
@@ -22,7 +21,6 @@ class ParameterChanges:
     """Follower of parameter changes, which each step detects and some calls make.
 
     Args:
-        group: Native group.
         parameter_groups: Of all parameters; the sharded optimizer's own list.
         shards: The sharded optimizer's.
         local: Its base optimizer.
@@ -32,14 +30,13 @@ class ParameterChanges:
 
     def __init__(
         self,
-        group: Group,
         parameter_groups: list[ParamGroup],
         shards: Shards,
         local: LocalOptimizer,
         one_copy: bool,
         code: Tensor,
     ) -> None:
-        self._group = group
+        self._group = shards.group
         self._groups = parameter_groups
         self._shards = shards
         self._local = local
@@ -109,7 +106,7 @@ class ParameterChanges:
         local, shards = self._local, self._shards
         # A scheduler may have changed settings since the last step.
         groups.sync(self._groups[:-1], local.optim.param_groups)
-        local.add_group(shards.add(self._groups[-1]["params"]) + shards.make())
+        local.extend(shards.add(self._groups[-1]["params"]) + shards.make())
         shards.place_parameters()
         groups.sync(local.optim.param_groups, self._groups)
         local.flatten()

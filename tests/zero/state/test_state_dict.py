@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from mpidist.zero.shards import groups
 from mpidist.zero.shards.flat_buffers import in_memory_order
 from mpidist.zero.shards.pieces import Piece
 from mpidist.zero.state import state_dict
@@ -22,10 +23,10 @@ def stepped(kind=ADAM):
 def test_a_packed_state_dict_is_torchs_and_shares_no_setting():
     optimizer = stepped()
     state = dict(enumerate(optimizer.state[parameter] for parameter in parameters_of(optimizer)))
-    made = state_dict.packed(optimizer.param_groups, state)
+    made = state_dict.assembled(state, groups.packed(optimizer.param_groups))
     assert same(made, optimizer.state_dict())
     optimizer.param_groups[0]["lr"] = torch.tensor(1.0)
-    made = state_dict.packed(optimizer.param_groups, state)
+    made = state_dict.assembled(state, groups.packed(optimizer.param_groups))
     optimizer.param_groups[0]["lr"].fill_(2)
     assert made["param_groups"][0]["lr"] == 1
 
@@ -52,9 +53,7 @@ def test_what_fits_is_taken(kind):
         group["params"] = [f"p{key}" for key in group["params"]]
     # Any keys are valid.
     state_dict.require_fits(renamed, optimizer.param_groups, optimizer)
-    assert same(state_dict.by_number(renamed, optimizer.param_groups), before["state"]) and same(
-        given, before
-    )
+    assert same(state_dict.by_number(renamed), before["state"]) and same(given, before)
 
 
 def test_what_does_not_fit_is_named():
