@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -142,17 +141,15 @@ def write(state: StateDict, path: Path) -> None:
 
 
 def _lower_priority() -> None:
-    """Lower the priority of the group's thread, so that it runs on idle cores. Linux only.
+    """Lower the priority of the group's thread, so that it runs on idle cores.
 
     A thread of the user's that waits for the transfer executes it itself, and keeps its priority,
     which it could not raise again.
     """
-    if sys.platform == "linux" and here.is_of_group:
-        thread = threading.get_native_id()
+    if here.is_of_group:
         with contextlib.suppress(OSError):
-            os.setpriority(
-                os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), _NICE)
-            )
+            # Linux's priorities are those of threads.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _write_on_recipient(group: Group, found: list[StateDict], recipient: int, path: Path) -> None:

@@ -22,16 +22,16 @@ from mpidist.comm.consistency import comparing, raising_on_all
 from mpidist.comm.group_types import Group
 from mpidist.kernels.view import laid_out
 from mpidist.zero.state.flat_state import ParamState
-from mpidist.zero.state.rank_local import FLAT, LOOSE, VALUE
 from mpidist.zero.state.result_memory import KeptMemory
 from mpidist.zero.state.shard_state import InFlat, KindKey, ShardState, StateByNumber, is_outside
 
 Tensor = torch.Tensor
 CHUNK_BYTES = 16 << 20
 
-# State of one parameter: for each name the kind of its place (``rank_local``), and of a flat place
-# the kind of state; -1 of others, which are taken from the front of their list.
-_Pattern: TypeAlias = tuple[tuple[str, str, int], ...]
+# State of one parameter: for each name the number of its flat tensor's kind. Other tensors and
+# values are taken from the front of their list.
+_Pattern: TypeAlias = tuple[tuple[str, int], ...]
+_LOOSE, _VALUE = -1, -2
 # A flat tensor's kind, or a rank and the index of one of its tensors that are not flat.
 _Part: TypeAlias = KindKey | tuple[int, int]
 
@@ -186,12 +186,12 @@ def _contents(state: ShardState) -> _Contents:
         rows = []
         for name, value in values.items():
             if isinstance(value, InFlat):
-                rows.append((name, FLAT, value.kind))
+                rows.append((name, value.kind))
             elif is_outside(value):
-                rows.append((name, LOOSE, -1))
+                rows.append((name, _LOOSE))
                 loose.append((value.shape, value.dtype))
             else:
-                rows.append((name, VALUE, -1))
+                rows.append((name, _VALUE))
                 others.append(value)
         pattern_of.append(patterns.setdefault(tuple(rows), len(patterns)))
     return _Contents(state.kinds, list(patterns), list(state.entries), pattern_of, loose, others)
@@ -221,20 +221,19 @@ def _assembled(
     loose: list[list[Tensor]],
     state: ShardState,
 ) -> StateByNumber:
-    slots = [{slot.number: slot for slot in plan.slots} for plan in state.plans]
     found: StateByNumber = {}
     for contents, vectors in zip(everyone, loose, strict=True):
         others = iter(contents.values)
         tensors = zip(vectors, contents.loose, strict=True)
         for number, index in zip(contents.numbers, contents.pattern_of, strict=True):
             values: ParamState = {}
-            for name, where, kind_index in contents.patterns[index]:
-                if where == FLAT:
+            for name, kind_index in contents.patterns[index]:
+                if kind_index >= 0:
                     kind = contents.kinds[kind_index]
-                    slot = slots[kind[0]][number]
+                    slot = state.plans[kind[0]].by_number[number]
                     part = whole[kind][slot.offset : slot.offset + slot.numel]
                     values[name] = laid_out(part, state.forms[number])
-                elif where == LOOSE:
+                elif kind_index == _LOOSE:
                     vector, (shape, _) = next(tensors)
                     values[name] = vector.view(shape)
                 else:

@@ -55,9 +55,21 @@ class FlatState:
             held = state.get(piece.tensor)
             if not held or piece.home is None:
                 continue
+            size = sizes[piece.home[0]]
             for name, value in held.items():
-                if self.belongs(value, piece):
-                    self._flatten_one(piece, held, name, value, sizes[piece.home[0]])
+                if not self.belongs(value, piece):
+                    continue
+                kind = Kind(piece.home[0], name, value.dtype, value.device)
+                flat = self.kinds.get(kind)
+                if flat is None:
+                    flat = self._spare.pop(kind, None)
+                    if flat is None or flat.numel() != size:
+                        flat = zeros(size, value.dtype, value.device)
+                    self.kinds[kind] = flat
+                view = piece.state_view(flat)
+                if value.data_ptr() != view.data_ptr():
+                    view.copy_(value)
+                    held[name] = view
         self._spare.clear()
         self.entries = len(state)
 
@@ -71,24 +83,3 @@ class FlatState:
             and value.dim() > 0
             and value.shape == piece.tensor.shape
         )
-
-    def _flatten_one(
-        self, piece: Piece, held: ParamState, name: str, value: Tensor, size: int
-    ) -> None:
-        assert piece.home is not None
-        kind = Kind(piece.home[0], name, value.dtype, value.device)
-        flat = self.kinds.get(kind)
-        if flat is None:
-            flat = self._spare.pop(kind, None)
-            if flat is None or flat.numel() != size:
-                on_host = value.device.type == "cpu"
-                flat = (
-                    zeros(size, value.dtype)
-                    if on_host
-                    else torch.zeros(size, dtype=value.dtype, device=value.device)
-                )
-            self.kinds[kind] = flat
-        view = piece.state_view(flat)
-        if value.data_ptr() != view.data_ptr():
-            view.copy_(value)
-            held[name] = view

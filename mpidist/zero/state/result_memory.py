@@ -5,6 +5,7 @@ The first touch of 4 KiB pages takes three times as long as the transfer that fi
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from collections.abc import Hashable, Mapping
@@ -65,10 +66,10 @@ class KeptMemory:
             }
 
 
-def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros in host memory, in huge pages from 4 MiB: each step reads and writes all."""
-    if numel * dtype.itemsize < 2 * _HUGE_PAGE:
-        return torch.zeros(numel, dtype=dtype, device="cpu")
+def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros, in host memory in huge pages from 4 MiB: each step reads and writes all."""
+    if device.type != "cpu" or numel * dtype.itemsize < 2 * _HUGE_PAGE:
+        return torch.zeros(numel, dtype=dtype, device=device)
     with autograd_mode.allocating():
         return torch.frombuffer(_huge_pages(numel * dtype.itemsize), dtype=dtype, count=numel)
 
@@ -76,9 +77,6 @@ def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
 def _huge_pages(nbytes: int) -> mmap.mmap:
     # The size is not rounded up: small pages at the end waste no memory.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # no huge pages
-            pass
+    with contextlib.suppress(OSError):  # no huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -68,7 +68,7 @@ def test_huge_pages_are_asked_for_and_may_be_refused(monkeypatch):
     assert asked == huge
     for numel, asks in ((1000, []), (1 << 20, huge)):  # a page is too large for few zeros
         asked.clear()
-        zeros = result_memory.zeros(numel, torch.float32)
+        zeros = result_memory.zeros(numel, torch.float32, torch.device("cpu"))
         assert (
             asked == asks
             and not zeros.any()
