@@ -23,13 +23,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
     ``unscale_`` and ``step`` are collective over the optimizer's group (an ``OSS``'s own, else
     ``process_group``); all ranks then step or skip together, and their scales stay equal.
 
+    The other arguments are those of torch's class.
+
     Args:
-        device: ``"cuda"`` or ``"cpu"``.
-        init_scale: The first scale.
-        growth_factor: Factor of the scale after ``growth_interval`` steps without an infinite
-            gradient.
-        backoff_factor: Factor of the scale after a skipped step.
-        growth_interval: Steps.
         enabled: False: gradients are not scaled, and nothing is communicated.
         process_group: For optimizers that have none: native group or torch group on the backend
             ``mpidist``; the default group if None.

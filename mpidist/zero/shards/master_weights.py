@@ -12,7 +12,7 @@ are saved too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -56,13 +56,12 @@ class Masters:
         piece.tensor.detach().copy_(value)
         self._loaded[piece.number] = seen
 
-    def renew(self, pieces: Iterable[Piece]) -> None:
+    def renew(self, pieces: Sequence[Piece]) -> None:
         """Copy parameters to their masters: those written since the last ``mark_current``.
 
         A loaded master is renewed if the parameter has other values than were seen beside it.
         """
         if self.flats:
-            pieces = list(pieces)
             self.settle(pieces)
             self.renew_written(pieces)
 

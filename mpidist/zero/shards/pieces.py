@@ -84,11 +84,9 @@ class Piece:
         """Write changed values of ``gradient()`` back, unless they are views of the gradient."""
         gradient = self.parameter.grad
         assert gradient is not None
-        if (
-            self.is_parameter
-            or values.layout is not torch.strided
-            or _shares_memory(values, gradient)
-        ):
+        if self.is_parameter or values.layout is not torch.strided:
+            return
+        if values.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr():
             return
         whole = in_memory_order(gradient, self.parameter)  # a copy: else values would be a view
         whole[self.start : self.stop].copy_(values.reshape(-1))
@@ -139,7 +137,3 @@ class Gradients:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden.clear()
-
-
-def _shares_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

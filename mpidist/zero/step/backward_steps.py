@@ -159,10 +159,18 @@ class BackwardSteps:
 
 
 class SteppingHook:
-    """Communication hook that runs another hook and then steps this rank's part of the bucket."""
+    """Communication hook that runs another hook and then steps this rank's part of the bucket.
+
+    Attributes:
+        hook: The other hook.
+        is_in_order: As of ``hook``: steps issue no collectives.
+        ownership: As of ``hook`` (``to_owners``), for the reducer; else None.
+    """
 
     def __init__(self, hook: Hook, steps: BackwardSteps) -> None:
         self.hook = hook
+        self.is_in_order: bool = getattr(hook, "is_in_order", False)
+        self.ownership: object = getattr(hook, "ownership", None)
         self._steps = steps
         # torch's module checks the signature; annotations, if any, must name its GradBucket.
         self.__name__ = self.__qualname__ = (
@@ -172,16 +180,6 @@ class SteppingHook:
         self.__signature__ = inspect.Signature(
             [inspect.Parameter(name, kind) for name in ("state", "bucket")]
         )
-
-    @property
-    def is_in_order(self) -> bool:
-        """Return ``is_in_order`` of the wrapped hook: steps issue no collectives."""
-        return getattr(self.hook, "is_in_order", False)
-
-    @property
-    def ownership(self) -> object:
-        """Return the ownership of the wrapped hook (``to_owners``), for the reducer; else None."""
-        return getattr(self.hook, "ownership", None)
 
     def __call__(self, state: object, bucket: Any) -> Any:
         """Reduce the bucket; return a future that completes after the step of this rank's part.

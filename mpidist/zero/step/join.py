@@ -7,6 +7,7 @@ does not, so a rank with inputs sends the average.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.algorithms.join import JoinHook
@@ -96,22 +97,17 @@ def _on_host(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient.detach().cpu()
 
 
+@dataclass
 class StepHook(JoinHook):
-    """Hook of torch's ``Join`` for a rank without inputs: takes the step of the other ranks.
+    """Hook of torch's ``Join`` for a rank without inputs: takes the step of the other ranks."""
 
-    Args:
-        step: Take one step.
-        end: Restore this rank's own gradients.
-    """
-
-    def __init__(self, step: Callable[[], None], end: Callable[[], None]) -> None:
-        self._step = step
-        self._end = end
+    step: Callable[[], None]
+    end: Callable[[], None]  # restores this rank's own gradients
 
     def main_hook(self) -> None:
         """Take one step."""
-        self._step()
+        self.step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Restore this rank's own gradients."""
-        self._end()
+        self.end()
