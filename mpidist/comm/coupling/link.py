@@ -128,13 +128,14 @@ class Link:
         return not requests and not rest
 
     def until(
-        self, ready: Callable[[], object], call: str, problem: str,
+        self, ready: Callable[[], object], call: str, problem: str | Callable[[], str],
         timeout_s: float | None = -1.0, yield_s: float = _YIELD_S, is_recorded: bool = True,
     ) -> None:  # fmt: skip
         """Wait until ``ready`` is true.
 
         Args:
-            call: The user's call, and ``problem`` what has not come, for the error.
+            call: The user's call, and ``problem`` what has not come, for the error; called at its
+                time if it is a function.
             timeout_s: -1 for the link's own.
             yield_s: Time after which the wait sleeps between tests.
             is_recorded: The wait is an entry in the recorder, unless ``ready`` is true at once.
@@ -147,8 +148,9 @@ class Link:
             if not backoff.until(
                 ready, timeout_s=limit_s, yield_s=yield_s, longest_s=_LONGEST_SLEEP_S
             ):
+                missing = problem() if callable(problem) else problem
                 raise CommTimeout(
-                    f'{self.where}: {call} with "{self.program}": {problem} within {limit_s:g} s'
+                    f'{self.where}: {call} with "{self.program}": {missing} within {limit_s:g} s'
                 )
 
     def waiting(self, call: str) -> AbstractContextManager[None]:

@@ -20,6 +20,7 @@ from mpidist.comm.coupling.messages import (
     pack,
 )
 from mpidist.comm.memory import buffer
+from mpidist.comm.mpi import rank_ranges
 from mpidist.errors import GroupError
 
 
@@ -37,6 +38,7 @@ class Outlet:
         # Readers and the samples that they have room for, in the order of the requests.
         self._asked: deque[tuple[int, int]] = deque()
         self._readers = set(link.partners)
+        self._silent = set(link.partners)  # have never asked
         self._is_closed = False
 
     def put(self, *tensors: torch.Tensor | np.ndarray, label: int = 0, wait: bool = True) -> bool:
@@ -92,6 +94,10 @@ class Outlet:
 
         Args:
             timeout_s: Longest wait; -1 for the coupling's.
+
+        Raises:
+            CommTimeout: A reader has not received it in time; the text names those that have opened
+                no inlet.
         """
         if self._is_closed:
             return
@@ -101,7 +107,7 @@ class Outlet:
             self._link.end(reader)
         ended, self._readers = self._readers, set()
         self._link.until(
-            lambda: self._take_leaves(ended), "close", "a reader did not leave", timeout_s
+            lambda: self._take_leaves(ended), "close", lambda: self._problem(ended), timeout_s
         )
 
     def _may_go_on(self) -> bool:
@@ -109,7 +115,7 @@ class Outlet:
         return bool(self._asked) or not self._readers
 
     def _take_requests(self) -> None:
-        while (request := self._link.request()) is not None:
+        while (request := self._request()) is not None:
             reader, samples = request
             if samples != LEAVES:
                 self._asked.append((reader, samples))
@@ -119,10 +125,23 @@ class Outlet:
                 self._link.end(reader)
 
     def _take_leaves(self, readers: set[int]) -> bool:
-        while readers and (request := self._link.request()) is not None:
+        while readers and (request := self._request()) is not None:
             if request[1] == LEAVES:
                 readers.discard(request[0])
         return not readers
+
+    def _request(self) -> tuple[int, int] | None:
+        request = self._link.request()
+        if request is not None:
+            self._silent.discard(request[0])
+        return request
+
+    def _problem(self, readers: set[int]) -> str:
+        """Return what ``close`` waits for: readers that have not come yet, or are still there."""
+        silent = sorted(readers & self._silent)
+        if silent:
+            return f"{rank_ranges.named(silent)} opened no inlet"
+        return "a reader did not leave"
 
 
 def parts(tensors: list[torch.Tensor]) -> list[buffer.Buffer]:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from mpidist.comm.coupling.messages import DTYPES
-from mpidist.errors import GroupError
+from mpidist.errors import CommTimeout, GroupError
 from tests.comm.coupling.programs import two
+from tests.tools.support import agree
 
 more_ranks = pytest.mark.mpi(min_size=2)
 
@@ -92,6 +93,24 @@ def test_what_cannot_be_sent_is_refused(group, job):
             assert inlet.get() is None
         with pytest.raises(ValueError, match="no other program is named 'sim'"):
             coupled.outlet("sim")
+
+
+@more_ranks
+def test_a_close_in_vain_says_whether_its_readers_ever_came(group, job):
+    with two(job) as coupled:
+        if coupled.program == "make":
+            outlet = coupled.outlet("take")
+            named = "rank 0 opened no inlet" if job.size == 2 else "ranks 0.* opened no inlet"
+            with pytest.raises(CommTimeout, match=f'close with "take": {named} within 0.05 s'):
+                outlet.close(0.05)
+        job.Barrier()
+        if coupled.program == "take":
+            assert coupled.inlet("make").get() is None
+        else:
+            left = set(range(job.size - 1))
+            outlet._link.until(lambda: outlet._take_leaves(left), "close", "", 20)
+            assert not outlet._silent and outlet._problem({0}) == "a reader did not leave"
+    agree(group, True)
 
 
 @more_ranks
