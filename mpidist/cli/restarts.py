@@ -27,6 +27,8 @@ from mpidist.errors import LaunchError
 _JOB = "MPIDIST_JOB"
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Of a launcher whose ranks a signal has ended, whatever the signal (Open MPI's mpirun).
+_LAUNCHERS_STATUS = 1
 _KILLED = 128  # and the signal's number: a shell's status of a killed program
 
 
@@ -103,10 +105,13 @@ class _Starts:
         self._most = most
         self._is_watched = is_watched
         self._launcher: subprocess.Popen[bytes] | None = None
-        self._is_ending = False
+        self._ended_by = 0  # number of the signal
 
     def run(self) -> int:
-        """Start the job until it is not to be started again; return the last exit status."""
+        """Start the job until it is not to be started again; return the last exit status.
+
+        After a signal it is a shell's (130 for Ctrl-C), unless the job ended with one of its own.
+        """
         former = {
             number: signal.signal(number, self._forward) for number in (*_ENDING, *_FORWARDED)
         }
@@ -118,8 +123,8 @@ class _Starts:
                 goes_on, text = next_step(
                     status, before, progress.read(self._path), starts, self._most
                 )
-                if self._is_ending:
-                    return status
+                if self._ended_by:
+                    return _KILLED + self._ended_by if status == _LAUNCHERS_STATUS else status
                 if text:
                     _say(text)
                 if not goes_on:
@@ -137,14 +142,15 @@ class _Starts:
             raise LaunchError(f"{self._argv[0]} does not start: {error}") from error
         if self._is_watched:
             launcher_watch.start(self._launcher.pid)
-        if self._is_ending:
+        if self._ended_by:
             # The signal came while the launcher was started.
             self._launcher.terminate()
         status = self._launcher.wait()
         return status if status >= 0 else _KILLED - status
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        self._is_ending |= number in _ENDING
+        if number in _ENDING:
+            self._ended_by = self._ended_by or number
         # A terminal's Ctrl-C reaches the launcher, too.
         if self._launcher is not None and not (number == signal.SIGINT and sys.stdin.isatty()):
             self._launcher.send_signal(number)

@@ -57,16 +57,29 @@ def test_the_starts_of_a_job_are_counted(tmp_path, capfd):
     )
 
 
-def test_a_signal_ends_the_job_and_its_starts(tmp_path):
+# The trap stands before the progress says that the signal may come.
+_TRAPPED = "trap 'kill $!; {}' {}; sleep 60 & echo 1 > $STEP; wait"
+
+
+@pytest.mark.parametrize(
+    ("number", "job", "status"),
+    [
+        (signal.SIGTERM, "echo 1 > $STEP; exec sleep 60", 128 + signal.SIGTERM),
+        # As Open MPI's mpirun ends.
+        (signal.SIGINT, _TRAPPED.format("exit 1", "INT"), 128 + signal.SIGINT),
+        (signal.SIGTERM, _TRAPPED.format("exit 75", "TERM"), 75),
+    ],
+)
+def test_a_signal_ends_the_job_and_its_starts(tmp_path, number, job, status):
     command = "import sys; from tests.cli import test_restarts as t; from pathlib import Path; "
-    command += "sys.exit(t.shell(Path(sys.argv[1]), 'echo 1 > $STEP; exec sleep 60').run())"
+    command += f"sys.exit(t.shell(Path(sys.argv[1]), {job!r}).run())"
     start = [*python(), "-c", command, str(tmp_path)]
     with subprocess.Popen(start, cwd=ROOT, env={**os.environ, **VARIABLES}) as process:
         deadline = time.monotonic() + 30
         while progress.read(tmp_path / "progress") != 1 and time.monotonic() < deadline:
             time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 128 + signal.SIGTERM
+        process.send_signal(number)
+        assert process.wait(30) == status
     assert (tmp_path / "starts").read_text() == ".\n"
 
 
