@@ -40,7 +40,7 @@ from mpidist.ddp.buckets.settings import require_int, require_real
 from mpidist.ddp.hooks.adaptive_state import AdaptiveState
 from mpidist.ddp.hooks.default import allreduce_hook
 from mpidist.ddp.hooks.grad_bucket import GradBucket
-from mpidist.ddp.hooks.powersgd_state import PowerSGDState
+from mpidist.ddp.hooks.powersgd_state import PowerSGDState, serve
 from mpidist.ddp.hooks.stages import BucketFuture, Hook, call_hook, overlaps_backward
 from mpidist.ddp.hooks.torch_bucket import name_of
 from mpidist.ddp.inner_optimizer import InnerOptimizer, is_sharded
@@ -149,8 +149,9 @@ class DiLoCo:
             the module or an optimizer is of another kind.
         ValueError: A number is out of its range, a parameter has no shape yet, is sparse or a
             DTensor, the optimizers or fragments are of other parameters, the hook reduces to
-            owners, the inner optimizer is sharded over ranks that do not have equal gradients, or
-            another ``DiLoCo`` of these parameters is on it.
+            owners, its state keeps the errors of another module, the inner optimizer is sharded
+            over ranks that do not have equal gradients, or another ``DiLoCo`` of these parameters
+            is on it.
         DisagreementError: Settings, parameters or buffers differ between ranks, or another rank
             raised one of these (all ranks).
     """
@@ -187,6 +188,7 @@ class DiLoCo:
             self.schedule = OuterSchedule(every, len(runs), overlap)
             self.alpha = _alpha_of(alpha, overlap)
             _require_hook(hook, self.state, self._group)
+            serve(self.state, named)
             self.fragments = [
                 OuterFragment([named[i][0] for i in run], [named[i][1] for i in run])
                 for run in runs

@@ -187,7 +187,8 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         Raises:
             TypeError: ``hook`` is not callable.
             ValueError: Its owners are of another module, do not cover a parameter, or include ranks
-                outside of the group.
+                outside of the group; or ``state`` keeps PowerSGD's errors of another module, whose
+                parameters have names of this one's.
             DisagreementError: Another rank raised one of these, or has other owners.
         """
         if hook is not None and not callable(hook):

@@ -27,6 +27,7 @@ from mpidist.ddp.buckets.owned_bucket import Owners
 from mpidist.ddp.buckets.ownership import Bounds, Ownership, bounds_by_place, ownership_of
 from mpidist.ddp.buckets.settings import Settings
 from mpidist.ddp.buckets.weak_hook import weak_hook
+from mpidist.ddp.hooks.powersgd_state import serve
 from mpidist.ddp.hooks.stages import Hook
 from mpidist.ddp.readiness import ParameterUsage
 from mpidist.ddp.shadowing import OwnGradients
@@ -133,8 +134,11 @@ class Reducer:
 
         Raises:
             TypeError, ValueError: The owners do not fit this module's parameters.
+            ValueError: The state keeps the errors of another module.
             DisagreementError: Another rank raised one of these, or has other owners.
         """
+        if hook is not None:
+            serve(state, zip(self._names, self.parameters, strict=True))
         ownership = ownership_of(hook)
         if ownership is not None or self.layout.owners is not None:
             bounds = _agreed_bounds(self._group, ownership, self.parameters, self._names)

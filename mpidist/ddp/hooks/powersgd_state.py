@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +24,7 @@ Tensor = torch.Tensor
 T = TypeVar("T")
 
 # Attributes that are neither saved nor copied.
-_OWN = ("process_group", "_cache", "_numbered")
+_OWN = ("process_group", "_cache", "_numbered", "_parameters")
 # Attributes that are saved, by type; for an int its least value.
 _INTS = {
     "matrix_approximation_rank": 1,
@@ -115,6 +117,8 @@ class PowerSGDState:
         self._cache: dict[int, tuple[object, Any]] = {}
         # Parameters without names, with their names here, by id.
         self._numbered: dict[int, tuple[Tensor, str]] = {}
+        # Of the module that the state serves, by name.
+        self._parameters: dict[str, weakref.ref[Tensor]] = {}
 
     def state_dict(self) -> dict[str, object]:
         """Return all but the group as plain data and tensors, which are not copied."""
@@ -141,6 +145,7 @@ class PowerSGDState:
     def __setstate__(self, state: dict[str, object]) -> None:
         """Load all attributes, and use the default group."""
         self.load_state_dict(state)
+        self._parameters = {}
         self.process_group = default_group() if torch.distributed.is_initialized() else None
         warnings.warn(
             "a loaded PowerSGD state is on the default process group; set process_group for "
@@ -249,6 +254,39 @@ class PowerSGDState:
             self.q_memory_dict.pop(name, None)
 
 
+def serve(state: object, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Let the state of a communication hook keep the errors of these parameters, of one module.
+
+    Args:
+        state: A state of PowerSGD, or one that holds such a state as ``powersgd``; others keep
+            nothing by name.
+        named: Names and parameters.
+
+    Raises:
+        ValueError: It keeps those of other parameters of these names, of a module that is in use.
+    """
+    powersgd = getattr(state, "powersgd", state)
+    if not isinstance(powersgd, PowerSGDState):
+        return
+    given, known = dict(named), powersgd._parameters
+    if _others(known, given):
+        # A module that is no longer used lives on in cycles of references.
+        gc.collect()
+    if others := _others(known, given):
+        raise ValueError(
+            f"the state of the communication hook serves another module already, whose "
+            f"{others[0]!r} is another parameter: the errors of both would be added to each "
+            "other. Make a state for each module"
+        )
+    known.update({name: weakref.ref(parameter) for name, parameter in given.items()})
+
+
+def _others(known: Mapping[str, weakref.ref[Tensor]], given: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of parameters that are alive and others than the given ones."""
+    alive = {name: known[name]() for name in given if name in known}
+    return [name for name, held in alive.items() if held is not None and held is not given[name]]
+
+
 def _require_state(state: object) -> None:
     if not isinstance(state, Mapping) or set(state) != _NAMES:
         raise ValueError(
@@ -309,7 +347,7 @@ def _sibling(state: PowerSGDState) -> PowerSGDState:
     sibling.__dict__.update(
         {name: copy.copy(value) for name, value in state.__dict__.items() if name not in _OWN}
     )
-    sibling._cache, sibling._numbered = {}, {}
+    sibling._cache, sibling._numbered, sibling._parameters = {}, {}, {}
     sibling.process_group = state.process_group
     sibling.error_dict = {name: error.clone() for name, error in state.error_dict.items()}
     sibling.q_memory_dict = {name: q.clone() for name, q in state.q_memory_dict.items()}

@@ -3,15 +3,20 @@
 All ranks hold the same weights; volumes are those of the paper.
 """
 
+import gc
+
 import pytest
 import torch
 
 from mpidist.ddp.buckets.bucket import Bucket
+from mpidist.ddp.diloco import DiLoCo
+from mpidist.ddp.hooks.adaptive import adaptive_hook
+from mpidist.ddp.hooks.adaptive_state import AdaptiveState
 from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.powersgd import batched_powerSGD_hook, powerSGD_hook
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState
 from mpidist.ddp.module import DistributedDataParallel
-from tests.tools.support import agree
+from tests.tools.support import agree, raises_on_all
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -315,3 +320,41 @@ def test_volume_on_resnet18(rank, rate):
     before = vectors + sum(n * m for n, m in matrices)
     after = vectors + sum(min(n * m, (n + m) * min(n, m, rank)) for n, m in matrices)
     assert round(before / after) == pytest.approx(rate, rel=0.03)
+
+
+def state_of_kind(kind, group):
+    return PowerSGDState(group) if kind == "powersgd" else AdaptiveState(group)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", ["powersgd", "adaptive"])
+def test_a_second_module_of_equal_names_needs_a_state_of_its_own(group, kind):
+    hook = powerSGD_hook if kind == "powersgd" else adaptive_hook
+    state = state_of_kind(kind, group)
+
+    def wrapped(module):
+        return DistributedDataParallel(module, process_group=group)
+
+    net = torch.nn.Linear(4, 3)
+    first, second = wrapped(net), wrapped(torch.nn.Linear(4, 3))
+    first.register_comm_hook(state, hook)
+    raises_on_all(
+        group,
+        ValueError,
+        lambda: second.register_comm_hook(state, hook),
+        "serves another module already, whose 'weight'",
+    )
+    inner = torch.optim.SGD(second.module.parameters(), lr=0.1)
+    raises_on_all(
+        group,
+        ValueError,
+        lambda: DiLoCo(second.module, inner, every=2, hook=hook, state=state, process_group=group),
+        "serves another module already",
+    )
+    # Of one module as often as wanted, of others by other names, or in the place of a former one.
+    wrapped(net).register_comm_hook(state, hook)
+    wrapped(torch.nn.Sequential(torch.nn.Linear(4, 3))).register_comm_hook(state, hook)
+    second.register_comm_hook(state_of_kind(kind, group), hook)
+    del first, net
+    gc.collect()
+    second.register_comm_hook(state, hook)
