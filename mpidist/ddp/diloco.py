@@ -18,6 +18,7 @@ the outer optimizer as an object on the module's parameters.
 from __future__ import annotations
 
 import operator
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from mpidist.comm.world_group import default_group, native_group
 from mpidist.ddp.buckets.ownership import ownership_of
 from mpidist.ddp.buckets.settings import require_int, require_real
 from mpidist.ddp.hooks.adaptive_state import AdaptiveState
+from mpidist.ddp.hooks.compression_trial import powersgd_rank
 from mpidist.ddp.hooks.default import allreduce_hook
 from mpidist.ddp.hooks.grad_bucket import GradBucket
 from mpidist.ddp.hooks.powersgd_state import PowerSGDState, serve
@@ -200,6 +202,7 @@ class DiLoCo:
                 *((f"fragment {n}", str(one.names)) for n, one in enumerate(self.fragments)),
                 *rows_of(_all_state(module)),
             ]
+        _warn_of_errors(self.state, self.alpha)
         broadcast_module(self._group, _all_state(module))
         with torch.no_grad():
             for fragment in self.fragments:
@@ -665,6 +668,21 @@ def _require_hook(hook: object, state: object, group: Group) -> None:
                 f"the hook's state is of ranks {list(ranks)} of the job, and process_group is of "
                 f"{list(group.world_ranks)}: give both the same group"
             )
+
+
+def _warn_of_errors(state: object, alpha: float) -> None:
+    """Warn of PowerSGD's errors beside a mixture."""
+    powersgd = state
+    if isinstance(state, AdaptiveState) and state.decides:
+        powersgd = state.powersgd if any(map(powersgd_rank, state.candidates)) else None
+    if alpha and isinstance(powersgd, PowerSGDState) and powersgd.use_error_feedback:
+        warnings.warn(
+            f"{_NAME} with PowerSGD's errors and alpha={alpha:g} may diverge: what an average "
+            "leaves out stays both in the errors and, by the mixture, in the ranks' parameters, "
+            "and is added twice. Give PowerSGDState use_error_feedback=False, AdaptiveState "
+            "candidates without PowerSGD, or alpha=0",
+            stacklevel=3,
+        )
 
 
 def _require_inner(inner: object, named: Sequence[tuple[str, Tensor]]) -> None:

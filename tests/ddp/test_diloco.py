@@ -3,6 +3,7 @@
 import copy
 import importlib
 import importlib.util
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -515,6 +516,27 @@ def test_a_state_of_other_ranks_is_refused(group):
         )
         raises_on_all(group, ValueError, construct, "give both the same group")
     alone.close()
+
+
+@pytest.mark.mpi
+def test_errors_of_powersgd_beside_a_mixture_are_warned_of(group, monkeypatch):
+    def construct(state, hook=mddp.powerSGD_hook, **given):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trained(group, 0, every=4, hook=hook, state=state, **given)
+        return ["use_error_feedback" in str(one.message) for one in caught]
+
+    plain = PowerSGDState(group, use_error_feedback=False)
+    agree(group, construct(PowerSGDState(group), overlap=2) == [True], "with an overlap")
+    agree(group, construct(PowerSGDState(group), alpha=0.25) == [True], "with alpha")
+    agree(group, construct(PowerSGDState(group)) == [], "without a mixture")
+    agree(group, construct(plain, overlap=2) == [], "without errors")
+    monkeypatch.setattr(type(group), "is_single_node", False)
+    for candidates in (("none", "powersgd-1"), ("none", "bf16")):
+        state = AdaptiveState(group, candidates)
+        expected = [True] if state.decides and len(candidates[1]) > 4 else []
+        found = construct(state, mddp.adaptive_hook, overlap=2)
+        agree(group, found == expected, str(candidates))
 
 
 @pytest.mark.mpi
