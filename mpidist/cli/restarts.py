@@ -143,8 +143,8 @@ class _Starts:
         if self._is_watched:
             launcher_watch.start(self._launcher.pid)
         if self._ended_by:
-            # The signal came while the launcher was started.
-            self._launcher.terminate()
+            # The signal came while the launcher was started, and has reached nobody.
+            self._launcher.send_signal(self._ended_by)
         status = self._launcher.wait()
         return status if status >= 0 else _KILLED - status
 

@@ -83,6 +83,21 @@ def test_a_signal_ends_the_job_and_its_starts(tmp_path, number, job, status):
     assert (tmp_path / "starts").read_text() == ".\n"
 
 
+def test_a_signal_while_the_launcher_starts_is_the_one_that_it_gets(tmp_path, monkeypatch):
+    popen = subprocess.Popen
+
+    def started_then_signalled(*args, **kwargs):
+        process = popen(*args, **kwargs)
+        deadline = time.monotonic() + 30
+        while progress.read(tmp_path / "progress") != 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(restarts.subprocess, "Popen", started_then_signalled)
+    assert shell(tmp_path, _TRAPPED.format("exit 7", "INT")).run() == 7
+
+
 _TRAIN = """
     import os, signal
     import torch
