@@ -30,7 +30,8 @@ def record(file: str | os.PathLike[str]) -> Iterator[None]:
     writes its own file. Blocks: at the end until rank 0 has written the file.
 
     A rank that leaves the context by an exception does not wait for the others: it writes its own
-    part (``run.json.gz`` becomes ``run-rank3.json.gz``).
+    part (``run.json.gz`` becomes ``run-rank3.json.gz``). A forked child that leaves it writes
+    nothing.
 
     Args:
         file: Path of the file, the same on all ranks; rank 0 writes it, by gzip if it ends in
@@ -42,7 +43,7 @@ def record(file: str | os.PathLike[str]) -> Iterator[None]:
         MpidistError: ``MPIDIST_RECORDER`` is 0 on a rank (all ranks).
         CommTimeout, RankFailureError: A rank did not come to the begin or the end, or has ended.
     """
-    session = Session(file)
+    session, pid = Session(file), os.getpid()
     _sessions.append(session)
     try:
         yield
@@ -52,6 +53,8 @@ def record(file: str | os.PathLike[str]) -> Iterator[None]:
             session.abandon()
         raise
     if session not in _sessions:
+        if os.getpid() != pid:
+            return
         _log.warning("the world has ended within the trace of %s: it is cut there", file)
         return
     _sessions.remove(session)
@@ -110,3 +113,5 @@ def _drop() -> None:
 
 
 runtime.belongs_to_world(_drop, _uses, _abandon)
+# A forked child neither writes the trace nor sends its part, wherever it leaves the context.
+os.register_at_fork(after_in_child=_sessions.clear)

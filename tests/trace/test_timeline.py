@@ -3,13 +3,14 @@
 import contextlib
 import gzip
 import json
+import os
 
 import pytest
 import torch
 
 from mpidist.comm.recorder import recorder
 from mpidist.errors import DisagreementError, MpidistError
-from mpidist.trace import merge, record
+from mpidist.trace import merge, record, timeline
 from mpidist.trace.chrome_file import Reading
 from mpidist.trace.summary import read
 from tests.tools.support import agree, raises_on_all, short_job
@@ -58,6 +59,34 @@ def complaint(events, facts):
         if one["ts"] > ends[number]["ts"] + error_us:
             return f"an arrow back in time: {one} {ends[number]}"
     return ""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("leaves", ["by an exception", "at its end", "with MPI"])
+def test_a_forked_child_that_leaves_the_trace_writes_nothing(group, folder, leaves):
+    path, child, left = folder / "run.json", -1, 1
+    try:
+        with record(path):
+            group.barrier()
+            child = os.fork()
+            if child == 0 and leaves == "by an exception":
+                raise KeyboardInterrupt
+            if child == 0 and leaves == "with MPI":
+                timeline._drop()
+            elif child:
+                ended = os.waitpid(child, 0)[1]
+                there = sorted(file.name for file in folder.iterdir())
+        left = 3
+    except KeyboardInterrupt:
+        left = 4
+    finally:
+        if child == 0:
+            os._exit(left)
+    told = group.all_gather_object([os.waitstatus_to_exitcode(ended), there])
+    expected = [4 if leaves == "by an exception" else 3, []]
+    agree(group, told == [expected] * group.size, f"{told}")
+    is_whole = group.rank or json.loads(path.read_text())["otherData"]["mpidist"]["size"]
+    agree(group, is_whole == (group.rank or group.size))
 
 
 @pytest.mark.mpi
