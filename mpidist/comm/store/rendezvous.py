@@ -9,6 +9,7 @@ the store.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections import deque
@@ -34,7 +35,7 @@ from mpidist.comm.store import key_value_table
 from mpidist.comm.store.key_value_table import BYE, REPLY_TAGS, WAIT
 from mpidist.comm.store.store_server import END_TAG, REQUEST_TAG, StoreServer
 from mpidist.comm.watchdog import watchdog
-from mpidist.errors import CommTimeout, GroupError
+from mpidist.errors import CommTimeout, GroupError, MpidistError
 
 _DEFAULT_TIMEOUT_S = 300.0
 _REQUEST_S = 1.0  # longest time of one request of a wait
@@ -155,7 +156,7 @@ class MPIStore(dist.Store):
     def __init__(self, mpi: Mpi, world_ranks: Sequence[int]) -> None:
         super().__init__()
         self.is_used = False
-        self._is_closed = False
+        self._is_closed = self._is_childs = False
         self._mpi = mpi
         rank = mpi.Get_rank()
         self._world_ranks = tuple(world_ranks)
@@ -189,6 +190,10 @@ class MPIStore(dist.Store):
         else:
             self.close(0.0)
             closed_communicators.add(self._mpi, END_TAG)
+
+    def leave_to_parent(self) -> None:
+        """Refuse every later call; called in a forked child, which has no requests."""
+        self._is_closed = self._is_childs = True
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of ``get`` and ``wait``."""
@@ -270,6 +275,11 @@ class MPIStore(dist.Store):
     getNumKeys = num_keys
 
     def _call(self, verb: str, *args: object) -> Any:
+        if self._is_childs:
+            raise MpidistError(
+                "a store of mpi:// was called in a process forked from the rank, which cannot "
+                "communicate; keep its calls in the parent"
+            )
         if self._is_closed:
             raise GroupError("a store of mpi:// was called after this process left its world")
         if self._server is not None:
@@ -300,3 +310,11 @@ class MPIStore(dist.Store):
 
 def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _leave_all_to_parent() -> None:
+    for store in (*_stores.values(), *_former):
+        store.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)

@@ -1,5 +1,7 @@
 """Rendezvous ``mpi://``: its store, requests that are refused, and waits."""
 
+import os
+import signal
 import threading
 import time
 import weakref
@@ -132,3 +134,30 @@ def test_a_key_that_is_deleted_between_wait_and_read_is_waited_for_again(group, 
     monkeypatch.setattr(shared, "wait", waited)
     agree(group, shared.get(key) == b"second" and len(waits) == 2)
     shared.delete_key(key)
+
+
+@pytest.mark.mpi
+def test_a_forked_child_asks_the_store_nothing(group, store):
+    store.set(f"before{group.rank}", "here")
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            for call in (lambda: store.set("of a child", "x"), lambda: store.get("never")):
+                try:
+                    signal.alarm(60)
+                    call()
+                    os.write(writing, b"went through\n")
+                except Exception as error:
+                    os.write(writing, f"{error}\n".encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as file:
+        texts = file.read().splitlines()
+    os.waitpid(child, 0)
+    refused = [text for text in texts if "was called in a process forked from the rank" in text]
+    agree(group, len(refused) == 2, f"{texts}")
+    group.barrier()
+    here = [store.get(f"before{rank}") for rank in range(group.size)]
+    agree(group, here == [b"here"] * group.size and not store.check(["of a child"]))
