@@ -35,7 +35,7 @@ def execution_of(size=4, is_single_node=True):
     )
     progress = Progress("test")
     settings = GroupSettings("test", "key", (10, 11, 12, 13)[:size], 600)
-    return Execution(GroupState(comm, settings, progress.queued), progress)
+    return Execution(GroupState(comm, settings, progress.items), progress)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from mpidist.comm.execution import group_state
 from mpidist.comm.execution.group_settings import GroupSettings
 from mpidist.comm.execution.group_state import GroupState, open_groups
 from mpidist.errors import CommTimeout, GroupError
+from mpidist.weak_registry import WeakRegistry
 
 
 @pytest.fixture
@@ -56,7 +57,9 @@ def test_an_error_that_is_not_mpis_stays_what_it_is(state):
 
 
 def test_the_groups_of_a_forked_child_have_failed(state, monkeypatch):
-    monkeypatch.setattr(group_state, "_states", {state})
+    registry = WeakRegistry()
+    registry.add(state)
+    monkeypatch.setattr(group_state, "_states", registry)
     group_state._forbid_in_child()
     with pytest.raises(Exception, match=r"process forked from the rank.*'spawn' or 'forkserver'"):
         state.require_usable("scatter")
