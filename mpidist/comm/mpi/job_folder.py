@@ -18,7 +18,7 @@ import stat
 import sys
 from pathlib import Path
 
-from mpidist.comm.mpi import runtime
+from mpidist.comm.mpi import forked_child, runtime
 from mpidist.errors import CheckpointError
 
 MEMORY = Path("/dev/shm")
@@ -132,6 +132,7 @@ class JobFolder:
         if former != -1:
             os.close(former)
         runtime.close_at_exit(self, stage=3)
+        forked_child.register(self)
 
     def _is_locked(self) -> bool:
         """Return whether this process holds the lock of the folder that is there now.
@@ -192,11 +193,3 @@ def of_job(job: str) -> JobFolder:
     """Return this process's folder of a job."""
     path = path_of(job)
     return _jobs.setdefault(path, JobFolder(path))
-
-
-def _leave_all_to_parent() -> None:
-    for job in _jobs.values():
-        job.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_leave_all_to_parent)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -33,6 +33,7 @@ from mpidist.comm.mpi import (
 from mpidist.comm.mpi.library import MPI, has_ulfm, is_open_mpi, is_started
 from mpidist.comm.mpi.world import World, check_start, join, require_intracommunicator
 from mpidist.errors import CommTimeout, MpidistError
+from mpidist.weak_registry import WeakRegistry
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,7 @@ _pid_of_rank: int | None = None  # the process that has joined a world
 # State of modules, in the order of their imports: a module stands behind those that it uses.
 _parts: list[_Part] = []
 # Owners of threads, and their stages: close(timeout_s) is called before MPI ends.
-_at_exit: weakref.WeakKeyDictionary[Closable, int] = weakref.WeakKeyDictionary()
+_at_exit: defaultdict[int, WeakRegistry[Closable]] = defaultdict(WeakRegistry)  # by stage
 # Reports that a rank has printed, and the short form that this rank prints instead.
 _reports: dict[str, str] = {}
 _unfinished: Unfinished | None = None
@@ -256,7 +257,7 @@ def close_at_exit(owner: Closable, stage: int = 0) -> None:
     Args:
         owner: Held by a weak reference.
     """
-    _at_exit[owner] = stage
+    _at_exit[stage].add(owner)
 
 
 def note_failure(dead: Iterable[int] = ()) -> None:
@@ -510,10 +511,9 @@ def _close_all() -> None:
     if _pid_of_rank != os.getpid() or MPI.Is_finalized():
         return
     deadline = time.monotonic() + _DRAIN_S
-    # A copy of the references: other threads may still open what is closed here.
-    owners = [owner for reference in _at_exit.keyrefs() if (owner := reference()) is not None]
-    for owner in sorted(owners, key=lambda owner: _at_exit.get(owner, 0)):
-        owner.close(max(deadline - time.monotonic(), 0.1))
+    for stage in sorted(_at_exit):
+        for owner in _at_exit[stage].alive():
+            owner.close(max(deadline - time.monotonic(), 0.1))
     if _world is not None:
         _end_world(_world)
 

@@ -9,7 +9,6 @@ the store.
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 from collections import deque
@@ -24,6 +23,7 @@ from mpidist.comm.mpi import (
     closed_communicators,
     creation_barrier,
     exited_ranks,
+    forked_child,
     launcher_env,
     mpi_errors,
     runtime,
@@ -167,6 +167,7 @@ class MPIStore(dist.Store):
         self._server = StoreServer(self._mpi, len(world_ranks)) if rank == 0 else None
         if self._server is None:
             runtime.close_at_exit(self, stage=2)
+        forked_child.register(self)
 
     def next_use(self) -> dist.PrefixStore:
         """Return the store with keys of its own, for one rendezvous of these ranks."""
@@ -310,11 +311,3 @@ class MPIStore(dist.Store):
 
 def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
-
-
-def _leave_all_to_parent() -> None:
-    for store in (*_stores.values(), *_former):
-        store.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_leave_all_to_parent)

@@ -15,7 +15,7 @@ import signal
 import threading
 from types import FrameType
 
-from mpidist.weak_registry import WeakRegistry
+from mpidist.comm.mpi import forked_child
 
 _NUMBER = signal.SIGUSR2
 _INTERRUPTS = frozenset({signal.SIGINT, signal.SIGTERM})
@@ -48,9 +48,9 @@ class DumpSignal:
             os.close(reading)
             os.close(writing)
             return
-        signal.signal(_NUMBER, _ignore)
+        signal.signal(_NUMBER, ignore)
         self._reading, self._writing, self.is_installed = reading, writing, True
-        _installed.add(self)
+        forked_child.register(self)
 
     def has_arrived(self) -> bool:
         """Return whether the signal has arrived since the last call; reads the pipe empty."""
@@ -62,7 +62,7 @@ class DumpSignal:
                 numbers += data
         self.interrupts += not _INTERRUPTS.isdisjoint(numbers)
         # A handler of the user's that was installed later has taken the signal.
-        return _NUMBER in numbers and signal.getsignal(_NUMBER) is _ignore
+        return _NUMBER in numbers and signal.getsignal(_NUMBER) is ignore
 
     def leave_to_parent(self) -> None:
         """Have signals written nowhere; called in a forked child."""
@@ -72,16 +72,5 @@ class DumpSignal:
             signal.set_wakeup_fd(former)
 
 
-def _ignore(number: int, frame: FrameType | None) -> None:
-    pass
-
-
-_installed: WeakRegistry[DumpSignal] = WeakRegistry()
-
-
-def _leave_all_to_parent() -> None:
-    for request in _installed.alive():
-        request.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_leave_all_to_parent)
+def ignore(number: int, frame: FrameType | None) -> None:
+    """Take a signal and do nothing."""

@@ -17,11 +17,10 @@ import os
 import signal
 import threading
 from pathlib import Path
-from types import FrameType
 from typing import IO, NamedTuple
 
-from mpidist.comm.watchdog import thread_stacks
-from mpidist.weak_registry import WeakRegistry
+from mpidist.comm.mpi import forked_child
+from mpidist.comm.watchdog import dump_signal, thread_stacks
 
 _NUMBER = signal.SIGUSR2
 _PREFIX = "stacks"
@@ -68,7 +67,7 @@ class StackFile:
             if handler is not None:
                 signal.signal(_NUMBER, handler)
             self._install()
-            _files.add(self)
+            forked_child.register(self)
 
     def serve(self) -> None:
         """Add the table of threads to stacks that were written before the last call.
@@ -107,7 +106,7 @@ class StackFile:
         faulthandler.unregister(_NUMBER)
         # The default action would end the child by a signal to all processes of a job.
         if handler is signal.SIG_DFL:
-            handler = _ignore
+            handler = dump_signal.ignore
         if handler is not None:
             signal.signal(_NUMBER, handler)
 
@@ -133,18 +132,3 @@ class StackFile:
         assert self._file is not None
         status = os.fstat(self._file.fileno())
         return _State(status.st_size, status.st_mtime_ns)
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    pass
-
-
-_files: WeakRegistry[StackFile] = WeakRegistry()
-
-
-def _leave_all_to_parent() -> None:
-    for file in _files.alive():
-        file.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_leave_all_to_parent)

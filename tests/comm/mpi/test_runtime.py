@@ -2,13 +2,14 @@
 
 import os
 import sys
-import weakref
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 
 from mpidist.comm.mpi import runtime
 from mpidist.errors import CommTimeout
+from mpidist.weak_registry import WeakRegistry
 
 
 class Owner:
@@ -21,7 +22,7 @@ class Owner:
 
 
 def test_owners_are_closed_by_stage_and_the_first_stage_is_0(monkeypatch):
-    monkeypatch.setattr(runtime, "_at_exit", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(runtime, "_at_exit", defaultdict(WeakRegistry))
     runtime.world()
     closed = []
     owners = [Owner(name, closed) for name in ("last", "middle", "first")]
