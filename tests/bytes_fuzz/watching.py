@@ -18,7 +18,10 @@ from tests.bytes_fuzz.board import Board
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERPRETER = (sys.executable,)  # of the reading process
-CASE_S = 10.0  # a case that takes longer counts as hung
+# A case counts as hung that has used more of a core than this, or that waits for longer: on busy
+# cores the other processes' work is no part of it.
+CASE_S = 10.0
+_WAIT_S = 60.0
 _START_S = 120.0  # until the first case, for imports on busy cores
 _LOOK_S = 0.05
 _STACK_S = 1.0  # for the stacks of a hung process
@@ -103,8 +106,10 @@ def _wait(child: subprocess.Popen[str], board: Board) -> bool:
     while child.poll() is None:
         number = board.number()
         if number != seen:
-            seen, since = number, time.monotonic()
-        elif time.monotonic() - since > (CASE_S if seen else _START_S):
+            seen, since, used = number, time.monotonic(), _core_s(child.pid)
+        elif (seen and _core_s(child.pid) - used > CASE_S) or time.monotonic() - since > (
+            _WAIT_S if seen else _START_S
+        ):
             child.send_signal(signal.SIGUSR1)
             time.sleep(_STACK_S)
             child.kill()
@@ -112,6 +117,13 @@ def _wait(child: subprocess.Popen[str], board: Board) -> bool:
             return True
         time.sleep(_LOOK_S)
     return False
+
+
+def _core_s(pid: int) -> float:
+    """Return the seconds of all cores that a process has used."""
+    # The second field is a name in parentheses, which may hold spaces.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _ending(status: int) -> str:

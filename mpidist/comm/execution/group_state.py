@@ -11,12 +11,22 @@ from typing import NoReturn
 
 from mpidist.comm.execution.group_settings import RAISE, GroupSettings
 from mpidist.comm.execution.op_status import Journal
-from mpidist.comm.mpi import exited_ranks, mpi_errors, nonblocking, revocation, runtime
+from mpidist.comm.mpi import (
+    backoff,
+    exited_ranks,
+    mpi_errors,
+    nonblocking,
+    revocation,
+    runtime,
+)
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.matched_probe import LengthError
 from mpidist.comm.recorder import recorder
 from mpidist.errors import DisagreementError, GroupError, MpidistError, RankFailureError
 from mpidist.weak_registry import WeakRegistry
+
+_NEWS_S = 2.0  # longest wait for the report of a rank that has left the call by a timeout
+_SLEEP_S = 0.01  # between the tests in that wait
 
 _states: WeakRegistry[GroupState] = WeakRegistry()
 
@@ -180,20 +190,31 @@ class GroupState:
 
         If a rank died, a collective fails the group on all ranks; a message concerns two of them,
         and the others go on.
+
+        Blocks: for up to 2 s at an error of MPI in a group with ``on_timeout="raise"``, until this
+        rank knows whether another one has reported a timeout.
         """
         if isinstance(error, LengthError):
             return DisagreementError(
                 f"{self.where(operation)}: {error}; with MPIDIST_DEBUG=1 all ranks compare before "
                 "they communicate"
             )
+        has_left = isinstance(error, MpidistError)
+        # A late rank's call meets the messages of a call that another rank has left, and MPI may
+        # call them too long before this rank's watchdog has received the report.
+        if (
+            self.on_timeout == RAISE
+            and is_collective
+            and mpi_errors.is_mpi_error(error)
+            and not mpi_errors.is_failure(error)
+        ):
+            has_left = backoff.until(
+                lambda: self.failure is not None, timeout_s=_NEWS_S, longest_s=_SLEEP_S
+            )
+        if self.on_timeout == RAISE and self.failure is not None and has_left:
+            nonblocking.keep_buffers(error)
+            runtime.note_failure()
         if not mpi_errors.is_mpi_error(error):
-            if (
-                self.on_timeout == RAISE
-                and self.failure is not None
-                and isinstance(error, MpidistError)
-            ):
-                nonblocking.keep_buffers(error)
-                runtime.note_failure()
             return error
         if self.failure is not None:
             # Recorded by the watchdog or another thread, and more precise than MPI's error.

@@ -327,9 +327,10 @@ class Watchdog:
 
     def _fail(self, group: GroupState, reported: Reported) -> None:
         text, missing = reported.text, reported.missing
-        fail(group, text, missing)
+        # Sent before this rank's threads leave their calls, and may do something that others see.
         if group.on_timeout == RAISE:
             self.peers.send(self.peers.members(group), FAILED, (group.key, text, tuple(missing)))
+        fail(group, text, missing)
         group.revoke()
         reported.failed_at = time.monotonic()
 

@@ -1,11 +1,12 @@
 """State of a group: who is in it, closed or failed, and the errors of its callers; without MPI."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from mpidist.comm.execution import group_state
-from mpidist.comm.execution.group_settings import GroupSettings
+from mpidist.comm.execution.group_settings import RAISE, GroupSettings
 from mpidist.comm.execution.group_state import GroupState, open_groups
 from mpidist.errors import CommTimeout, GroupError
 from mpidist.weak_registry import WeakRegistry
@@ -54,6 +55,28 @@ def test_an_error_that_is_not_mpis_stays_what_it_is(state):
     with pytest.raises(KeyError) as caught, state.explained("scatter"):
         raise error
     assert caught.value is error and state.failure is None
+
+
+def test_an_error_of_mpi_is_the_failure_that_another_rank_reports_soon(monkeypatch):
+    # ``on_timeout="raise"``: the late rank's call meets messages of a call that was left.
+    comm = SimpleNamespace(rank=1, size=4, plain=SimpleNamespace(), children=list)
+    settings = GroupSettings("test", "key", (10, 11, 12, 13), 600, on_timeout=RAISE)
+    state, failures = GroupState(comm, settings), []
+    monkeypatch.setattr(group_state.mpi_errors, "is_mpi_error", lambda error: True)
+    monkeypatch.setattr(group_state.mpi_errors, "is_failure", lambda error: False)
+    monkeypatch.setattr(group_state.mpi_errors, "explain", lambda error, *_: error)
+    monkeypatch.setattr(group_state.runtime, "note_failure", lambda: failures.append(1))
+    report = threading.Timer(0.2, state.fail, [CommTimeout("the report of rank 0")])
+    report.start()
+    with pytest.raises(CommTimeout, match="the report of rank 0"), state.explained("barrier"):
+        raise KeyError("message truncated")
+    report.join()
+    assert failures == [1]
+    # Without a report the error is MPI's.
+    state.failure = None
+    monkeypatch.setattr(group_state, "_NEWS_S", 0.05)
+    with pytest.raises(KeyError, match="message truncated"), state.explained("barrier"):
+        raise KeyError("message truncated")
 
 
 def test_the_groups_of_a_forked_child_have_failed(state, monkeypatch):
