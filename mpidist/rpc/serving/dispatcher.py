@@ -33,6 +33,7 @@ from mpidist.rpc.threads.pool import HANDLED, Action
 
 logger = logging.getLogger("mpidist.rpc")
 
+_MOST_MESSAGES = 16  # handled without a look at what is due
 _COUNTED = frozenset({Kind.RREF_FORK, Kind.RREF_USER_DELETE}) | engine_messages.KINDS
 
 
@@ -47,6 +48,7 @@ class Dispatcher:
 
     def __init__(self, transport: Transport) -> None:
         self.requests_received = self.one_way_received = 0
+        self._messages = 0  # since the last look at what is due
         self._transport = transport
         self._receive = transport.poll
         self._agent: Server
@@ -82,14 +84,13 @@ class Dispatcher:
         """
         incoming = None
         try:
+            # On busy cores each poll may find a message, for as long as the others go on calling.
+            if self._messages >= _MOST_MESSAGES:
+                self._do_what_is_due()
             incoming = self._receive(tests)
             if incoming is None:
-                if self._references.deletes:
-                    self._references.flush_deletes()
-                    return HANDLED
-                if self._calls.has_expired():
-                    self._calls.expire()
-                return None
+                return HANDLED if self._do_what_is_due() else None
+            self._messages += 1
             kind = incoming.kind
             if incoming.is_new:
                 incoming.is_new = False
@@ -124,6 +125,20 @@ class Dispatcher:
             logger.exception("%s: %s failed", self._agent.workers.me, text)
             self._reject(incoming, FrameError(f"{text} cannot be taken up: {error!r}"))
         return HANDLED
+
+    def _do_what_is_due(self) -> bool:
+        """Send the queued deletes, and fail calls whose time is over; return whether any was sent.
+
+        Between messages and at the latest after ``_MOST_MESSAGES``: deletes that come together are
+        one message.
+        """
+        self._messages = 0
+        has_deletes = bool(self._references.deletes)
+        if has_deletes:
+            self._references.flush_deletes()
+        if self._calls.has_expired():
+            self._calls.expire()
+        return has_deletes
 
     def _unpack_preamble(self, incoming: Incoming) -> None:
         agent = self._agent
