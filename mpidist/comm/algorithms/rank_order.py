@@ -72,29 +72,13 @@ def prepared(
         return None
     memory = comm.scratch(numel * comm.size, dtype, Scratch.PREPARED_RECEIVED)
     first, *others = memory.view(comm.size, -1)
+    total = comm.scratch(numel, plan.wide or dtype, Scratch.PREPARED_WIDE)
     combine, divides, size = reduce_op.COMBINE[plan.combine], plan.divides, comm.size
     mine = buffer.as_bytes(tensor)
     into = (buffer.memory(memory.data_ptr(), memory.nbytes), nbytes, MPI.BYTE)
     allgather = comm.mpi.Allgather
 
-    if plan.wide is None:
-        # Without a sum of its own a call reads and writes the memory in two passes fewer.
-        add, (second, *later) = reduce_op.COMBINE_INTO[plan.combine], others
-
-        def gather_and_add(tensor: torch.Tensor) -> None:
-            allgather(mine, into)
-            flat = tensor if tensor.dim() == 1 else tensor.view(-1)
-            add(first, second, out=flat)
-            for other in later:
-                combine(flat, other)
-            if divides:
-                flat.div_(size)
-
-        return gather_and_add
-
-    total = comm.scratch(numel, plan.wide, Scratch.PREPARED_WIDE)
-
-    def gather_and_add_wide(tensor: torch.Tensor) -> None:
+    def gather_and_add(tensor: torch.Tensor) -> None:
         allgather(mine, into)
         total.copy_(first)
         for other in others:
@@ -103,7 +87,7 @@ def prepared(
             total.div_(size)
         (tensor if tensor.dim() == 1 else tensor.view(-1)).copy_(total)
 
-    return gather_and_add_wide
+    return gather_and_add
 
 
 def all_reduce_on_device(

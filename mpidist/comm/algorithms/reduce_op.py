@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,9 +171,6 @@ COMBINE = {
     MIN: lambda a, b: torch.minimum(a, b, out=a),
     MAX: lambda a, b: torch.maximum(a, b, out=a),
 }
-
-# The same with a result of its own, ``out``.
-COMBINE_INTO: dict[str, Callable[..., torch.Tensor]] = {SUM: torch.add, PRODUCT: torch.mul}
 
 # Addition and multiplication modulo 2ⁿ are the same for both signs, and torch can compute only the
 # signed types.
