@@ -199,21 +199,21 @@ class GroupState:
                 f"{self.where(operation)}: {error}; with MPIDIST_DEBUG=1 all ranks compare before "
                 "they communicate"
             )
-        has_left = isinstance(error, MpidistError)
-        # A late rank's call meets the messages of a call that another rank has left, and MPI may
-        # call them too long before this rank's watchdog has received the report.
-        if (
-            self.on_timeout == RAISE
-            and is_collective
-            and mpi_errors.is_mpi_error(error)
-            and not mpi_errors.is_failure(error)
-        ):
-            has_left = backoff.until(
-                lambda: self.failure is not None, timeout_s=_NEWS_S, longest_s=_SLEEP_S
+        if self.on_timeout == RAISE:
+            # A late rank's call meets the messages of a call that another rank has left, and MPI
+            # may call them too long before this rank's watchdog has received the report.
+            is_stray = (
+                is_collective
+                and mpi_errors.is_mpi_error(error)
+                and not mpi_errors.is_failure(error)
             )
-        if self.on_timeout == RAISE and self.failure is not None and has_left:
-            nonblocking.keep_buffers(error)
-            runtime.note_failure()
+            if is_stray:
+                backoff.until(
+                    lambda: self.failure is not None, timeout_s=_NEWS_S, longest_s=_SLEEP_S
+                )
+            if self.failure is not None and (is_stray or isinstance(error, MpidistError)):
+                nonblocking.keep_buffers(error)
+                runtime.note_failure()
         if not mpi_errors.is_mpi_error(error):
             return error
         if self.failure is not None:
