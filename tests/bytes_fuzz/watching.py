@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.bytes_fuzz.board import Board
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,12 +104,13 @@ def _watched(
 
 def _wait(child: subprocess.Popen[str], board: Board) -> bool:
     """Wait until a child has ended; end it and report if it hangs."""
-    seen, since = 0, time.monotonic()
+    process = psutil.Process(child.pid)
+    seen, since, used = 0, time.monotonic(), 0.0
     while child.poll() is None:
         number = board.number()
         if number != seen:
-            seen, since, used = number, time.monotonic(), _core_s(child.pid)
-        elif (seen and _core_s(child.pid) - used > CASE_S) or time.monotonic() - since > (
+            seen, since, used = number, time.monotonic(), _core_s(process)
+        elif (seen and _core_s(process) - used > CASE_S) or time.monotonic() - since > (
             _WAIT_S if seen else _START_S
         ):
             child.send_signal(signal.SIGUSR1)
@@ -119,11 +122,10 @@ def _wait(child: subprocess.Popen[str], board: Board) -> bool:
     return False
 
 
-def _core_s(pid: int) -> float:
+def _core_s(process: psutil.Process) -> float:
     """Return the seconds of all cores that a process has used."""
-    # The second field is a name in parentheses, which may hold spaces.
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    times = process.cpu_times()
+    return times.user + times.system
 
 
 def _ending(status: int) -> str:
