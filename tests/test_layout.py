@@ -29,7 +29,6 @@ COVERED_BY = {
     "c10d/up_to_213/functional": "c10d/test_functional.py",
     "c10d/up_to_213/process_group": "integration/test_torch_api.py",
     "comm/mpi/communicator": "comm/test_collectives.py",
-    "comm/mpi/serialized": "integration/test_launch.py",  # a job at MPI_THREAD_SERIALIZED
     "comm/group_types": "comm/test_group.py",
     "comm/messages/object_messages": "comm/test_objects.py",
     "comm/algorithms/sendrecv": "comm/test_collectives.py",

@@ -94,7 +94,6 @@ def _disagreements(ranks: Sequence[Facts]) -> Iterator[Finding]:
     asked = [facts for facts in ranks if facts.mpi is not None]
     for name, ask, level in (
         ("the MPI library", _mpi(lambda mpi: mpi.library), PROBLEM),
-        ("the thread level", _mpi(lambda mpi: mpi.thread_level), WARNING),
         ("ULFM", _mpi(lambda mpi: "on" if mpi.survives_failures else "off"), WARNING),
     ):
         yield from _differs(asked, level, name, ask, "the same modules and variables on all nodes")
@@ -223,21 +222,6 @@ def _slow_nodes(ranks: Sequence[Facts]) -> Iterator[Finding]:
 # --- MPI and its launcher ---
 
 
-def _threads(ranks: Sequence[Facts]) -> Iterator[Finding]:
-    where = tuple(
-        facts.rank
-        for facts in ranks
-        if facts.mpi is not None and facts.mpi.thread_level == "MPI_THREAD_SERIALIZED"
-    )
-    if where:
-        yield Finding(
-            WARNING, where, "MPI runs at MPI_THREAD_SERIALIZED: calls are tested in turns, device "
-                            "memory goes over the host",
-            "unset MPI4PY_RC_THREAD_LEVEL, or use an MPI library that was built with "
-            "MPI_THREAD_MULTIPLE",
-        )  # fmt: skip
-
-
 def _launchers(ranks: Sequence[Facts]) -> Iterator[Finding]:
     first = ranks[0]
     if first.mpi is None or first.mpi.size > 1:
@@ -339,6 +323,6 @@ def _settings(ranks: Sequence[Facts]) -> Iterator[Finding]:
 
 
 _RULES = (
-    _no_mpi, _failed_checks, _disagreements, _hosts, _clocks, _slow_nodes, _threads, _launchers,
+    _no_mpi, _failed_checks, _disagreements, _hosts, _clocks, _slow_nodes, _launchers,
     *node_findings.CORES, *device_findings.RULES, *node_findings.MEMORY, _old, _settings,
 )  # fmt: skip

@@ -17,7 +17,6 @@ class MpiFacts:
         file: Path of ``libmpi``.
         mpirun: Path of the library's launcher; "" if none was found.
         standard: Version of the MPI standard.
-        thread_level: MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE.
         size: Number of ranks of the job.
         local_rank: Index on the node.
         local_size: Number of ranks on this node.
@@ -39,7 +38,6 @@ class MpiFacts:
     file: str
     mpirun: str
     standard: str
-    thread_level: str
     size: int
     local_rank: int
     local_size: int

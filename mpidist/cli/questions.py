@@ -53,7 +53,6 @@ def ask(facts: Facts, library: Installed) -> Facts:
         file=library.file,
         mpirun=library.mpirun,
         standard=".".join(map(str, found.standard)),
-        thread_level=found.thread_level,
         size=world.size,
         local_rank=world.local_rank,
         local_size=world.local_size,

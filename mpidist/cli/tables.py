@@ -152,7 +152,7 @@ def _mpi_rows(mpi: MpiFacts) -> list[tuple[str, str]]:
     name = mpi.library.split(", package:")[0]
     ulfm = "ULFM is on" if mpi.survives_failures else "ULFM is off"
     return [
-        ("MPI", f"{name}; MPI {mpi.standard}; {mpi.thread_level}; {ulfm}"),
+        ("MPI", f"{name}; MPI {mpi.standard}; {ulfm}"),
         ("library", mpi.file or "linked into mpi4py"),
         ("launcher", mpi.mpirun or "none found"),
         ("transports", transport_words(mpi.transports)),

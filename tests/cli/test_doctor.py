@@ -30,9 +30,7 @@ def test_a_job_is_examined_by_all_ranks(world, own):
     for one in report.ranks:
         assert one.mpi.size == size and one.mpi.local_size <= size and one.mpi.file
         assert len(one.checks) >= 6 and not any(one.checks.values())
-        assert one.mpi.abi in ("openmpi", "mpich") and one.mpi.thread_level.startswith(
-            "MPI_THREAD_"
-        )
+        assert one.mpi.abi in ("openmpi", "mpich")
         assert one.mpi.transports.component or one.mpi.transports.device
         rows = dict(tables._device_rows(one))
         assert "MPI takes CUDA: " in rows["device"] and ", ROCm: " in rows["device"]

@@ -25,7 +25,6 @@ MPI = MpiFacts(
     file="/m/libmpi.so",
     mpirun="/m/mpirun",
     standard="3.1",
-    thread_level="MPI_THREAD_MULTIPLE",
     size=4,
     local_rank=0,
     local_size=2,
@@ -209,13 +208,6 @@ BROKEN = {
         ALL,
         "share no memory",
         "container",
-    ),
-    "serialized": (
-        job(mpi={"thread_level": "MPI_THREAD_SERIALIZED"}),
-        WARNING,
-        ALL,
-        "SERIALIZED",
-        "MPI4PY_RC_THREAD_LEVEL",
     ),
     "no mpirun": (alone({"mpirun": ""}), WARNING, (), "no mpirun", "srun"),
     "another mpirun": (

@@ -141,16 +141,9 @@ _ONE_AFTER_ANOTHER = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "level"),
-    [
-        (3, "serialized"),
-        pytest.param(3, "multiple", marks=pytest.mark.long),
-        pytest.param(4, "multiple", marks=pytest.mark.long),
-    ],
-)
-def test_one_world_follows_another_with_the_same_keys(ranks, level):
-    done = run(ranks, _ONE_AFTER_ANOTHER, env={"MPI4PY_RC_THREAD_LEVEL": level})
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.long)])
+def test_one_world_follows_another_with_the_same_keys(ranks):
+    done = run(ranks, _ONE_AFTER_ANOTHER)
     for found in printed(done).values():
         keys, threads, descriptors = zip(*found["seen"], strict=True)
         assert all(one == keys[0] for one in keys), keys

@@ -121,6 +121,7 @@ _ALONE = {
         _BEGIN,
     ),
     "funneled": ({"MPI4PY_RC_THREAD_LEVEL": "funneled"}, _BEGIN),
+    "serialized": ({"MPI4PY_RC_THREAD_LEVEL": "serialized"}, _BEGIN),
     "single": ({"MPI4PY_RC_THREAD_LEVEL": "single"}, _BEGIN),
 }
 
@@ -154,6 +155,7 @@ def test_a_backend_that_is_not_there_says_what_to_write():
         ("another launcher's MPI", ["mpirun", "srun"]),
         ("torchrun", ["torchrun", "mpirun", "srun"]),
         ("funneled", ["MPI_THREAD_FUNNELED", "MPI4PY_RC_THREAD_LEVEL"]),
+        ("serialized", ["MPI_THREAD_SERIALIZED", "MPICH_MAX_THREAD_SAFETY=multiple"]),
         pytest.param(
             "single", ["MPI_THREAD_SINGLE", "MPI4PY_RC_THREAD_LEVEL"], marks=pytest.mark.long
         ),
@@ -192,67 +194,6 @@ def test_a_collective_passes_messages_that_nobody_receives_yet():
     done = run(2, _UNRECEIVED, **mpich_between_nodes(2))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("all arrived") == 2
-
-
-def test_one_thread_at_a_time():
-    done = run(
-        2,
-        """
-        import json, torch, torch.distributed as dist
-        from datetime import timedelta
-        from mpi4py import MPI
-        dist.init_process_group("mpidist")
-        rank = dist.get_rank()
-        tensor = torch.ones(4)
-        works = [dist.all_reduce(tensor, async_op=True) for _ in range(3)]
-        dist.all_reduce(tensor)
-        half = torch.ones(4, dtype=torch.bfloat16)
-        dist.all_reduce(half)
-        parts = [torch.zeros(rank_ + 1) for rank_ in range(2)]
-        dist.all_gather(parts, torch.full((rank + 1,), float(rank)))
-        swapped = torch.zeros(2)
-        dist.all_to_all_single(swapped, torch.tensor([10.0 * rank, 10.0 * rank + 1]))
-        got = torch.zeros(2)
-        works = [dist.irecv(got, 1 - rank), dist.isend(torch.full((2,), float(rank)), 1 - rank)]
-        for work in works:
-            work.wait()
-        objects = [None, None]
-        dist.all_gather_object(objects, {"rank": rank})
-        sent = ["x" * 100_000] if rank == 0 else [None]
-        dist.broadcast_object_list(sent, 0)
-        if rank == 0:
-            dist.send_object_list(["hello"], 1)
-            received = ["hello"]
-        else:
-            received = [None]
-            dist.recv_object_list(received, 0)
-        dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
-        sub = dist.new_group([0, 1])
-        dist.barrier(group=sub)
-        dist.destroy_process_group()
-        print(json.dumps({
-            "rank": rank, "serialized": MPI.Query_thread() == MPI.THREAD_SERIALIZED,
-            "sum": tensor.tolist(), "half": half.tolist(), "parts": [p.tolist() for p in parts],
-            "swapped": swapped.tolist(), "got": got.tolist(),
-            "objects": objects, "long": len(sent[0]), "received": received,
-        }), flush=True)
-        """,
-        env={"MPI4PY_RC_THREAD_LEVEL": "serialized"},
-    )
-    for rank, facts in printed(done).items():
-        assert facts == {
-            "rank": rank,
-            "serialized": True,
-            "sum": [16.0] * 4,
-            "half": [2.0] * 4,
-            "parts": [[0.0], [1.0, 1.0]],
-            "swapped": [float(rank), 10.0 + rank],
-            "got": [1.0 - rank] * 2,
-            "objects": [{"rank": 0}, {"rank": 1}],
-            "long": 100_000,
-            "received": ["hello"],
-        }
-    assert len(printed(done)) == 2
 
 
 # Two ranks with the user's own MPI code in addition to mpidist's.

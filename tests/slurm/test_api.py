@@ -94,5 +94,4 @@ def test_the_self_check_looks_at_both_nodes(self_check):
     log = self_check.stdout()
     assert "node 0      n1: rank 0" in log and "node 1      n2: rank 1" in log
     assert "init_process_group and all_reduce" in log and "clocks differ" not in log
-    assert "MPI_THREAD_MULTIPLE" in log
     assert "self-check: 2 ranks, all fine" in log and "mpidist: PASS" in log

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpidist.comm.coupling.messages import END, LEAVES, Tag
 from mpidist.comm.memory import buffer
-from mpidist.comm.mpi import backoff, mpi_errors, serialized
+from mpidist.comm.mpi import backoff, mpi_errors
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import Request
 from mpidist.comm.recorder import recorder
@@ -40,8 +40,7 @@ class Link:
         timeout_s: float | None,
     ) -> None:  # fmt: skip
         comm.Set_errhandler(MPI.ERRORS_RETURN)
-        # An inlet's thread and the program's call MPI at the same time.
-        self._comm = serialized.locked(lambda: comm)
+        self._comm = comm
         self.program = program
         self.partners = tuple(partners)
         self._timeout_s = timeout_s

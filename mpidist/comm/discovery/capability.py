@@ -46,7 +46,6 @@ class Capabilities:
     Attributes:
         library: Its name and version: the first line of MPI_Get_library_version.
         standard: The MPI standard that it follows, (major, minor).
-        thread_level: MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE; mpidist refuses less.
         survives_failures: ULFM is available and enabled: pending calls can be revoked, a group can
             shrink.
         cuda_aware: It accepts CUDA's device pointers; None if it does not report this.
@@ -62,7 +61,6 @@ class Capabilities:
 
     library: str
     standard: tuple[int, int]
-    thread_level: str
     survives_failures: bool
     cuda_aware: bool | None
     cuda_source: str
@@ -82,7 +80,6 @@ def capabilities() -> Capabilities:
     return Capabilities(
         library=library_name(),
         standard=MPI.Get_version(),
-        thread_level=library_report.thread_level(),
         survives_failures=has_ulfm(),
         cuda_aware=cuda_aware,
         cuda_source=cuda_source,
@@ -275,7 +272,6 @@ def _key(device: torch.device, is_cuda_first: bool) -> dict[str, object]:
     return {
         "trial": VERSION,
         "library": library_name(),
-        "thread_level": library_report.thread_level(),
         "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
         # With one device both ranks of the trial share it.
         "devices": torch.cuda.device_count() if is_cuda else 0,

@@ -1,4 +1,4 @@
-"""Report of the running MPI library: thread level, ULFM and device memory; nothing is tried."""
+"""Report of the running MPI library: ULFM and device memory; nothing is tried."""
 
 from __future__ import annotations
 
@@ -11,16 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from mpidist.comm.mpi import runtime
-from mpidist.comm.mpi.library import MPI, is_open_mpi
-
-
-def thread_level() -> str:
-    """Return MPI_THREAD_MULTIPLE or MPI_THREAD_SERIALIZED; mpidist refuses less."""
-    return (
-        "MPI_THREAD_MULTIPLE"
-        if runtime.world().thread_level == MPI.THREAD_MULTIPLE
-        else "MPI_THREAD_SERIALIZED"
-    )
+from mpidist.comm.mpi.library import is_open_mpi
 
 
 def device_support() -> tuple[bool | None, str]:

@@ -19,7 +19,7 @@ import torch
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi import backoff, byte_strings
 from mpidist.comm.mpi.library import MPI
-from mpidist.comm.mpi.nonblocking import Mpi, MpiCalls, wait_yielding
+from mpidist.comm.mpi.nonblocking import Mpi
 
 # Raised with each change of the calls or the operands: results of another version are not used.
 VERSION = 2
@@ -115,10 +115,7 @@ def _messages(trial: Trial, sender: torch.device, receiver: torch.device) -> Res
     # The ring and payloads of calls: posted before or after the message arrives, waited for as a
     # whole.
     requests = [trial.mpi.Irecv(posted, left, 1), send(1)]
-    if isinstance(trial.mpi, MpiCalls):
-        trial.mpi.wait_all(requests)
-    else:
-        MPI.Request.Waitall(requests)
+    MPI.Request.Waitall(requests)
     # Collectives that exchange tensors: matched, then received by a blocking call.
     outgoing = send(2)
     trial.mpi.Mprobe(left, 2).Recv(matched)
@@ -133,8 +130,8 @@ def _messages(trial: Trial, sender: torch.device, receiver: torch.device) -> Res
         return message is not None
 
     backoff.until(is_matched)
-    wait_yielding(found[0].Irecv(probed))
-    wait_yielding(outgoing)
+    backoff.until(found[0].Irecv(probed).Test)
+    backoff.until(outgoing.Test)
     return [(out, trial.operand(left, receiver).repeat(3))]
 
 
@@ -197,8 +194,8 @@ def _allreduce(trial: Trial) -> Results:
 
 
 # The non-blocking form of a collective is tried separately, because it replaces the blocking one
-# for waits with back-off and for libraries that admit one thread at a time. Reductions have none
-# here: under Open MPI a non-blocking reduction on device memory crashes.
+# for waits with back-off. Reductions have none here: under Open MPI a non-blocking reduction on
+# device memory crashes.
 _TRIALS: dict[str, Callable[[Trial], Results]] = {
     "point_to_point": _point_to_point,
     "point_to_point_with_host": _point_to_point_with_host,
@@ -225,8 +222,6 @@ def attempt(mpi: Mpi, operation: str, device: torch.device) -> str:
     Returns:
         ``WORKS``, or the error and its rank; the same on all ranks.
     """
-    if operation in REDUCTIONS and isinstance(mpi, MpiCalls):
-        return "MPI admits one thread at a time, so it would become a non-blocking reduction"
     wrong = ""
     for numel in _NUMELS:
         for result, expected in _TRIALS[operation](Trial(mpi, operation, device, numel)):

@@ -37,9 +37,9 @@ class Communicator:
     """One MPI communicator, with what an executor needs to know of it.
 
     Attributes:
-        plain: The ``MPI.Comm``; under MPI_THREAD_SERIALIZED its ``serialized`` form.
-            mpi: What executors call: ``plain`` on one node; between nodes ``MpiCalls``,
-            whose blocking calls are non-blocking ones and a wait.
+        plain: The ``MPI.Comm``.
+        mpi: What executors call: ``plain`` on one node; between nodes ``MpiCalls``, whose
+            blocking calls are non-blocking ones and a wait.
         rank: This rank in it.
         size: W, its number of ranks.
         nodes: Node number of each rank; nodes are numbered in the order of their first ranks.

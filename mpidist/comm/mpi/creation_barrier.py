@@ -29,7 +29,6 @@ from mpidist.comm.mpi import (
 )
 from mpidist.comm.mpi.library import MPI, has_ulfm
 from mpidist.comm.mpi.nonblocking import Mpi
-from mpidist.comm.mpi.serialized import locked
 from mpidist.errors import CommTimeout, RankFailureError
 
 _TOKEN_BYTES = 16
@@ -244,7 +243,7 @@ def create_surviving_group(members: Sequence[int], identity: str) -> Mpi:
     all_ranks = comm.Get_group()
     some = all_ranks.Incl(members)
     try:
-        return locked(lambda: MPI.Intracomm.Create_from_group(some, f"mpidist {identity}"))
+        return MPI.Intracomm.Create_from_group(some, f"mpidist {identity}")
     finally:
         some.Free()
         all_ranks.Free()
@@ -264,7 +263,7 @@ def _shrunk(members: Sequence[int], identity: str) -> Mpi | None:
         if not _world_barrier.agree(where, identity, ordered, bool(others) and others <= set(dead)):
             return None
         with agreement_lock.lock:
-            return locked(lambda: cast("MPI.Intracomm", world.comm).Shrink())
+            return cast("MPI.Intracomm", world.comm).Shrink()
 
 
 def create_group(mpi: Mpi, members: Sequence[int], identity: bytes) -> Mpi:

@@ -9,7 +9,6 @@ from typing import TypeGuard
 from mpidist.comm.mpi import agreement_lock, backoff, exited_ranks, rank_ranges
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import MatchedMessage, Mpi, Request
-from mpidist.comm.mpi.serialized import locked
 from mpidist.errors import MpidistError, RankFailureError
 
 _NEWS_S = 1.0
@@ -106,10 +105,9 @@ def known_dead(mpi: Mpi, world_ranks: Sequence[int]) -> tuple[int, ...] | None:
 
 def _make_progress() -> None:
     # A call on a revoked communicator returns before it makes any.
-    own = locked(lambda: MPI.COMM_SELF)
     with agreement_lock.lock:
         for _ in range(_CALLS_OF_LOOK):
-            own.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+            MPI.COMM_SELF.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
 
 def _failed_places(mpi: Mpi) -> Sequence[int]:

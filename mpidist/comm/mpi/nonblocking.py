@@ -176,11 +176,6 @@ def wait_spinning(request: Request | _Probe, status: MPI.Status | None = None) -
     request.Wait(status)
 
 
-def wait_yielding(request: Request | _Probe, status: MPI.Status | None = None) -> None:
-    """Test a request until it is complete; yield the core between tests."""
-    backoff.until(lambda: request.Test(status), spin_s=0, yield_s=math.inf)
-
-
 def wait_sleeping(request: Request | _Probe, status: MPI.Status | None = None) -> None:
     """Test a request until it is complete; yield the core between tests, later sleep."""
     backoff.until(lambda: request.Test(status), longest_s=_LONGEST_SLEEP_S)

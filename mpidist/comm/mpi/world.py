@@ -26,7 +26,6 @@ from mpidist.comm.mpi import (
 from mpidist.comm.mpi.launcher_env import Launch
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import Mpi
-from mpidist.comm.mpi.serialized import serialized
 from mpidist.errors import CommTimeout, GroupError, LaunchError, MpidistError
 
 # What each rank tells: first rank of its node, MPIDIST_TRUST, MPIDIST_DETERMINISTIC, whether it has
@@ -49,15 +48,13 @@ class World:
     """The ranks of this job that communicate, and the communicator from which others are made.
 
     Attributes:
-        comm: A duplicate of MPI_COMM_WORLD, or of the communicator that the program gave; under
-            MPI_THREAD_SERIALIZED its ``serialized`` form.
+        comm: A duplicate of MPI_COMM_WORLD, or of the communicator that the program gave.
         watchdogs: Another duplicate, for the messages of the watchdogs alone.
         rank: This rank.
         size: Number of ranks.
         local_rank: Index of this rank among the ranks that share its node's memory.
         local_size: Number of ranks that share this node's memory.
         launcher: Name of the launcher.
-        thread_level: MPI's thread level.
         highest_tag: MPI_TAG_UB.
         nodes: Node number of each rank; nodes are numbered in the order of their first ranks.
         adds_in_rank_order: Sums are in the order of the ranks (``determinism``).
@@ -74,7 +71,6 @@ class World:
     local_rank: int
     local_size: int
     launcher: str
-    thread_level: int
     highest_tag: int
     nodes: tuple[int, ...]
     adds_in_rank_order: bool = False
@@ -106,13 +102,17 @@ def check_start(comm_world: MPI.Comm) -> Launch:
             or ``RANK`` and ``WORLD_SIZE`` say several processes and MPI sees one.
     """
     level = MPI.Query_thread()
-    if level < MPI.THREAD_SERIALIZED:
-        name = "MPI_THREAD_SINGLE" if level == MPI.THREAD_SINGLE else "MPI_THREAD_FUNNELED"
+    if level != MPI.THREAD_MULTIPLE:
+        names = {
+            MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
+            MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
+        }
         raise LaunchError(
-            f"MPI runs at {name}, but mpidist communicates from more than one thread and needs "
-            "MPI_THREAD_MULTIPLE (or at least MPI_THREAD_SERIALIZED); leave "
-            "mpi4py.rc.thread_level and MPI4PY_RC_THREAD_LEVEL at 'multiple', or use an MPI "
-            "library that was built with threads"
+            f"MPI runs at {names.get(level, 'MPI_THREAD_SERIALIZED')}, but mpidist calls it from "
+            "several threads at once and needs MPI_THREAD_MULTIPLE; leave mpi4py.rc.thread_level "
+            "and MPI4PY_RC_THREAD_LEVEL at 'multiple' (a program that starts MPI itself: "
+            "MPI_Init_thread), and if the library still gives less, allow it more (Cray MPICH: "
+            "export MPICH_MAX_THREAD_SAFETY=multiple) or use one that was built with threads"
         )
     launch = launcher_env.from_environment(os.environ)
     size = comm_world.Get_size()
@@ -188,19 +188,17 @@ def _joined(comm: MPI.Comm, whole: MPI.Comm, launch: Launch, uses: Sequence[str]
     if error is not None:
         comm.Free()
         raise error
-    level = MPI.Query_thread()
     # MPI keeps the attribute at MPI_COMM_WORLD alone.
     highest_tag = whole.Get_attr(MPI.TAG_UB)
     assert isinstance(highest_tag, int)
-    safe = serialized(comm) if level == MPI.THREAD_SERIALIZED else comm
     return World(
-        comm=safe,
+        comm=comm,
         # Made here, where all ranks are: a group of some ranks of the job starts their watchdogs
         # without the others.
-        watchdogs=safe.Dup(),
+        watchdogs=comm.Dup(),
         rank=comm.Get_rank(), size=comm.Get_size(),
         local_rank=local_rank, local_size=local_size, launcher=launch.launcher,
-        thread_level=level, highest_tag=highest_tag, nodes=nodes,
+        highest_tag=highest_tag, nodes=nodes,
         adds_in_rank_order=determinism.SETTING.code() in (determinism.ORDER, determinism.EXACT),
         processes=processes, first=None if comm.Get_size() == whole.Get_size() else first, job=job,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from mpidist.comm.discovery import trial_operations
 from mpidist.comm.execution import execution, fast_path
 from mpidist.comm.memory import buffer
 from mpidist.comm.messages import device_p2p, direct_messages
-from mpidist.comm.mpi.nonblocking import MpiCalls, wait_yielding
+from mpidist.comm.mpi.nonblocking import MpiCalls, wait_sleeping
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import MpidistError
 from tests.comm.lazy_device import LazyDevice
@@ -197,7 +197,7 @@ def test_the_trial_makes_every_call_that_the_library_makes_on_device_memory(
     group._comm.device_operations["cpu"] = frozenset(trial_operations.OPERATIONS)
 
     def wrap(mpi):
-        return mpi if waits_in_mpi else MpiCalls(mpi, wait_yielding)
+        return mpi if waits_in_mpi else MpiCalls(mpi, wait_sleeping)
 
     between_devices, with_host, tried, tried_with_host = set(), set(), set(), set()
     with pytest.MonkeyPatch.context() as patches:

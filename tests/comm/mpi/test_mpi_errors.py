@@ -93,6 +93,7 @@ def test_mpi_hears_of_a_death_as_it_is_asked(monkeypatch):
     """A death is known after as many calls as Open MPI makes between two looks for events."""
     calls = []
     own = SimpleNamespace(Iprobe=lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(mpi_errors, "locked", lambda create: own)
+    library = SimpleNamespace(COMM_SELF=own, ANY_SOURCE=-1, ANY_TAG=-1)
+    monkeypatch.setattr(mpi_errors, "MPI", library)
     monkeypatch.setattr(mpi_errors, "_failed_places", lambda mpi: (1,) if len(calls) >= 8 else ())
     assert mpi_errors.known_dead(None, (4, 5)) == (5,)
