@@ -54,7 +54,7 @@ help:
 	@echo 'make conformance  all of PyTorch'"'"'s distributed_test.py on 2, 3 and 4 ranks, Gloo as the peer; prints the counts'
 	@echo 'make peers    programs and tests of others (SOURCES=folder of their checkouts) on mpidist, with their own backend beside it;'
 	@echo '              prints a table, and keeps it in docs/peers.md (PEERS="--only examples --match rnn": some); an hour'
-	@echo 'make fuzz     random programs, and a tenth as many random models and programs of windows, against references (COUNT=1000 RANKS=3 SEED=0 WITHOUT=)'
+	@echo 'make fuzz     random programs, and a tenth as many random models, against references (COUNT=1000 RANKS=3 SEED=0 WITHOUT=)'
 	@echo 'make fuzz-bytes  damaged and random messages, tables, frames and files, for all that reads foreign bytes (CASES=1000000 SEED=0)'
 	@echo 'make chaos    trainings whose ranks are killed at random times, against undisturbed ones (RUNS=200 SEED=0); half an hour'
 	@echo 'make soak     all parts mixed by a seed, for an hour (SECONDS=3600 RANKS=3 SEED=0): threads, descriptors, communicators,'
@@ -172,7 +172,6 @@ FUZZ := $(FUZZ_RUN) -n $(RANKS) $(PY) -m tests.fuzz
 fuzz: $(READY) $(FUZZ_READY)
 	$(FUZZ) programs --seed $(SEED) --count $(COUNT) --without=$(WITHOUT)
 	$(FUZZ) models --seed $(SEED) --count $$(( ($(COUNT) + 9) / 10 )) --without=$(WITHOUT)
-	$(FUZZ) windows --seed $(SEED) --count $$(( ($(COUNT) + 9) / 10 ))
 
 # Each seed is a training whose ranks are killed and stopped from outside; its result is the undisturbed one's.
 RUNS ?= 200
@@ -239,17 +238,12 @@ bench: $(VENV)/.stamp-bench $(VENV)/.stamp-peers timing long
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_oss.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_owners.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_wire.py
-	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_windows.py
-	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_windows.py --references
-	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_windows.py --shards
 
 # Status 77: namespaces are not allowed here, as the script has said.
 bench-link: $(VENV)/.stamp-bench $(MPICH)/.stamp
 	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_ddp.py --models mlp:64 mlp:256 mlp:1024 --rounds 8 --bucket-cap-mb 4 || test $$? = 77
 	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_diloco.py || test $$? = 77
 	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_oss.py --rounds 3 || test $$? = 77
-	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_windows.py --rounds 7 || test $$? = 77
-	$(ON_LINK) 1gbit $(MPICH)/bin/mpirun $(PY) benchmarks/bench_windows.py --shards --rounds 9 || test $$? = 77
 	$(PY) benchmarks/bench_scaling.py sweep --links 10gbit 1gbit 100mbit
 	for rate in 100mbit 1gbit 10gbit; do \
 	    $(ON_LINK) $$rate $(MPICH)/bin/mpirun $(PY) benchmarks/bench_powersgd.py --models mlp:64 --rounds 8 || test $$? = 77 || exit 1; \

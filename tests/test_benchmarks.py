@@ -119,14 +119,6 @@ _OF_MESSAGES = [
     ["bench_allocate.py", "--quick"],
     ["bench_coupling.py", "--quick"],
     ["bench_device.py", "--quick", "--device", "cpu"],
-    *(
-        ["bench_windows.py", *part, "--sizes", *sizes, "--rounds", "1", "--burst-s", "0"]
-        for part, sizes in (
-            ([], ("8", "65536")),
-            (["--references"], ("1024", "65536")),
-            (["--shards"], ("65536",)),
-        )
-    ),
 ]
 
 
@@ -532,42 +524,6 @@ def test_wires_are_compared_and_recorded(of_training):
     ] is True
     # Judged on a device alone.
     assert [goal["verdict"] for goal in record["goals"]] == ["not measured"] * 2
-
-
-@pytest.mark.slow
-def test_windows_are_compared_and_recorded(of_collectives):
-    record = record_of(of_collectives[0], "windows-[mo]*-2.json", has_picture=False)
-    results = {(each["operation"], each["size_bytes"]): each for each in record["results"]}
-    assert set(results) == {
-        (operation, size)
-        for operation in ("put and signal", "put", "map_remote_tensor")
-        for size in (8, 65536)
-    }
-    ways = ["mpidist", "messages", "send and recv", "mpi4py"]
-    assert list(results["put and signal", 8]["contenders"]) == ways
-    assert record["results_checked"] is True
-    assert [goal["verdict"] != "not measured" for goal in record["goals"]] == [True, True, False]
-
-
-@pytest.mark.slow
-def test_windows_for_references_and_shards_are_compared_and_recorded(of_collectives):
-    windows = ["two copies", "one copy", "put by the owner", "size, then put"]
-    ways = {
-        "references": ["to_here", "answer", *windows, "no value"],
-        "shards": ["mpidist", "window"],
-    }
-    pairs = {
-        "references": [("to_here", each) for each in windows],
-        "shards": [("mpidist", "window")],
-    }
-    for part, sizes in (("references", [1024, 65536]), ("shards", [65536])):
-        record = record_of(of_collectives[0], f"windows-{part}-*-2.json", has_picture=False)
-        assert [result["size_bytes"] for result in record["results"]] == sizes
-        for result in record["results"]:
-            assert list(result["contenders"]) == ways[part]
-            compared = [(pair["left"], pair["right"]) for pair in result["comparisons"]]
-            assert compared == pairs[part]
-        assert record["results_checked"] is True and record["goals"] == []
 
 
 @pytest.mark.slow

@@ -21,8 +21,7 @@ FORMS = (
     "device-openmpi-2-nvidia-h100-80gb-hbm3", "growth-openmpi-2", "kernels-nvidia-h100-80gb-hbm3",
     "messages-openmpi-2", "oss-openmpi-2", "owners-openmpi-2", "powersgd-mpich-2-1gbit",
     "replay-simgrid",
-    "rpc-openmpi-2", "rpc-scale-openmpi", "scaling-openmpi", "windows-openmpi-2",
-    "windows-references-openmpi-2",
+    "rpc-openmpi-2", "rpc-scale-openmpi", "scaling-openmpi",
 )  # fmt: skip
 
 NEWER = {
@@ -135,7 +134,7 @@ def drawn_together(record) -> list[list[str]]:
 def test_no_two_contenders_of_a_plot_look_alike(module):
     palette, plots = module("harness.palette"), module("harness.plots")
     plotted = [json.loads(path.read_text()) for path in plots.plotted(RESULTS)]
-    assert len(plotted) >= 33
+    assert len(plotted) >= 26
     found = {
         (record["benchmark"], *names) for record in plotted for names in drawn_together(record)
     }
@@ -145,7 +144,7 @@ def test_no_two_contenders_of_a_plot_look_alike(module):
         for benchmark, *names in found
         if benchmark in NEWER and len(names) > 8
     }
-    assert len(found) > 30
+    assert len(found) > 24
     for (benchmark, *names), theme in itertools.product(found, palette.THEMES):
         assert alike([palette.contender(benchmark, name) for name in names], theme) == []
     for theme in palette.THEMES:

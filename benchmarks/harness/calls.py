@@ -26,13 +26,11 @@ _TITLES = {
     "autograd": "Distributed autograd",
     "messages": "Messages",
     "rpc": "RPC",
-    "windows": "Windows",
 }
 _UNITS = {"autograd": "µs a pass", "messages": "µs a message"}
 # Operations whose names in the records say too little above a panel.
 _OPERATIONS = {
     "reference": "value of a remote reference",
-    "shards": "all-gather of a sharded optimizer, by the bytes of a shard",
     "tensor of many": "a tensor of 64 B among others",
     "unshard": "FSDP2's unsharding",
 }

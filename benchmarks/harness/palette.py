@@ -180,24 +180,6 @@ _NODE_MEMORY = {
     "mpidist": TORCH_ON_MPIDIST,
     "node memory": Style("torch on mpidist, node memory", "#155066", "#c9ecff", "*", "--"),
 }
-_WINDOWS = {
-    "mpidist": OWN,
-    "messages": Style("window, by messages", "#0a2054", "#8fa8d8", "<", "--"),
-    "send and recv": Style("send and recv", "#2c97c1", "#35bcff", "s"),
-    "mpi4py": named(RAW_MPI, "MPI's Put and Flush"),
-    "memcpy": named(BARE, "memcpy"),
-    "memcpy, node memory": Style("memcpy, node memory", "#cc8303", "#fed009", "v", "--"),
-    "copy": Style("copy of the tensor", "#6c0b72", "#b06cb2", "P"),
-    "to_here": Style("to_here", "#2c97c1", "#35bcff", "s"),
-    "answer": Style("answer of a call", "#0a2054", "#8fa8d8", "<", "--"),
-    "two copies": Style("two copies", "#6c0b72", "#b06cb2", "P"),
-    "one copy": named(OWN, "one copy"),
-    "put by the owner": Style("put by the owner", "#cc8303", "#fed009", "v"),
-    "size, then put": Style("size, then put", "#924e0b", "#cb8311", "^", "--"),
-    "no value": named(BARE, "no value"),
-    "window": Style("window", "#cc8303", "#fed009", "v", "--"),
-    "leaders": Style("the nodes' first ranks", "#393637", "#eeeaec", "X"),
-}
 _CONTENDERS = {
     "allocate": _NODE_MEMORY,
     "autograd": _RPC,
@@ -211,7 +193,6 @@ _CONTENDERS = {
     "oss": _SHARDS,
     "rpc": _RPC,
     "rpc-scale": _RPC,
-    "windows": _WINDOWS,
 }
 
 

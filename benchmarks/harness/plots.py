@@ -33,7 +33,6 @@ _MODULES = {
     "rpc": "harness.calls",
     "rpc-scale": "rpc.scale_figure",
     "scaling": "scaling.plot",
-    "windows": "harness.calls",
 }
 
 

@@ -42,17 +42,6 @@ _PAIRS = (
     ("mpidist", "torch on gloo"),
     ("gloo", "node memory"),
     ("mpidist", "node memory"),
-    ("mpidist", "send and recv"),
-    ("messages", "send and recv"),
-    ("messages", "mpi4py"),
-    ("memcpy", "mpidist"),
-    ("memcpy, node memory", "mpidist"),
-    ("to_here", "two copies"),
-    ("to_here", "one copy"),
-    ("to_here", "put by the owner"),
-    ("to_here", "size, then put"),
-    ("mpidist", "window"),
-    ("leaders", "window"),
 )
 
 

@@ -31,7 +31,6 @@ from mpidist.c10d.collectives import OPERATORS, Collectives, TensorList
 from mpidist.c10d.management import GroupManagement
 from mpidist.c10d.mpi_backend import MpiBackend
 from mpidist.c10d.short_forms import full, in_full
-from mpidist.c10d.window import TorchWindow
 from mpidist.comm.group import ProcessGroup
 from mpidist.dynamo import untraced
 
@@ -157,23 +156,6 @@ class TorchProcessGroup(Collectives, GroupManagement, dist.ProcessGroup):
 
     _start_coalescing = start_coalescing
     _end_coalescing = end_coalescing
-
-    # --- windows ---
-
-    @property
-    def supports_window(self) -> bool:
-        """Return True: callers in Python get windows."""
-        return True
-
-    def new_window(self, tensor: Tensor | None = None) -> TorchWindow:
-        """Return a window; see ``ProcessGroup.window`` of ``comm/group``.
-
-        Collective: over the group, with a tensor; else not.
-
-        Args:
-            tensor: This rank's host tensor; one of ``native.allocate`` can be mapped.
-        """
-        return TorchWindow(self.native.window(tensor))
 
 
 def _observed(name: str) -> Callable[..., Work]:

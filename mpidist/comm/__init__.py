@@ -1,4 +1,4 @@
-"""Communication: init → group → collectives/p2p/objects/windows → execution → MPI.
+"""Communication: init → group → collectives/p2p/objects → execution → MPI.
 
 The import starts nothing; ``init()`` starts MPI.
 """
@@ -15,9 +15,6 @@ _HOMES = {
     "default": "world_group",
     "ProcessGroup": "group",
     "P2POp": "messages.p2p",
-    "Window": "window",
-    "WindowAttr": "window",
-    "WindowAccessType": "window",
     "PremulSum": "algorithms.reduce_op",
     "SUM": "algorithms.reduce_op",
     "AVG": "algorithms.reduce_op",

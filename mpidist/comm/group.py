@@ -30,8 +30,6 @@ from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.tags import Tag
 from mpidist.comm.subgroups import Subgroups
 from mpidist.comm.watchdog import watchdog
-from mpidist.comm.window import Window
-from mpidist.comm.window_channel import GroupChannel
 from mpidist.dynamo import untraced
 from mpidist.errors import MpidistError
 from mpidist.weak_registry import WeakRegistry
@@ -96,7 +94,6 @@ class ProcessGroup:
         self.prepared = self._fast_path.prepared
         self._at_once = self._fast_path.take
         self._tables: dict[str, tuning.Table] = {}  # by device type
-        self._window_channel = GroupChannel(execution)
         watchdog.watch(state)
         _groups.add(self)
 
@@ -109,20 +106,19 @@ class ProcessGroup:
         return self.size > 1 and self.is_single_node and (made is None or made.is_shared)
 
     def allocate(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor in memory that the other ranks of the node reach without messages.
+        """Return a tensor in memory that the other ranks of the node read without messages.
 
         In a group of one node ``all_gather_into_tensor`` copies straight from there, where every
-        rank's output or input lies in it. The tensor is this rank's own, like any other, until it
-        is registered in a ``Window``, through which ranks of the node write to it and map it. A
-        process forked from the rank writes to the same memory.
+        rank's output or input lies in it. The tensor is this rank's own, like any other. A process
+        forked from the rank writes to the same memory.
 
         The memory serves this group's later tensors when nothing refers to the tensor any more, and
         is freed when the group is closed and its last tensor gone; a tensor may outlive the group.
-        Where no two ranks share a node, and with one warning where the ranks cannot map each
+        Where the group is on several nodes, and with one warning where the ranks cannot map each
         other's memory or this rank's part of it is full, the tensor is in plain memory.
 
-        Collective: the first call, over the group, unless a window was made before; waits behind
-        queued operations. Later calls concern this rank alone.
+        Collective: the first call, over the group; waits behind queued operations. Later calls
+        concern this rank alone.
 
         Args:
             shape: Numbers of elements.
@@ -139,7 +135,7 @@ class ProcessGroup:
             sizes = arguments.shape(where, shape)
             arguments.dtype(where, dtype)
         memory = node_memory.of(self._comm)
-        if memory is None and node_memory.has_neighbours(self._comm):
+        if memory is None and self.allocates_node_memory:
             memory = self._launch(
                 Operation("allocate", node_memory.make, args=(self.where("allocate"),))
             )
@@ -431,7 +427,7 @@ class ProcessGroup:
             receive = profiling.calling(receive, self._state, "recv_object")
         return receive(src, data_only)
 
-    # --- order, windows, barrier with a timeout ---
+    # --- order, barrier with a timeout ---
 
     def in_order(
         self,
@@ -464,34 +460,6 @@ class ProcessGroup:
             A Work if ``async_op``, else what ``function`` has returned.
         """
         return self._execution.in_order(function, async_op, device, operation, facts, results)
-
-    def window(
-        self,
-        tensor: torch.Tensor | None = None,
-        *,
-        size: int | Sequence[int] | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> Window:
-        """Return a window: one-sided access of all ranks to a tensor of each.
-
-        Collective: over this group, with a tensor or a size; else not.
-
-        Args:
-            tensor: This rank's tensor; see ``Window.tensor_register``.
-            size: In place of a tensor, the elements or shape of one of ``allocate``, filled with
-                zeros; sizes may differ by rank, and other ranks may give a tensor.
-            dtype: Of that tensor; the same on all ranks.
-
-        Raises:
-            TypeError, ValueError, DisagreementError: As ``Window.tensor_register``.
-        """
-        self._state.require_usable("window")
-        made = Window(self, self._window_channel.get)
-        if size is not None:
-            made.register_new(size, dtype, tensor)
-        elif tensor is not None:
-            made.tensor_register(tensor)
-        return made
 
     def monitored_barrier(
         self, timeout: float | timedelta | None = None, wait_all_ranks: bool = True
@@ -784,7 +752,6 @@ class ProcessGroup:
         if self._state.failure is None and not MPI.Is_finalized():
             tag = self._comm.own_tag(Tag.GROUP_END)
             ended = self._messages.drop_unreceived(tag)
-            self._window_channel.close()
             closed_communicators.add(self._state.mpi, tag, self._comm.children(), ended)
 
     def __repr__(self) -> str:

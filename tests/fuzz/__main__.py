@@ -1,8 +1,7 @@
-"""Fuzzing of collective programs, data-parallel models and windows on the ranks of a job.
+"""Fuzzing of collective programs and data-parallel models on the ranks of a job.
 
 mpirun -n 3 python -m tests.fuzz programs --count 10000 --seed 0
 mpirun -n 3 python -m tests.fuzz models --count 1000 --seed 0
-mpirun -n 3 python -m tests.fuzz windows --count 1000 --seed 0
 
 Each seed is one program or model. The first failure is reported with the command that repeats it
 and, if all ranks reached the end, with the fewest steps that still fail; the exit status is then 1
@@ -19,22 +18,14 @@ import warnings
 from typing import Any
 
 from mpidist.comm import init
-from tests.fuzz import (
-    generator,
-    models,
-    programs,
-    run_models,
-    run_programs,
-    run_windows,
-    windows,
-)
+from tests.fuzz import generator, models, programs, run_models, run_programs
 from tests.fuzz.deadline import Deadline
 
 
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("what", choices=("programs", "models", "windows"))
+    parser.add_argument("what", choices=("programs", "models"))
     parser.add_argument("--count", type=int, default=100, help="how many")
     parser.add_argument("--seed", type=int, default=0, help="the first one's seed")
     parser.add_argument(
@@ -108,10 +99,6 @@ class _Fuzzer:
                 return run_models.run(
                     models.model(seed, self._world.size, self._without), self._world, self._deadline
                 )
-            if self._options.what == "windows":
-                return run_windows.run(
-                    windows.program(seed, self._world.size), self._world, self._deadline
-                )
             drawn = generator.program(seed, self._world.size, self._without)
             drawn = programs.kept(drawn, only) if only else drawn
             return run_programs.run(drawn, self._world, self._deadline, is_quiet)
@@ -127,8 +114,6 @@ class _Fuzzer:
             self._print(
                 f"  {programs.described(models.model(seed, self._world.size, self._without))}"
             )
-        elif self._options.what == "windows":
-            self._print(f"  {programs.described(windows.program(seed, self._world.size))}")
         else:
             only = self._shrunk(seed)
             drawn = programs.kept(generator.program(seed, self._world.size, self._without), only)
@@ -169,9 +154,6 @@ def _show(options: Any, without: tuple[str, ...], size: int) -> None:
     for seed in range(options.seed, options.seed + options.count):
         if options.what == "models":
             print(models.model(seed, size, without))
-            continue
-        if options.what == "windows":
-            print(programs.described(windows.program(seed, size)))
             continue
         drawn = generator.program(seed, size, without)
         print(

@@ -328,7 +328,7 @@ _DIES_IN_GATHER = """
         import mpidist.comm
         from mpidist.comm.algorithms import node_memory
         from mpidist.errors import RankFailureError
-        class Deadly(dict):
+        class Deadly(list):
             def __getitem__(self, rank):
                 if rank == 1:
                     os.kill(os.getpid(), signal.SIGKILL)

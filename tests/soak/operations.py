@@ -19,13 +19,12 @@ from mpidist.ddp.hooks.default import bf16_compress_hook
 from mpidist.optim import OSS
 from tests.autograd import random_graphs
 from tests.checkpoint.runs import Run
-from tests.fuzz import generator, models, run_models, run_programs, run_windows, windows
+from tests.fuzz import generator, models, run_models, run_programs
 from tests.fuzz.deadline import Deadline
 from tests.rpc import call_graphs
 from tests.soak.plan import Operation
 from tests.zero.stateful import same
 
-_WINDOW_STEPS = 60
 _CALLS = 50
 _THREADS = 3  # that make groups at the same time
 _RUNS = ("adam", "oss-greedy", "oss-flat", "powersgd", "torch")
@@ -52,7 +51,6 @@ class Operations:
         self._world, self._folder, self._deadline, self.step = world, folder, deadline, step
         self._of_kind: dict[str, Callable[[int], list[str]]] = {
             "collectives": self._collectives,
-            "windows": self._windows,
             "groups": self._groups,
             "ddp": self._ddp,
             "oss": self._oss,
@@ -69,10 +67,6 @@ class Operations:
     def _collectives(self, seed: int) -> list[str]:
         program = generator.program(seed, self._world.size)
         return run_programs.run(program, self._world, self._deadline)
-
-    def _windows(self, seed: int) -> list[str]:
-        program = windows.program(seed, self._world.size, _WINDOW_STEPS)
-        return run_windows.run(program, self._world, self._deadline)
 
     def _ddp(self, seed: int) -> list[str]:
         model = models.model(seed, self._world.size)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 KINDS = (
     "collectives",  # a program of tests.fuzz: all collectives, messages, groups, threads
-    "windows",  # a program of tests.fuzz on windows
     "groups",  # groups that several threads of each rank make and close at the same time
     "ddp",  # a model of tests.fuzz: both DDPs, hooks, join
     "oss",  # a sharded optimizer, and its state on one rank, on all, and in the background

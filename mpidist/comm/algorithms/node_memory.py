@@ -1,12 +1,11 @@
-"""Node memory of a group: tensors that the other ranks reach where they lie, without messages.
+"""Node memory of a group: tensors that the other ranks read where they lie, without messages.
 
 Each rank has an arena: address space over an anonymous file, as long as the rank's part of the
-node's memory, which all ranks of the node map once. A tensor takes a range of its own rank's arena
-and gives it back when nothing refers to it any more; physical memory is added where a range needs
-it, and kept for later tensors. In a collective a rank writes in its own arena alone. The others
-read there between the arrival of all ranks and the barrier at its end: afterwards a rank may write
-or drop its tensor, as it may after any collective. Other ranks write to a tensor while it is
-registered in a window (``window``), which holds it.
+node's memory, which all ranks map once. A tensor takes a range of its own rank's arena and gives it
+back when nothing refers to it any more; physical memory is added where a range needs it, and kept
+for later tensors. A rank writes in its own arena alone. The others read there within a collective,
+between the arrival of all ranks and the barrier at its end: afterwards a rank may write or drop its
+tensor, as it may after any collective.
 
 The arenas are freed when the group is closed and the last tensor in them is gone, however the job
 ends.
@@ -22,7 +21,7 @@ import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -86,20 +85,20 @@ class _Lease(np.ndarray):
 
 
 class NodeMemory:
-    """The arenas of a group's ranks on this node, mapped by this rank.
+    """The arenas of a group's ranks, mapped by this rank.
 
     Args:
         where: Rank and group, for the warning.
-        comm: The group's communicator.
+        rank: This rank.
         file: Of the own arena, which this object closes.
-        maps: By rank of the group; None where the ranks of the node cannot map each other's memory.
+        arenas: Of all ranks; None where the ranks cannot map each other's memory.
 
     Attributes:
-        is_shared: This rank maps the arenas of all ranks of the group.
+        is_shared: The ranks map each other's arenas.
     """
 
     def __init__(
-        self, where: str, comm: Communicator, file: int, maps: Mapping[int, mmap.mmap] | None
+        self, where: str, rank: int, file: int, arenas: Sequence[mmap.mmap] | None
     ) -> None:
         self._where = where
         self._file = file
@@ -107,20 +106,17 @@ class NodeMemory:
         self._lock = threading.Lock()
         self._committed_bytes = 0
         self._is_short = False
-        self.is_shared = maps is not None and len(maps) == comm.size
-        self._maps = maps
-        if maps is None:
+        self.is_shared = arenas is not None
+        if arenas is None:
             return
-        self._own = maps[comm.rank]
+        self._own = arenas[rank]
         self._nbytes = len(self._own)
         self._ranges = Ranges(self._nbytes)
         with autograd_mode.allocating():
-            self._arenas = {
-                rank: torch.frombuffer(arena, dtype=torch.uint8) for rank, arena in maps.items()
-            }
-        self._start = self._arenas[comm.rank].data_ptr()
+            self._arenas = [torch.frombuffer(arena, dtype=torch.uint8) for arena in arenas]
+        self._start = self._arenas[rank].data_ptr()
         self._row = np.empty(2, np.int64)
-        self._rows = np.empty((comm.size, 2), np.int64)
+        self._rows = np.empty((len(arenas), 2), np.int64)
 
     def __del__(self) -> None:
         if self._file >= 0:
@@ -145,25 +141,10 @@ class NodeMemory:
 
     def offset(self, tensor: Tensor) -> int:
         """Return the first byte of a tensor in this rank's arena; -1 if it is not there."""
-        if self._maps is None or not tensor.is_cpu:
+        if not (self.is_shared and tensor.is_cpu):
             return -1
         start = tensor.data_ptr() - self._start
         return start if start >= 0 and start + tensor.nbytes <= self._nbytes else -1
-
-    def view(self, rank: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the tensor of at least one element that lies at byte ``start`` of a rank's arena.
-
-        Args:
-            rank: A rank of this node, by its number in the group.
-            start: ``offset`` of the tensor on that rank.
-            shape, dtype: Of that tensor.
-        """
-        assert self._maps is not None
-        with autograd_mode.allocating():
-            # Not a view of the arena's tensor: a change would count for all others in autograd.
-            numel = math.prod(shape)
-            found = torch.frombuffer(self._maps[rank], dtype=dtype, count=numel, offset=start)
-            return found.view(tuple(shape))
 
     def all_gather(self, comm: Communicator, source: Tensor, target: Tensor) -> bool:
         """Gather each rank's tensor of N bytes into a flat one, by copies within the node.
@@ -207,7 +188,7 @@ class NodeMemory:
         return True
 
     def _take(self, nbytes: int) -> int | None:
-        if self._maps is None:
+        if not self.is_shared:
             self._warn("the ranks cannot map each other's memory")
             return None
         with self._lock:
@@ -246,27 +227,18 @@ def of(comm: Communicator) -> NodeMemory | None:
     return held
 
 
-def has_neighbours(comm: Communicator) -> bool:
-    """Return whether several ranks of a communicator share a node, so that ``make`` has a use."""
-    return comm.size > 1 and (comm.is_single_node or comm.shares_nodes)
-
-
 def make(comm: Communicator, inputs: object, outputs: object, where: str) -> NodeMemory:
-    """Make the arenas of a communicator that has neighbours, once; the executor of an operation.
+    """Make the arenas of a communicator on one node, once; the executor of an operation.
 
     Collective: over the communicator.
     """
     held = of(comm)
     if held is None:
-        node = comm if comm.is_single_node else comm.levels().node
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        nbytes = memory_bytes // node.size // _PAGE_BYTES * _PAGE_BYTES
+        nbytes = memory_bytes // comm.size // _PAGE_BYTES * _PAGE_BYTES
         file = anonymous_file(nbytes, is_sparse=True)
-        arenas = maps_of(node, file, [nbytes] * node.size)
-        here = comm.nodes[comm.rank]
-        ranks = [rank for rank, number in enumerate(comm.nodes) if number == here]
-        maps = None if arenas is None else dict(zip(ranks, arenas, strict=True))
-        held = comm.kept[_KEPT] = NodeMemory(where, comm, file, maps)
+        arenas = maps_of(comm, file, [nbytes] * comm.size)
+        held = comm.kept[_KEPT] = NodeMemory(where, comm.rank, file, arenas)
     return held
 
 

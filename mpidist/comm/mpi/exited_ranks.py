@@ -47,11 +47,6 @@ def record_end_of_world() -> None:
             _exit_times[rank] = -math.inf
 
 
-def has_any() -> bool:
-    """Return whether any rank's program has ended."""
-    return bool(_exit_times)
-
-
 def have_died(world_ranks: Sequence[int]) -> bool:
     """Return whether one of these ranks is recorded as dead."""
     return not _dead.isdisjoint(world_ranks)

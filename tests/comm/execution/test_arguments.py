@@ -204,7 +204,6 @@ def calls_with(group, tensor):
         partial(group.recv, tensor, rank),
         partial(group.irecv, tensor, rank),
         partial(group.batch_isend_irecv, [P2POp("isend", tensor, rank)]),
-        partial(group.window, tensor),
     ]
     return calls
 
