@@ -419,7 +419,7 @@ def submit(
     """Submit a shipped job script to Slurm, with your options in its header.
 
     The program and its arguments stand behind --; without them the script runs an example. Numbers
-    left out are the partition's. A job that the partition cannot start is refused.
+    left out are the partition's. A job that Slurm could not start is refused.
     """
     from mpidist.cli import submit as submission
     from mpidist.slurm.job_script import Options

@@ -1,7 +1,8 @@
 """Plan of a submission: a shipped job script with the options, the site's values, the program.
 
-The plan is checked against itself and against the partition, before sbatch is called: Slurm accepts
-some jobs that never start, and job scripts refuse others only after they have waited for nodes.
+The plan is checked against itself and against limits of the partition, before sbatch is called:
+Slurm accepts some jobs that never start, and job scripts refuse others only after they have waited
+for nodes.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def planned(
         partitions: The cluster's partitions by name; None if they are unknown.
 
     Raises:
-        LaunchError: No such script or file; a job that would not start, or end at once.
+        LaunchError: No such script or file; a job above a limit, or that would end at once.
         ValueError: A value that sbatch would refuse.
     """
     folder = shipped.folder("slurm")
@@ -124,18 +125,11 @@ def planned(
 def _partitions_of(
     header: Mapping[str, str | None], partitions: Mapping[str, Partition] | None
 ) -> list[Partition]:
-    """Return the partitions that a job may run in; empty if they are unknown."""
-    if partitions is None:
-        return []
-    asked = [name for name in (header.get("partition") or "").split(",") if name]
-    for name in asked:
-        if name not in partitions:
-            raise LaunchError(f"there is no partition {name}: --partition {', '.join(partitions)}")
-    return (
-        [partitions[name] for name in asked]
-        if asked
-        else [partition for partition in partitions.values() if partition.is_default]
-    )
+    """Return the partitions that a job may run in, as far as they are known."""
+    known = partitions or {}
+    if asked := header.get("partition"):
+        return [known[name] for name in asked.split(",") if name in known]
+    return [partition for partition in known.values() if partition.is_default]
 
 
 def _ranks(header: Mapping[str, str | None]) -> int:
@@ -177,9 +171,9 @@ def _notes(
             if not partition.is_up
         ]
     elif partitions is None:
-        notes.append("nothing was checked against the cluster: sinfo was not found, or failed")
+        notes.append("nothing is taken from a partition: sinfo was not found, or failed")
     else:
-        notes.append("nothing was checked against a partition: none is given, none the default")
+        notes.append("nothing is taken from a partition: no known one is given, none the default")
     least = shape_of(shipped_header)
     if where and not _RANKS & set(given) and shape.nodes * shape.ranks < least.nodes * least.ranks:
         notes.append(

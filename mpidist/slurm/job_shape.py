@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mpidist.slurm.partition import NodeKind, Partition, counted, in_words, megabytes, seconds
 
@@ -164,114 +164,31 @@ def own_objections(header: Mapping[str, str | None], has_cpu_ranks: bool = False
 
 
 def objections(header: Mapping[str, str | None], partition: Partition) -> list[str]:
-    """Return why a job of this complete header never starts in a partition; empty if it may."""
-    shape, found = shape_of(header), []
+    """Return limits of a partition that a job of this complete header is above.
+
+    sbatch accepts such a job, unless the site has set EnforcePartLimits, and it never starts. What
+    no node has, ``sbatch --test-only`` says.
+    """
+    found = []
     if _is_above(header.get("time"), partition):
         most = (partition.limit_s or 0) // 60
         found.append(f"--time {header['time']} is above its limit: at most --time {most}")
-    fitting = [kind for kind in partition.kinds if _fits(shape, kind)]
-    if not fitting:
-        reasons = _too_large(shape, partition), _too_much_memory(header, shape, partition)
-        found += filter(None, reasons)
-    elif objection := _above_memory_limit(header, shape, partition):
-        found.append(objection)
-    elif shape.nodes > (has := sum(kind.nodes for kind in fitting)):
-        of_them = "" if len(fitting) == len(partition.kinds) else " that the job fits on"
-        found.append(f"it has {has} nodes{of_them}, {shape.nodes} are asked for: --nodes {has}")
+    shape, limits = shape_of(header), partition.memory
+    cpus = max((kind.cpus for kind in partition.kinds), default=0)
+    most_mb = min(filter(None, (limits.most_per_node, limits.most_per_cpu * cpus)), default=0)
+    if 0 < most_mb < shape.memory_mb:
+        units = _memory_units(shape.ranks, shape.cpus, shape.gpus)
+        option = next(one for one in units if megabytes(header.get(one) or "0"))
+        found.append(
+            f"--{option} {header[option]} is {shape.memory_mb}M on a node, and jobs get at most "
+            f"{most_mb}M: --{option} {most_mb // units[option]}M"
+        )
     return found
 
 
 def _is_above(time: str | None, partition: Partition) -> bool:
     asked_s = seconds(time or "infinite")
     return asked_s is not None and partition.limit_s is not None and asked_s > partition.limit_s
-
-
-def _too_large(shape: Shape, partition: Partition) -> str:
-    """Return why no node has the GPUs and CPUs; empty if one has."""
-    gpus, kinds = shape.gpus or 0, partition.kinds
-    if not kinds:
-        return "it has no nodes: another --partition"
-    most_gpus = max(kind.gpus_of(shape.gpu_type) for kind in kinds)
-    most_cpus = max(kind.cpus for kind in kinds)
-    of_type = f" {shape.gpu_type}" if shape.gpu_type else ""
-    if gpus > most_gpus:
-        held = {name: count for kind in kinds for name, count in kind.gpus.items()}
-        others = [f"{name}:{count}" if name else str(count) for name, count in held.items()]
-        advice = "--gpus-per-node 0, or another --partition"
-        if most_gpus:
-            advice = f"--gpus-per-node {f'{shape.gpu_type}:' * bool(shape.gpu_type)}{most_gpus}"
-        elif others:
-            advice = f"--gpus-per-node {' or '.join(others)}, or another --partition"
-        return f"no node has {gpus} GPUs{of_type}: {advice}"
-    asked = f"{shape.ranks} ranks of {shape.cpus} CPUs are {shape.ranks * shape.cpus} on a node"
-    if shape.ranks > most_cpus:
-        return f"{asked}, and no node has more than {most_cpus}: --ntasks-per-node {most_cpus}"
-    if shape.ranks * shape.cpus > most_cpus:
-        return (
-            f"{asked}, and no node has more than {most_cpus}: "
-            f"--cpus-per-task {most_cpus // shape.ranks}"
-        )
-    of_both = max(kind.cpus for kind in kinds if kind.gpus_of(shape.gpu_type) >= gpus)
-    if shape.ranks * shape.cpus <= of_both:
-        return ""
-    advice = (
-        f"--cpus-per-task {of_both // shape.ranks}"
-        if of_both >= shape.ranks
-        else f"--ntasks-per-node {of_both}"
-    )
-    return f"{asked}, and nodes with {gpus} GPUs{of_type} have {of_both}: {advice}"
-
-
-def _too_much_memory(header: Mapping[str, str | None], shape: Shape, partition: Partition) -> str:
-    """Return why no node with the job's GPUs and CPUs, if any has them, has its memory."""
-    without = replace(shape, memory_mb=0)
-    kinds = [kind for kind in partition.kinds if _fits(without, kind)] or partition.kinds
-    if any(_fits(replace(shape, gpus=0, ranks=0), kind) for kind in kinds) or not kinds:
-        return ""
-    most = max(kind.memory_mb for kind in kinds)
-    units = _memory_units(shape.ranks, shape.cpus, shape.gpus)
-    option = next(option for option in units if megabytes(header.get(option) or "0"))
-    that = "" if len(kinds) == len(partition.kinds) else " that the job fits on"
-    return (
-        f"--{option} {header[option]} is {shape.memory_mb}M on a node, and no node{that} has more "
-        f"than {most}M: --{option} {most // units[option]}M"
-    )
-
-
-def _above_memory_limit(
-    header: Mapping[str, str | None], shape: Shape, partition: Partition
-) -> str:
-    """Return why the partition gives no job this memory, or its default to this one; else empty."""
-    limits, cpus = partition.memory, shape.ranks * shape.cpus
-    without = replace(shape, memory_mb=0)
-    kinds = [kind for kind in partition.kinds if _fits(without, kind)]
-    units = _memory_units(shape.ranks, shape.cpus, shape.gpus)
-    option = next((one for one in units if megabytes(header.get(one) or "0")), None)
-    if option is None:
-        default_mb = 0 if any(header.get(one) for one in units) else limits.default_mb(cpus)
-        most = max(kind.memory_mb for kind in kinds)
-        if default_mb <= most or not all(kind.memory_mb for kind in kinds):
-            return ""
-        each = f" for each of {counted(cpus, 'CPU')}" if limits.default_per_cpu else ""
-        return (
-            f"without --mem a job gets {limits.default_per_cpu or default_mb}M{each}, "
-            f"and no node that it fits on has more than {most}M: --mem {most}M"
-        )
-    asked = f"--{option} {header[option]} is {shape.memory_mb}M on a node"
-    if limits.most_per_node and shape.memory_mb > limits.most_per_node:
-        return (
-            f"{asked}, and jobs get at most {limits.most_per_node}M: "
-            f"--{option} {limits.most_per_node // units[option]}M"
-        )
-    most = max(kind.cpus for kind in kinds)
-    needed = cpus_for_memory(shape, partition)
-    if needed > most:
-        given = limits.most_per_cpu * most
-        return (
-            f"{asked}, and jobs get at most {limits.most_per_cpu}M for each CPU: {needed} CPUs, "
-            f"where no node has more than {most}: --{option} {given // units[option]}M"
-        )
-    return ""
 
 
 def cpus_for_memory(shape: Shape, partition: Partition) -> int:

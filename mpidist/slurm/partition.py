@@ -60,7 +60,7 @@ class MemoryLimits:
         default_per_cpu: Of a job that asks for none, for each CPU.
         default_per_node: The same for each node.
         most_per_cpu: Largest; Slurm gives a job that asks for more the CPUs that it would need.
-        most_per_node: Largest; Slurm refuses a job that asks for more.
+        most_per_node: Largest; a job that asks for more never starts.
     """
 
     default_per_cpu: int = 0

@@ -1,4 +1,7 @@
-"""Submission of a planned job: asks sinfo and scontrol for the partitions, calls sbatch."""
+"""Submission of a planned job: asks sinfo and scontrol for the partitions, calls sbatch.
+
+sbatch is called twice: ``--test-only`` has Slurm say whether it could start the job.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +66,8 @@ def submit(
         env: The site's ``env.sh``; None for that of ``MPIDIST_SLURM``, else the shipped one.
 
     Raises:
-        LaunchError: No such script or program; a job that would not start, or end at once; there is
-            no sbatch, or it refuses the job.
+        LaunchError: No such script or program; a job that Slurm would not start, or that would end
+            at once; there is no sbatch, or it refuses the job.
         ValueError: A value that sbatch would refuse.
 
     Example:
@@ -144,7 +147,7 @@ def _shown_partitions() -> str:
 
 
 def call_sbatch(plan: JobPlan, is_captured: bool = False) -> subprocess.CompletedProcess[str]:
-    """Pass a job to sbatch and return the ended process.
+    """Pass a job that Slurm could start to sbatch, and return the ended process.
 
     Args:
         plan: The job.
@@ -152,8 +155,19 @@ def call_sbatch(plan: JobPlan, is_captured: bool = False) -> subprocess.Complete
             this process's does.
 
     Raises:
-        LaunchError: There is no sbatch, or it did not answer.
+        LaunchError: There is no sbatch, it did not answer, or Slurm would not start the job.
     """
+    tested = _sbatch(plan, "--test-only", is_captured=True)
+    if tested.returncode != 0:
+        raise LaunchError(
+            f"sbatch --test-only: {' '.join(tested.stderr.split())}. The job: "
+            f"{'; '.join(plan.notes)}. Slurm also says so while nodes are down or drained; sbatch "
+            "takes the script of --dry-run then"
+        )
+    return _sbatch(plan, *(["--parsable"] if is_captured else []), is_captured=is_captured)
+
+
+def _sbatch(plan: JobPlan, *options: str, is_captured: bool) -> subprocess.CompletedProcess[str]:
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise LaunchError(
@@ -162,7 +176,7 @@ def call_sbatch(plan: JobPlan, is_captured: bool = False) -> subprocess.Complete
         )
     try:
         return subprocess.run(
-            [sbatch, *(["--parsable"] if is_captured else [])],
+            [sbatch, *options],
             input=plan.text,
             text=True,
             env=job_script.without_overrides(os.environ, plan.options.header),

@@ -69,17 +69,24 @@ def test_a_signal_before_the_handler_is_explained_in_the_log(slurm, submitted):
     assert "SIGUSR1 ended a rank: it came before" in job.stdout()
 
 
-def test_what_slurm_would_never_start_is_refused(submitted):
+def test_what_slurm_would_never_start_is_refused(slurm, submitted):
+    has_no = "Requested node configuration is not available"
+    before = slurm.command("squeue", "--noheader", "--format=%i").split()
     for options, words in [
-        ({"nodes": 3}, r"partition train \(2 nodes of 4 CPUs, .* and 6 GPUs\).*--nodes 2"),
-        ({"mem": "900G"}, "--mem 900G is 921600M on a node, and no node has more than"),
-        ({"ntasks_per_node": 5}, "--ntasks-per-node 4"),
-        ({"settings": {}, "gpus_per_node": 7}, "no node has 7 GPUs: --gpus-per-node 6"),
+        ({"nodes": 3}, rf"{has_no}.*partition train \(2 nodes of 4 CPUs, .* and 6 GPUs\)"),
+        ({"mem": "900G"}, has_no),
+        ({"mem": None, "sbatch": {"mem-per-cpu": "90G"}}, has_no),
+        ({"ntasks_per_node": 5}, has_no),
+        ({"ntasks_per_node": 2, "cpus_per_task": 3}, has_no),
+        ({"settings": {}, "gpus_per_node": 7}, has_no),
+        ({"settings": {}, "gpus_per_node": "h100:1"}, has_no),
+        ({"partition": "moon"}, "invalid partition specified: moon"),
+        # Slurm would let the job wait for ever.
         ({"time": "2:00:00"}, "at most --time 60"),
-        ({"partition": "moon"}, "no partition moon: --partition train, low, urgent"),
     ]:
         with pytest.raises(LaunchError, match=words):
             submitted("", **options)
+    assert set(slurm.command("squeue", "--noheader", "--format=%i").split()) <= set(before)
 
 
 def test_numbers_left_out_give_a_job_that_runs(submitted):

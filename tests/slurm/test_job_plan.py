@@ -200,41 +200,42 @@ def test_numbers_left_out_are_the_partitions_and_are_told(site):
     assert "gpus-per-node" not in found and found["ntasks-per-node"] == "2"
     assert "export MPIDIST_GPUS_PER_NODE=0" in plan.text
     # The site's own env.sh is not asked again.
-    with pytest.raises(LaunchError, match=r"partition cpu .*no GPUs\).*--gpus-per-node 0"):
-        job_plan.planned("ddp", Options({}), Path("env.sh"), {}, CLUSTER)
+    plan = job_plan.planned("ddp", Options({}), Path("env.sh"), {}, CLUSTER)
+    assert headers(plan)["gpus-per-node"] == "2"
 
 
-def test_a_job_that_does_not_fit_is_refused_with_the_partition_and_the_option(site):
-    for header, words in [
-        ({"partition": "gone"}, "no partition gone: --partition cpu, gpu, old"),
-        ({"nodes": "11"}, r"partition cpu \(10 nodes of 64 .*--nodes 10"),
-        ({"time": "2-0"}, "--time 2-0 is above its limit: at most --time 1440"),
-        ({"partition": "gpu", "gpus-per-node": "4"}, "partition gpu .*--gpus-per-node 2"),
-        ({"partition": "gpu,old", "nodes": "5"}, "partition gpu .*; partition old "),
+def test_a_job_above_a_limit_is_refused_with_the_partition_and_the_option(site):
+    short = replace(CLUSTER["old"], limit_s=3600)
+    cluster = {**CLUSTER, "old": replace(short, memory=MemoryLimits(most_per_node=64000))}
+
+    def planned(environ=None, **header):
+        return job_plan.planned("ddp", Options(header), None, environ or {}, cluster)
+
+    words = r"partition cpu \(10 nodes of 64 .*: --time 2-0 is above its limit: at most --time 1440"
+    with pytest.raises(LaunchError, match=words):
+        planned(time="2-0")
+    with pytest.raises(LaunchError, match=r"partition old .*; partition cpu "):
+        planned(time="2-0", partition="old,cpu")
+    # One partition of several is enough; what sbatch reads from the environment counts.
+    assert planned(time="2-0", partition="old,gpu")
+    for environ, words in [
+        ({"SBATCH_PARTITION": "old", "SBATCH_TIMELIMIT": "90"}, "partition old .*--time 60"),
+        ({"SBATCH_PARTITION": "old", "SBATCH_MEM_PER_NODE": "200G"}, "64000M: --mem 64000M"),
     ]:
         with pytest.raises(LaunchError, match=words):
-            job_plan.planned("ddp", Options(header), None, {}, CLUSTER)
-    # One partition of several is enough; what sbatch reads from the environment counts.
-    assert job_plan.planned(
-        "ddp", Options({"partition": "old,cpu", "nodes": "9"}), None, {}, CLUSTER
-    )
-    environ = {"SBATCH_PARTITION": "old"}
-    with pytest.raises(LaunchError, match="partition old"):
-        job_plan.planned("ddp", Options({"nodes": "2"}), None, environ, CLUSTER)
-    environ = {"SBATCH_MEM_PER_NODE": "200G"}
-    with pytest.raises(LaunchError, match=r"192000M: --mem 192000M"):
-        job_plan.planned("ddp", Options({}), None, environ, CLUSTER)
-    assert job_plan.planned("ddp", Options({"mem-per-cpu": "1G"}), None, environ, CLUSTER)
+            planned(environ)
+    assert planned(environ, **{"mem-per-cpu": "1G"})
 
 
-def test_what_was_not_checked_is_said(site):
+def test_what_the_partition_makes_of_a_job_is_said(site):
     def notes(partitions, **header):
         return " | ".join(job_plan.planned("ddp", Options(header), None, {}, partitions).notes)
 
-    assert "nothing was checked against the cluster: sinfo was not found" in notes(None)
+    assert "nothing is taken from a partition: sinfo was not found" in notes(None)
     alone = {"gpu": CLUSTER["gpu"]}
-    assert "nothing was checked against a partition: none is given" in notes(alone)
-    assert "checked" not in notes(CLUSTER)
+    for where in ({}, {"partition": "gone"}):
+        assert "nothing is taken from a partition: no known one is given" in notes(alone, **where)
+    assert "taken" not in notes(CLUSTER)
     assert "partition old starts no jobs at present" in notes(CLUSTER, partition="old")
     assert "2 ranks, where the script alone starts 4: the partition has no more" in notes(
         {"one": replace(CLUSTER["cpu"], kinds=[NodeKind(1, 8, 2)])}

@@ -1,6 +1,7 @@
 """Submission by commands of Slurm: sinfo, sbatch, and the function of the Python API."""
 
 import logging
+import re
 import subprocess
 import sys
 
@@ -35,7 +36,7 @@ def commands(tmp_path, monkeypatch):
 
 
 def test_sbatch_gets_the_text_and_its_status_is_passed_on(commands, monkeypatch, capfd, tmp_path):
-    commands("sbatch", 'echo "$SBATCH_ACCOUNT|$SBATCH_QOS|$(cat)"; exit 3')
+    commands("sbatch", '[ "$*" ] || { echo "$SBATCH_ACCOUNT|$SBATCH_QOS|$(cat)"; exit 3; }')
     monkeypatch.setenv("SBATCH_ACCOUNT", "other")
     monkeypatch.setenv("SBATCH_QOS", "low")
     plan = JobPlan("a job", Options({"account": "mine"}), ())
@@ -70,7 +71,10 @@ def test_no_sinfo_leaves_the_partitions_unknown(monkeypatch, tmp_path):
 
 
 def test_a_job_is_submitted_by_the_plan_of_the_command(commands, tmp_path, caplog):
-    commands("sbatch", f'cat > {tmp_path}/text; [[ $1 == --parsable ]] && echo "4711;here"')
+    commands(
+        "sbatch",
+        f'cat > {tmp_path}/$1; [ $1 = --test-only ] || echo "4711;here"; [ $# = 1 ]',
+    )
     with caplog.at_level(logging.INFO, "mpidist"):
         job = slurm.submit(
             "ddp",
@@ -83,7 +87,8 @@ def test_a_job_is_submitted_by_the_plan_of_the_command(commands, tmp_path, caplo
             sbatch={"qos": "low"},
         )
     assert job.id == "4711" and repr(job) == "Job('4711')"
-    text = (tmp_path / "text").read_text()
+    text = (tmp_path / "--parsable").read_text()
+    assert (tmp_path / "--test-only").read_text() == text
     for line in ("nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "mem=0", "time=30", "qos=low"):
         assert f"#SBATCH --{line}\n" in text
     assert f"\nset -- {tmp_path}/train.py --epochs 3\n" in text
@@ -104,22 +109,26 @@ def test_a_job_is_submitted_by_the_plan_of_the_command(commands, tmp_path, caplo
     assert printed.stdout == text
 
 
-def test_a_doomed_job_does_not_reach_sbatch(commands, tmp_path):
-    commands("sbatch", f"touch {tmp_path}/called")
-    with pytest.raises(LaunchError, match=r"partition gpu .*4 GPUs.*--gpus-per-node 4"):
-        slurm.submit("ddp", "train.py", gpus_per_node=8)
-    done = subprocess.run(
-        [sys.executable, "-m", "mpidist", "submit", "ddp", "--nodes", "9", "--", "train.py"],
-        capture_output=True,
-        text=True,
+def test_a_job_that_slurm_would_not_start_is_not_submitted(commands, tmp_path):
+    says = "allocation failure: Requested node configuration is not available"
+    commands(
+        "sbatch", f"[ $1 = --test-only ] || touch {tmp_path}/called; echo '{says}' >&2; exit 1"
     )
-    assert done.returncode == 2 and "it has 3 nodes, 9 are asked for: --nodes 3" in done.stderr
-    with pytest.raises(LaunchError, match=r"--mem 64G is 65536M .*64000M: --mem 64000M"):
-        slurm.submit("ddp", "train.py", mem="64G")
+    words = rf"{says}\. The job: 9 nodes; .*; partition gpu \(3 nodes of 32 CPUs, .* 4 GPUs\)"
+    with pytest.raises(LaunchError, match=words):
+        slurm.submit("ddp", "train.py", nodes=9)
+    command = [sys.executable, "-m", "mpidist", "submit", "ddp", "--nodes", "9"]
+    done = subprocess.run([*command, "--", "train.py"], capture_output=True, text=True)
+    assert done.returncode == 2 and re.search(words, " ".join(done.stderr.split())), done.stderr
+    # The way past it.
+    command += ["--dry-run", "--", "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "#SBATCH --nodes=9" in done.stdout
     assert not (tmp_path / "called").exists()
 
 
 def test_what_sbatch_says_is_the_error(commands):
-    commands("sbatch", "echo 'sbatch: error: invalid account' >&2; exit 1")
+    says = "echo 'sbatch: error: invalid account' >&2; exit 1"
+    commands("sbatch", f"[ $1 = --test-only ] || {{ {says}; }}")
     with pytest.raises(LaunchError, match="sbatch ended with 1: sbatch: error: invalid account"):
         slurm.submit("ddp", "train.py")
