@@ -237,7 +237,6 @@ bench: $(VENV)/.stamp-bench $(VENV)/.stamp-peers timing long
 	$(PY) benchmarks/bench_optim_pause.py --threads 1
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_oss.py
 	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_owners.py
-	$(OPENMPI_RUN) --bind-to none -n 2 $(PY) benchmarks/bench_wire.py
 
 # Status 77: namespaces are not allowed here, as the script has said.
 bench-link: $(VENV)/.stamp-bench $(MPICH)/.stamp
@@ -248,7 +247,6 @@ bench-link: $(VENV)/.stamp-bench $(MPICH)/.stamp
 	for rate in 100mbit 1gbit 10gbit; do \
 	    $(ON_LINK) $$rate $(MPICH)/bin/mpirun $(PY) benchmarks/bench_powersgd.py --models mlp:64 --rounds 8 || test $$? = 77 || exit 1; \
 	    $(ON_LINK) $$rate $(MPICH)/bin/mpirun $(PY) benchmarks/bench_adaptive.py --models mlp:64 transformer:8 --rounds 4 || test $$? = 77 || exit 1; \
-	    $(ON_LINK) $$rate $(MPICH)/bin/mpirun $(PY) benchmarks/bench_wire.py --rounds 5 || test $$? = 77 || exit 1; \
 	done
 
 # A wheel for all Pythons and processors, and the sdist.

@@ -1,4 +1,4 @@
-"""Time kernels, torch and device copies: pack, unpack, accumulate, quantize, local PowerSGD.
+"""Time kernels, torch and device copies: pack, unpack, accumulate, local PowerSGD.
 
 python benchmarks/bench_kernels.py --device cuda    (one process; needs an MPI library, no launcher)
 """

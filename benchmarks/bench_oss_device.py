@@ -28,10 +28,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "mpidist": {},
     "mpidist flat": {"partition": "flat"},
     "mpidist flat bf16": {"partition": "flat", "wire": "bf16"},
-    "mpidist flat int8": {"partition": "flat", "wire": "int8"},
 }
 # One rounding of a value of the wire, in parts of the largest parameter.
-_WIRE_STEP = {"mpidist flat bf16": 2**-8, "mpidist flat int8": 1 / 127}
+_WIRE_STEP = {"mpidist flat bf16": 2**-8}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ struct bfloat16 {
 __device__ __forceinline__ float add_rounded(float a, float b) { return __fadd_rn(a, b); }
 __device__ __forceinline__ float subtract_rounded(float a, float b) { return __fadd_rn(a, -b); }
 __device__ __forceinline__ float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
-__device__ __forceinline__ float divide_rounded(float a, float b) { return a / b; }
 __device__ __forceinline__ double add_rounded(double a, double b) { return __dadd_rn(a, b); }
 __device__ __forceinline__ double multiply_rounded(double a, double b) { return __dmul_rn(a, b); }
 #elif defined(__HIP__)
@@ -35,7 +34,6 @@ __device__ __forceinline__ unsigned short float_to_half(float value) {
 __device__ __forceinline__ float add_rounded(float a, float b) { return a + b; }
 __device__ __forceinline__ float subtract_rounded(float a, float b) { return a - b; }
 __device__ __forceinline__ float multiply_rounded(float a, float b) { return a * b; }
-__device__ __forceinline__ float divide_rounded(float a, float b) { return a / b; }
 __device__ __forceinline__ double add_rounded(double a, double b) { return a + b; }
 __device__ __forceinline__ double multiply_rounded(double a, double b) { return a * b; }
 #pragma clang fp contract(fast)
@@ -52,8 +50,8 @@ __device__ __forceinline__ unsigned short float_to_half(float value) {
     return bits;
 }
 
-// Inline PTX, because CuPy compiles with -ftz=true, under which __fadd_rn, __fmul_rn, a division and
-// a negation flush subnormals to zero. The compiler never contracts these into a fused multiply-add.
+// Inline PTX, because CuPy compiles with -ftz=true, under which __fadd_rn, __fmul_rn and a negation
+// flush subnormals to zero. The compiler never contracts these into a fused multiply-add.
 __device__ __forceinline__ float add_rounded(float a, float b) {
     float sum;
     asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
@@ -73,16 +71,10 @@ __device__ __forceinline__ float multiply_rounded(float a, float b) {
     return product;
 }
 
-__device__ __forceinline__ float divide_rounded(float a, float b) {
-    float quotient;
-    asm("div.rn.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
-    return quotient;
-}
 __device__ __forceinline__ double add_rounded(double a, double b) { return __dadd_rn(a, b); }
 __device__ __forceinline__ double multiply_rounded(double a, double b) { return __dmul_rn(a, b); }
 #endif
 __device__ __forceinline__ double subtract_rounded(double a, double b) { return add_rounded(a, -b); }
-__device__ __forceinline__ double divide_rounded(double a, double b) { return a / b; }
 
 // Lanes that exchange values. AMD's wavefront of 64 is two warps here.
 constexpr int WARP = 32;

@@ -1,9 +1,8 @@
-"""``python -m mpidist.tune``: measure all-reduces and wire segments by size; cache the table.
+"""``python -m mpidist.tune``: measure all-reduces by size; cache the table.
 
 Start it as the job is started, one rank per GPU: ``srun python -m mpidist.tune`` or ``mpirun -n 4
 python -m mpidist.tune``. ``--device host`` measures host memory, for jobs of several nodes with
-several ranks on each. On a device the segments of the sharded optimizer's int8 wire are measured,
-too.
+several ranks on each.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import torch
 
 from mpidist import comm, progress_bar
 from mpidist.comm.mpi import library, runtime
-from mpidist.zero.wire.tuning import measured_segments
 
 _SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 
@@ -49,9 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"all-reduce of fp32 on {group.size} ranks, {where or 'host'}; medians of {options.rounds} "
         "rounds"
     )
-    segments = (
-        [] if where is None else measured_segments(group, where, options.sizes, options.rounds, log)
-    )
     source = f"measured {date.today()}"
     try:
         with progress_bar.bar("all-reduces", len(options.sizes), group.rank) as advance:
@@ -60,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 log(line)
                 advance()
 
-            table = group.tune(where, options.sizes, options.rounds, source, told, segments)
+            table = group.tune(where, options.sizes, options.rounds, source, told)
     except ValueError as error:
         _end(group.rank, str(error))
     for line in table.lines():

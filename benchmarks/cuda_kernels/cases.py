@@ -1,7 +1,6 @@
 """Kernels that move tensors, against torch and against a plain copy of as many bytes.
 
-The cases: many tensors into one flat buffer and back, sums across dtypes, and changes quantized to
-blockwise int8.
+The cases: many tensors into one flat buffer and back, and sums across dtypes.
 """
 
 from __future__ import annotations
@@ -16,13 +15,6 @@ import torch
 from harness.timing import Contender
 from mpidist.kernels.accumulate import accumulate
 from mpidist.kernels.pack import pack, unpack
-from mpidist.kernels.quantize import (
-    BLOCK,
-    blocks_in,
-    dequantize_add,
-    quantize_change,
-    quantize_twin,
-)
 from training.gradient_lists import LISTS, Shape, cut
 
 Tensor = torch.Tensor
@@ -72,8 +64,6 @@ def cases(lists: Sequence[str], sizes_bytes: Sequence[int], device: torch.device
             (torch.bfloat16, torch.bfloat16),
         ):
             yield _accumulation(size_bytes, y, x, device)
-        yield _quantization(size_bytes, device)
-        yield _dequantization(size_bytes, device)
 
 
 def _both_ways(
@@ -141,64 +131,6 @@ def _accumulation(size_bytes: int, y: torch.dtype, x: torch.dtype, device: torch
     )
 
 
-class Change:
-    """Master and visible parameters of a shard, and their difference as int8, from the host."""
-
-    def __init__(self, numel: int, device: torch.device) -> None:
-        master, flat = torch.randn(2, numel)
-        q, scales = torch.empty(numel, dtype=torch.int8), torch.empty(blocks_in(numel))
-        quantize_twin(master, flat, q, scales)
-        sums = flat + (q.view(-1, BLOCK) * scales.unsqueeze(1)).view(-1)
-        self.start = flat.to(device)
-        self.master, self.flat = master.to(device), flat.to(device, copy=True)
-        self.q, self.scales, self.sums = q.to(device), scales.to(device), sums.to(device)
-        self.own_q, self.own_scales = self.q.clone(), self.scales.clone()
-
-
-def _quantization(size_bytes: int, device: torch.device) -> Case:
-    numel = size_bytes // 4
-    moved_bytes = numel * 9 + 4 * blocks_in(numel)
-    sets = [Change(numel, device) for _ in range(_sets(moved_bytes, device))]
-    calls: dict[str, list[Call]] = {
-        OURS: [partial(quantize_change, s.master, s.start, s.own_q, s.own_scales) for s in sets],
-        THEIRS: [
-            partial(_quantized_by_torch, s.master, s.start, s.own_q, s.own_scales) for s in sets
-        ],
-    }
-    pairs = [pair for s in sets for pair in ((s.own_q, s.q), (s.own_scales, s.scales))]
-    contenders = [*_contenders(calls), _copies(moved_bytes, len(sets), device)]
-    about = ("one tensor", 1, "float32, int8", size_bytes, moved_bytes)
-    return Case("quantize_change", *about, contenders, partial(_wrong, calls, lambda: pairs))
-
-
-def _dequantization(size_bytes: int, device: torch.device) -> Case:
-    numel = size_bytes // 4
-    moved_bytes = numel * 9 + 4 * blocks_in(numel)
-    sets = [Change(numel, device) for _ in range(_sets(moved_bytes, device))]
-    calls: dict[str, list[Call]] = {
-        OURS: [partial(dequantize_add, s.flat, s.q, s.scales) for s in sets],
-        THEIRS: [partial(_dequantized_by_torch, s.flat, s.q, s.scales) for s in sets],
-    }
-
-    def results() -> list[tuple[Tensor, Tensor]]:
-        # ``_wrong`` has left arbitrary values in the targets; the sums need a defined start.
-        return [(s.flat.copy_(s.start), s.sums) for s in sets]
-
-    contenders = [*_contenders(calls), _copies(moved_bytes, len(sets), device)]
-    about = ("one tensor", 1, "int8, float32", size_bytes, moved_bytes)
-    return Case("dequantize_add", *about, contenders, partial(_wrong, calls, results))
-
-
-def _quantized_by_torch(master: Tensor, flat: Tensor, q: Tensor, scales: Tensor) -> None:
-    change = (master - flat).view(-1, BLOCK)
-    torch.div(change.abs().amax(1), torch.full_like(scales, 127), out=scales)
-    q.view(-1, BLOCK).copy_((change * scales.reciprocal().unsqueeze(1)).round_())
-
-
-def _dequantized_by_torch(target: Tensor, q: Tensor, scales: Tensor) -> None:
-    target.view(-1, BLOCK).add_(q.view(-1, BLOCK) * scales.unsqueeze(1))
-
-
 def _sets(moved_bytes: int, device: torch.device) -> int:
     return max(_COLD_BYTES // moved_bytes, 1) if device.type == "cuda" else 1
 
@@ -219,7 +151,7 @@ def _wrong(
     names = []
     for name, own in calls.items():
         for got, _ in results():
-            got.fill_(math.nan if got.is_floating_point() else 99)
+            got.fill_(math.nan)
         pairs = results()
         for call in own:
             call()

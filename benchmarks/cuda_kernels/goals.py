@@ -10,23 +10,19 @@ from cuda_kernels import powersgd_cases as powersgd
 from harness import tables
 from harness.goals import format_bytes, judge_cases
 
-# Kernels, the least share of the device copy's rate, and the size in MiB from which it is asked.
-_OF_COPY = ((("pack", "unpack"), 0.85, 16), (("quantize_change", "dequantize_add"), 0.80, 64))
+# Kernels, the least share of the device copy's rate, and the bytes from which it is asked.
+_COPIES, _OF_COPY, _LEAST_BYTES = ("pack", "unpack"), 0.85, 16 << 20
 
 
 def judge(
     copied: Sequence[dict[str, Any]], compressed: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Compare a run with its goals; a missed goal fails nothing."""
-    verdicts = [
-        judge_cases(
-            f"{', '.join(names)} ≥ {share:.2f} of the device copy's rate, from {start} MiB",
-            _shares(copied, names, start << 20),
-            share,
-            True,
-        )
-        for names, share, start in _OF_COPY
-    ]
+    goal = (
+        f"{', '.join(_COPIES)} ≥ {_OF_COPY:.2f} of the device copy's rate, from "
+        f"{format_bytes(_LEAST_BYTES)}"
+    )
+    verdicts = [judge_cases(goal, _shares(copied), _OF_COPY, True)]
     for name in (powersgd.OURS, powersgd.KERNELS):
         factors = [
             (_bucket_case(result), result["contenders"][name]["torchs_over_it"])
@@ -44,14 +40,12 @@ def judge(
     return verdicts
 
 
-def _shares(
-    copied: Sequence[dict[str, Any]], names: Sequence[str], least_bytes: int
-) -> list[tuple[str, float]]:
-    """Return the shares of the device copy's rate of some kernels, each with its case."""
+def _shares(copied: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:
+    """Return the shares of the device copy's rate that kernels reach, each with its case."""
     return [
         (_copy_case(result), result["contenders"][copies.OURS]["over_copy"])
         for result in copied
-        if result["operation"] in names and result["size_bytes"] >= least_bytes
+        if result["operation"] in _COPIES and result["size_bytes"] >= _LEAST_BYTES
     ]
 
 

@@ -20,7 +20,6 @@ RANKS = {
     "kernels": 1,
     "device": 2,
     "autograd": 2,
-    "wire": 2,
     "owners": 2,
     "scaling": 2,
 }

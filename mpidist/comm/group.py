@@ -639,7 +639,6 @@ class ProcessGroup:
         rounds: int,
         source: str,
         told: Callable[[str], object] = lambda line: None,
-        segments: Sequence[tuple[int, int]] = (),
     ) -> tuning.Table:
         """Measure the fastest all-reduce at each size; this job and later ones use the table.
 
@@ -652,7 +651,6 @@ class ProcessGroup:
             rounds: Calls of each algorithm.
             source: Origin of the table, for the record.
             told: Called with a line for each size.
-            segments: The table's segments of the int8 wire (``zero.wire_tuning``).
 
         Raises:
             ValueError: Host memory, and the group has no choice there: one node, or one rank a
@@ -664,7 +662,7 @@ class ProcessGroup:
                 "have a choice in host memory; "
                 f"got ranks on nodes {list(self._comm.nodes)}"
             )
-        args = (device, sizes, rounds, source, told, segments)
+        args = (device, sizes, rounds, source, told)
         table = self._launch(Operation("tune", _tune, args=args))
         self._fast_path.forget()
         self._tables.clear()
@@ -768,10 +766,9 @@ def _tune(
     rounds: int,
     source: str,
     log: Callable[[str], object],
-    segments: Sequence[tuple[int, int]],
 ) -> tuning.Table:
     if device is not None:
         comm = comm.blocking()  # as for collectives of device memory
     return tuning_runs.measured_table(
-        comm, device, tuning_runs.seconds(comm, device, sizes, rounds, log), source, log, segments
+        comm, device, tuning_runs.seconds(comm, device, sizes, rounds, log), source, log
     )

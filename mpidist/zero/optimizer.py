@@ -86,10 +86,10 @@ class OSS(torch.optim.Optimizer, Joinable):
         one_copy: The ranks of a node hold ONE copy of the parameters, in shared memory; nothing is
             copied after a step. All ranks of the node read what any of them writes, so only the
             optimizer may write parameters (else each rank's update is applied). Host memory only.
-        wire: ``"bf16"``, ``"fp16"`` or ``"int8"``: the format of shards on the network. The owner
-            keeps and steps its shard in the parameters' dtype; all ranks, the owner too, see the
-            rounded values. In-place writes to a parameter are kept. Writes through
-            ``parameter.data`` or numpy are not detected, and the next step overwrites them.
+        wire: ``"bf16"`` or ``"fp16"``: the format of shards on the network. The owner keeps and
+            steps its shard in the parameters' dtype; all ranks, the owner too, see the rounded
+            values. In-place writes to a parameter are kept. Writes through ``parameter.data`` or
+            numpy are not detected, and the next step overwrites them.
         **defaults: Further arguments of ``optim``.
 
     Attributes:
@@ -522,8 +522,7 @@ class OSS(torch.optim.Optimizer, Joinable):
         """Return the state as ``optim`` over all parameters on one rank would.
 
         With a wire there is also ``"masters"``, by parameter number, which torch's optimizers do
-        not read: ``"value"``, the master copy, and ``"seen"`` with a wire of int8, what all ranks
-        saw beside it; both in the parameter's shape and dtype.
+        not read: ``"value"``, the master copy, in the parameter's shape and dtype.
 
         Args:
             all_ranks: First consolidate on all ranks; collective over the group. Otherwise it is
@@ -577,14 +576,13 @@ class OSS(torch.optim.Optimizer, Joinable):
             copies: Return copies in host memory, unchanged by later steps, as ``async_save`` needs;
                 a load is then complete before ``load_sharded_state_dict`` changes anything. Else
                 return the optimizer's own tensors.
-            masters: With a wire, include its master copies: ``masters.<name>.value``, and
-                ``masters.<name>.seen`` of int8. Else a load needs a checkpoint without them, and
-                masters start from the parameters.
+            masters: With a wire, include its master copies, ``masters.<name>.value``. Else a load
+                needs a checkpoint without them, and masters start from the parameters.
         """
         from mpidist.zero.state import checkpoint  # late: imports torch.distributed.checkpoint
 
         state = self._local.state()
-        state = state.with_masters() if masters else replace(state, masters=(), seen=())
+        state = state.with_masters() if masters else replace(state, masters=())
         state = state.copied(self._copies) if copies else state
         return checkpoint.sharded(state, self.optim, self._shards.pieces)
 
@@ -624,7 +622,7 @@ class OSS(torch.optim.Optimizer, Joinable):
                     rows.append(("state of", state_dicts.summary(given)))
                 rows += [("group", groups.text(group)) for group in given["param_groups"]]
             if is_local:
-                self._local.load(where, lambda: rank_local.shard_of(given, shards))
+                self._local.load(where, lambda: rank_local.state_of(given))
             else:
                 self._local.load(where, lambda: state_dicts.shard_of(given, shards))
             for post_hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -183,13 +183,11 @@ class Steps:
         with_cuda: tuple[str, ...] = ()
         kernels: tuple[str, ...] = ("--quick",)
         tune: tuple[str, ...] = ("--rounds", "7")
-        wire: tuple[str, ...] = ()
         ddp: tuple[str, ...] = ()
         powersgd: tuple[str, ...]
         if self._chosen.is_dry:
             quick = ("--quick",)
             tune = ("--device", "cpu", "--sizes", "4096", "--rounds", "2")
-            wire = ("--numel", "20000", "--rounds", "2", "--burst-s", "0.001")
             ddp = ("--models", "many:2", "--rounds", "2", "--burst-s", "0.001")
             powersgd = ("--models", "many:2", "--rounds", "1", "--bucket-cap-mb", "1")
         else:
@@ -215,7 +213,6 @@ class Steps:
             ("bench-device-staged", 50, self._plain, ("benchmarks/bench_device.py", *to, *quick)),
             ("bench-rpc-device", 100, self._best, ("benchmarks/bench_rpc_device.py", *to, *quick)),
             ("bench-oss-device", 120, self._best, ("benchmarks/bench_oss_device.py", *to, *quick)),
-            ("bench-wire", 60, self._best, ("benchmarks/bench_wire.py", *to, *wire)),
             ("bench-powersgd", 100, self._best, ("benchmarks/bench_powersgd.py", *to, *powersgd)),
         ):
             shared = Launch(launch.need, launch.command, {**launch.env, **apart})

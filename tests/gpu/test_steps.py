@@ -47,7 +47,7 @@ def test_all_steps_are_there(every):
         *("capability:staged", "one-process", "mpi-first", "namespaces"),
         *("nodes:comm/algorithms/device_collectives", "mpich:ddp/training"),
         *("bench-kernels", "tune", "bench-device", "bench-device-staged", "bench-powersgd"),
-        *("bench-rpc-device", "bench-oss-device", "bench-wire", "bench-ddp-nccl"),
+        *("bench-rpc-device", "bench-oss-device", "bench-ddp-nccl"),
         *("memcheck", "racecheck", "synccheck"),
     } <= set(names)
 

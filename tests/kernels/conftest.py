@@ -5,15 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpidist.kernels import (
-    accumulate,
-    launch,
-    load,
-    pack,
-    powersgd,
-    powersgd_launches,
-    quantize,
-)
+from mpidist.kernels import accumulate, launch, load, pack, powersgd, powersgd_launches
 from tests.kernels import host
 
 
@@ -31,9 +23,9 @@ def use_cuda_text_on_the_cpu(
         launched.append(name)
         host.run(file, name, blocks, args, threads, (*defines, *own))
 
-    for module in (accumulate, pack, powersgd, quantize):
+    for module in (accumulate, pack, powersgd):
         monkeypatch.setattr(module, "has_kernels", lambda tensor: True)
-    for module in (accumulate, pack, powersgd_launches, quantize):
+    for module in (accumulate, pack, powersgd_launches):
         monkeypatch.setattr(module, "launch", on_the_cpu)
     return launched
 

@@ -206,18 +206,6 @@ inline float __uint_as_float(unsigned bits) {
     memcpy(&v, &bits, 4);
     return v;
 }
-inline long long __double_as_longlong(double v) {
-    long long bits;
-    memcpy(&bits, &v, 8);
-    return bits;
-}
-inline double __longlong_as_double(long long bits) {
-    double v;
-    memcpy(&v, &bits, 8);
-    return v;
-}
-inline int __float2int_rn(float v) { return (int)std::nearbyint(v); }
-inline int __double2int_rn(double v) { return (int)std::nearbyint(v); }
 
 // IEEE 754 binary16 by arithmetic, because not every compiler has the type.
 inline float half_to_float(unsigned short bits) {

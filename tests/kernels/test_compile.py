@@ -26,19 +26,17 @@ def of_rank(rank, element):
 FILES = [
     ("accumulate.cu", ()),
     ("pack.cu", ()),
-    ("quantize.cu", ()),
     ("powersgd.cu", of_rank(4, "float")),
 ]
 # A compilation takes seconds, so types are selected: half types differ from float in loads and
 # stores; fp64 needs the most registers, and so does the highest rank.
 CASES = [
     *((*file, "sm_90") for file in FILES),
-    *((*file, "sm_80") for file in FILES if file[0] == "quantize.cu"),
     *(("powersgd.cu", of_rank(*case), "sm_90") for case in ((4, "float16"), (32, "double"))),
 ]
 # The texts do not depend on the architecture; types at other ranks than above.
 LONG_CASES = [
-    *((*file, "sm_80") for file in FILES if file[0] != "quantize.cu"),
+    *((*file, "sm_80") for file in FILES),
     *(
         ("powersgd.cu", of_rank(*case), "sm_90")
         for case in ((1, "float"), (4, "bfloat16"), (4, "double"), (32, "float16"))
@@ -141,28 +139,9 @@ WIDTHS = {"float": 4, "float16": 2, "bfloat16": 2, "double": 8}
 
 def test_what_must_be_exact_keeps_subnormals():
     """CuPy's options flush subnormals in every fp32 operation without an explicit modifier."""
-    kernels = ptx_of("pack.cu") | ptx_of("accumulate.cu") | ptx_of("quantize.cu")
+    kernels = ptx_of("pack.cu") | ptx_of("accumulate.cu")
     for name, text in kernels.items():
         assert not re.search(r"\b(add|mul|sub|div|fma|neg|abs)\S*\.ftz", text), name
-
-
-def test_a_block_of_int8_is_read_and_written_16_bytes_at_once():
-    """Each lane accesses 16 bytes, and single elements in the last block."""
-    kernels = ptx_of("quantize.cu")
-    assert len(kernels) == 4
-
-    def count(name, pattern):
-        return len(re.findall(rf"\b{pattern}\b", kernels[name]))
-
-    # 8 elements per lane, of master and of flat.
-    for element, whole, vectors, narrow in (
-        ("float", r"ld\.global\.v4\.[uf]32", 2, "b32"),
-        ("double", r"ld\.global\.v2\.[uf]64", 4, "b16"),
-    ):
-        assert count(f"quantize_{element}", whole) == 2 * vectors
-        assert count(f"quantize_{element}", rf"st\.{narrow}") == vectors
-        assert count(f"dequantize_add_{element}", whole) == vectors
-        assert count(f"dequantize_add_{element}", r"st\.v4\.b32") == vectors
 
 
 @pytest.mark.slow

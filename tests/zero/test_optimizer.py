@@ -193,7 +193,7 @@ def test_bad_arguments_are_refused_on_all_ranks_and_the_group_goes_on(group):
     refused(group, TypeError, "needs a group of mpidist", p(), sgd_class, "group")
     refused(group, ValueError, "LBFGS", p(), torch.optim.LBFGS, group)
     half = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]
-    refused(group, TypeError, "int8", half, sgd_class, group, lr=0.1, wire="int8")
+    refused(group, TypeError, "fp16", half, sgd_class, group, lr=0.1, wire="fp16")
     refused(group, ValueError, "wire", p(), sgd_class, group, lr=0.1, wire="int4")
     refused(
         group,

@@ -103,7 +103,6 @@ def test_a_module_is_wrapped_behind_the_optimizer_and_again(default_group, group
         {"partition": "flat"},
         {"one_copy": True},
         {"wire": "bf16"},
-        {"wire": "int8"},
     ):
         results = []
         for is_first in (False, True):

@@ -1,4 +1,4 @@
-"""Tuning tables: the fastest all-reduce, ring chunk and wire segment at each size, cached.
+"""Tuning tables: the fastest all-reduce and ring chunk at each size, cached.
 
 One table is for device memory, one for host memory between nodes that have several ranks each.
 ``python -m mpidist.tune`` under the job's launcher measures them; before that, built-in defaults
@@ -19,7 +19,6 @@ from mpidist import cache
 from mpidist.comm.mpi import byte_strings
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import library_name
-from mpidist.kernels.quantize import BLOCK
 
 LIBRARY, RING, STAGED, LEVELS = "library", "ring", "staged", "levels"
 ALGORITHMS = (LIBRARY, RING, STAGED)  # of device memory
@@ -43,14 +42,11 @@ class Table:
         source: Origin of the ranking.
         chunks: For each row the bytes of the ring's chunks, None where not measured; empty if
             never measured.
-        segments: (elements of the longest shard, elements of a segment of the int8 wire), by
-            ascending shard; empty if never measured.
     """
 
     rows: tuple[tuple[int, tuple[str, ...]], ...]
     source: str
     chunks: tuple[int | None, ...] = ()
-    segments: tuple[tuple[int, int], ...] = ()
 
     def choose(self, nbytes: int, able: Sequence[str]) -> str:
         """Return the fastest of the algorithms ``able``, in the row whose size ratio is nearest 1.
@@ -64,12 +60,6 @@ class Table:
                 return name
         raise ValueError(f"the tuning table ranks {ranking}; able are {list(able)}")
 
-    def segment_numel(self, shard_numel: int) -> int | None:
-        """Return the elements of the int8 wire's segments for the longest shard; None: unknown."""
-        if not self.segments:
-            return None
-        return self.segments[_nearest([numel for numel, _ in self.segments], shard_numel)][1]
-
     def chunk_bytes(self, nbytes: int) -> int | None:
         """Return the bytes of the ring's chunks for a size; None for the ring's default."""
         return self.chunks[self._row(nbytes)] if self.chunks else None
@@ -82,13 +72,12 @@ class Table:
             f"{nbytes:>11} B: "
             f"{', '.join(names.get(chunk, name) if name == RING else name for name in ranking)}"
             for (nbytes, ranking), chunk in zip(self.rows, chunks, strict=True)
-        ] + [
-            f"int8 wire, shards of {numel} elements: segments of {segment}"
-            for numel, segment in self.segments
         ]
 
     def _row(self, nbytes: int) -> int:
-        return _nearest([size for size, _ in self.rows], nbytes)
+        """Return the index of the row whose size has the ratio nearest 1."""
+        ratios = [max(size, nbytes, 1) / max(min(size, nbytes), 1) for size, _ in self.rows]
+        return ratios.index(min(ratios))
 
 
 def line_of(head: str, entries: Sequence[str]) -> str:
@@ -98,12 +87,6 @@ def line_of(head: str, entries: Sequence[str]) -> str:
     indent = " " * (len(head) + 2)
     lines = textwrap.wrap(kept, _TERMINAL - len(indent), break_on_hyphens=False) or [""]
     return f"{head}  " + f"\n{indent}".join(lines).replace("\0", " ")
-
-
-def _nearest(sizes: Sequence[int], wanted: int) -> int:
-    """Return the index of the size whose ratio to the wanted one is nearest 1."""
-    ratios = [max(size, wanted, 1) / max(min(size, wanted), 1) for size in sizes]
-    return ratios.index(min(ratios))
 
 
 # Measured with two ranks on one H100 (docs/decisions/0006): Open MPI's all-reduce has the lowest
@@ -195,12 +178,7 @@ def _kind(device: torch.device | None) -> str:
 
 def _as_plain(table: Table) -> dict[str, object]:
     rows = [[nbytes, list(ranking)] for nbytes, ranking in table.rows]
-    return {
-        "rows": rows,
-        "source": table.source,
-        "chunks": list(table.chunks),
-        "segments": [list(pair) for pair in table.segments],
-    }
+    return {"rows": rows, "source": table.source, "chunks": list(table.chunks)}
 
 
 def _from_plain(held: Any, kind: str) -> Table:
@@ -211,8 +189,7 @@ def _from_plain(held: Any, kind: str) -> Table:
     try:
         rows = tuple((int(nbytes), tuple(ranking)) for nbytes, ranking in held["rows"])
         if rows and all(sorted(ranking) == sorted(algorithms) for _, ranking in rows):
-            chunks = _chunks(held.get("chunks", ()), len(rows))
-            return Table(rows, str(held["source"]), chunks, _segments(held.get("segments", ())))
+            return Table(rows, str(held["source"]), _chunks(held.get("chunks", ()), len(rows)))
     except (TypeError, ValueError, LookupError, OverflowError):
         pass
     return unmeasured
@@ -223,11 +200,3 @@ def _chunks(held: Any, count: int) -> tuple[int | None, ...]:
     chunks = tuple(None if chunk is None else int(chunk) for chunk in held)
     are_possible = len(chunks) == count and all(chunk is None or chunk > 0 for chunk in chunks)
     return chunks if are_possible else ()
-
-
-def _segments(held: Any) -> tuple[tuple[int, int], ...]:
-    """Return the segments of a cached table; none if its version measured none."""
-    segments = tuple((int(numel), int(segment)) for numel, segment in held)
-    # A segment is whole blocks.
-    are_possible = all(min(numel, segment) > 0 == segment % BLOCK for numel, segment in segments)
-    return segments if are_possible else ()

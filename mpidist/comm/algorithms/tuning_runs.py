@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from statistics import median
 
@@ -118,7 +117,6 @@ def measured_table(
     measured: dict[int, dict[str, float]],
     source: str,
     log: Callable[[str], object] = lambda line: None,
-    segments: Sequence[tuple[int, int]] = (),
 ) -> tuning.Table:
     """Return the table of measured times; use it in this job, and cache it for later ones.
 
@@ -127,7 +125,7 @@ def measured_table(
     Collective: over ``comm``.
     """
     algorithms = tuning.HOST_ALGORITHMS if where is None else tuning.ALGORITHMS
-    table = replace(tuning.table_of(measured, source, algorithms), segments=tuple(sorted(segments)))
+    table = tuning.table_of(measured, source, algorithms)
     if where is not None and where.type == "cpu":
         if comm.rank == 0:
             log("not kept for later jobs: measured on the CPU, which shows only that it runs")

@@ -65,7 +65,7 @@ class Shards:
         self.flats: list[Tensor] = []
         self.is_one_copy = True  # of no buffer yet
         self.outside: list[Piece] = []
-        self.masters = Masters(saves_seen=wire is not None and not wire.is_rounding)
+        self.masters = Masters()
         self.steps_parameters = partition != FLAT and wire is None
         self.group = group
         self.wire = wire
@@ -260,15 +260,6 @@ class Shards:
                 piece.tensor.detach().copy_(kept[piece.number])
         self.masters.mark_current([piece for piece in self.pieces if piece.number in kept])
         self.masters.renew(self.pieces)
-
-    def seen(self) -> list[Tensor]:
-        """Return copies of what ranks see of this rank's shards; empty if it is not saved."""
-        rank = self.group.rank
-        own = (
-            flat[plan.bounds[rank] : plan.bounds[rank + 1]]
-            for plan, flat in zip(self.plans, self.flats, strict=True)
-        )
-        return self.masters.seen(self.pieces, own)
 
     def owned(self) -> list[list[int]]:
         """Return for each rank the numbers of the parameters that it owns, whole or in part."""

@@ -27,8 +27,8 @@ from mpidist.zero.shards.pieces import Piece
 from mpidist.zero.shards.shards import Shards
 from mpidist.zero.state.chunks import chunks_of, view_of
 from mpidist.zero.state.flat_state import ParamState
-from mpidist.zero.state.shard_state import InFlat, ShardState
-from mpidist.zero.state.state_dict import MASTER_NAMES, MASTERS, assembled
+from mpidist.zero.state.shard_state import MASTER_KIND, InFlat, ShardState
+from mpidist.zero.state.state_dict import MASTER, MASTERS, assembled
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
@@ -180,10 +180,8 @@ def shard_of(given: StateDict, groups: Groups, shards: Shards, present: ShardSta
         values = _known(state.get(names[piece.number]), piece)
         copies = _known(masters.get(names[piece.number]), piece) or {}
         if values is not None or copies:
-            entries[piece.number] = {
-                **(values or {}),
-                **{MASTER_NAMES[name]: copies[name] for name in MASTER_NAMES if name in copies},
-            }
+            kept = {MASTER_KIND: copies[MASTER]} if MASTER in copies else {}
+            entries[piece.number] = {**(values or {}), **kept}
     return replace(
         present,
         groups=given["param_groups"],
@@ -191,7 +189,6 @@ def shard_of(given: StateDict, groups: Groups, shards: Shards, present: ShardSta
         flats=(),
         entries=entries,
         masters=(),
-        seen=(),
     )
 
 

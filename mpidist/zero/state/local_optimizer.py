@@ -25,7 +25,6 @@ from mpidist.zero.state import state_dict
 from mpidist.zero.state.flat_state import FlatState, ParamState
 from mpidist.zero.state.shard_state import (
     MASTER_KIND,
-    SEEN_KIND,
     ShardState,
     StateByNumber,
     entries_of,
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 StateOfTensors: TypeAlias = defaultdict[Tensor, ParamState]
-_OF_MASTERS = frozenset({MASTER_KIND, SEEN_KIND})  # no state of the base optimizer
 
 
 class StateOfShard(defaultdict[Tensor, ParamState]):
@@ -154,7 +152,6 @@ class LocalOptimizer:
             flats=tuple(kinds.values()),
             entries=entries_of(shards.pieces, self.flat, self.optim.state, self._deferred_state),
             masters=tuple(shards.masters.flats),
-            seen=tuple(shards.seen()),
             deferred=dict(self.deferred),
             plans=tuple(shards.plans),
             forms=forms_of(shards.parameters),
@@ -184,7 +181,7 @@ class LocalOptimizer:
                 state_names.require_complete(
                     type(self.optim),
                     parameter_groups.packed(given.groups),
-                    {key: held.keys() - _OF_MASTERS for key, held in given.entries.items()},
+                    {key: held.keys() - {MASTER_KIND} for key, held in given.entries.items()},
                 )
                 deferred, kept = dict(given.deferred), _deferred_part(given)
                 state_scalars.load(self.optim, self._base_state_dict(given))
@@ -248,7 +245,7 @@ class LocalOptimizer:
             if held is None:
                 continue
             found = {
-                name: owned(value, piece) for name, value in held.items() if name not in _OF_MASTERS
+                name: owned(value, piece) for name, value in held.items() if name != MASTER_KIND
             }
             if found or not held:  # a master alone is no state
                 state[number] = found
@@ -261,9 +258,9 @@ class LocalOptimizer:
         for piece in self._shards.pieces:
             held = given.held_by(piece)
             if held and MASTER_KIND in held and piece.home is not None:
-                value, seen = held[MASTER_KIND], held.get(SEEN_KIND)
+                value = held[MASTER_KIND]
                 assert isinstance(value, torch.Tensor)
-                masters.load(piece, value, seen.clone() if torch.is_tensor(seen) else None)
+                masters.load(piece, value)
 
 
 def owned(value: object, piece: Piece) -> object:

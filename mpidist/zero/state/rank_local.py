@@ -13,9 +13,8 @@ import torch
 
 from mpidist.zero.shards.buffer_plan import BufferPlan, Slot
 from mpidist.zero.shards.groups import ParamGroup
-from mpidist.zero.shards.master_weights import elements_of
 from mpidist.zero.shards.shards import Shards
-from mpidist.zero.state.shard_state import SEEN_KIND, InFlat, KindKey, ShardState
+from mpidist.zero.state.shard_state import InFlat, KindKey, ShardState
 
 Tensor = torch.Tensor
 FORMAT = "mpidist.zero rank-local 1"
@@ -47,7 +46,6 @@ class RankLocalState(TypedDict):
     flats: list[Tensor]
     loose: list[Tensor]  # tensors of entries; only earlier versions have put some here
     masters: list[Tensor]
-    seen: list[Tensor]  # states of earlier versions have none
     entries: dict[int, list[Entry]]
     parked: dict[int, int]  # deferred
     param_groups: list[ParamGroup]
@@ -76,7 +74,6 @@ def packed(state: ShardState, world_size: int) -> RankLocalState:
         "flats": list(state.flats),
         "loose": [],
         "masters": list(state.masters),
-        "seen": list(state.seen),
         "entries": entries,
         "parked": dict(state.deferred),
         "param_groups": list(state.groups),
@@ -133,11 +130,10 @@ def require_fits(given: RankLocalState, shards: Shards) -> None:
             "layout"
         )
     forms = [(held.shape, held.dtype) for held in masters]
-    for held in (given["masters"], given.get("seen") or masters):
-        if [(flat.shape, flat.dtype) for flat in held] != forms:
-            raise ValueError(
-                "the rank-local state dict is damaged: its master copies do not fit its layout"
-            )
+    if [(flat.shape, flat.dtype) for flat in given["masters"]] != forms:
+        raise ValueError(
+            "the rank-local state dict is damaged: its master copies do not fit its layout"
+        )
 
 
 def state_of(given: RankLocalState) -> ShardState:
@@ -157,7 +153,6 @@ def state_of(given: RankLocalState) -> ShardState:
             for number, rows in given["entries"].items()
         },
         masters=tuple(given["masters"]),
-        seen=tuple(given.get("seen", ())),
         deferred=given["parked"],
         plans=tuple(
             BufferPlan(_dtype(dtype), _CPU, tuple(Slot(*slot) for slot in slots), tuple(bounds))
@@ -168,17 +163,6 @@ def state_of(given: RankLocalState) -> ShardState:
             for shape, strides in zip(saved["shapes"], saved["strides"], strict=True)
         ),
     ).with_masters()
-
-
-def shard_of(given: RankLocalState, shards: Shards) -> ShardState:
-    """Return the state of a state dict that fits; its tensors are the state dict's."""
-    state = state_of(given)
-    if shards.masters.saves_seen and given["masters"] and not given.get("seen"):
-        # Of an earlier version: the parameters, loaded before, are taken for those of the save.
-        for piece in shards.pieces:
-            if piece.home is not None:
-                state.entries[piece.number][SEEN_KIND] = elements_of(piece)
-    return state
 
 
 def _dtype(text: str) -> torch.dtype:

@@ -29,9 +29,8 @@ StateByNumber: TypeAlias = dict[int, ParamState]
 # Flat buffer, name and dtype. Not the device, which may differ between ranks.
 KindKey: TypeAlias = tuple[int, str, torch.dtype]
 
-# Names of a wire's master copies, and of the values that all ranks saw beside them, among a
-# parameter's state.
-MASTER_KIND, SEEN_KIND = "mpidist.master", "mpidist.seen"
+# Name of a wire's master copies among a parameter's state.
+MASTER_KIND = "mpidist.master"
 
 
 class InFlat(NamedTuple):
@@ -57,7 +56,6 @@ class ShardState:
         flats: The tensor of each kind, with as many elements as the rank's shard of the buffer.
         masters: The rank's full-precision shard of each flat buffer; empty if the base optimizer
             steps the parameters themselves, or if they are entries.
-        seen: What all ranks see of these shards; empty if the masters give it.
     """
 
     rank: int
@@ -69,7 +67,6 @@ class ShardState:
     kinds: tuple[KindKey, ...] = ()
     flats: tuple[Tensor, ...] = ()
     masters: tuple[Tensor, ...] = ()
-    seen: tuple[Tensor, ...] = ()
 
     def outside(self) -> Iterator[tuple[int, str, Tensor]]:
         """Yield number, name and tensor of the state that is not flat, in the entries' order."""
@@ -95,7 +92,7 @@ class ShardState:
             memory: For the copies; reused from an earlier state if none of its tensors is alive.
         """
         outside = list(self.outside())
-        own = (*self.flats, *(value for *_, value in outside), *self.masters, *self.seen)
+        own = (*self.flats, *(value for *_, value in outside), *self.masters)
         copies = memory.tensors(
             {index: (tensor.numel(), tensor.dtype) for index, tensor in enumerate(own)}
         )
@@ -108,25 +105,21 @@ class ShardState:
             entries = {number: dict(values) for number, values in entries.items()}
             for number, name, _ in outside:
                 entries[number][name] = next(rest)
-        masters = tuple(itertools.islice(rest, len(self.masters)))
-        return replace(self, flats=flats, entries=entries, masters=masters, seen=tuple(rest))
+        return replace(self, flats=flats, entries=entries, masters=tuple(rest))
 
     def with_masters(self) -> ShardState:
-        """Return a state whose masters, and what is seen of them, are kinds of state."""
-        if not self.masters and not self.seen:
+        """Return a state whose masters are a kind of state."""
+        if not self.masters:
             return self
         kinds, flats = list(self.kinds), list(self.flats)
         entries = {number: dict(values) for number, values in self.entries.items()}
-        for name, tensors in ((MASTER_KIND, self.masters), (SEEN_KIND, self.seen)):
-            for buffer, flat in enumerate(tensors):
-                entry = InFlat(len(kinds))
-                for span in self.plans[buffer].spans(self.rank):
-                    entries.setdefault(span.number, {})[name] = entry
-                kinds.append((buffer, name, flat.dtype))
-                flats.append(flat)
-        return replace(
-            self, kinds=tuple(kinds), flats=tuple(flats), entries=entries, masters=(), seen=()
-        )
+        for buffer, flat in enumerate(self.masters):
+            entry = InFlat(len(kinds))
+            for span in self.plans[buffer].spans(self.rank):
+                entries.setdefault(span.number, {})[MASTER_KIND] = entry
+            kinds.append((buffer, MASTER_KIND, flat.dtype))
+            flats.append(flat)
+        return replace(self, kinds=tuple(kinds), flats=tuple(flats), entries=entries, masters=())
 
 
 def entries_of(

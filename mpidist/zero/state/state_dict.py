@@ -14,13 +14,7 @@ from mpidist.zero.shards.groups import Groups, ParamGroup
 from mpidist.zero.shards.pieces import Piece
 from mpidist.zero.shards.shards import Shards
 from mpidist.zero.state.flat_state import ParamState
-from mpidist.zero.state.shard_state import (
-    MASTER_KIND,
-    SEEN_KIND,
-    ShardState,
-    StateByNumber,
-    forms_of,
-)
+from mpidist.zero.state.shard_state import MASTER_KIND, ShardState, StateByNumber, forms_of
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
@@ -29,11 +23,8 @@ Tensor = torch.Tensor
 
 # A wire's master copies are beside the state, under a key that torch's optimizers do not read:
 # among a parameter's state they would pass for the state of a first step. By parameter, each has
-# a dict of the master, and of the values that all ranks saw if the master does not give them.
-MASTERS, MASTER, SEEN = "masters", "value", "seen"
-# Names of both in that dict, and among a parameter's state.
-MASTER_NAMES = {MASTER: MASTER_KIND, SEEN: SEEN_KIND}
-_NAMES = {kind: name for name, kind in MASTER_NAMES.items()}
+# a dict of the master.
+MASTERS, MASTER = "masters", "value"
 
 
 def assembled(
@@ -43,11 +34,10 @@ def assembled(
     plain: dict[Any, ParamState] = {}
     masters: dict[Any, ParamState] = {}
     for key, values in state.items():
-        found = {_NAMES[name]: value for name, value in values.items() if name in _NAMES}
-        if found:
-            masters[key] = found
-        if len(values) > len(found) or not found:
-            plain[key] = {name: value for name, value in values.items() if name not in _NAMES}
+        if MASTER_KIND in values:
+            masters[key] = {MASTER: values[MASTER_KIND]}
+        if len(values) > 1 or MASTER_KIND not in values:
+            plain[key] = {name: value for name, value in values.items() if name != MASTER_KIND}
     result: StateDict = {"state": plain, "param_groups": packed_groups}
     if masters:
         result[MASTERS] = masters
@@ -143,14 +133,12 @@ def _require_masters(masters: object, parameters: Mapping[Hashable, Tensor]) -> 
             )
         if not isinstance(held, Mapping) or not isinstance(held.get(MASTER), torch.Tensor):
             raise ValueError(f"the master of parameter {key} is a dict with {MASTER!r}, a tensor")
-        for name in (MASTER, SEEN):
-            value, shape = held.get(name, held[MASTER]), parameters[key].shape
-            if not isinstance(value, torch.Tensor) or value.shape != shape:
-                found = tuple(value.shape) if isinstance(value, torch.Tensor) else value
-                raise ValueError(
-                    f"the state dict is of another model: the master's {name} of parameter {key} "
-                    f"has shape {found}, the parameter {tuple(shape)}"
-                )
+        found, shape = held[MASTER].shape, parameters[key].shape
+        if found != shape:
+            raise ValueError(
+                f"the state dict is of another model: the master of parameter {key} has shape "
+                f"{tuple(found)}, the parameter {tuple(shape)}"
+            )
 
 
 def shard_of(given: StateDict, shards: Shards) -> ShardState:
@@ -163,8 +151,7 @@ def shard_of(given: StateDict, shards: Shards) -> ShardState:
     deferred = {number: shards.owners[number] for number in shards.without_piece(state)}
     entries = {number: state[number] for number, owner in deferred.items() if owner == rank}
     for number, held in by_number(given, MASTERS).items():
-        masters = {kind: held[name] for name, kind in MASTER_NAMES.items() if name in held}
-        state[number] = {**state.get(number, {}), **masters}
+        state[number] = {**state.get(number, {}), MASTER_KIND: held[MASTER]}
     for piece in shards.pieces:
         values = state.get(piece.number)
         if values is not None:

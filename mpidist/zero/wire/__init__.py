@@ -4,9 +4,4 @@ Each rank owns a contiguous shard of a flat parameter buffer, and keeps a *maste
 shard in full precision, which its optimizer steps. A wire sends all shards to all ranks in a
 narrow format. Afterwards the visible parameters (the flat buffer) have the same bits on all ranks,
 the owner too; the masters keep the precision that the format loses.
-
-| wire | sends | bytes an element |
-| --- | --- | --- |
-| ``HalfWire`` | the master, rounded to bfloat16 or float16 | 2 |
-| ``Int8Wire`` | the change of the parameters, blockwise int8 with error feedback | 1 + 4/256 |
 """

@@ -8,16 +8,13 @@ from functools import partial
 import torch
 
 from mpidist.zero.wire.half import HalfWire
-from mpidist.zero.wire.int8 import Int8Wire
 from mpidist.zero.wire.wire import Wire
 
 _WIRES: dict[str | torch.dtype, Callable[[], Wire]] = {
     "bf16": partial(HalfWire, torch.bfloat16),
     "fp16": partial(HalfWire, torch.float16),
-    "int8": Int8Wire,
     torch.bfloat16: partial(HalfWire, torch.bfloat16),
     torch.float16: partial(HalfWire, torch.float16),
-    torch.int8: Int8Wire,
 }
 
 

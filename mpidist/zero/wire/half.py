@@ -31,8 +31,6 @@ class HalfWire(Wire):
         ValueError: Another dtype.
     """
 
-    is_rounding = True
-
     def __init__(self, dtype: torch.dtype) -> None:
         if dtype not in _NAMES:
             raise ValueError(f"HalfWire needs {' or '.join(map(str, _NAMES))}; got {dtype}")

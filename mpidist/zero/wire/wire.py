@@ -23,11 +23,9 @@ class Wire(ABC):
 
     Attributes:
         name: As ``wire_of`` takes it.
-        is_rounding: The values that all ranks see are the master, rounded to a half type.
     """
 
     name: str
-    is_rounding: bool
 
     def __init__(self) -> None:
         self._scratch = Scratch()

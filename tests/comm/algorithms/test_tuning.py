@@ -18,7 +18,6 @@ from mpidist.comm.algorithms.tuning import (
 from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import HostDevice
 from mpidist.comm.mpi import library
-from mpidist.zero.wire import tuning as wire_tuning
 from tests.tools.simulated_nodes import lay_out
 from tests.tools.support import agree
 
@@ -139,29 +138,6 @@ def test_a_table_without_chunks_is_one(group, monkeypatch, chunks, known):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(
-    ("segments", "known"),
-    [
-        (None, ()),
-        ([[1000, 512], [4000, 1024]], ((1000, 512), (4000, 1024))),
-        ([[1000, 500]], ()),
-        ([[0, 512]], ()),
-        ([[1000, -256]], ()),
-    ],
-)
-def test_a_table_without_segments_is_one(group, monkeypatch, segments, known):
-    """A table of an older version, or with segments that the wire cannot send."""
-    own = {"rows": [[1, [RING, STAGED, LIBRARY]]], "source": "old", "segments": segments or []}
-    if segments is None:
-        del own["segments"]
-    monkeypatch.setattr(cache, "load", lambda kind, key: own)
-    table = group.tuning_table(torch.device("cpu"))
-    agree(group, table.choose(1, ALGORITHMS) == RING and table.segments == known, str(table))
-    nearest = [table.segment_numel(numel) for numel in (1, 1900, 2100, 1 << 40)]
-    agree(group, nearest == ([512, 512, 1024, 1024] if known else [None] * 4), str(nearest))
-
-
-@pytest.mark.mpi
 def test_the_tables_chunks_reach_all_ranks(group, monkeypatch):
     used = []
     legs = ring.legs
@@ -216,7 +192,6 @@ def test_the_command_measures_on_the_cpu_and_caches_nothing(world, monkeypatch, 
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
     folder = world.all_gather_object(str(tmp_path))[0]
     monkeypatch.setenv("MPIDIST_CACHE", folder)
-    monkeypatch.setattr(wire_tuning, "SEGMENTS", (256, 1024))
     assert tune.main(["--device", "cpu", "--sizes", "64", "100000", "--rounds", "2"]) == 0
     world.barrier()
     kept = cache.load("all-reduce", tuning.key(world._comm, torch.device("cpu")))
@@ -226,12 +201,8 @@ def test_the_command_measures_on_the_cpu_and_caches_nothing(world, monkeypatch, 
     agree(world, [row[0] for row in held.rows] == [64, 100000], str(held))
     agree(world, all(sorted(row[1]) == sorted(ALGORITHMS) for row in held.rows))
     agree(world, held.chunks == (1 << 20, 1 << 20), str(held))
-    shard_numel = -(-25_000 // world.size)
-    segments = [(numel, segment in (256, 1024)) for numel, segment in held.segments]
-    agree(world, segments == [(shard_numel, True)] * (world.size > 1), str(held))
     agree(world, held.source.startswith("measured "))
     output = capsys.readouterr().out
-    agree(world, ("int8 wire, shards of" in output) == (world.rank == 0 and world.size > 1))
     agree(
         world,
         ("not kept for later jobs" in output) == ("ring (1 MiB)" in output) == (world.rank == 0),

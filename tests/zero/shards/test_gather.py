@@ -13,8 +13,6 @@ from mpidist.zero.shards.shards import Shards
 class RecordedWire:
     """Wire that records its calls."""
 
-    is_rounding = True
-
     def __init__(self, calls):
         self._calls = calls
 

@@ -25,7 +25,7 @@ from tests.zero.stateful import (
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
-WIRES = ["bf16", "fp16", "int8"]
+WIRES = ["bf16", "fp16"]
 PLAIN = (torch.optim.SGD, {"lr": 0.1})  # without any other state
 
 
@@ -121,7 +121,7 @@ def test_one_optimizer_is_rewound(group, wire):
     agree(group, all(map(torch.equal, parameters_of(source), expected)), "other bits")
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+@pytest.mark.parametrize("wire", WIRES)
 def test_another_partition_and_wire_take_the_masters(group, wire):
     """Half wires round each element by itself, so that the partition has no part in the bits."""
     source = sharded(group, ADAM, "greedy", wire=wire)
@@ -132,7 +132,7 @@ def test_another_partition_and_wire_take_the_masters(group, wire):
     take_parameters(target, source)
     agree(group, same(target.state_dict(all_ranks=True), saved), "loaded and saved again")
     agree(group, same_run(target, source, range(3, 5)), "by another partition")
-    other = sharded(group, ADAM, "flat", wire="int8")
+    other = sharded(group, ADAM, "flat", wire={"bf16": "fp16", "fp16": "bf16"}[wire])
     saved = source.state_dict(all_ranks=True)
     other.load_state_dict(saved)
     take_parameters(other, source)
@@ -265,7 +265,6 @@ def test_masters_that_do_not_fit_are_refused_by_all_ranks(group):
         ({99: {"value": torch.zeros(3)}}, "which none of its parameter groups names"),
         ({0: torch.zeros(3)}, "a dict with 'value'"),
         ({0: {"value": torch.zeros(3)}}, "of parameter 0 has shape"),
-        ({0: {"value": torch.zeros(5, 7), "seen": torch.zeros(3)}}, "of parameter 0 has shape"),
     ):
         wrong = {**saved, "masters": masters}
         raises_on_all(group, ValueError, lambda wrong=wrong: source.load_state_dict(wrong), words)
@@ -284,16 +283,3 @@ def test_a_parameter_that_is_frozen_at_the_save_trains_again_in_both_runs(group)
     for one in (target, source):
         parameters_of(one)[FROZEN].requires_grad_(True)
     agree(group, same_run(target, source, range(4, 6)), "when it trains again")
-
-
-@pytest.mark.parametrize("wire", WIRES)
-def test_a_rank_local_state_of_an_earlier_version(group, wire):
-    """It holds masters without what ranks saw, and is loaded after the parameters."""
-    source = sharded(group, ADAM, wire=wire)
-    train(source, range(2))
-    saved = dict(source.rank_local_state_dict())
-    del saved["seen"]
-    target = sharded(group, ADAM, wire=wire)
-    take_parameters(target, source)
-    target.load_state_dict(saved)
-    agree(group, same_run(target, source, range(2, 4)))

@@ -40,7 +40,6 @@ def state_with(flats, outside=(), masters=()):
         flats=tuple(flats),
         entries={number: {"rows": tensor, "step": 1} for number, tensor in enumerate(outside)},
         masters=tuple(masters),
-        seen=(),
         deferred={},
         plans=(),
         forms=(),

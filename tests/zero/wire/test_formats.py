@@ -7,7 +7,6 @@ import torch
 
 from mpidist.zero.wire.formats import wire_of
 from mpidist.zero.wire.half import HalfWire
-from mpidist.zero.wire.int8 import Int8Wire
 from tests.zero.wire.shares import HALF, WIDE
 
 
@@ -20,13 +19,9 @@ def test_wires_by_name():
             wire = wire_of(name)
             assert isinstance(wire, kind) and wire.dtype is dtype and wire.name == names[0]
     assert wire_of(None) is None
-    assert (
-        isinstance(wire_of("int8"), Int8Wire)
-        and wire_of(torch.int8).name == "int8"
-        and wire_of("int8") is not wire_of("int8")
-    )
+    assert wire_of("bf16") is not wire_of("bf16")
     for unknown in ("fp8", torch.float32, 8, [], True):
-        with pytest.raises(ValueError, match=r"'bf16', 'fp16', 'int8', torch\.bfloat16"):
+        with pytest.raises(ValueError, match=r"'bf16', 'fp16', torch\.bfloat16"):
             wire_of(unknown)
     with pytest.raises(ValueError, match=r"torch\.float32"):
         HalfWire(torch.float32)
@@ -36,7 +31,6 @@ def test_dtypes_of_masters():
     for name, carried in (
         ("bf16", [*WIDE, torch.bfloat16]),
         ("fp16", [*WIDE, torch.float16]),
-        ("int8", WIDE),
     ):
         for dtype in (*WIDE, *HALF, torch.complex64, torch.int64):
             if dtype in carried:

@@ -1,4 +1,4 @@
-"""Wires of every format: equal bits on all ranks, refused arguments, bytes and memory."""
+"""Wires of every format: equal bits on all ranks, refused arguments, and memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from mpidist.zero.wire.formats import wire_of
 from mpidist.zero.wire.half import HalfWire
-from mpidist.zero.wire.int8 import Int8Wire, section_nbytes
 from mpidist.zero.wire.wire import Scratch
 from tests.tools.support import agree, raises_on_all
 from tests.zero.wire import shares
@@ -18,7 +17,7 @@ from tests.zero.wire.shares import WIDE
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("name", ["bf16", "fp16", "int8"])
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_what_is_not_finite_is_seen_on_all_ranks(group, name):
     bounds = [rank * 512 for rank in range(group.size + 1)]
     for bad in (torch.nan, torch.inf):
@@ -27,43 +26,37 @@ def test_what_is_not_finite_is_seen_on_all_ranks(group, name):
             own[300] = bad
         wire_of(name).share(group, own, flat, bounds)
         lost = (~flat.isfinite()).nonzero().flatten().tolist()
-        agree(
-            group,
-            lost == (list(range(512 + 256, 1024)) if name == "int8" else [512 + 300]),
-            f"{bad}: {lost[:3]} … of {len(lost)}",
-        )
+        agree(group, lost == [512 + 300], f"{bad}: {lost[:3]} … of {len(lost)}")
         agree(group, shares.is_equal_everywhere(group, flat))
 
 
 @pytest.mark.mpi
 def test_bad_arguments_are_refused_on_all_ranks_before_anything_is_sent(group):
-    size, int8, half = group.size, Int8Wire(), HalfWire(torch.bfloat16)
+    size, wire = group.size, HalfWire(torch.bfloat16)
     bounds = [rank * 64 for rank in range(size + 1)]
 
-    def refused(error, match, wire, master=None, flat=None, offsets=None):
+    def refused(error, match, master=None, flat=None, offsets=None):
         master = torch.zeros(64) if master is None else master
         flat = torch.zeros(64 * size) if flat is None else flat
         raises_on_all(
             group, error, lambda: wire.share(group, master, flat, offsets or bounds), match
         )
 
-    for wire in (int8, half):
-        refused(ValueError, "ascending bounds", wire, offsets=bounds[:-1])
-        refused(ValueError, "ascending bounds", wire, offsets=[*bounds[:-1], 64 * size + 1])
-        refused(ValueError, "ascending bounds", wire, offsets=[-64, *bounds[1:]])
-        refused(ValueError, "master of 64 elements", wire, torch.zeros(63))
-        refused(ValueError, "one dimension", wire, flat=torch.zeros(size, 64))
-        refused(ValueError, "contiguous master", wire, torch.zeros(128)[::2])
-        refused(TypeError, "master of flat's dtype", wire, torch.zeros(64, dtype=torch.float64))
-        refused(TypeError, "complex64", wire, flat=torch.zeros(64 * size, dtype=torch.complex64))
-    refused(TypeError, "float16", int8, flat=torch.zeros(64 * size, dtype=torch.float16))
-    refused(TypeError, "float16", half, flat=torch.zeros(64 * size, dtype=torch.float16))
+    refused(ValueError, "ascending bounds", offsets=bounds[:-1])
+    refused(ValueError, "ascending bounds", offsets=[*bounds[:-1], 64 * size + 1])
+    refused(ValueError, "ascending bounds", offsets=[-64, *bounds[1:]])
+    refused(ValueError, "master of 64 elements", torch.zeros(63))
+    refused(ValueError, "one dimension", flat=torch.zeros(size, 64))
+    refused(ValueError, "contiguous master", torch.zeros(128)[::2])
+    refused(TypeError, "master of flat's dtype", torch.zeros(64, dtype=torch.float64))
+    refused(TypeError, "complex64", flat=torch.zeros(64 * size, dtype=torch.complex64))
+    refused(TypeError, "float16", flat=torch.zeros(64 * size, dtype=torch.float16))
 
 
 @pytest.mark.mpi
 def test_memory_is_kept_and_buffers_do_not_meet(group):
     bounds = [rank * 640 for rank in range(group.size + 1)]
-    for name in ("fp16", "int8"):
+    for name in ("bf16", "fp16"):
         one, alone = wire_of(name), [wire_of(name), wire_of(name)]
         sets = [
             [shares.buffers(group, bounds, dtype, turn)[1:] for turn, dtype in enumerate(WIDE)]
@@ -83,16 +76,6 @@ def test_memory_is_kept_and_buffers_do_not_meet(group):
         )
 
 
-def test_bytes_of_a_section():
-    assert [section_nbytes(numel) for numel in (0, 64, 256, 320, 1 << 20)] == [
-        0,
-        80,
-        272,
-        336,
-        (1 << 20) + (1 << 14),
-    ]
-
-
 def test_scratch_grows_and_is_a_threads_own():
     scratch, cpu = Scratch(), torch.device("cpu")
     first = scratch.take(1000, cpu)
@@ -107,5 +90,5 @@ def test_scratch_grows_and_is_a_threads_own():
     thread.start()
     thread.join()
     assert others[0].data_ptr() != grown.data_ptr()
-    wire = copy.deepcopy(Int8Wire())
+    wire = copy.deepcopy(wire_of("bf16"))
     assert wire._scratch._held == {}
