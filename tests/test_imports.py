@@ -62,7 +62,7 @@ STOREYS = {
         [""],
         ["transport"],
     ],
-    "zero": [["wire"], ["shards"], ["state"], ["step"], [""]],
+    "zero": [["shards"], ["state"], ["step"], [""]],
     "rpc": [
         ["constants", "functions", "message", "rref_store", "worker"],
         ["names", "options", "threads"],

@@ -28,6 +28,7 @@ from mpidist.zero import clipping
 from mpidist.zero.shards import groups
 from mpidist.zero.shards import partition as partitions
 from mpidist.zero.shards.groups import ParamGroup
+from mpidist.zero.shards.half_wire import wire_of
 from mpidist.zero.shards.partition import GREEDY, Cost
 from mpidist.zero.shards.pieces import Gradients
 from mpidist.zero.shards.shards import Shards
@@ -43,7 +44,6 @@ from mpidist.zero.step.backward_steps import Hook, SteppingHook
 from mpidist.zero.step.join import StepHook
 from mpidist.zero.step.parameter_changes import ParameterChanges
 from mpidist.zero.step.policy import StepPolicy
-from mpidist.zero.wire.formats import wire_of
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT, StateDict

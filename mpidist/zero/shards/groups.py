@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import torch
 
 from mpidist.comm.consistency import Row
+from mpidist.zero.shards.half_wire import HalfWire
 from mpidist.zero.shards.pieces import Piece
-from mpidist.zero.wire.wire import Wire
 
 Tensor = torch.Tensor
 # torch's parameter group: the parameters under "params", their names under "param_names" if they
@@ -155,7 +155,7 @@ def require_distinct(groups: Groups) -> None:
             )
 
 
-def require_carried(groups: Groups, wire: Wire | None) -> None:
+def require_carried(groups: Groups, wire: HalfWire | None) -> None:
     """Refuse trainable parameters that a wire cannot carry.
 
     Raises:

@@ -17,10 +17,10 @@ from mpidist.comm.group_types import Group
 from mpidist.kernels.view import laid_out
 from mpidist.zero.shards.buffer_plan import BufferPlan, Span, cut, owned_parts, split, whole
 from mpidist.zero.shards.flat_buffers import FlatBuffers
+from mpidist.zero.shards.half_wire import HalfWire
 from mpidist.zero.shards.master_weights import Masters, exact_masters
 from mpidist.zero.shards.partition import FLAT, Cost, Owners
 from mpidist.zero.shards.pieces import Piece
-from mpidist.zero.wire.wire import Wire
 
 Tensor = torch.Tensor
 
@@ -56,7 +56,7 @@ class Shards:
         partition: str,
         cost: Cost,
         one_copy: bool,
-        wire: Wire | None = None,
+        wire: HalfWire | None = None,
     ) -> None:
         self.parameters: list[Tensor] = []
         self.owners = Owners(partition, cost, group.size)

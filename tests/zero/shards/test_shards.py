@@ -11,8 +11,8 @@ from mpidist.comm.mpi.world import number_alike
 from mpidist.kernels.view import laid_out
 from mpidist.zero.optimizer import OSS
 from mpidist.zero.shards.flat_buffers import in_memory_order
+from mpidist.zero.shards.half_wire import wire_of
 from mpidist.zero.shards.shards import Shards
-from mpidist.zero.wire.formats import wire_of
 from tests.tools.support import agree
 from tests.zero import nets
 

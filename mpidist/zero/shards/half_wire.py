@@ -1,4 +1,9 @@
-"""Wire: one format of shards on the network, with the memory of its messages.
+"""Half-precision wires: each rank sends its shard, rounded to bfloat16 or float16.
+
+Each rank owns a contiguous shard of a flat parameter buffer, and keeps a *master* copy of that
+shard in full precision, which its optimizer steps. A wire sends all masters to all ranks in a half
+type. Afterwards the visible parameters (the flat buffer) have the same bits on all ranks, the owner
+too; the masters keep the precision that the type loses.
 
 Letters: W ranks of the group; N elements of the flat buffer.
 """
@@ -6,7 +11,6 @@ Letters: W ranks of the group; N elements of the flat buffer.
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -16,27 +20,52 @@ from mpidist.comm.group_types import Group
 from mpidist.kernels.launch import stream_of
 
 Tensor = torch.Tensor
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_DTYPES: dict[str | torch.dtype, torch.dtype] = {
+    **{name: dtype for dtype, name in _NAMES.items()},
+    **{dtype: dtype for dtype in _NAMES},
+}
 
 
-class Wire(ABC):
-    """A format of shards on the network; one object may serve any number of flat buffers.
+class HalfWire:
+    """Wire of masters rounded to a half type; all ranks, the owner too, widen the rounded values.
+
+    The master itself is not rounded, so that steps smaller than a unit of the half type add up. A
+    buffer of the half type itself is sent without rounding. float16 makes infinities of magnitudes
+    from 65520 on. One object may serve any number of flat buffers.
+
+    Deviation: FairScale's ``OSS(broadcast_fp16=True)`` rounds the parameters that the owner steps,
+    and such steps are lost.
+
+    Args:
+        dtype: ``torch.bfloat16`` or ``torch.float16``.
 
     Attributes:
+        dtype: As given.
         name: As ``wire_of`` takes it.
+
+    Raises:
+        ValueError: Another dtype.
     """
 
-    name: str
-
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        if dtype not in _NAMES:
+            raise ValueError(f"HalfWire needs {' or '.join(map(str, _NAMES))}; got {dtype}")
+        self.dtype = dtype
+        self.name = _NAMES[dtype]
         self._scratch = Scratch()
 
-    @abstractmethod
     def require(self, dtype: torch.dtype) -> None:
-        """Refuse a dtype of flat buffers that the format cannot carry; masters have it, too.
+        """Refuse flat buffers of any dtype but float32, float64, and the wire's own.
 
         Raises:
-            TypeError: The dtype is such a one.
+            TypeError: Another dtype.
         """
+        if dtype not in (torch.float32, torch.float64, self.dtype):
+            raise TypeError(
+                f"the wire {self.name} carries float32, float64 and {self.dtype}; got parameters "
+                f"of {dtype}"
+            )
 
     @torch.no_grad()
     def share(self, group: Group, master: Tensor, flat: Tensor, bounds: Sequence[int]) -> None:
@@ -91,9 +120,16 @@ class Wire(ABC):
         else:
             self._exchange(group, master.detach(), visible, bounds)
 
-    @abstractmethod
     def _exchange(self, group: Group, master: Tensor, flat: Tensor, bounds: Sequence[int]) -> None:
-        """Send and receive, between at least 2 ranks; arguments as of ``share``, and checked."""
+        if flat.dtype is self.dtype:
+            shards = [flat[start:stop] for start, stop in pairwise(bounds)]
+            group.all_gather(shards, shards[group.rank].copy_(master))
+        elif bounds[-1] > bounds[0]:
+            nbytes = (bounds[-1] - bounds[0]) * self.dtype.itemsize
+            narrow = self._scratch.take(nbytes, flat.device).view(self.dtype)
+            parts = narrow.split([stop - start for start, stop in pairwise(bounds)])
+            group.all_gather(parts, parts[group.rank].copy_(master))
+            flat[bounds[0] : bounds[-1]].copy_(narrow)
 
 
 class Scratch:
@@ -116,3 +152,19 @@ class Scratch:
         if held is None or held.numel() < nbytes:
             held = self._held[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return held[:nbytes]
+
+
+def wire_of(name: str | torch.dtype | None) -> HalfWire | None:
+    """Return a new wire by its name or dtype; None for None: shards are sent in their own dtype.
+
+    Raises:
+        ValueError: No such wire.
+    """
+    if name is None:
+        return None
+    dtype = _DTYPES.get(name) if isinstance(name, (str, torch.dtype)) else None
+    if dtype is None:
+        raise ValueError(
+            f"wire must be None or one of {', '.join(map(repr, _DTYPES))}; got {name!r}"
+        )
+    return HalfWire(dtype)
