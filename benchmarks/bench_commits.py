@@ -70,7 +70,6 @@ def main() -> None:
             ),
             "exposed_share_of_medians": beside / without - 1,
         }
-        run.optimizer.close()
         if job.is_first:
             show(fields)
             job.write(options.output, "commits", fields)
@@ -121,7 +120,6 @@ def check(group: Any, run: Run, folder: str, options: argparse.Namespace) -> Non
     for number, held in states[0].items():
         if not all(torch.equal(value, states[1][number][name]) for name, value in held.items()):
             raise RuntimeError(f"the loaded state of parameter {number} is wrong")
-    other.optimizer.close()
 
 
 def show(record: dict[str, Any]) -> None:

@@ -1,11 +1,10 @@
-"""Time steps of the sharded optimizer on a device, and the pause of a consolidation behind steps.
+"""Time steps of the sharded optimizer on a device.
 
 mpirun --bind-to none -n 2 python benchmarks/bench_oss_device.py --device cuda
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,6 @@ from harness.job import Job
 from mpidist.optim import OSS
 from optimizer import cases as oss_cases
 
-_COPY_OUT_PER_S = 20e9
 # Contenders; those of OSS by its settings.
 WHOLE, COPIES, TORCHS = "Adam", "copies of others' shards", "torch on mpidist"
 WAYS: dict[str, dict[str, Any]] = {
@@ -41,10 +39,9 @@ class Settings:
     networks: tuple[tuple[int, int], ...] = ((64, 512), (24, 2048))
     rounds: int = 15
     burst_s: float = 0.02
-    consolidations: int = 5
 
 
-QUICK = Settings(((4, 64),), 2, 0.001, 2)
+QUICK = Settings(((4, 64),), 2, 0.001)
 
 
 class Case:
@@ -98,34 +95,6 @@ class Case:
             for name, call in calls.items()
         ]
 
-    def pauses(self, count: int) -> list[float]:
-        """Return the seconds in which consolidations hold up the caller. Collective.
-
-        Raises:
-            RuntimeError: A consolidated state is not Adam's; on all ranks.
-        """
-        oss, seconds = self.optimizers["mpidist flat"], []
-        wanted, equal = self.optimizers[WHOLE].state_dict()["state"], True
-        for _ in range(count):
-            devices.synchronize(self.device)
-            self.group.barrier()
-            start = time.perf_counter()
-            pending = oss.consolidate_async(0)
-            seconds.append(time.perf_counter() - start)
-            found = pending.result()
-            if self.group.rank == 0:
-                pairs = [
-                    (value.cpu(), found["state"][number][name])
-                    for number, values in wanted.items()
-                    for name, value in values.items()
-                ]
-                equal &= all(torch.allclose(one, other, atol=1e-6) for one, other in pairs)
-            del found, pending
-        oss.close()
-        if not all(self.group.all_gather_object(equal)):
-            raise RuntimeError("wrong state of consolidate_async")
-        return [max(row) for row in zip(*self.group.all_gather_object(seconds), strict=True)]
-
 
 def _flat(module: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in module.parameters()])
@@ -139,22 +108,12 @@ def measure(group: Any, raw: Any, settings: Settings, network: tuple[int, int], 
     """
     case = Case(group, *network, device)
     case.check()
-    # In the first steps all optimizers have taken the same number, which the pauses compare.
-    pauses = case.pauses(1 + settings.consolidations)
     series = timing.time_rounds(raw, case.contenders(), settings.rounds, settings.burst_s)
     result = report.result_of("step", case.numel, 4 * case.numel, series)
     rounds = {one.name: np.array(one.rounds_us) for one in series}
     floor = rounds[WHOLE] / group.size + 2 * rounds[COPIES]
     over = {name: float(np.median(rounds[name] / floor)) for name in WAYS}
-    state_bytes = 2 * 4 * case.numel / group.size
-    pause_s = float(np.median(pauses[1:]))
     result["over_floor"] = over
-    result["consolidation"] = {
-        "state_bytes_of_a_rank": state_bytes,
-        "first_pause_s": pauses[0],
-        "pauses_s": pauses[1:],
-        "bytes_per_s": state_bytes / pause_s,
-    }
     title = f"{case.numel / 1e6:.3g} M parameters"
     verdicts = [
         judge_below(
@@ -164,13 +123,6 @@ def measure(group: Any, raw: Any, settings: Settings, network: tuple[int, int], 
         )
         for name in ("mpidist", "mpidist flat")
     ]
-    verdicts.append(
-        judge_below(
-            f"{title}: pause of consolidate_async over its bytes at 20 GB/s ≤ 1",
-            pause_s * _COPY_OUT_PER_S / state_bytes,
-            1.0,
-        )
-    )
     return result, verdicts
 
 

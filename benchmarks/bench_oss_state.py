@@ -1,18 +1,14 @@
-"""State of the sharded optimizer: consolidation, saves during training, and their memory.
+"""State of the sharded optimizer: consolidation, and its memory.
 
 mpirun --bind-to none -n 2 python benchmarks/bench_oss_state.py
-mpirun -n 1 python benchmarks/bench_oss_state.py    (the writer has a core of its own)
 
 Adam over a perceptron of 8.4 M parameters, with one torch thread per rank, against FairScale's OSS
-on Gloo, in turns. Without fairscale its rows are missing. Exposed time is the increase of a step
-during a save.
+on Gloo, in turns. Without fairscale its rows are missing.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -71,13 +67,9 @@ def main() -> None:
             "rounds": rounds,
             "consolidation_ms": consolidation(group, model, fairscale, rounds),
             "memory_mib": memory(group, model),
-            "save": [
-                steps_during_saves(group, model, rounds, has_file) for has_file in (False, True)
-            ],
         }
         check(group, model, fairscale)
         fields["goals"] = goals(fields)
-        model.optimizer.close()
         if job.is_first:
             show(fields, group.size)
             job.write(options.output, "oss-state", fields)
@@ -131,63 +123,6 @@ def consolidation(
     return {name: values[1:] for name, values in times.items()}
 
 
-def steps_during_saves(group: Any, model: Model, rounds: int, has_file: bool) -> dict[str, Any]:
-    """Time steps with and without a save in progress, in turns."""
-    optimizer = model.optimizer
-    with tempfile.TemporaryDirectory() as folder:
-        path = group.broadcast_object(f"{folder}/state.pt") if has_file else None
-        found: dict[str, list[float]] = {
-            "alone": [],
-            "beside": [],
-            "snapshot": [],
-            "copy": [],
-            "save": [],
-            "steps": [],
-        }
-        flats = list(optimizer._local.flat.kinds.values())
-        copies = [torch.empty_like(flat) for flat in flats]
-        pending: list[Any] = []
-
-        def copy() -> None:
-            for target, source in zip(copies, flats, strict=True):
-                target.copy_(source)
-
-        for _ in range(rounds + 1):
-            found["alone"] += [timed(group, model.step) for _ in range(4)]
-            found["copy"].append(timed(group, copy))
-            start = time.perf_counter()
-            found["snapshot"].append(
-                timed(group, lambda: pending.append(optimizer.consolidate_async(0, path)))
-            )
-            steps = []
-            while True:
-                done = torch.tensor([int(pending[0].done())])
-                group.all_reduce(done, "min")
-                if done:
-                    break
-                steps.append(timed(group, model.step))
-            pending.pop().wait()
-            found["save"].append(1e3 * (time.perf_counter() - start))
-            found["steps"].append(len(steps))
-            found["beside"] += steps
-        group.barrier()
-    medians = {
-        name: statistics.median(values[1:] or values) for name, values in found.items() if values
-    }
-    alone = statistics.mean(found["alone"][4:])
-    exposed = statistics.mean(found["beside"] or [alone]) - alone
-    return {
-        "to a file": has_file,
-        "step alone, ms": alone,
-        "step beside, ms": alone + exposed,
-        "exposed, of each step": exposed / alone,
-        "snapshot, ms": medians["snapshot"],
-        "plain copy, ms": medians["copy"],
-        "save, ms": medians["save"],
-        "steps during a save": statistics.mean(found["steps"][1:]),
-    }
-
-
 def memory(group: Any, model: Model) -> dict[str, Any]:
     """Return the MiB that a consolidation adds to each rank's peak memory; None if unknown."""
     optimizer = model.optimizer
@@ -215,21 +150,12 @@ def check(group: Any, model: Model, fairscale: Model | None) -> None:
     Raises:
         RuntimeError: The states differ.
     """
-    pending = model.optimizer.consolidate_async(0)
-    saved, now = pending.result(), model.optimizer.state_dict(all_ranks=True)
+    now = model.optimizer.state_dict(all_ranks=True)
     for piece in model.optimizer._shards.pieces:
         for name, value in model.optimizer.optim.state[piece.tensor].items():
             if not torch.equal(now["state"][piece.number][name], value):
                 raise RuntimeError(
                     f"{name} of parameter {piece.number} is wrong on rank {group.rank}"
-                )
-    if saved is not None:
-        for number, held in now["state"].items():
-            if not all(
-                torch.equal(saved["state"][number][name], value) for name, value in held.items()
-            ):
-                raise RuntimeError(
-                    f"the state that was saved beside the steps is wrong for parameter {number}"
                 )
     if fairscale is not None and group.rank == 0:
         theirs = fairscale.optimizer.state_dict()

@@ -364,9 +364,7 @@ def test_state_of_the_sharded_optimizer_is_measured_and_recorded(of_training):
         ways.add("FairScale on Gloo")
     assert set(record["consolidation_ms"]) == ways
     assert all(len(values) == record["rounds"] for values in record["consolidation_ms"].values())
-    assert [one["to a file"] for one in record["save"]] == [False, True] and len(
-        record["goals"]
-    ) == 4
+    assert len(record["goals"]) == 2
     assert len(record["memory_mib"]["to rank 0"]) == 2
 
 
@@ -521,13 +519,11 @@ def test_echoes_of_device_tensors_are_compared_and_recorded(of_calls):
 
 @pytest.mark.slow
 def test_sharded_steps_on_a_device_are_compared_and_recorded(of_training):
-    record = judged_record_of(of_training[0], "oss-device-*-2-cpu.json", goals=3)
+    record = judged_record_of(of_training[0], "oss-device-*-2-cpu.json", goals=2)
     (result,) = record["results"]
     ways = {"mpidist", "mpidist flat", "mpidist flat bf16"}
     others = {"Adam", "copies of others' shards", "torch on mpidist"}
     assert set(result["contenders"]) == ways | others and set(result["over_floor"]) == ways
-    assert len(result["consolidation"]["pauses_s"]) == 2
-    assert result["consolidation"]["state_bytes_of_a_rank"] == 4 * result["numel"]
 
 
 @pytest.mark.slow

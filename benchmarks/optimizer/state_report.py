@@ -11,10 +11,6 @@ from harness import tables
 _GOALS = {"used again": 8.0, "fresh": 6.0}
 
 
-# Share of a step.
-_EXPOSED_GOAL = 0.1
-
-
 def goals(record: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the verdict of each goal."""
     times = {name: statistics.median(values) for name, values in record["consolidation_ms"].items()}
@@ -24,13 +20,6 @@ def goals(record: dict[str, Any]) -> list[dict[str, Any]]:
         ratio = None if theirs is None else theirs / times[name]
         goal = f"consolidation into memory {name}: {least:g} x FairScale's"
         found.append({"goal": goal, "value": ratio, "reached": _at_least(ratio, least)})
-    for one in record["save"]:
-        exposed = one["exposed, of each step"]
-        goal = (
-            f"at most {_EXPOSED_GOAL:.0%} of a step exposed while state is "
-            f"{'written' if one['to a file'] else 'consolidated'}"
-        )
-        found.append({"goal": goal, "value": exposed, "reached": exposed <= _EXPOSED_GOAL})
     return found
 
 
@@ -43,11 +32,6 @@ def show(record: dict[str, Any], ranks: int) -> None:
     print(f"{record['parameters']} parameters, {ranks} ranks")
     print(tables.text(rows, ("consolidation", "ms, median", "least", "most"), floats=".1f"))
     print(tables.text(record["memory_mib"].items(), ("MiB of each rank", "")))
-    print(
-        tables.text(
-            [list(one.values()) for one in record["save"]], list(record["save"][0]), floats=".2f"
-        )
-    )
     print(
         tables.text(
             [list(one.values()) for one in record["goals"]],

@@ -357,9 +357,4 @@ def _saving(record: Record) -> str:
         [f"consolidation, {name}", f"{sorted(times)[len(times) // 2]:.3g} ms"]
         for name, times in record["consolidation_ms"].items()
     ]
-    for save in record["save"]:
-        name = "to a file" if save["to a file"] else "in memory"
-        rows.append(
-            [f"a step during a save {name} takes more", f"{save['exposed, of each step']:.1%}"]
-        )
     return table(["state of the optimizer", "median"], rows)

@@ -7,7 +7,6 @@ meanings.
 from __future__ import annotations
 
 import itertools
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -34,7 +33,6 @@ from mpidist.zero.shards.pieces import Gradients
 from mpidist.zero.shards.shards import Shards
 from mpidist.zero.state import rank_local
 from mpidist.zero.state import state_dict as state_dicts
-from mpidist.zero.state.background import Background, Consolidating
 from mpidist.zero.state.consolidation import CHUNK_BYTES, Consolidation, require_recipient
 from mpidist.zero.state.flat_state import ParamState
 from mpidist.zero.state.local_optimizer import LocalOptimizer, StateOfTensors
@@ -186,7 +184,6 @@ class OSS(torch.optim.Optimizer, Joinable):
         )
         self._policy = StepPolicy(self.param_groups, shards, self.optim)
         self._consolidation = Consolidation(self.group)
-        self._background = Background(self.group)
         self._copies = KeptMemory()
         self._is_constructed = True
 
@@ -464,59 +461,11 @@ class OSS(torch.optim.Optimizer, Joinable):
             ValueError: ``recipient_rank`` is out of range, or ``chunk_bytes`` not positive.
             DisagreementError: Another rank refused, or ranks name different recipients.
         """
-        require_recipient(
-            self.group, "OSS.consolidate_state_dict", recipient_rank, chunk_bytes, None
-        )
+        require_recipient(self.group, "OSS.consolidate_state_dict", recipient_rank, chunk_bytes)
         with record_function("mpidist::oss::consolidate"):
             with raising_on_all(self.group, "OSS.consolidate_state_dict"):
                 state = self._local.state().with_masters()
             self._consolidation.run(state, recipient_rank, chunk_bytes)
-
-    def consolidate_async(
-        self,
-        recipient_rank: int = 0,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        chunk_bytes: int = CHUNK_BYTES,
-    ) -> Consolidating:
-        """Send all ranks' state to one rank while training continues.
-
-        The state is that of the call: each rank copies its shard, and a group and thread of the
-        optimizer's own (``close`` ends them) send the copies. On Linux the thread has the lowest
-        priority: where training keeps all cores busy, a save takes several steps and slows them
-        little. A call first waits for the previous one.
-
-        Collective: over the group.
-
-        Blocks: until this rank's shard is copied.
-
-        Args:
-            recipient_rank: Rank in the group; -1 for all.
-            path: File for the state dict, written by the recipient (``torch.save``) under
-                another name, synced to the disk, then renamed: what has the name is complete.
-            chunk_bytes: Longest message.
-
-        Returns:
-            A handle: ``wait``, ``done``, and ``result``, the state dict in torch's format, on the
-            recipient.
-
-        Raises:
-            ValueError: As ``consolidate_state_dict``; ``path`` with all ranks as recipients.
-            TypeError: ``path`` is no path.
-            DisagreementError: Another rank refused, or ranks give different arguments.
-        """
-        require_recipient(self.group, "OSS.consolidate_async", recipient_rank, chunk_bytes, path)
-        with record_function("mpidist::oss::consolidate_async"):
-            with raising_on_all(self.group, "OSS.consolidate_async"):
-                state = self._local.state().with_masters()
-            return self._background.start(state, recipient_rank, chunk_bytes, path)
-
-    def close(self) -> None:
-        """Wait for the last ``consolidate_async``, and end its group.
-
-        Collective: over the group. May be called twice.
-        """
-        self._background.close()
 
     def state_dict(self, all_ranks: bool = False) -> StateDict:
         """Return the state as ``optim`` over all parameters on one rank would.

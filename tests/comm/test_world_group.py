@@ -115,7 +115,7 @@ _ONE_AFTER_ANOTHER = """
         optimizer = OSS(model.parameters(), torch.optim.Adam, lr=0.1)
         model(torch.ones(3)).sum().backward()
         optimizer.step()
-        optimizer.consolidate_async().wait()
+        optimizer.consolidate_state_dict()
         keys = [world.key, clone.key]
         texts = []
         for other in (whole, comm):

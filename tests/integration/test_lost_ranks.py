@@ -487,7 +487,7 @@ _OPERATIONS = """
             step()
             return own, step
         (_, step), (_, flat_step) = optimizer(), optimizer(partition="flat")
-        consolidated, gathered, saved = (optimizer()[0] for _ in range(3))
+        consolidated, gathered = (optimizer()[0] for _ in range(2))
         module = DistributedDataParallel(torch.nn.Linear(4, 4), process_group=world.clone("ddp"))
         torch.manual_seed(0)
         state = dict(model=torch.nn.Linear(2, 2))
@@ -520,7 +520,6 @@ _OPERATIONS = """
             "flat step": flat_step,
             "consolidation": lambda: consolidated.consolidate_state_dict(0),
             "state_dict": lambda: gathered.state_dict(all_ranks=True),
-            "consolidate_async": lambda: saved.consolidate_async(0).result(),
             "save": lambda: save(FOLDER, 2, **state, group=groups["save"]),
             "commit": lambda: commit(FOLDER, 2, **state, group=groups["commit"]),
             "load": lambda: load(FOLDER, **state, group=groups["load"]),
@@ -546,4 +545,4 @@ def test_each_operation_names_the_rank_that_has_died(tmp_path):
         # The other survivor may have given up its shutdown, and so have left RPC, too.
         assert 2 in line.pop("shutdown"), line
         wrong = {name: ranks for name, ranks in line.items() if ranks != [2]}
-        assert len(line) == 14 and not wrong, wrong
+        assert len(line) == 13 and not wrong, wrong

@@ -47,11 +47,9 @@ class _Here(threading.local):
 
     Attributes:
         is_at_once: The thread is within ``at_once``.
-        is_of_group: The thread is a group's own.
     """
 
     is_at_once = False
-    is_of_group = False
 
 
 # Read without a call where a prepared operation is queued.
@@ -274,7 +272,6 @@ class Progress:
             self._wakes.put(False)
 
     def _run(self) -> None:
-        here.is_of_group = True
         self._thread_id = threading.get_ident()
         goes_on = True
         seen: object = None

@@ -11,7 +11,6 @@ Letters: W ranks; N elements of a buffer.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
@@ -92,17 +91,14 @@ class Consolidation:
         self._state = gathered(self._group, state, recipient, chunk_bytes, self._memory)
 
 
-def require_recipient(
-    group: Group, where: str, recipient: object, chunk_bytes: int, path: object
-) -> None:
+def require_recipient(group: Group, where: str, recipient: object, chunk_bytes: int) -> None:
     """Refuse arguments that are wrong, or differ between ranks. Collective: over the group.
 
     Args:
         where: The method, for messages.
-        path: Of the recipient's file, or None.
 
     Raises:
-        ValueError, TypeError: On the rank that gave a wrong one.
+        ValueError: On the rank that gave a wrong one.
         DisagreementError: On the others.
     """
     with comparing(group, where) as rows:
@@ -117,17 +113,7 @@ def require_recipient(
             )
         if chunk_bytes < 1:
             raise ValueError(f"chunk_bytes must be positive; got {chunk_bytes}")
-        if path is not None and recipient == -1:
-            raise ValueError(
-                "path= needs one recipient, which writes the file; got recipient_rank=-1"
-            )
-        if not isinstance(path, (str, os.PathLike, type(None))):
-            raise TypeError(f"path must be a str or os.PathLike; got {type(path).__name__}")
-        rows += [
-            ("recipient_rank", recipient),
-            ("chunk_bytes", chunk_bytes),
-            ("has path", path is not None),
-        ]
+        rows += [("recipient_rank", recipient), ("chunk_bytes", chunk_bytes)]
 
 
 def gathered(

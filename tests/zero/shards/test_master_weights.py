@@ -40,14 +40,6 @@ def consolidated(source):
     return source.state_dict()
 
 
-def in_background(source):
-    found = source.consolidate_async(-1)
-    train(source, range(50, 52))  # what follows the call is not in it
-    state = copy.deepcopy(found.result())
-    source.close()
-    return state
-
-
 def from_file(source):
     file = io.BytesIO()
     torch.save(consolidated(source), file)
@@ -61,7 +53,6 @@ def of_ranks(source):
 
 FORMS = {
     "consolidated": consolidated,
-    "background": in_background,
     "file": from_file,
     "rank-local": lambda source: of_ranks(source)[source.rank],
     "merged": lambda source: merged(of_ranks(source)),

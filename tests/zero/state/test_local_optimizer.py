@@ -235,7 +235,6 @@ def test_state_that_no_parameter_has_is_refused_where_it_would_be_lost(group):
     sharded.step()
     for save in (
         sharded.consolidate_state_dict,
-        sharded.consolidate_async,
         sharded.rank_local_state_dict,
         sharded.sharded_state_dict,
     ):
