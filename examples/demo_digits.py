@@ -282,7 +282,7 @@ def main() -> None:
     is_one_node = len(set(group.all_gather_object(platform.node()))) == 1
     if group.rank == 0:
         rows = [asdict(result) for result in results]
-        with whole_file.replacing(options.output / "digits.json", is_synced=False) as file:
+        with whole_file.replacing(options.output / "digits.json") as file:
             file.write(f"{json.dumps(rows, indent=1)}\n".encode())
         demo_report.draw(rows, group.size, WANTED_ACCURACY, options.output / "digits.png")
         demo_report.draw_link(options.output / "link.png")

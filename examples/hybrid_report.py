@@ -85,7 +85,7 @@ def write(result: Result, trainers: int, servers: int, folder: Path) -> None:
 
     row = {"trainers": trainers, "servers": servers, **asdict(result)}
     text = json.dumps(row, indent=1) + "\n"
-    with whole_file.replacing(folder / "hybrid.json", is_synced=False) as file:
+    with whole_file.replacing(folder / "hybrid.json") as file:
         file.write(text.encode())
     pictures.write(draw, row, folder / "hybrid.png", text.encode(), [palette.LIGHT])
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import IO
 
 from mpidist.file_errors import naming
-from mpidist.folder_sync import sync_folder
 
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _BLOCK_BYTES = 1 << 16
@@ -26,7 +25,7 @@ _SPECIAL = "A device or a pipe, which no file can replace"
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, is_synced: bool = True) -> Iterator[IO[bytes]]:
+def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Return a binary file that takes the name ``path`` at the end of the context.
 
     An exception within the context removes the file, and ``path`` stays as it was.
@@ -34,7 +33,6 @@ def replacing(path: Path, *, is_synced: bool = True) -> Iterator[IO[bytes]]:
     Args:
         path: Of the file; a link of this name is replaced itself. A device, a pipe, and a link to
             one, are refused: root could replace ``/dev/null``.
-        is_synced: Write the content, and then the name, to the disk (POSIX fsync).
 
     Raises:
         OSError: The file cannot be written.
@@ -52,16 +50,11 @@ def replacing(path: Path, *, is_synced: bool = True) -> Iterator[IO[bytes]]:
     try:
         with naming(path), open(handle, "wb") as file:
             yield file
-            if is_synced:
-                file.flush()
-                os.fsync(file.fileno())
         os.replace(part, path)
     except BaseException:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
-    if is_synced:
-        sync_folder(path.parent)
 
 
 def problem_of(path: Path) -> str:

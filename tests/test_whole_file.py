@@ -14,12 +14,11 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("is_synced", [True, False])
-def test_the_name_appears_with_the_whole_content(tmp_path, is_synced):
+def test_the_name_appears_with_the_whole_content(tmp_path):
     path = tmp_path / "state.pt"
     for content in (b"first", b"second"):
         before = path.read_bytes() if path.exists() else None
-        with replacing(path, is_synced=is_synced) as file:
+        with replacing(path) as file:
             file.write(content)
             file.flush()
             assert (path.read_bytes() if path.exists() else None) == before

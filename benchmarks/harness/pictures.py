@@ -134,7 +134,7 @@ def _save(made: Any, path: Path, source: bytes) -> None:
     few = pixels.quantize(_COLORS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     about = PngInfo()
     about.add_text("Source", checksum(source))
-    with whole_file.replacing(path, is_synced=False) as file:
+    with whole_file.replacing(path) as file:
         few.save(file, "PNG", optimize=True, pnginfo=about)
 
 

@@ -117,7 +117,7 @@ def goals_table(verdicts: Sequence[dict[str, Any]]) -> str:
 def write_json(record: dict[str, Any], path: Path) -> None:
     """Write a record, in the place of one of its name as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file.replacing(path, is_synced=False) as file:
+    with whole_file.replacing(path) as file:
         file.write(f"{json.dumps(record, indent=1, ensure_ascii=False)}\n".encode())
 
 

@@ -29,7 +29,7 @@ def note(step: int) -> None:
         return
     try:
         if step > read(Path(path)):
-            with whole_file.replacing(Path(path), is_synced=False) as file:
+            with whole_file.replacing(Path(path)) as file:
                 file.write(f"{step}\n".encode())
     except OSError as error:
         warnings.warn(f"step {step} cannot be noted in {VARIABLE}: {error}", stacklevel=3)

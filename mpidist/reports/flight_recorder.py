@@ -59,7 +59,7 @@ def write_dumps(recordings: Iterable[Recording], folder: Path) -> list[Path]:
     written = []
     for rank, recording in sorted(by_rank.items()):
         path = folder / f"{_PREFIX}{rank}"
-        with whole_file.replacing(path, is_synced=False) as file:
+        with whole_file.replacing(path) as file:
             pickle.dump(dump(recording, first), file)
         written.append(path)
     return written

@@ -66,7 +66,7 @@ def written(path: Path) -> Iterator[TraceFile]:
     Raises:
         OSError: It cannot be written.
     """
-    with whole_file.replacing(path, is_synced=False) as file:
+    with whole_file.replacing(path) as file:
         trace = TraceFile(file, path.suffix == ".gz")
         try:
             yield trace

@@ -152,7 +152,7 @@ def write(groups: Iterable[Group], rank: int, first: int | None = None) -> Path:
     file = path(rank, os.environ, first)
     file.parent.mkdir(parents=True, exist_ok=True)
     data = pickle.dumps(record(groups))
-    with whole_file.replacing(file, is_synced=False) as written:
+    with whole_file.replacing(file) as written:
         written.write(data)
     return file
 
