@@ -126,7 +126,7 @@ def consolidation(
 def memory(group: Any, model: Model) -> dict[str, Any]:
     """Return the MiB that a consolidation adds to each rank's peak memory; None if unknown."""
     optimizer = model.optimizer
-    own = optimizer.local_state_bytes()
+    own = sum(flat.nbytes for flat in optimizer.rank_local_state_dict(copies=False)["flats"])
     added: dict[str, list[Any]] = {}
     for name, recipient in (("to rank 0", 0), ("to all ranks", -1)):
         # Rank 0 allocates new memory.

@@ -602,11 +602,6 @@ class OSS(torch.optim.Optimizer, Joinable):
                 ),
             )
 
-    def local_state_bytes(self) -> int:
-        """Return the bytes of the state that this rank holds."""
-        values = (value for held in self.optim.state.values() for value in held.values())
-        return sum(value.nbytes for value in values if isinstance(value, Tensor))
-
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
             "OSS holds memory and a group that all ranks share, and cannot be copied: build "
