@@ -97,10 +97,24 @@ class GradAttributeOptimizer:
         """Return the optimizer's state."""
         return self._optimizer.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Load a state of the same optimizer."""
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of the same optimizer.
+
+        Raises:
+            ValueError: A state of a shape that the fused kernel of its group does not take.
+        """
         with self.locks:
+            self._require_shapes(state_dict)
             state_scalars.load(self._optimizer, state_dict)
+
+    def _require_shapes(self, state_dict: dict[str, Any]) -> None:
+        """Refuse tensors beyond whose memory a fused kernel would read and write."""
+        for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for parameter, number in zip(own["params"], saved["params"], strict=True):
+                present = self._optimizer.state.get(parameter, {})
+                for name, value in (state_dict["state"].get(number) or {}).items():
+                    if own.get("fused") and isinstance(value, Tensor):
+                        fused.require_state(name, value, parameter, present=present.get(name))
 
     def _lay_out(self) -> None:
         """Copy gradients and state for fused kernels to their parameter's strides."""

@@ -35,15 +35,12 @@ def of_context(context_id: int) -> dict[Tensor, Tensor]:
     return autograd.get_gradients(context_id)
 
 
-def of_parameters(context_id: object, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+def of_parameters(context_id: int, parameters: Sequence[Tensor]) -> list[Tensor | None]:
     """Return a context's gradient of each parameter; None if it has none.
 
     Raises:
-        TypeError: ``context_id`` is no int.
         RuntimeError: No such context here.
     """
-    if type(context_id) is not int:
-        raise TypeError(f"context_id is a number; got a {type(context_id).__qualname__}")
     found = of_context(context_id)
     return [found.get(parameter) for parameter in parameters]
 

@@ -2,16 +2,13 @@
 
 A worker with an allowlist (``init_rpc(..., allowed=[...])``) allows them all by the entry
 ``"mpidist.optim.local"``. Messages name the optimizers of ``mpidist.optim.functional`` by strings;
-the allowlist must also contain any other class.
-
-Each function checks its arguments (``local_optimizer``): exact references to values of this worker,
-numbers, settings by name. A trainer can update only parameters and optimizers that it has
-references to. No name in a message is used as an attribute.
+the allowlist must also contain any other class. A trainer can update only parameters and optimizers
+that it has references to. No name in a message is used as an attribute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,11 +17,17 @@ import torch
 from mpidist.comm.memory import host_values
 from mpidist.optim import gradients, local_optimizer
 from mpidist.optim.local_optimizer import LocalOptimizer
+from mpidist.optim.param_groups import Group
+from mpidist.optim.registry import FunctionalClass
 from mpidist.rpc.rref import RRef
 
 
 def make(
-    named: object, is_functional: object, groups: object, args: object, kwargs: object
+    named: str | FunctionalClass | type[torch.optim.Optimizer],
+    is_functional: bool,
+    groups: Sequence[Group],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
 ) -> tuple[RRef[LocalOptimizer], list[list[int]], list[dict[str, object]], dict[str, object]]:
     """Make this worker's optimizer.
 
@@ -41,7 +44,6 @@ def make(
 
     Raises:
         TypeError: A reference to another type, or arguments that the class does not take.
-        MpidistError: The class is not in this worker's allowlist.
         Exception: An error of the class.
     """
     local = LocalOptimizer(named, is_functional, groups, args, kwargs)
@@ -54,7 +56,9 @@ def make(
 
 
 def add_group(
-    optimizer: object, references: object, settings: object
+    optimizer: RRef[LocalOptimizer],
+    references: Sequence[RRef[object]],
+    settings: Mapping[str, object],
 ) -> tuple[list[int], dict[str, object]]:
     """Add a group; return the number of parameters of each reference, and the group's settings."""
     local = local_optimizer.of(optimizer)
@@ -62,12 +66,14 @@ def add_group(
     return local.counts[-1], local.settings()[-1]
 
 
-def remove_group(optimizer: object) -> None:
+def remove_group(optimizer: RRef[LocalOptimizer]) -> None:
     """Remove the last added group, after another worker could not add its part."""
     local_optimizer.of(optimizer).remove_last()
 
 
-def step(optimizer: object, context_id: object, changes: object) -> None:
+def step(
+    optimizer: RRef[LocalOptimizer], context_id: int, changes: Mapping[int, Mapping[str, object]]
+) -> None:
     """Update the parameters with a context's gradients.
 
     Blocks: while another optimizer updates one of these parameters.
@@ -83,7 +89,7 @@ def step(optimizer: object, context_id: object, changes: object) -> None:
     local.optimizer.step(found)
 
 
-def state(optimizer: object) -> dict[int, object]:
+def state(optimizer: RRef[LocalOptimizer]) -> dict[int, object]:
     """Return a copy of each parameter's state on the CPU, by this worker's numbers."""
     local = local_optimizer.of(optimizer)
     locks = getattr(local.optimizer, "locks", None)
@@ -91,27 +97,27 @@ def state(optimizer: object) -> dict[int, object]:
         return _copied(local.attribute("state_dict")()["state"])
 
 
-def load_state(optimizer: object, state: object, settings: object) -> None:
+def load_state(
+    optimizer: RRef[LocalOptimizer],
+    state: Mapping[int, Mapping[str, object]],
+    settings: Sequence[Mapping[str, object]],
+) -> None:
     """Load each parameter's state, by this worker's numbers, and each group's settings."""
     local_optimizer.of(optimizer).load(state, settings)
 
 
-def gradient_norms(optimizer: object, context_id: object, norm_type: object) -> torch.Tensor:
+def gradient_norms(
+    optimizer: RRef[LocalOptimizer], context_id: int, norm_type: float
+) -> torch.Tensor:
     """Return the norms of the parameters' gradients in a context."""
     found = gradients.of_parameters(context_id, local_optimizer.of(optimizer).parameters)
-    return gradients.norms(found, _number(norm_type))
+    return gradients.norms(found, norm_type)
 
 
-def scale_gradients(optimizer: object, context_id: object, factor: object) -> None:
+def scale_gradients(optimizer: RRef[LocalOptimizer], context_id: int, factor: float) -> None:
     """Multiply a context's gradients of the parameters, in place."""
     found = gradients.of_parameters(context_id, local_optimizer.of(optimizer).parameters)
-    gradients.scale(found, _number(factor))
-
-
-def _number(value: object) -> float:
-    if type(value) is not float and type(value) is not int:
-        raise TypeError(f"a norm's type and a factor are numbers; got a {type(value).__qualname__}")
-    return float(value)
+    gradients.scale(found, factor)
 
 
 def _copied(value: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from mpidist.optim import answers, local
+from mpidist.optim import local
 from mpidist.optim.layout import Layout
 from mpidist.optim.local_optimizer import LocalOptimizer
 from mpidist.optim.owner_calls import call_all, raise_for, start_all
@@ -20,7 +20,7 @@ class RemoteOptimizers:
     """Local optimizers on all owners, each over the groups in which its owner has parameters.
 
     A method calls all owners that it concerns at the same time, waits for the last answer, and
-    raises their errors as one ``WorkerErrors``. Answers are checked (``answers``) before use.
+    raises their errors as one ``WorkerErrors``.
 
     Attributes:
         references: The local optimizers, by owner.
@@ -50,27 +50,23 @@ class RemoteOptimizers:
         for rrefs, settings in groups:
             for worker, part in by_owner(rrefs).items():
                 own.setdefault(worker, []).append((part, settings))
-        answered = call_all(
+        made = call_all(
             f"DistributedOptimizer({self._recipe[0]!r})",
             local.make,
             {worker: self._make_arguments(parts) for worker, parts in own.items()},
         )
-        made = {
-            worker: answers.construction(worker, answer, [len(rrefs) for rrefs, _ in own[worker]])
-            for worker, answer in answered.items()
-        }
-        self.references = {worker: answer.reference for worker, answer in made.items()}
+        self.references = {worker: reference for worker, (reference, *_) in made.items()}
         # An answer has one entry for each group in which its owner has parameters.
         parts = {
-            worker: zip(answer.counts, answer.settings, strict=True)
-            for worker, answer in made.items()
+            worker: zip(counts, settings, strict=True)
+            for worker, (_, counts, settings, _) in made.items()
         }
         found = []
         for rrefs, _ in groups:
             found.append(
                 self._append(rrefs, {worker: next(parts[worker]) for worker in by_owner(rrefs)})
             )
-        return found, next(iter(made.values())).defaults
+        return found, next(iter(made.values()))[3]
 
     def add(self, group: Group) -> dict[str, object]:
         """Add a group, with a new local optimizer where an owner has none; return its settings.
@@ -95,14 +91,10 @@ class RemoteOptimizers:
         if errors or more:
             start_all(local.remove_group, {worker: (self.references[worker],) for worker in added})
         raise_for("DistributedOptimizer.add_param_group", {**errors, **more}, len(own))
-        parts = {
-            worker: answers.group(worker, answer, len(own[worker]))
-            for worker, answer in added.items()
-        }
-        for worker, answer in made.items():
-            checked = answers.construction(worker, answer, [len(own[worker])])
-            self.references[worker] = checked.reference
-            parts[worker] = checked.counts[0], checked.settings[0]
+        parts = dict(added)
+        for worker, (reference, (counts,), (own_settings,), _) in made.items():
+            self.references[worker] = reference
+            parts[worker] = counts, own_settings
         return self._append(rrefs, parts)
 
     def step(self, context_id: int, changes: Mapping[int, dict[str, object]]) -> None:
@@ -133,8 +125,6 @@ class RemoteOptimizers:
         """Return the state of each parameter, by number, on the CPU."""
         calls = {worker: (reference,) for worker, reference in self.references.items()}
         states = call_all("DistributedOptimizer.state_dict", local.state, calls)
-        for worker, found in states.items():
-            answers.state(worker, found, sum(map(len, self.layout.numbers_of(worker))))
         return self.layout.gather(states)
 
     def load_state(
