@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 import torch
 
-from mpidist.comm.serialization import keys
 from mpidist.comm.serialization.data_format import (
     COMPLEX,
     DEPTH,
@@ -69,8 +68,6 @@ def loads(data: Buffer, objects: Sequence[Tabled] = (), extend: Extend | None = 
         MpidistError: What ``extend`` raises.
     """
     try:
-        if len(data) > keys.LEAST_BYTES:
-            keys.require_scalars(data)
         return _decode(data, ext_hook=Reader(objects, extend).extension)
     except MpidistError:
         raise
@@ -85,8 +82,6 @@ def loads_plain(data: Buffer) -> Any:
         FrameError: The bytes are not such an object.
     """
     try:
-        if len(data) > keys.LEAST_BYTES:
-            keys.require_scalars(data)
         return _decode_plain(data)
     except MpidistError:
         raise
@@ -133,7 +128,6 @@ class Reader:
         self._depth += 1
         if self._depth > DEPTH:
             raise FrameError(f"data nested more than {DEPTH} deep")
-        keys.require_scalars(data)
         items = _decode(data, ext_hook=self.extension)
         self._depth -= 1
         if type(items) is not list:
@@ -161,21 +155,21 @@ class Reader:
         return tuple(self._items(data))
 
     def _set(self, data: memoryview) -> set[Hashable]:
-        return set(keys.spread(self._items(data)))
+        return set(self._items(data))
 
     def _frozenset(self, data: memoryview) -> frozenset[Hashable]:
-        return frozenset(keys.spread(self._items(data)))
+        return frozenset(self._items(data))
 
     def _pairs(self, data: memoryview) -> dict[Hashable, object]:
         items = self._items(data)
-        return dict(zip(keys.spread(items[::2]), items[1::2], strict=True))
+        return dict(zip(items[::2], items[1::2], strict=True))
 
     def _ordered(self, data: memoryview) -> OrderedDict[Hashable, object]:
         items, metadata = self._items(data)
         if type(items) is not list:
             raise FrameError("an ordered dict without its items")
         result: OrderedDict[Hashable, object] = OrderedDict(
-            zip(keys.spread(items[::2]), items[1::2], strict=True)
+            zip(items[::2], items[1::2], strict=True)
         )
         if metadata is not None:
             result.__dict__[METADATA] = metadata

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import msgspec
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from mpidist.comm.serialization.data_format import (
     TUPLES,
 )
 from mpidist.comm.serialization.data_reader import loads, loads_plain
+from mpidist.comm.serialization.data_writer import dumps
 from mpidist.errors import FrameError, MpidistError
 
 Ext, encode = msgspec.msgpack.Ext, msgspec.msgpack.encode
@@ -131,3 +134,23 @@ def test_plain_data_has_no_extension_types():
         loads_plain(encode(ext(TUPLE, 1)))
     with pytest.raises(FrameError, match="no plain data"):
         loads_plain(b"\x93\1")
+
+
+@pytest.mark.parametrize(
+    "obj",
+    [
+        {number: str(number) for number in range(100_000)},
+        {f"key {number}": [number, float(number)] for number in range(100_000)},
+        {number << 40: None for number in range(100_000)},
+        {(number, number + 1): number for number in range(10_000)},
+        {number * 10**30 for number in range(10_000)},
+        [{"a": {index: [index] for index in range(1000)}} for _ in range(30)],
+        [float(number) / 7 for number in range(100_000)],
+        OrderedDict((f"layer.{number}", number) for number in range(5_000)),
+        {float(number) * 2.0 ** (61 * power) for number in range(1, 99) for power in range(9)},
+    ],
+    ids=["ints", "texts", "low bits", "tuples", "set", "nested", "floats", "ordered", "alike"],
+)
+def test_large_dicts_and_sets_come_over(obj):
+    found = loads(dumps(obj, []))
+    assert found == obj and type(found) is type(obj)

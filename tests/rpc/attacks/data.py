@@ -387,12 +387,6 @@ def not_plain(attacker: Attacker) -> object:
     return attacker.call(ECHO, array(reference(0)), flags=PLAIN)
 
 
-@attack("A large map with tuples as keys in data that is said to be plain", DAMAGED)
-def not_plain_keys(attacker: Attacker) -> object:
-    pairs = b"".join(encode([number, 0]) + b"\xc0" for number in range(1000))
-    return attacker.call(ECHO, array(b"\xde\x03\xe8" + pairs), flags=PLAIN)
-
-
 def _with_references(attacker: Attacker, *rows: tuple[int, int, int]) -> object:
     name = ECHO.encode()
     items = array(*[reference(number) for number in range(len(rows))])
