@@ -1,4 +1,4 @@
-"""Time to write and read the arguments of a call: mpidist's two encoders and torch's pickler.
+"""Time to write and read the arguments of a call: mpidist's codec and torch's pickler.
 
 python benchmarks/bench_values.py
 
@@ -20,8 +20,8 @@ from torch.distributed.rpc.internal import PythonUDF, _internal_rpc_pickler
 from harness import benchmark_options, environment, report, tables
 from mpidist import comm
 from mpidist.rpc.names.allowlist import Allowed
-from mpidist.rpc.values import codec, data_codec
-from mpidist.rpc.values.codec import Decoder, Encoder
+from mpidist.rpc.values import codec
+from mpidist.rpc.values.codec import Decoder
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 # A function's wire name, which the encoders read only to see that there is one.
@@ -50,17 +50,15 @@ def calls() -> dict[str, Call]:
 def contenders() -> dict[str, Callable[[Call], Call]]:
     """Return functions that write and read a call's arguments, by name."""
     return {
-        "mpidist": _by(codec, Decoder(None)),
-        "with a list": _by(data_codec.DataEncoder("worker"), Decoder(Allowed(["torch"]))),
+        "mpidist": _by(None, Decoder(None)),
+        "with a list": _by("worker", Decoder(Allowed([]))),
         "torch": _by_torch,
     }
 
 
-def _by(encoder: Any, reader: Decoder) -> Callable[[Call], Call]:
-    write: Encoder = encoder
-
+def _by(data_only: str | None, reader: Decoder) -> Callable[[Call], Call]:
     def there_and_back(call: Call) -> Call:
-        content = write.encode_function(torch.add, _NAME, *call)
+        content = codec.encode_function(torch.add, _NAME, *call, data_only)
         if content is codec.EMPTY:
             return (), {}  # the message has no content
         flags, body, parts, _ = content.body(None)

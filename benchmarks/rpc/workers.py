@@ -137,7 +137,7 @@ def start(name: str, group: Any, device_map: dict[str, dict[Any, Any]] | None = 
         # With a list, workers read data only. The list covers all called functions.
         rpc.init_rpc(
             worker,
-            allowed=[f"{__name__}.*", Layer, torch.add] if name == DATA_ONLY else None,
+            allowed=[__name__, Layer, torch.add] if name == DATA_ONLY else None,
             rpc_backend_options=rpc.RpcBackendOptions(device_maps=device_map),
         )
         return rpc

@@ -263,7 +263,9 @@ class Initiator:
         if running is None:
             return
         try:
-            error = remote_error.rebuild(description, agent.workers.infos[worker], agent.allowed)
+            error = remote_error.rebuild(
+                description, agent.workers.infos[worker], agent.allowed is not None
+            )
         except Exception as failure:
             error = FrameError(f"rank {worker} reports an error that cannot be read: {failure}")
         running.fail(_error_on(worker, error))

@@ -22,6 +22,7 @@ from mpidist.autograd.recording import Edge, Gradient
 from mpidist.autograd.smart import summary
 from mpidist.errors import FrameError, RankFailureError
 from mpidist.rpc import current
+from mpidist.rpc.values import remote_error
 
 # Plans of one context that have not begun; each is as large as the graph.
 _MAX_PLANS = 64
@@ -226,7 +227,7 @@ class Parts:
                 Notice.FAILED,
                 number,
                 key,
-                agent.wire.codecs[initiator].describe_error(error),
+                remote_error.describe(error, agent.wire.data_only[initiator] is not None),
             )
 
     def stop(self, context: Context, key: int) -> None:

@@ -93,7 +93,7 @@ class Agent:
             self.polling,
             options.rpc_timeout,
             devices,
-            allowed,
+            allowed is not None,
             lambda late: self.references.drop(late),
         )
         self.handled = CallEntries("handler", callee.title)

@@ -62,10 +62,10 @@ def init_rpc(
         rpc_backend_options: Timeouts, threads, device maps.
         group: The ranks that become workers; all ranks of the job if None.
         allowed: What others may call here: functions, classes, modules (the public functions that
-            they define) and operators, or their names (``"module.function"``, ``"module.*"``,
+            they define) and operators, or their names (``"module.function"``, ``"module"``,
             ``"torch.add"``); anything if None. A worker with a list decodes data only and runs
-            nothing outside the list: others send it plain data, tensors, arrays, references,
-            exceptions, and dataclasses and named tuples of its list. See SECURITY.md.
+            nothing outside the list: others send it plain data, tensors, arrays and references.
+            See SECURITY.md.
 
     Raises:
         TypeError: An argument of a wrong type.

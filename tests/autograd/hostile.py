@@ -11,7 +11,6 @@ from mpidist.autograd.engine import Engine
 from mpidist.autograd.passes import Pass
 from mpidist.autograd.recording import Send
 from mpidist.rpc.message import Kind
-from mpidist.rpc.values import codec
 from mpidist.rpc.worker import WorkerInfo, Workers
 
 ME, PEER, STRANGER, WORKERS = 0, 1, 2, 3
@@ -35,7 +34,7 @@ def agent(outbox):
     workers = Workers(
         [WorkerInfo(f"worker{rank}", rank) for rank in range(WORKERS)], ME, range(WORKERS)
     )
-    wire = SimpleNamespace(codecs=[codec] * WORKERS)
+    wire = SimpleNamespace(data_only=[None] * WORKERS)
     return SimpleNamespace(workers=workers, engine_messages=outbox, allowed=None, wire=wire)
 
 

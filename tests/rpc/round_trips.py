@@ -40,6 +40,11 @@ def decoded(content, offset=0, reader=READER, **options):
     return reader.decode(flags, bytearray(offset) + body, offset, there, references, **options)
 
 
+def encode_call(args, kwargs, data_only=None):
+    """Encode the arguments of a function that has a name."""
+    return codec.encode_function(encode_call, b"a name", args, kwargs, data_only)
+
+
 def over(obj, **options):
     """Return an object that has been encoded and decoded."""
     return decoded(codec.encode(obj), **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import pickle
 import threading
@@ -17,12 +16,6 @@ from mpidist.rpc.rref import RRef
 from tests.rpc.limits import shut_down
 
 pytestmark = pytest.mark.mpi
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    rate: float
-    weights: torch.Tensor
 
 
 class Server:
@@ -60,7 +53,7 @@ def echo(value=None, **options):
 
 
 def of_settings(settings):
-    return settings.rate * settings.weights.sum()
+    return settings["rate"] * settings["weights"].sum()
 
 
 def unsendable():
@@ -108,7 +101,6 @@ LIST = [
     later,
     unsendable,
     Server,
-    Settings,
     torch.add,
     "aten::mul",
 ]
@@ -139,7 +131,7 @@ def test_calls_of_all_kinds(to):
             rpc.rpc_async(to, echo, args=(torch.arange(float(size)),)).wait(),
             torch.arange(float(size)),
         )
-    assert rpc.rpc_sync(to, of_settings, args=(Settings(0.5, torch.ones(4)),)) == 2
+    assert rpc.rpc_sync(to, of_settings, args=({"rate": 0.5, "weights": torch.ones(4)},)) == 2
     assert rpc.rpc_sync(to, torch.add, args=(torch.ones(2), 1)).tolist() == [2, 2]
     assert rpc.rpc_sync(to, torch.ops.aten.mul, args=(torch.ones(2), 3)).tolist() == [3, 3]
     assert rpc.rpc_sync(to, Server.double, args=(4,)) == 8

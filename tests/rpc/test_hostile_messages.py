@@ -437,6 +437,14 @@ add(
     },
 )
 
+add(
+    "",
+    header_number=lambda: send(
+        Kind.CALL_PYTHON, COUNT.pack(len(ECHO)) + ECHO.encode(), sequence=(1 << 64) - 1
+    ),
+    answer_to_nobody=lambda: send(Kind.RESULT, LONE, PICKLED, sequence=(1 << 64) - 1),
+)
+
 # Last, because the payloads of the sender cannot be assigned to messages any more.
 NAME = COUNT.pack(len(ECHO)) + ECHO.encode()
 add(

@@ -15,6 +15,7 @@ from mpidist.rpc.calls.wire import Wire
 from mpidist.rpc.message import Kind
 from mpidist.rpc.threads import interceptor
 from mpidist.rpc.threads.pool import Action, Task
+from mpidist.rpc.values import codec
 from mpidist.rpc.worker import Workers
 
 logger = logging.getLogger("mpidist.rpc")
@@ -59,7 +60,8 @@ class EngineMessages:
             raise RankFailureError(workers.loss_of(to), (workers.world_ranks[to],))
         if context is None:
             context = interceptor.current_context()
-        self._wire.post_one_way(to, kind, prefix, self._wire.codecs[to].encode(obj), context)
+        content = codec.encode(obj, self._wire.data_only[to])
+        self._wire.post_one_way(to, kind, prefix, content, context)
 
     def handle(self, incoming: Incoming) -> Action | None:
         """Pass a complete message to the engine, on the polling thread; return the rest to do."""

@@ -18,13 +18,12 @@ from mpidist.rpc.calls.wire import Wire
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
 from mpidist.rpc.message import Kind
 from mpidist.rpc.names import callee
-from mpidist.rpc.names.allowlist import Allowed
 from mpidist.rpc.options import seconds
 from mpidist.rpc.threads import interceptor
 from mpidist.rpc.threads.call import AsyncCall, Call, RpcFuture
 from mpidist.rpc.threads.polling import Polling
 from mpidist.rpc.threads.pool import HANDLED, Action, here
-from mpidist.rpc.values import remote_error
+from mpidist.rpc.values import codec, remote_error
 from mpidist.rpc.values.codec import EMPTY, Args, Content, Kwargs
 from mpidist.rpc.worker import Workers
 
@@ -47,7 +46,7 @@ class PendingCalls:
         polling: Polls while a thread waits.
         rpc_timeout: Seconds for calls without a timeout of their own; 0 for no timeout.
         devices: The CUDA devices of futures.
-        allowed: The list of this worker.
+        is_data_only: This worker has a list, and reads data only.
         drop: Releases the references in an answer that arrives too late.
 
     Attributes:
@@ -65,7 +64,7 @@ class PendingCalls:
         polling: Polling,
         rpc_timeout: float,
         devices: Sequence[torch.device],
-        allowed: Allowed | None,
+        is_data_only: bool,
         drop: Callable[[Incoming], None],
     ) -> None:
         self.rpc_timeout = rpc_timeout
@@ -76,10 +75,10 @@ class PendingCalls:
         self._reader = reader
         self._polling = polling
         self._devices = list(devices)
-        self._allowed = allowed
+        self._is_data_only = is_data_only
         self._drop = drop
         self._post = wire.post
-        self._codecs = wire.codecs
+        self._data_only = wire.data_only
         self._entries = CallEntries("call")
         self._begin, self._end = self._entries.begin, self._entries.end
         self._world_ranks = workers.world_ranks
@@ -103,7 +102,7 @@ class PendingCalls:
         Blocks: until the answer is there, at most the timeout.
         """
         kind, name = callee.wire_name(function)
-        content = self._codecs[to].encode_function(function, name, args, kwargs)
+        content = codec.encode_function(function, name, args, kwargs, self._data_only[to])
         call = Call(
             to,
             name,
@@ -121,7 +120,7 @@ class PendingCalls:
     ) -> RpcFuture:
         """Call a function on a worker and return the future of its result."""
         kind, name = callee.wire_name(function)
-        content = self._codecs[to].encode_function(function, name, args, kwargs)
+        content = codec.encode_function(function, name, args, kwargs, self._data_only[to])
         timeout_s = self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout)
         call = AsyncCall(to, name, timeout_s, self._result_of, function)
         future = RpcFuture(self.wait, call, self._devices)
@@ -137,7 +136,7 @@ class PendingCalls:
 
         Blocks: until the answer is there, at most the timeout.
         """
-        content = self._codecs[to].encode(obj) if obj is not None else EMPTY
+        content = codec.encode(obj, self._data_only[to]) if obj is not None else EMPTY
         call = Call(
             to, what, self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout)
         )
@@ -247,7 +246,7 @@ class PendingCalls:
         """Return the exception that a call has raised on the other worker."""
         description = self._reader.decode_answer(call.incoming)
         workers = self._workers
-        error = remote_error.rebuild(description, workers.infos[call.to], self._allowed)
+        error = remote_error.rebuild(description, workers.infos[call.to], self._is_data_only)
         return remote_error.called_by(workers.me, error, workers.infos[call.to])
 
     # On the polling thread.

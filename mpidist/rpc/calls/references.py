@@ -20,6 +20,7 @@ from mpidist.rpc.names import callee
 from mpidist.rpc.rref_store import ID_SHIFT, Entry, RRefStore, require_own
 from mpidist.rpc.threads.call import Call, Creation
 from mpidist.rpc.threads.polling import Polling
+from mpidist.rpc.values import codec
 from mpidist.rpc.values.codec import Args, Kwargs
 from mpidist.rpc.values.pickles import Reference
 from mpidist.rpc.worker import Workers
@@ -221,7 +222,7 @@ class References:
             The reference, the caller's fork, the entry if this worker is the owner, and the call.
         """
         kind, name = callee.wire_name(function)
-        content = self._wire.codecs[to].encode_function(function, name, args, kwargs)
+        content = codec.encode_function(function, name, args, kwargs, self._wire.data_only[to])
         store = self.store
         reference, fork = store.make_id(), store.make_id()
         entry, on_end = None, None

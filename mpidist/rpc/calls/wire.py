@@ -21,8 +21,8 @@ from mpidist.rpc.message import (
     WORD,
 )
 from mpidist.rpc.threads import interceptor
-from mpidist.rpc.values import codec, data_codec
-from mpidist.rpc.values.codec import EMPTY, TABLE, Content, Encoder
+from mpidist.rpc.values import codec
+from mpidist.rpc.values.codec import EMPTY, TABLE, Content
 from mpidist.rpc.values.pickles import Reference
 
 DeviceMap = Mapping[int, int]
@@ -41,7 +41,7 @@ class Wire:
         data_only: The names, by rank, of the workers that read data only.
 
     Attributes:
-        codecs: The encoders by the receiver's rank.
+        data_only: For each rank, the worker's name if it reads data only, else None; for ``codec``.
         answered: The number of requests that this worker has answered.
         one_way_sent: The number of one-way messages that this worker has sent.
         is_stopped: RPC has ended: answers and one-way messages are discarded.
@@ -56,9 +56,7 @@ class Wire:
         answer_maps: Mapping[int, DeviceMap],
         data_only: Mapping[int, str] | None = None,
     ) -> None:
-        self.codecs: list[Encoder] = [codec] * transport.size
-        for rank, name in (data_only or {}).items():
-            self.codecs[rank] = data_codec.DataEncoder(name)
+        self.data_only = [(data_only or {}).get(rank) for rank in range(transport.size)]
         self.answered = self.one_way_sent = 0
         self.is_stopped = False
         self._count_lock = threading.Lock()

@@ -1,111 +1,82 @@
 """Allowlist of one worker: what others may call here (``init_rpc(..., allowed=[...])``).
 
-The list is an index from names to objects, built once. A name in a message is looked up in the
-index as it is, or refused. No message causes an import, a split of its name, or a look-up in a
-module. An object that is replaced in its module later stays in the index as it was found.
+The list is an index from names to objects, built once. A name in a message is a key of the index,
+or refused. No message causes an import, a split of its name, or a look-up in a module. An object
+that is replaced in its module later stays in the index as it was found.
 """
 
 from __future__ import annotations
 
-import builtins
-from collections.abc import Sequence
-from types import MappingProxyType
+import functools
+import pkgutil
+from collections.abc import Iterator, Sequence
+from types import FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
-from mpidist import errors
 from mpidist.comm.mpi import trust
 from mpidist.errors import MpidistError
-from mpidist.rpc.names import allowlist_entries, callee, class_attributes, records
+from mpidist.rpc.message import COUNT
+from mpidist.rpc.names import callee
 
 _MAX_PRINTED = 200  # characters of a name in an error
 _NOT_LISTED = "it is not in the list of what this worker allows (init_rpc(..., allowed=[...]))"
-
-
-class Refused(MpidistError):
-    """A message names an object that this worker does not allow."""
-
-
-# Exceptions that every worker admits: Python's own and this library's.
-_EXCEPTIONS = MappingProxyType(
-    {
-        class_attributes.name_of(found, ":"): found
-        for found in (*vars(builtins).values(), *vars(errors).values(), Refused)
-        if isinstance(found, type) and issubclass(found, Exception)
-    }
+_OF_CLASSES = (staticmethod, classmethod)
+_METHODS = (
+    FunctionType,
+    MethodDescriptorType,
+    callee.CACHED_TYPE,
+    functools.partialmethod,
+    *_OF_CLASSES,
 )
 
 
-class Allowed:
-    """Immutable index of the objects that messages to one worker may name.
+class Refused(MpidistError):
+    """A message names an object that this worker does not allow, or is a pickle."""
 
-    A listed class admits its constructor, the static and class methods that it defines, instances
-    by fields if it is a dataclass or a class of named tuples (``records``: no constructor runs for
-    these), instances by text and arguments if it is an ``Exception``, and calls of the public
-    methods that it defines on instances that exist here. It does not admit attributes that it
-    inherits from a class outside the list.
+
+class Allowed:
+    """Index of the objects that messages to one worker may name.
+
+    A class admits its constructor, the static and class methods that it defines, and calls of the
+    public methods and of ``__call__`` on values of exactly this class. Methods that it inherits
+    need the class that defines them in the list. A module admits the public functions that it
+    defines.
 
     Args:
-        names: Functions, classes, modules, operators of torch and script functions, or names of
-            these: ``"package.module.function"``, ``"package.module.Class"``,
-            ``"package.module.Class.method"``; ``"package.module"`` or ``"package.module.*"`` for
-            the public functions that this module itself defines (not what it imports, not
-            classes); ``"torch.add"``, ``"aten::mul"``, ``"aten::mul.Tensor"``; ``"torch"`` or
-            ``"torch.*"`` for torch's builtin functions of tensors, ``"aten"`` or ``"aten::*"`` for
-            the public operators of a namespace. Both leave out ``from_file``.
+        items: Functions, classes, operators of torch, script functions and modules, or names:
+            ``"package.module.function"``, ``"package.module"``, ``"torch.add"``, ``"aten::mul"``.
 
     Raises:
-        TypeError: Not a list, or an item of another kind.
-        ValueError: A name that does not exist here, or an internal of mpidist (two entries admit
-            its services: ``"mpidist.optim.local"`` and ``"mpidist.nn.remote.execute"``).
+        TypeError: Not a list, or an item that cannot be called.
+        ValueError: A name that does not exist here, or an object that no message can name.
     """
 
-    __slots__ = (
-        "_classes",
-        "_entries",
-        "_functions",
-        "_methods",
-        "_named_classes",
-        "_owners",
-        "_single",
-    )
-
-    # Classes are compared by id, because a metaclass may redefine equality. The list keeps its
-    # classes alive, so that no id is used twice.
-    _classes: MappingProxyType[int, type]
-    _entries: tuple[str, ...]
-    _functions: MappingProxyType[bytes, tuple[int, Any]]
-    _methods: MappingProxyType[int, MappingProxyType[str, object]]
-    _named_classes: MappingProxyType[str, type]
-    _owners: MappingProxyType[int, type]  # classes of single methods, by id
-    _single: frozenset[tuple[int, str]]  # single methods: class id, name
-
-    def __init__(self, names: Sequence[object]) -> None:
-        if isinstance(names, str) or not isinstance(names, (list, tuple, set, frozenset)):
+    def __init__(self, items: Sequence[object]) -> None:
+        if isinstance(items, str) or not isinstance(items, (list, tuple, set, frozenset)):
             raise TypeError(
-                f"allowed is a list of names, functions, classes or modules; got {names!r}"
+                f"allowed is a list of names, functions, classes or modules; got {items!r}"
             )
-        entries = [entry for item in names for entry in allowlist_entries.entries_of(item)]
-        named = {entry.name: entry.target for entry in entries if isinstance(entry.target, type)}
-        single = [
-            (entry.owner, entry.name.rpartition(".")[2])
-            for entry in entries
-            if entry.owner is not None
-        ]
-        self._set(
-            _classes=MappingProxyType({id(cls): cls for cls in named.values()}),
-            _entries=tuple(sorted({allowlist_entries.display_name(item) for item in names})),
-            _functions=MappingProxyType(
-                {entry.name.encode(): (entry.kind, entry.target) for entry in entries}
-            ),
-            _named_classes=MappingProxyType(named),
-            _owners=MappingProxyType({id(cls): cls for cls, _ in single}),
-            _single=frozenset((id(cls), name) for cls, name in single),
-        )
-        tables = {
-            key: MappingProxyType(allowlist_entries.methods_of(cls, self._lists_method))
-            for key, cls in {**self._owners, **self._classes}.items()
+        # The wire name of each: the kind of its call, and the object.
+        self._functions: dict[bytes, tuple[int, Any]] = {}
+        classes = []
+        for item in items:
+            for found in _objects_of(item):
+                kind, name = _wire_name(found)
+                self._functions[name] = kind, found
+                if isinstance(found, type):
+                    classes.append(found)
+                    for method in _public_methods(found, _OF_CLASSES):
+                        bound = getattr(found, method)
+                        self._functions[name + b"." + method.encode()] = kind, bound
+        self._methods: dict[type, dict[str, Any]] = {
+            cls: {
+                name: vars(base)[name]
+                for base in reversed(cls.__mro__)
+                if base in classes
+                for name in _public_methods(base, _METHODS)
+            }
+            for cls in classes
         }
-        self._set(_methods=MappingProxyType(tables))
 
     def function(self, kind: int, name: bytes) -> callee.Function:
         """Return a listed function, class or operator.
@@ -119,119 +90,45 @@ class Allowed:
         """
         found = self._functions.get(name)
         if found is None or found[0] != kind:
-            text = printable_name(name.decode(errors="replace"))
+            text = _printable(name.decode(errors="replace"))
             raise Refused(f'"{text}" may not be called: {_NOT_LISTED}')
-        # A listed namespace has thousands of operators: each is resolved at its first use.
-        return found[1] if found[1] is not None else callee.builtin(name.decode())
+        function: callee.Function = found[1]
+        return function
 
     def value(self, name: str) -> object:
         """Return a listed function, class or operator that is named in a message's data.
 
-        Args:
-            name: As for ``function``, as text.
-
         Raises:
             Refused: The object is not in the list.
         """
-        found = self._functions.get(name.encode(errors="replace")) if type(name) is str else None
+        found = self._functions.get(name.encode(errors="replace"))
         if found is None:
-            raise Refused(f'"{printable_name(name)}" may not be named: {_NOT_LISTED}')
-        return found[1] if found[1] is not None else callee.builtin(name)
+            raise Refused(f'"{_printable(name)}" may not be named: {_NOT_LISTED}')
+        return found[1]
 
     def method(self, value: object, name: str) -> callee.Function:
-        """Return a method of a value, bound to it.
-
-        The value's own class and the class that defines the method must be listed. No code of the
-        value runs: no ``__getattr__``, no property, no ``__class__``.
+        """Return a method of a value, bound to it; no code of the value runs.
 
         Raises:
-            Refused: The class is not listed; the name is not a method, not public, or inherited
-                from a class outside the list.
+            Refused: The class is not listed; the name is no public method that a listed class
+                defines.
         """
         cls = type(value)
-        if type(name) is not str:
+        own = f"{cls.__module__}.{cls.__qualname__}"
+        if cls not in self._methods:
+            raise Refused(f'methods of "{own}" may not be called: the class is not in the list')
+        attribute = self._methods[cls].get(name)
+        if attribute is None:
             raise Refused(
-                f"a method is named by a str, not by a {class_attributes.name_of(type(name))}"
+                f'"{own}.{_printable(name)}" may not be called: it is no public method that a '
+                "class in the list defines"
             )
-        methods = self._methods.get(id(cls))
-        if methods is None:
-            raise Refused(
-                f'methods of "{class_attributes.name_of(cls)}" may not be called: the class is not '
-                "in the list"
-            )
-        try:
-            attribute = methods[name]
-        except KeyError:
-            reason = (
-                allowlist_entries.method_complaint(cls, name, self._lists_method)
-                or "it was added to the class after init_rpc"
-            )
-            raise Refused(
-                f'"{class_attributes.name_of(cls)}.{_printable(name)}" may not be called: {reason}'
-            ) from None
-        return allowlist_entries.bound(attribute, value, cls)
+        bound: callee.Function = attribute.__get__(value, cls)
+        return bound
 
-    def has_method(self, value: object, name: str) -> bool:
-        """Return whether ``method`` would return a method."""
-        return type(name) is str and name in self._methods.get(id(type(value)), ())
-
-    def record(self, name: str) -> type:
-        """Return a listed dataclass or named-tuple class, whose instances messages send by fields.
-
-        Args:
-            name: ``module:qualified name``.
-
-        Raises:
-            Refused: The class is not in the list, or is not a record class (``records``).
-        """
-        found = self._named_classes.get(name) if type(name) is str else None
-        if found is None:
-            raise Refused(f'instances of "{printable_name(name)}" may not be made: {_NOT_LISTED}')
-        if not records.is_record(found):
-            raise Refused(
-                f'instances of "{class_attributes.name_of(found)}" may not be made: it '
-                f"{records.obstacle(found)}"
-            )
-        return found
-
-    def exception(self, name: str) -> type[Exception] | None:
-        """Return an exception class of Python, ``mpidist.errors`` or the list; None for others.
-
-        Args:
-            name: ``module:qualified name``.
-        """
-        if type(name) is not str:
-            return None
-        found = _EXCEPTIONS.get(name) or self._named_classes.get(name)
-        return found if found is not None and class_attributes.is_below(found, Exception) else None
-
-    def has_class(self, cls: object) -> bool:
+    def has_class(self, cls: type) -> bool:
         """Return whether the list has this class itself."""
-        return id(cls) in self._classes
-
-    def entries(self) -> tuple[str, ...]:
-        """Return the items of the list as text, sorted."""
-        return self._entries
-
-    def __repr__(self) -> str:
-        return f"Allowed({list(self._entries)!r})"
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(
-            f"the list of what a worker allows does not change: {name!r} cannot be set"
-        )
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(
-            f"the list of what a worker allows does not change: {name!r} cannot be deleted"
-        )
-
-    def _set(self, **values: object) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
-    def _lists_method(self, cls: type, name: str) -> bool:
-        return id(cls) in self._classes or (id(cls), name) in self._single
+        return cls in self._methods
 
 
 def make_allowlist(allowed: Sequence[object] | None) -> Allowed | None:
@@ -248,14 +145,55 @@ def make_allowlist(allowed: Sequence[object] | None) -> Allowed | None:
     return Allowed(allowed) if allowed is not None else None
 
 
-def printable_name(name: object) -> str:
-    """Return a name from a message, safe for a log."""
-    if type(name) is not str:
-        return f"an object of {class_attributes.name_of(type(name))}"
-    return _printable(name if "::" in name else name.replace(":", ".", 1))
+def _objects_of(item: object) -> Iterator[object]:
+    found: object = item
+    if isinstance(item, str):
+        try:
+            found = callee.builtin(item) if "::" in item else pkgutil.resolve_name(item)
+        except (ImportError, AttributeError, ValueError, MpidistError) as error:
+            raise ValueError(f'allowed: "{item}" leads nowhere: {error}') from error
+    if not isinstance(found, ModuleType):
+        yield found
+        return
+    functions = [
+        function
+        for name, function in vars(found).items()
+        if type(function) in callee.NAMED_TYPES
+        and not name.startswith("_")
+        and function.__module__ == found.__name__
+        and callee.wire_name(function)[1] != callee.UNNAMED
+    ]
+    if not functions:
+        raise ValueError(
+            f'allowed: "{found.__name__}" defines no public function; its classes are listed one '
+            "by one"
+        )
+    yield from functions
+
+
+def _wire_name(found: Any) -> tuple[int, bytes]:
+    try:
+        kind, name = callee.wire_name(found)
+    except TypeError:
+        raise TypeError(f"allowed names functions, classes and modules; got {found!r}") from None
+    if name == callee.UNNAMED:
+        raise ValueError(
+            f"allowed: {found!r} is not found by a name of its module, so no message can name it"
+        )
+    return int(kind), name[COUNT.size :]
+
+
+def _public_methods(cls: type, kinds: tuple[type, ...]) -> list[str]:
+    """Return the names of the methods of these kinds that a class defines itself."""
+    return [
+        name
+        for name, attribute in vars(cls).items()
+        if type(attribute) in kinds and (not name.startswith("_") or name == "__call__")
+    ]
 
 
 def _printable(text: str) -> str:
-    """Return text from a message, safe for a log: one printable line of limited length."""
+    """Return a name from a message, safe for a log: one printable line of limited length."""
+    text = text if "::" in text else text.replace(":", ".", 1)
     text = text if len(text) <= _MAX_PRINTED else f"{text[:_MAX_PRINTED]}..."
     return text if text.isprintable() else ascii(text)[1:-1]

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -29,14 +29,6 @@ NAMED_TYPES = (FunctionType, BuiltinFunctionType, CACHED_TYPE)
 
 
 Function: TypeAlias = Callable[..., object]
-
-
-class Restriction(Protocol):
-    """Allowlist of a worker."""
-
-    def function(self, kind: int, name: bytes) -> Function:
-        """Return a listed function; raise for others."""
-
 
 _MAX_NAMES = 4096  # per cache; a full cache is cleared
 _OPERATOR = re.compile(r"torch\.(\w+)|(\w+)::(\w+)(?:\.(\w+))?", re.ASCII)
@@ -169,16 +161,14 @@ def _attribute(found: object, path: str) -> Any:
     return found
 
 
-def resolve(kind: int, name: bytes, allowed: Restriction | None) -> Function:
+def resolve(kind: int, name: bytes) -> Function:
     """Return the function of a name in a message.
 
     Raises:
-        MpidistError: There is no such function here, or it is not in this worker's list.
+        MpidistError: There is no such function here.
     """
     if kind == _SERVICE:
         return services.resolve(_decode_name(name))
-    if allowed is not None:
-        return allowed.function(kind, name)
     if kind != _PYTHON:
         operator = _operators.get(name)
         return operator if operator is not None else _resolve_operator(kind, name)

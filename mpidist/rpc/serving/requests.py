@@ -29,7 +29,7 @@ from mpidist.rpc.serving.quiescence import Quiescence
 from mpidist.rpc.threads import interceptor
 from mpidist.rpc.threads.polling import Polling
 from mpidist.rpc.threads.pool import HANDLERS, InlinePolicy, Task
-from mpidist.rpc.values import remote_error
+from mpidist.rpc.values import codec, remote_error
 from mpidist.rpc.values.codec import EMPTY, Content
 from mpidist.rpc.worker import Workers
 
@@ -44,6 +44,9 @@ _MOST_TEXTS = 100
 
 # Plain integers, because access to a member of an enumeration costs as much as a comparison.
 _METHOD, _SERVICE, _RESULT = int(Kind.CALL_METHOD), int(Kind.CALL_SERVICE), int(Kind.RESULT)
+
+# The largest tag that a recorder's entry holds. A caller's own numbers begin with 1.
+_TAG = (1 << 63) - 1
 
 
 class Server(Protocol):
@@ -91,9 +94,11 @@ class Request:
                 if kind == _METHOD:
                     function: callee.Function | None = partial(methods.call_method, key.decode())
                 elif kind == _SERVICE and key:
-                    function = partial(callee.resolve(kind, key, agent.allowed), incoming.source)
+                    function = partial(callee.resolve(kind, key), incoming.source)
+                elif agent.allowed is not None and key:
+                    function = agent.allowed.function(kind, key)
                 else:
-                    function = callee.resolve(kind, key, agent.allowed) if key else None
+                    function = callee.resolve(kind, key) if key else None
             except BaseException:
                 # The arguments are not decoded.
                 agent.references.drop(incoming)
@@ -137,7 +142,7 @@ class Request:
         engine = interceptor.engine if incoming.context else None
         handled = agent.handled
         peer = agent.workers.world_ranks[incoming.source]
-        entry = handled.begin(handled[key], 0, 0, peer, incoming.sequence)
+        entry = handled.begin(handled[key], 0, 0, peer, incoming.sequence & _TAG)
         start = time.monotonic()
         try:
             if engine is None:
@@ -175,18 +180,18 @@ class Request:
         """Answer with a result; with the error if the result cannot be sent."""
         incoming = self._incoming
         try:
-            content = self._agent.wire.codecs[incoming.source].encode(value)
-            self._agent.wire.answer(
-                incoming.source, _RESULT, incoming.sequence, incoming.context, content
-            )
+            wire = self._agent.wire
+            content = codec.encode(value, wire.data_only[incoming.source])
+            wire.answer(incoming.source, _RESULT, incoming.sequence, incoming.context, content)
         except BaseException as error:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """Answer with an exception. Never raises, so that no other request is affected."""
         try:
-            codec = self._agent.wire.codecs[self._incoming.source]
-            self._answer(Kind.EXCEPTION, codec.encode(codec.describe_error(error)))
+            data_only = self._agent.wire.data_only[self._incoming.source]
+            description = remote_error.describe(error, data_only is not None)
+            self._answer(Kind.EXCEPTION, codec.encode(description, data_only))
         except BaseException:
             logger.exception(
                 "%s cannot answer a request of rank %d",

@@ -1,1 +1,1 @@
-"""Contents of messages: an object → ``codec`` or ``data_codec`` ⇝ ``codec.Decoder`` → its copy."""
+"""Contents of messages: an object → ``codec`` ⇝ ``codec.Decoder`` → its copy."""

@@ -4,15 +4,21 @@ Data is written in MessagePack (``comm/serialization/data_format``), which names
 parameters, arrays, bytearrays and references stand in it by their numbers in the tables. An object
 that holds anything else, or one list, dict, tuple or set twice, is pickled as a whole; its tensors
 and references are still in the tables. Functions and classes are pickled by name; those without an
-importable name need cloudpickle. Workers with a list are sent no pickles (``data_codec``), and
-read none (``Decoder``). See docs/decisions/0012, 0017 and 0019.
+importable name need cloudpickle.
+
+Workers with a list are sent no pickles, and read none. An encoder takes the name of such a worker
+as ``data_only``: an object that is not data raises an error at the sender, with the name of the
+argument. The bytes of a message lead to data, tensors and references, and to functions, classes and
+operators that are values of the receiver's list, found by their names as keys. See docs/decisions/
+0012, 0017 and 0019.
 """
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
@@ -28,13 +34,14 @@ from mpidist.comm.serialization.data_writer import Ext, Inexact
 from mpidist.comm.serialization.inline_rows import COUNTS_OF_ONE
 from mpidist.comm.serialization.tensor_format import HOST, Buffer, Part, Tabled
 from mpidist.errors import FrameError, NotPlainData
+from mpidist.rpc.names import callee
 from mpidist.rpc.names.allowlist import Allowed, Refused
-from mpidist.rpc.values import pickles, remote_error
+from mpidist.rpc.values import pickles
 from mpidist.rpc.values.data_values import (
     REFERENCE,
     ExtensionReader,
+    ExtensionWriter,
     NotAReference,
-    ReferenceWriter,
 )
 from mpidist.rpc.values.pickles import Reference
 
@@ -55,23 +62,11 @@ LONE_ARGUMENT = _write(_MARKS[:1])
 # Raised for objects that are not written as data.
 NOT_WRITTEN = (NotAReference, Inexact, NotPlainData)
 _UNWRITABLE = (OverflowError, UnicodeEncodeError)  # by MessagePack's own types
+_POSITIONAL = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
 
 Args: TypeAlias = Iterable[Any] | None
 Kwargs: TypeAlias = Mapping[str, Any] | None
 Attach = Callable[[list[Tensor]], list[Tensor]]  # replaces the tensors of a message
-
-
-class Encoder(Protocol):
-    """Encoder of the messages to one worker: the module ``codec``, or a ``DataEncoder``."""
-
-    def encode(self, obj: object) -> Content:
-        """Encode a result."""
-
-    def encode_function(self, function: object, name: bytes, args: Args, kwargs: Kwargs) -> Content:
-        """Encode a call's arguments."""
-
-    def describe_error(self, error: BaseException) -> object:
-        """Return an exception as plain data."""
 
 
 class Content:
@@ -140,54 +135,72 @@ class Content:
 EMPTY = Content(0, b"")  # no arguments; None as a result
 
 
-def encode_call(args: Args, kwargs: Kwargs) -> Content:
-    """Encode a call's arguments.
+def encode_function(
+    function: object, name: bytes, args: Args, kwargs: Kwargs, data_only: str | None = None
+) -> Content:
+    """Encode a call's arguments, and the function if it has no ``name`` (``callee.wire_name``).
+
+    Args:
+        function: The function.
+        name: Its wire name.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        data_only: The name of the receiver if it reads data only.
 
     Raises:
-        Exception: The arguments cannot be pickled.
+        NotPlainData: ``data_only``, and an argument is no data, which the error names, or the
+            function has no name.
+        Exception: Function or arguments cannot be pickled.
     """
-    if not args and not kwargs:
+    is_named = len(name) > 2
+    if is_named and not args and not kwargs:
         return EMPTY
     if type(args) is not tuple:
         args = tuple(args or ())
+    if not is_named:
+        if data_only is not None:
+            raise NotPlainData(f"{function!r} has no importable name, {_reads(data_only)}")
+        return encode_pickled((function, args, kwargs or {}))
     try:
-        content = encode_arguments(args, kwargs, ReferenceWriter, is_exact=True)
-    except NOT_WRITTEN:
-        return encode_pickled((args, kwargs or {}))
-    return content if is_describable(content) else encode_pickled((args, kwargs or {}))
+        content = _encode_arguments(args, kwargs, data_only is not None)
+        if _is_describable(content):
+            return content
+        if data_only is not None:
+            _refuse([list(kwargs), *args, *kwargs.values()] if kwargs else list(args))
+    except NOT_WRITTEN as error:
+        if data_only is not None and isinstance(error, NotPlainData):
+            place = _argument_name(function, error.place, len(args), list(kwargs or ()))
+            raise NotPlainData(f"{error.reason}, {_reads(data_only)}", place) from None
+    return encode_pickled((args, kwargs or {}))
 
 
-def encode_function(function: object, name: bytes, args: Args, kwargs: Kwargs) -> Content:
-    """Encode a call's arguments, and the function if it has no ``name`` (``callee.wire_name``).
-
-    Raises:
-        Exception: Function or arguments cannot be pickled.
-    """
-    return (
-        encode_call(args, kwargs)
-        if len(name) > 2
-        else encode_pickled((function, tuple(args or ()), kwargs or {}))
-    )
-
-
-def encode(obj: Any) -> Content:
+def encode(obj: Any, data_only: str | None = None) -> Content:
     """Encode a result.
 
+    Args:
+        obj: The result.
+        data_only: The name of the receiver if it reads data only.
+
     Raises:
+        NotPlainData: ``data_only``, and the result is no data.
         Exception: The result cannot be pickled.
     """
-    if (content := encode_lone(obj)) is not None:
+    if (content := _encode_lone(obj)) is not None:
+        if data_only is not None and content.table is None:
+            content.is_dense = True
         return content
     try:
-        content = encode_object(0, obj, ReferenceWriter, is_exact=True)
-    except NOT_WRITTEN:
-        return encode_pickled(obj)
-    return content if is_describable(content) else encode_pickled(obj)
-
-
-def describe_error(error: BaseException) -> object:
-    """Return an exception as plain data, for ``remote_error.rebuild``."""
-    return remote_error.describe(error)
+        content = _encode_object(0, obj, data_only is not None)
+        if _is_describable(content):
+            return content
+        if data_only is not None:
+            _refuse(obj)
+    except NOT_WRITTEN as error:
+        if data_only is not None and isinstance(error, NotPlainData):
+            raise NotPlainData(
+                f"{error.reason}, {_reads(data_only)}", f"the result or value{error.place}"
+            ) from None
+    return encode_pickled(obj)
 
 
 def encode_pickled(obj: object) -> Content:
@@ -202,10 +215,7 @@ def encode_pickled(obj: object) -> Content:
     return content
 
 
-# What the encoders of all workers share.
-
-
-def encode_lone(obj: Any) -> Content | None:
+def _encode_lone(obj: Any) -> Content | None:
     """Encode None, data of MessagePack's own types, or a tensor; None for all else."""
     if obj is None:
         return EMPTY
@@ -224,32 +234,28 @@ def encode_lone(obj: Any) -> Content | None:
     return None
 
 
-def encode_object(
-    flags: int, obj: object, writer_type: type[ReferenceWriter], is_exact: bool
-) -> Content:
-    """Encode an object as data; ``is_describable`` is to be asked of its tensors.
+def _encode_object(flags: int, obj: object, is_data_only: bool) -> Content:
+    """Encode an object as data; ``_is_describable`` is to be asked of its tensors.
 
     Args:
         flags: Of the content.
         obj: The object; of a call, a list of its arguments.
-        writer_type: Makes the writer of the message's extension types.
-        is_exact: See ``data_writer.dumps``.
+        is_data_only: The receiver reads data only. If not, what would not come over as it is gets a
+            pickle.
 
     Raises:
         Exception: One of ``NOT_WRITTEN``.
     """
     objects: list[Tabled] = []
-    extensions = writer_type()
+    extensions = ExtensionWriter(is_data_only)
     data = data_writer.dumps(
-        obj, objects, extensions.extend, checks_tensors=False, is_exact=is_exact
+        obj, objects, extensions.extend, checks_tensors=False, is_exact=not is_data_only
     )
-    return _with_tables(Content(flags, data), objects, extensions)
+    return _with_tables(Content(flags, data), objects, extensions, is_data_only)
 
 
-def encode_arguments(
-    args: tuple[Any, ...], kwargs: Kwargs, writer_type: type[ReferenceWriter], is_exact: bool
-) -> Content:
-    """Encode a call's arguments as ``encode_object`` does.
+def _encode_arguments(args: tuple[Any, ...], kwargs: Kwargs, is_data_only: bool) -> Content:
+    """Encode a call's arguments as ``_encode_object`` does.
 
     Raises:
         TypeError: ``kwargs`` is not a mapping, or one of its keys is not a str.
@@ -266,7 +272,7 @@ def encode_arguments(
         items = (*args, *kwargs.values())
         skeleton.append(list(kwargs))
         if not has_names:  # a name of a subclass of str
-            return encode_object(flags, [*skeleton, *items], writer_type, is_exact)
+            return _encode_object(flags, [*skeleton, *items], is_data_only)
     elif len(args) == 1 and type(args[0]) is Tensor:
         row = inline_rows.inline_row(args[0])
         if row is not None:
@@ -276,12 +282,12 @@ def encode_arguments(
             skeleton += items
             return Content(flags | PLAIN, _write(skeleton))
         objects: list[Tabled] = []
-        extensions = writer_type()
-        _convert(items, skeleton, objects, extensions, is_exact)
-        return _with_tables(Content(flags, _write(skeleton)), objects, extensions)
+        extensions = ExtensionWriter(is_data_only)
+        _convert(items, skeleton, objects, extensions, not is_data_only)
+        return _with_tables(Content(flags, _write(skeleton)), objects, extensions, is_data_only)
     except _UNWRITABLE:
         before = (list(kwargs),) if kwargs else ()
-        return encode_object(flags, [*before, *items], writer_type, is_exact)
+        return _encode_object(flags, [*before, *items], is_data_only)
     except RecursionError:
         raise NotPlainData("the arguments are nested too deeply") from None
 
@@ -298,7 +304,7 @@ def _convert(
     items: Iterable[Any],
     skeleton: list[Any],
     objects: list[Tabled],
-    extensions: ReferenceWriter,
+    extensions: ExtensionWriter,
     is_exact: bool,
 ) -> None:
     """Append to ``skeleton`` what MessagePack encodes instead of ``items``."""
@@ -324,17 +330,47 @@ def _convert(
                 raise error.within(f"[{len(skeleton)}]") from None
 
 
-def _with_tables(content: Content, objects: list[Tabled], extensions: ReferenceWriter) -> Content:
+def _with_tables(
+    content: Content, objects: list[Tabled], extensions: ExtensionWriter, is_dense: bool
+) -> Content:
     content.references = extensions.references
+    content.is_dense = is_dense
     if objects:
         content.objects = objects
         content.table = inline_rows.inline_table(objects)
     return content
 
 
-def is_describable(content: Content) -> bool:
+def _is_describable(content: Content) -> bool:
     """Return whether the tensor table can describe a content's tensors."""
     return content.table is not None or all(map(tensor_table.is_describable, content.objects))
+
+
+def _refuse(obj: object) -> NoReturn:
+    """Raise the error for an object with a tensor that the table cannot describe."""
+    data_writer.dumps(obj, [], ExtensionWriter(True).extend)
+    raise NotPlainData.of(obj)
+
+
+def _reads(worker: str) -> str:
+    return f"and {worker} reads data only (it has a list: init_rpc(..., allowed=[...]))"
+
+
+def _argument_name(function: Any, path: str, positional: int, keywords: list[str]) -> str:
+    """Return the argument at a path in [keywords, *positional, *values], for errors."""
+    head, _, rest = path.partition("]")
+    number = int(head[1:]) - bool(keywords) if head[1:].isdecimal() else 0
+    if number >= positional:
+        return f"argument {keywords[number - positional]!r}{rest}"
+    if type(function) is callee.Method:
+        return f"argument {number - 1}{rest}"  # without the reference
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[: number + 1]
+    except (TypeError, ValueError):
+        parameters = []  # a builtin function
+    if number < len(parameters) and parameters[number].kind in _POSITIONAL:
+        return f"argument {parameters[number].name!r}{rest}"
+    return f"argument {number}{rest}"
 
 
 class Decoder:

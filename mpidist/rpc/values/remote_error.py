@@ -1,16 +1,33 @@
-"""Exceptions in answers: rebuilt at the caller, with the remote traceback as their cause."""
+"""Exceptions in answers: rebuilt at the caller, with the remote traceback as their cause.
+
+To and from workers that read data only, an exception of Python or of ``mpidist.errors`` is its
+name, its arguments and its attributes; one of another class comes as a ``RemoteError``.
+"""
 
 from __future__ import annotations
 
+import builtins
 import pickle
 import traceback
+from typing import Any
 
+from mpidist import errors
+from mpidist.comm.serialization import data_writer
 from mpidist.errors import FrameError, MpidistError, RemoteError
 from mpidist.exception_copy import copy_exception
-from mpidist.rpc.names.allowlist import Allowed
-from mpidist.rpc.values.data_values import error_values, make_error
+from mpidist.rpc.names.allowlist import Refused
 from mpidist.rpc.worker import WorkerInfo
 
+# Exceptions that are made of data. Not of classes that trust their arguments when they become text:
+# CPython up to 3.13 reads the object of a UnicodeDecodeError at any start, and a traceback prints
+# one mark for each column of a SyntaxError.
+_OF_DATA = {
+    f"{found.__module__}:{found.__qualname__}": found
+    for found in (*vars(builtins).values(), *vars(errors).values(), Refused)
+    if isinstance(found, type)
+    and issubclass(found, Exception)
+    and not issubclass(found, (UnicodeError, SyntaxError))
+}
 _MOST_CALLS = 32  # in a chain; of a longer one both ends
 
 
@@ -36,7 +53,7 @@ def describe(error: BaseException, as_data: bool = False) -> tuple[str, str, str
 
     Args:
         error: The exception.
-        as_data: For a caller that reads data only: use ``data_values.error_values``, not a pickle.
+        as_data: For a caller that reads data only: not a pickle.
 
     Returns:
         Type name, representation, traceback, and the content for ``rebuild``: None if the exception
@@ -45,10 +62,7 @@ def describe(error: BaseException, as_data: bool = False) -> tuple[str, str, str
     # The caller must get an answer even if the exception's own methods raise.
     text = _text(error)
     try:
-        is_data = as_data and isinstance(error, Exception)
-        content: object = (
-            error_values(error) if is_data else None if as_data else pickle.dumps(error, 5)
-        )
+        content: object = _as_data(error) if as_data else pickle.dumps(error, 5)
     except BaseException:
         content = None
     return type(error).__qualname__, _representation(error), text, content
@@ -70,15 +84,13 @@ def without_frames(error: Exception, worker: WorkerInfo) -> BaseException:
     return made
 
 
-def rebuild(
-    description: object, worker: WorkerInfo, allowed: Allowed | None = None
-) -> BaseException:
+def rebuild(description: object, worker: WorkerInfo, is_data_only: bool = False) -> BaseException:
     """Return the exception to raise at the caller.
 
     Args:
         description: The result of ``describe`` on the other worker.
         worker: That worker.
-        allowed: The list of this worker; None if it reads pickles.
+        is_data_only: This worker reads data only.
 
     Returns:
         The exception, or a ``RemoteError`` if the exception cannot be rebuilt here; its cause is a
@@ -96,13 +108,14 @@ def rebuild(
     type_name, representation, text, content = description
     error: BaseException | None = None
     reason = (
-        "it cannot be pickled"
-        if allowed is None
-        else "an answer must not interrupt or end this program"
+        "this worker reads data only, and exceptions of that class are none"
+        if is_data_only
+        else "it cannot be pickled"
     )
     if content is not None:
         try:
-            error = pickle.loads(content) if allowed is None else make_error(content, allowed)
+            is_pickle = type(content) is bytes and not is_data_only
+            error = pickle.loads(content) if is_pickle else _of_data(content)
         except BaseException as failure:
             reason = f"rebuilding it raised {failure!r}"
     if error is not None and not isinstance(error, Exception):
@@ -142,6 +155,35 @@ def called_by(caller: WorkerInfo, error: BaseException, callee: WorkerInfo) -> B
 def is_from_another_worker(error: BaseException) -> bool:
     """Return whether an exception came with an answer, so that its worker has logged it."""
     return isinstance(error.__cause__, RemoteTraceback)
+
+
+def _as_data(error: BaseException) -> object:
+    """Return name, arguments and attributes of an exception; None if its class is another."""
+    name = f"{type(error).__module__}:{type(error).__qualname__}"
+    if _OF_DATA.get(name) is not type(error):
+        return None
+    # As pickle: with arguments that ``args`` may lack, as an OSError's file.
+    reduced: Any = error.__reduce__()
+    _, args, *state = reduced
+    attributes = {key: value for key, value in (state or [{}])[0].items() if _is_data(value)}
+    return name, args if _is_data(args) else (str(error),), attributes
+
+
+def _is_data(obj: object) -> bool:
+    objects: list[Any] = []
+    try:
+        data_writer.dumps(obj, objects)
+    except MpidistError:
+        return False
+    return not objects
+
+
+def _of_data(content: Any) -> Exception:
+    """Make an exception from ``_as_data``; anything may be raised for other content."""
+    name, args, attributes = content
+    made = _OF_DATA[name](*args)
+    made.__dict__.update(attributes)
+    return made
 
 
 def _text(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from mpidist.rpc.message import Kind
 from mpidist.rpc.threads import call as call_module
 from mpidist.rpc.threads.call import AsyncCall, Call
 from mpidist.rpc.threads.pool import HANDLED
-from mpidist.rpc.values import codec, remote_error
+from mpidist.rpc.values import remote_error
 from mpidist.rpc.values.codec import EMPTY
 from mpidist.rpc.worker import WorkerInfo, Workers
 
@@ -31,7 +31,7 @@ class Wire:
     def __init__(self):
         self.sent = []
         self.refusal = None
-        self.codecs = [codec] * 4
+        self.data_only = [None] * 4
         self.on_post = lambda sequence: None
 
     def post(self, to, kind, sequence=0, context=0, prefix=b"", content=EMPTY):

@@ -67,7 +67,7 @@ def name_of(function):
 def test_operators_of_torch_go_by_name_and_are_found_by_it(function, name):
     for _ in range(2):  # the second time from what is kept
         assert name_of(function) == (Kind.CALL_BUILTIN, name)
-        assert callee.resolve(Kind.CALL_BUILTIN, name.encode(), None) is function
+        assert callee.resolve(Kind.CALL_BUILTIN, name.encode()) is function
     assert callee.display_name(callee.wire_name(function)[1]) == name
 
 
@@ -89,7 +89,7 @@ def test_operators_of_torch_go_by_name_and_are_found_by_it(function, name):
 def test_importable_functions_go_by_name_and_are_found_by_it(function, name):
     for _ in range(2):
         kind, text = name_of(function)
-        assert text == name and callee.resolve(kind, name.encode(), None) is function
+        assert text == name and callee.resolve(kind, name.encode()) is function
     assert callee.display_name(callee.wire_name(function)[1]) == name.rpartition(":")[2]
 
 
@@ -97,8 +97,7 @@ def test_class_methods_go_by_the_name_of_the_class_that_they_are_bound_to():
     for function, name in ((Kept.bound, "Kept.bound"), (Heir.bound, "Heir.bound")):
         assert name_of(function) == (Kind.CALL_PYTHON, f"{__name__}:{name}")
         assert (
-            callee.resolve(Kind.CALL_PYTHON, f"{__name__}:{name}".encode(), None)()
-            is function.__self__
+            callee.resolve(Kind.CALL_PYTHON, f"{__name__}:{name}".encode())() is function.__self__
         )
 
 
@@ -127,9 +126,9 @@ def test_functions_without_an_importable_name_go_by_pickle():
 def test_script_functions_go_by_their_qualified_names():
     kind, name = name_of(scripted)
     assert kind == Kind.CALL_SCRIPT and name.endswith("scripted")
-    assert callee.resolve(kind, name.encode(), None)(torch.ones(1)).item() == 2
+    assert callee.resolve(kind, name.encode())(torch.ones(1)).item() == 2
     with pytest.raises(MpidistError, match=r'script function "__torch__[.]nobody" is not defined'):
-        callee.resolve(Kind.CALL_SCRIPT, b"__torch__.nobody", None)
+        callee.resolve(Kind.CALL_SCRIPT, b"__torch__.nobody")
 
 
 def test_a_replaced_function_is_noticed(monkeypatch):
@@ -141,17 +140,17 @@ def test_a_replaced_function_is_noticed(monkeypatch):
     exec("def function(): return 2", module.__dict__)
     assert name_of(first) == (Kind.CALL_PYTHON, "")
     assert name_of(module.function) == (Kind.CALL_PYTHON, "replaced_for_a_test:function")
-    assert callee.resolve(Kind.CALL_PYTHON, b"replaced_for_a_test:function", None)() == 2
+    assert callee.resolve(Kind.CALL_PYTHON, b"replaced_for_a_test:function")() == 2
 
 
 def test_modules_are_imported_where_they_are_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    assert callee.resolve(Kind.CALL_PYTHON, b"colorsys:rgb_to_hsv", None)(0, 0, 0) == (0, 0, 0)
+    assert callee.resolve(Kind.CALL_PYTHON, b"colorsys:rgb_to_hsv")(0, 0, 0) == (0, 0, 0)
     for name in (b"nowhere_at_all:function", b"colorsys:nothing", b"colorsys:rgb_to_hsv.nothing"):
         with pytest.raises(
             MpidistError, match="Default RPC pickler does not serialize function code"
         ):
-            callee.resolve(Kind.CALL_PYTHON, name, None)
+            callee.resolve(Kind.CALL_PYTHON, name)
 
 
 def test_only_a_limited_number_of_names_is_kept(monkeypatch):
@@ -171,7 +170,7 @@ def test_only_a_limited_number_of_names_is_kept(monkeypatch):
         operator.sub,
     ):
         kind, name = name_of(function)
-        assert callee.resolve(kind, name.encode(), None) is function
+        assert callee.resolve(kind, name.encode()) is function
         assert len(callee._wire_names) <= 5 and len(callee._attribute_paths) <= 5
 
 
@@ -186,7 +185,7 @@ def test_names_that_resolve_to_nothing_are_not_kept():
         (Kind.CALL_BUILTIN, b"\xff"),
     ):
         with pytest.raises(MpidistError):
-            callee.resolve(kind, name, None)
+            callee.resolve(kind, name)
     assert (callee._attribute_paths, callee._operators) == (names, operators)
     assert "nowhere_at_all" not in vars(torch.ops), (
         "torch keeps a namespace of every name that it is asked for"

@@ -21,7 +21,7 @@ def test_services_are_these_and_no_others():
     for function, name in services.names.items():
         kind, named = callee.wire_name(function)
         assert kind == Kind.CALL_SERVICE and named == COUNT.pack(len(name)) + name.encode()
-        assert callee.resolve(kind, name.encode(), None) is function
+        assert callee.resolve(kind, name.encode()) is function
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_services_are_these_and_no_others():
 )
 def test_other_names_are_refused(name):
     with pytest.raises(MpidistError, match=r"is no service|no UTF-8"):
-        callee.resolve(int(Kind.CALL_SERVICE), name, None)
+        callee.resolve(int(Kind.CALL_SERVICE), name)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 from mpidist.errors import FrameError
 from mpidist.rpc.values import codec
-from tests.rpc.round_trips import READER, Marked, decoded, described, memory_of, over
+from tests.rpc.round_trips import READER, Marked, decoded, described, encode_call, memory_of, over
 
 Pair = collections.namedtuple("Pair", "left right")
 
@@ -129,8 +129,8 @@ def test_what_cannot_be_pickled_raises_and_the_next_object_is_whole():
 
     for encode in (
         codec.encode,
-        lambda obj: codec.encode_call(obj, {}),
-        lambda obj: codec.encode_call((), {"k": obj}),
+        lambda obj: encode_call(obj, {}),
+        lambda obj: encode_call((), {"k": obj}),
     ):
         with pytest.raises(RuntimeError, match="not this one"):
             encode([torch.ones(3), Marked(1), Stubborn()])
@@ -269,7 +269,7 @@ def test_every_truncation_is_refused():
     contents = [
         codec.encode([torch.arange(9), torch.ones(100_000), 1, "text"]),
         codec.encode([reference, torch.ones(2)]),
-        codec.encode_call([1, torch.ones(3)], {"k": torch.zeros(2)}),
+        encode_call([1, torch.ones(3)], {"k": torch.zeros(2)}),
         codec.encode([1, 2.0, "three"]),
     ]
     for content in contents:
@@ -310,12 +310,12 @@ def test_tensors_and_references_of_all_orders():
 
 
 def came_with(args, kwargs):
-    content = codec.encode_call(args, kwargs)
+    content = encode_call(args, kwargs)
     return codec.arguments(content.flags, decoded(content))
 
 
 def came(args, kwargs):
-    content = codec.encode_call(args, kwargs)
+    content = encode_call(args, kwargs)
     flags, body, parts, _ = content.body(None)
     return codec.arguments(flags, READER.decode(flags, bytearray(body), 0, parts))
 
@@ -345,4 +345,4 @@ def test_names_of_arguments_may_be_of_a_class_of_their_own():
 )
 def test_what_cannot_be_keywords_is_refused_at_the_caller(args, kwargs, words):
     with pytest.raises(TypeError, match=words):
-        codec.encode_call(args, kwargs)
+        encode_call(args, kwargs)

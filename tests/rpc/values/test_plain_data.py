@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mpidist.comm.serialization.data_format import DEPTH
 from mpidist.rpc.values import codec
-from tests.rpc.round_trips import Marked, decoded, described, over
+from tests.rpc.round_trips import Marked, decoded, described, encode_call, over
 
 texts = st.text(st.characters(exclude_categories=()), max_size=8)
 scalars = st.one_of(
@@ -143,7 +143,7 @@ def test_equal_lists_that_are_not_shared_stay_apart():
 @example(args=(), kwargs=None)
 @example(args=[1], kwargs={})
 def test_arguments_come_over_in_all_combinations(args, kwargs):
-    content = codec.encode_call(args, kwargs)
+    content = encode_call(args, kwargs)
     if has_repeated([list(args or ()), dict(kwargs or {})]):
         assert content.flags & codec.PICKLED
         assert described(codec.arguments(content.flags, decoded(content))) == described(
@@ -205,7 +205,7 @@ def test_what_is_not_plain_goes_by_pickle(obj):
         content = codec.encode(whole)
         assert content.flags & codec.PICKLED
         assert described(decoded(content)) == described(whole)
-        content = codec.encode_call([whole, 1], {"k": whole})
+        content = encode_call([whole, 1], {"k": whole})
         assert content.flags & codec.PICKLED
         made = codec.arguments(content.flags, decoded(content))
         assert described(made) == described(((whole, 1), {"k": whole}))
@@ -305,7 +305,7 @@ def test_one_container_twice_goes_by_pickle_and_stays_one():
 
 
 def arguments_over(args, kwargs):
-    content = codec.encode_call(args, kwargs)
+    content = encode_call(args, kwargs)
     return codec.arguments(content.flags, decoded(content))
 
 

@@ -1,1 +1,0 @@
-"""Attacks on a worker with a list."""
