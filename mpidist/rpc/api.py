@@ -95,7 +95,7 @@ def _make_agent(
         # Raised after the exchange, because the other workers wait for this one.
         problem = error
     # Before the exchange: a worker that knows this one may send at once.
-    transport.open_receives(allowlist is not None)
+    transport.open_receives()
     workers, device_maps = membership.gather_workers(
         transport, name, options, allowlist is not None, problem
     )

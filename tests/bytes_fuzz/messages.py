@@ -60,7 +60,7 @@ class _Worker:
         carrier = Transport(group(self.network, rank, SIZE))
         carrier.generation = 1
         if is_listed:
-            carrier.open_receives(is_probing=True)
+            carrier.open_receives()
         workers = Workers(infos, rank, range(SIZE), {READER})
         allowed = Allowed(hostile.LISTED) if is_listed else None
         self.agent = Agent(

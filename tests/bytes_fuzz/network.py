@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,28 +51,27 @@ class Done:
     Wait = Free = Start = Cancel
 
 
-class Truncated(Done):
-    """A receive whose message is longer than its memory."""
+class Receive(Done):
+    """A receive of the next message that ``take`` returns, never past its memory's end."""
+
+    def __init__(self, take: Callable[[], tuple[int, bytes] | None], what: Any) -> None:
+        self._take = take
+        self._view = memoryview(what[0] if what[0] is not None else bytearray()).cast("B")[
+            : what[1]
+        ]
 
     def Test(self, status: Status | None = None) -> bool:
-        """Raise MPI's error."""
-        raise Mpi.Exception("message truncated")
-
-
-class Message:
-    """A matched message."""
-
-    def __init__(self, source: int, data: bytes) -> None:
-        self._source = source
-        self._data = data
-
-    def Irecv(self, what: Any) -> Done:
-        """Receive the message, never past the memory's end."""
-        view = memoryview(what[0] if what[0] is not None else bytearray()).cast("B")[: what[1]]
-        if len(self._data) > view.nbytes:
-            return Truncated(self._source)
-        view[: len(self._data)] = self._data
-        return Done(self._source, len(self._data))
+        """Return whether a message has arrived; raise MPI's error if it is too long."""
+        found = self._take()
+        if found is None:
+            return False
+        source, data = found
+        if len(data) > self._view.nbytes:
+            raise Mpi.Exception("message truncated")
+        self._view[: len(data)] = data
+        if status is not None:
+            status.source, status.count = source, len(data)
+        return True
 
 
 class Network:
@@ -93,21 +93,21 @@ class Network:
         self.sent.append((to, tag, bytes(what[0])[: what[1]] if len(what) == 3 else bytes(what[0])))
         return Done()
 
-    def Improbe(self, source: int, tag: int, status: Status) -> Message | None:
-        """Match the next eager message, or the next payload if a source is given."""
-        if source == Mpi.ANY_SOURCE:
-            if not self.arrived:
-                return None
-            status.source, data = self.arrived.popleft()
-        else:
-            if len(self.payloads) < LENGTH.size:
-                return None
-            (nbytes,) = LENGTH.unpack_from(self.payloads)
-            end = LENGTH.size + nbytes
-            status.source, data = source, self.payloads[LENGTH.size : end]
-            self.payloads = self.payloads[end:]
-        status.count = len(data)
-        return Message(status.source, data)
+    def Recv_init(self, what: Any, source: int, tag: int) -> Receive:
+        """Return a receive of the next eager message."""
+        return Receive(lambda: self.arrived.popleft() if self.arrived else None, what)
+
+    def Irecv(self, what: Any, source: int, tag: int) -> Receive:
+        """Return a receive of the next payload."""
+        return Receive(lambda: self._next_payload(source), what)
+
+    def _next_payload(self, source: int) -> tuple[int, bytes] | None:
+        if len(self.payloads) < LENGTH.size:
+            return None
+        (nbytes,) = LENGTH.unpack_from(self.payloads)
+        end = LENGTH.size + nbytes
+        data, self.payloads = self.payloads[LENGTH.size : end], self.payloads[end:]
+        return source, data
 
     def Iprobe(self, *args: Any, **options: Any) -> bool:
         """Return False: no other message waits."""

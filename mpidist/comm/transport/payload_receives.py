@@ -8,29 +8,23 @@ Payloads have no numbers: they are received in the order of the messages that an
 payload for which memory is missing is received with length zero, so that later ones keep their
 order. If a message does not say which payloads belong to it, the order is lost, and all later
 messages of that rank with payloads are refused.
-
-From senders that must not write to this process, a payload is matched first (MPI-4.1 §3.8.2) and
-received with length zero if it is longer than announced: Open MPI would write past the end of the
-receive (``matched_probe``).
 """
 
 from __future__ import annotations
 
 import struct
-from collections import defaultdict, deque
 
 import torch
 
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.buffer_pool import BufferPool
 from mpidist.comm.memory.device_request import start_request
-from mpidist.comm.memory.stream import Device
 from mpidist.comm.messages import device_p2p
 from mpidist.comm.mpi import mpi_errors
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.serialization.tensor_format import Part
 from mpidist.comm.transport.eager_message import DEVICE_SHIFT
-from mpidist.comm.transport.incoming import Incoming, Request
+from mpidist.comm.transport.incoming import Incoming
 from mpidist.errors import FrameError
 
 # Announced by one message. Each GiB takes one receive, even if it never arrives.
@@ -44,9 +38,6 @@ class PayloadReceives:
         mpi: The communicator.
         tag: Of payloads.
         memory: Provides the memory that payloads are received into.
-
-    Attributes:
-        is_probing: Payloads of later messages are matched before they are received.
     """
 
     def __init__(self, mpi: MPI.Comm, tag: int, memory: BufferPool) -> None:
@@ -55,8 +46,6 @@ class PayloadReceives:
         self._memory = memory
         self._byte = MPI.BYTE
         self._status = MPI.Status()
-        self.is_probing = False
-        self._sources: defaultdict[int, _UnmatchedPieces] = defaultdict(_UnmatchedPieces)
         # Key: rank. Value: the reason why its payloads cannot be assigned to messages.
         self._refused: dict[int, str] = {}
 
@@ -106,12 +95,7 @@ class PayloadReceives:
                 parts.append(part)
                 pieces = [(piece, piece[1]) for piece in pieces_of(memory)]
             for piece, length in pieces:
-                if self.is_probing:
-                    request: Request = _ProbedPiece(
-                        self._mpi, self._sources[source], source, self._tag, piece, length, device
-                    )
-                else:
-                    request = start_request(device, self._mpi.Irecv, piece, source, self._tag)
+                request = start_request(device, self._mpi.Irecv, piece, source, self._tag)
                 opened.append((request, length))
 
     def have_arrived(self, incoming: Incoming) -> bool:
@@ -141,88 +125,6 @@ class PayloadReceives:
         if incoming.damage is not None and not waiting:
             incoming.parts, incoming.arrive, incoming.section = (), (), None
         return not waiting
-
-
-class _UnmatchedPieces:
-    """Announced pieces of one rank that are not matched yet, and the error that ended it."""
-
-    __slots__ = ("announced", "error")
-
-    def __init__(self) -> None:
-        self.announced: deque[_ProbedPiece] = deque()
-        self.error: Exception | None = None
-
-
-class _ProbedPiece:
-    """Receive of an announced piece, started when its message is matched; a request."""
-
-    __slots__ = (
-        "_device",
-        "_message_bytes",
-        "_mpi",
-        "_nbytes",
-        "_rank",
-        "_request",
-        "_source",
-        "_space",
-        "_tag",
-    )
-
-    def __init__(
-        self,
-        mpi: MPI.Comm,
-        source: _UnmatchedPieces,
-        rank: int,
-        tag: int,
-        space: buffer.Buffer,
-        nbytes: int,
-        device: Device | None,
-    ) -> None:
-        self._mpi, self._source, self._rank, self._tag = mpi, source, rank, tag
-        self._space, self._nbytes, self._device = space, nbytes, device
-        self._request: Request | None = None
-        self._message_bytes = 0
-        source.announced.append(self)
-
-    def Test(self, status: MPI.Status) -> bool:
-        """See MPI_Test; ``status`` gets the length of the message, received or not."""
-        request = self._request if self._request is not None else self._match(status)
-        if request is None:
-            return False
-        try:
-            if not request.Test(status):
-                return False
-        except Exception as error:
-            if (
-                self._message_bytes <= self._nbytes
-                or not mpi_errors.is_mpi_error(error)
-                or mpi_errors.is_failure(error)
-            ):
-                raise
-        if self._message_bytes > self._nbytes:
-            status.Set_elements(MPI.BYTE, self._message_bytes)
-        return True
-
-    def _match(self, status: MPI.Status) -> Request | None:
-        source = self._source
-        if source.error is not None:
-            raise source.error
-        if source.announced[0] is not self:
-            return None
-        try:
-            message = self._mpi.Improbe(self._rank, self._tag, status)
-        except Exception as error:
-            source.error = error
-            source.announced.clear()
-            raise
-        if message is None:
-            return None
-        source.announced.popleft()
-        self._message_bytes = status.Get_count(MPI.BYTE)
-        if self._message_bytes > self._nbytes:
-            self._space, self._device = (None, 0, MPI.BYTE), None
-        self._request = start_request(self._device, message.Irecv, self._space)
-        return self._request
 
 
 def pieces_of(part: Part) -> list[buffer.Buffer]:

@@ -67,7 +67,6 @@ class Transport:
         self._posted: list[eager_receives.EagerReceive] = []
         self._next = 0  # index of the receive that the next eager message completes
         self._consumed: Restartable | None = None  # the receive that was read last
-        self._probed: eager_receives.ProbedReceive | None = None  # replaces the posted receives
         self._dead: set[int] = set()
         self._is_closed = self.is_revoked = False
         if group is not None:
@@ -81,39 +80,14 @@ class Transport:
             self._payloads = PayloadReceives(self._mpi, self._payload_tag, self._memory)
             runtime.close_at_exit(self, stage=1)  # after the threads that poll
 
-    def open_receives(self, is_probing: bool) -> None:
-        """Open the receives, or change their kind; messages that have arrived keep their order.
+    def open_receives(self) -> None:
+        """Post the receives, if they are not posted yet.
 
         Local: not collective, and no thread may poll meanwhile. Blocks: no.
-
-        Args:
-            is_probing: Match each message and check its length before memory is given to MPI, for
-                senders that must not write to this process: Open MPI writes a message that is
-                longer than its receive past the end of the receive. If false, receives are posted
-                in advance, which is faster.
         """
-        if self.group is None:
-            return
-        self._payloads.is_probing = is_probing
-        if self._probed is not None:
-            # A message under way may announce payloads, so it is received before the change.
-            self._probed.end(None if is_probing else self._post)
-        elif not is_probing:
-            if not self._posted:
-                self._post()
-        else:
-            in_order = self._posted[self._next :] + self._posted[: self._next]
-            self._probed = eager_receives.ProbedReceive(
-                self._mpi,
-                self._eager_tag,
-                eager_receives.withdraw(self._mpi, self._eager_tag, in_order, self._consumed),
-            )
-            self._posted = [(self._probed, self._probed.space, self._probed.Test)] * _RECEIVES
+        if self.group is not None and not self._posted:
+            self._posted = eager_receives.post_receives(self._mpi, self._eager_tag, _RECEIVES)
             self._next, self._consumed = 0, None
-
-    def _post(self) -> None:
-        self._posted = eager_receives.post_receives(self._mpi, self._eager_tag, _RECEIVES)
-        self._next, self._consumed, self._probed = 0, None, None
 
     def send(
         self,
@@ -213,8 +187,6 @@ class Transport:
                 tests -= 1
                 if tests <= 0:
                     return self._progress() if self._sending or self._incomplete else None
-        except FrameError:
-            raise  # longer than an eager message
         except Exception as error:
             raise self._translated(error, request) from error
         # Receives complete in the order of posting, which is the order of each sender's messages.
@@ -241,10 +213,8 @@ class Transport:
             return
         self._is_closed = True
         receives, self._posted = self._posted, []
-        if self._probed is not None:
-            self._probed.close(timeout_s)
-        else:
-            in_order = receives[self._next :] + receives[: self._next]
+        in_order = receives[self._next :] + receives[: self._next]
+        if in_order:
             eager_receives.withdraw(self._mpi, self._eager_tag, in_order, self._consumed, timeout_s)
 
     def take_turns(self) -> None:

@@ -41,10 +41,10 @@ def headers(seen, source):
     return [header_of(one) for one in seen if one.source == source]
 
 
-@pytest.fixture(params=[False, True], ids=["posted", "probed"])
-def transport(request, group):
+@pytest.fixture
+def transport(group):
     made = Transport(group)
-    made.open_receives(is_probing=request.param)
+    made.open_receives()
     yield made
     group.barrier()
     made.close(1)
