@@ -20,7 +20,13 @@ from mpidist.autograd import control_messages
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi import mpi_errors
 from mpidist.comm.mpi.tags import Tag
-from mpidist.comm.transport import eager_receives, payload_receives, sends, transport
+from mpidist.comm.transport import (
+    eager_message,
+    eager_receives,
+    payload_receives,
+    sends,
+    transport,
+)
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import CommTimeout
 from mpidist.rpc import current, rref
@@ -190,6 +196,10 @@ def samples() -> list[bytes]:
         noted(lambda what=what: control_messages.notify(READER, what, 1 << 48, 1 << 48, (1, 2)))
     noted(lambda: agent.wire.post(READER, Kind.CALL_PYTHON, 9, 1 << 48, *_call(tensor)))
     assert len(GRADIENTS.pack(0, 0, 0, 0)) == GRADIENTS.size
+    # The next case with payloads continues it.
+    continued = eager_message.FIXED.pack(1, 0, 1 | eager_message.CONTINUED, 1, 9, 0, 0, 0)
+    continued += struct.pack("<Q", 20)
+    written.append(struct.pack("<H", len(continued)) + continued + LENGTH.pack(20) + bytes(20))
     return written
 
 

@@ -41,7 +41,10 @@ class _Receives:
 
 
 def eager_samples() -> list[bytes]:
-    """Return valid eager messages: without parts, with packed ones, with payloads, with both."""
+    """Return valid eager messages: without parts, with packed ones, with payloads, with both.
+
+    The last is continued by another.
+    """
     made = []
     for parts in ((), (b"abc", b""), (bytes(20_000),), (b"abc", bytes(20_000), b"d")):
         section, payloads, _ = eager_message.pack_parts(parts, ())
@@ -50,7 +53,8 @@ def eager_samples() -> list[bytes]:
         made.append(
             fixed + struct.pack(f"<{len(payloads)}Q", *map(len, payloads)) + b"header" + section
         )
-    return made
+    continued = eager_message.FIXED.pack(1, 0, 2 | eager_message.CONTINUED, 0, 5, 0, 0, 0)
+    return [*made, continued + struct.pack("<2Q", 20, 30)]
 
 
 def section_samples() -> list[bytes]:
@@ -93,12 +97,15 @@ def check_eager(case: bytes) -> bool:
     here._payloads = receives = _Receives()  # type: ignore[assignment]
     if len(case) < eager_message.FIXED_BYTES:
         return False
+    fields = eager_message.FIXED.unpack_from(case)
     try:
-        one = here._accept(3, bytearray(case), eager_message.FIXED.unpack_from(case))
+        one = here._accept(3, bytearray(case), fields)
     except FrameError:
         return False
-    if one is None or one.damage is not None:
-        assert one is None or not one.parts or one.receives
+    if one is None:
+        return bool(fields[2] & eager_message.CONTINUED) and not receives.lost
+    if one.damage is not None:
+        assert not one.parts or one.receives
         return False
     assert (
         eager_message.FIXED_BYTES <= one.start <= one.end <= len(one.data) == len(case)

@@ -37,7 +37,7 @@ class Incoming:
         receives: Under way for its payloads: (request, bytes announced).
         arrive: Functions that copy payloads to their devices and return events.
         section: The packed parts; 0 if they are the first payload, None once unpacked.
-        joined: Indices of the parts that share the memory of a payload on a device.
+        is_continued: The sender's next eager message with payloads belongs to the same message.
         damage: The reason why its parts cannot be read, else None.
     """
 
@@ -56,7 +56,7 @@ class Incoming:
             "preamble",
             "action",
         ),
-        *("arrive", "receives", "section", "joined", "damage"),
+        *("arrive", "receives", "section", "is_continued", "damage"),
     )
 
     def __init__(
@@ -80,7 +80,7 @@ class Incoming:
         self.receives: Sequence[tuple[Request, int]] = ()
         self.arrive: Sequence[Arrive] = ()
         self.section: Part | int | None = None
-        self.joined: Sequence[int] = ()
+        self.is_continued = False
         self.damage: FrameError | None = None
 
     @property
@@ -97,21 +97,6 @@ class Incoming:
         for part in self.parts:
             if isinstance(part, torch.Tensor):
                 used_here(part)
-        if self.joined:
-            self._separate()
-
-    def _separate(self) -> None:
-        """Copy joined parts on the calling thread's current stream.
-
-        Memory of their own, because one of them must not keep that of all others alive.
-        """
-        parts: list[Any] = list(self.parts)
-        joined = [parts[index] for index in self.joined]
-        copies = [torch.empty_like(part) for part in joined]
-        torch._foreach_copy_(copies, joined)
-        for index, copy in zip(self.joined, copies, strict=True):
-            parts[index] = copy
-        self.parts, self.joined = parts, ()
 
 
 def nbytes_of(part: Part) -> int:

@@ -7,7 +7,8 @@ that is announced but not written costs address space only.
 Payloads have no numbers: they are received in the order of the messages that announce them. A
 payload for which memory is missing is received with length zero, so that later ones keep their
 order. If a message does not say which payloads belong to it, the order is lost, and all later
-messages of that rank with payloads are refused.
+messages of that rank with payloads are refused. A message whose payloads several eager messages
+announce is kept until the last has come; the receives are started with each.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ class PayloadReceives:
         self._memory = memory
         self._byte = MPI.BYTE
         self._status = MPI.Status()
+        # Key: rank. Value: its message that the next eager message continues, and the bytes
+        # announced so far.
+        self._continued: dict[int, tuple[Incoming, int]] = {}
         # Key: rank. Value: the reason why its payloads cannot be assigned to messages.
         self._refused: dict[int, str] = {}
 
@@ -56,6 +60,8 @@ class PayloadReceives:
     def begin(self, incoming: Incoming, count: int, start: int) -> None:
         """Start the receives of a message's payloads; if that fails, set the message's ``damage``.
 
+        Those of a message that it continues become its own.
+
         Args:
             count: Number of payloads.
             start: Offset in ``incoming.data`` of their sizes.
@@ -63,14 +69,24 @@ class PayloadReceives:
         source = incoming.source
         found = struct.unpack_from(f"<{count}Q", incoming.data, start)
         announced = [(word & ((1 << DEVICE_SHIFT) - 1), word >> DEVICE_SHIFT) for word in found]
-        if (total := sum([nbytes for nbytes, _ in announced])) > _MAX_ANNOUNCED_BYTES:
+        total = sum([nbytes for nbytes, _ in announced])
+        # The same lists, because copies would take quadratic time.
+        lists: Any = [], [], []
+        if source in self._continued:
+            earlier, so_far = self._continued.pop(source)
+            lists = earlier.parts, earlier.receives, earlier.arrive
+            incoming.damage = earlier.damage
+            total += so_far
+        incoming.parts, incoming.receives, incoming.arrive = parts, opened, arrive = lists
+        if incoming.is_continued:
+            self._continued[source] = incoming, total
+        if total > _MAX_ANNOUNCED_BYTES:
             self.refuse(source, f"it has announced {total} bytes in one message")
         if source in self._refused:
             incoming.damage = FrameError(
                 f"payloads of rank {source} are received no more: {self._refused[source]}"
             )
             return
-        incoming.parts, incoming.receives, incoming.arrive = parts, opened, arrive = [], [], []
         for nbytes, number in announced:
             device = None
             part: Part

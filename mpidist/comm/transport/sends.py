@@ -42,8 +42,8 @@ class Sends:
         self._lock = threading.Lock()
         self._testing = threading.Lock()
 
-    def start(self, to: int, message: bytes, payloads: Sequence[Part]) -> None:
-        """Send an eager message and its payloads.
+    def start(self, to: int, messages: Sequence[bytes], payloads: Sequence[Part]) -> None:
+        """Send the eager messages of one message and its payloads.
 
         Blocks: until payloads on a device are computed.
         """
@@ -52,9 +52,10 @@ class Sends:
             for memory in payloads
         ]
         # The receiver posts receives in the order of eager messages, so no payload of another
-        # message may be sent in between.
+        # message may be sent in between, and none may be announced.
         with self._lock:
-            self.pending.append((self.isend([message, MPI.BYTE], to, self._eager_tag), message))
+            for message in messages:
+                self.pending.append((self.isend([message, MPI.BYTE], to, self._eager_tag), message))
             for memory, device in ready:
                 for piece in pieces_of(memory):
                     request = start_request(device, self.isend, piece, to, self._payload_tag)

@@ -3,7 +3,8 @@
 A message is a kind, three numbers, a header, and parts: memory of any number and size. The header
 always travels in the eager message, for which receives are posted in advance. Parts up to 16 KiB
 are packed behind the header or, where they do not fit, into one payload. Larger parts travel as
-payloads of their own, without a copy. ``eager_message`` has the layout.
+payloads of their own, without a copy; where they are more than an eager message announces, others
+precede it. ``eager_message`` has the layout.
 
 Eager messages between two ranks arrive in the order in which they were sent (MPI-4.1 §3.5).
 Payloads may arrive after later eager messages, so an ``Incoming`` is returned twice: when its eager
@@ -155,10 +156,10 @@ class Transport:
             loopback.add_copies(incoming, parts, devices, self._memory)
             self._loopback.append(incoming)
             return
-        message, payloads = eager_message.encode(
+        messages, payloads = eager_message.encode(
             (kind, flags, self.generation, sequence, context), header, parts, devices
         )
-        self._sends.start(to, message, payloads)
+        self._sends.start(to, messages, payloads)
 
     def poll(self, tests: int = 1) -> Incoming | None:
         """Test up to ``tests`` times for a message or the last part of one; None: there is none.
@@ -231,8 +232,12 @@ class Transport:
                 raise incoming.damage  # no call of this generation
             if n_payloads:
                 self._payloads.refuse(source, str(incoming.damage))
+            if incoming.is_continued:
+                raise incoming.damage  # the last eager message has the call
         elif n_payloads:
             self._payloads.begin(incoming, n_payloads, FIXED_BYTES)
+        if incoming.is_continued:
+            return None
         if generation != self.generation:
             # Its payloads must be received, because those of the next message follow them.
             incoming.is_new = False

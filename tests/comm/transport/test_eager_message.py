@@ -1,4 +1,4 @@
-"""Eager messages: sections and joined parts whose numbers are damaged."""
+"""Eager messages: several of one message, and sections whose numbers are damaged."""
 
 from __future__ import annotations
 
@@ -42,32 +42,39 @@ def test_sections_that_do_not_hold_what_they_announce_are_refused():
     assert isinstance(on_device.damage, FrameError)
 
 
-def test_damaged_numbers_of_joined_parts_are_refused(monkeypatch):
-    monkeypatch.setattr(eager_message, "MAX_PAYLOADS", 2)
-    parts = [torch.full((size,), size % 251, dtype=torch.uint8) for size in (3, 700, 200, 5)]
-    section, payloads, devices = pack_parts(parts, [0, 0, 0, 0])
-    assert [part.nbytes for part in payloads] == [700, 512] and devices == [0, 0]
-
-    def unpacked(section, payloads=payloads):
-        one = Incoming(0, 1, 0, 0, 0, bytearray(), 0, 0)
-        one.section, one.parts = section, payloads
-        unpack_parts(one)
-        assert not (one.damage and one.parts)
-        return one
-
-    whole = unpacked(section)
-    whole.to_devices()
-    assert [part.tolist() for part in whole.parts] == [part.tolist() for part in parts]
-    assert all(
-        isinstance(unpacked(section[:end]).damage, FrameError) for end in range(len(section))
-    )
-    for place in range(4, len(section)):
-        for bit in range(8):
-            damaged = bytearray(section)
-            damaged[place] ^= 1 << bit
-            one = unpacked(damaged)
-            # A part of another size within the same 128 bytes cannot be told from a right one.
-            assert one.damage is not None or sum(part.nbytes for part in one.parts) <= 700 + 512
-    assert isinstance(unpacked(section, payloads[:1]).damage, FrameError)
-    assert isinstance(unpacked(section, [*payloads, payloads[0]]).damage, FrameError)
-    assert isinstance(unpacked(section, [payloads[0], payloads[1][:256]]).damage, FrameError)
+@pytest.mark.parametrize("count", [0, 1, 511, 512, 513, 5000])
+@pytest.mark.parametrize("packed", [0, 100, 30_000])
+def test_an_eager_message_announces_at_most_so_many_payloads(count, packed):
+    """The last of several has the header and what is packed; the sizes are in order."""
+    parts = [torch.empty(size, dtype=torch.uint8) for size in range(20_000, 20_000 + count)]
+    small = [bytes(packed // 10)] * 10 if packed else []
+    devices = [place % 3 or None for place in range(count)] + [None] * len(small)
+    numbers = (1, 2, 3, 4, 5)
+    messages, payloads = eager_message.encode(numbers, b"header", [*parts, *small], devices)
+    sizes, decoded = [], []
+    for message in messages:
+        assert len(message) <= eager_message.EAGER_BYTES
+        fields = eager_message.FIXED.unpack_from(message)
+        one, announced = eager_message.decode(9, bytearray(message), fields)
+        assert one.damage is None and (fields[0], fields[1], *fields[3:6]) == numbers
+        sizes += struct.unpack_from(f"<{announced}Q", message, eager_message.FIXED_BYTES)
+        decoded.append(one)
+    *earlier, last = decoded
+    travels_apart = len(payloads) - count
+    assert travels_apart in (0, 1)
+    assert len(earlier) == max(0, count + travels_apart - 1) // eager_message.MAX_PAYLOADS
+    assert all(one.is_continued and one.start == one.end for one in earlier)
+    assert not last.is_continued and last.data[last.start : last.end] == b"header"
+    assert (last.section is None) == (not packed) and (last.section == 0) == bool(travels_apart)
+    assert sizes[travels_apart:] == [
+        part.nbytes | (0 if to is None else to + 1) << eager_message.DEVICE_SHIFT
+        for part, to in zip(parts, devices, strict=False)
+    ]
+    last.parts = [memoryview(payload.numpy() if torch.is_tensor(payload) else payload)
+                  for payload in payloads]  # fmt: skip
+    if last.section is not None:
+        unpack_parts(last)
+    assert last.damage is None
+    assert [len(part) for part in last.parts] == [
+        *(part.nbytes for part in parts), *map(len, small)
+    ]  # fmt: skip

@@ -42,21 +42,6 @@ def test_payloads_arrive_once_and_the_current_stream_waits_for_each():
     assert len(steps) == 6
 
 
-def test_joined_parts_get_memory_of_their_own():
-    payload = torch.arange(6.0)
-    alone = torch.ones(2)
-    made = incoming([payload[:2], alone, payload[2:].view(2, 2)])
-    made.joined = [0, 2]
-    made.to_devices()
-    first, second, third = made.parts
-    assert second is alone and first.tolist() == [0, 1] and third.tolist() == [[2, 3], [4, 5]]
-    payload.zero_()
-    assert first.tolist() == [0, 1] and third.sum() == 14 and made.joined == ()
-    kept = made.parts
-    made.to_devices()
-    assert made.parts is kept
-
-
 @pytest.mark.parametrize(
     ("part", "nbytes"),
     [(torch.ones(3, dtype=torch.float64), 24), (b"abc", 3), (bytearray(5), 5),

@@ -8,6 +8,7 @@ import pytest
 
 from mpidist.comm.memory import buffer
 from mpidist.comm.transport import eager_message, payload_receives
+from mpidist.errors import FrameError
 from tests.comm.transport.test_transport import header_of, receive, transport
 from tests.tools.support import agree
 
@@ -153,6 +154,83 @@ def test_damaged_messages_are_returned_with_the_reason_and_the_next_ones_arrive(
         group.rank == 0 or all(agree_all),
         f"{group.rank and (agree_all, [str(one.damage) for one in seen])}",
     )
+    _kept.extend(transport._sending)
+    transport._sending.clear()
+
+
+MORE = eager_message.CONTINUED
+# Name: (the eager message that the next one continues, its payloads, a part of the reason, polls
+# that raise, later payloads of this rank can still be received)
+CONTINUED = {
+    "a payload that is too short": (
+        forged([20, LARGE], marks=MORE),
+        [bytes(20), bytes(9)],
+        "announced as 300000 bytes: 9",
+        0,
+        True,
+    ),
+    "a device that there is not": (
+        forged([LARGE | 200 * DEVICE], marks=MORE),
+        [bytes(LARGE)],
+        "on device 199",
+        0,
+        True,
+    ),
+    "more than any memory, with the last": (
+        forged([(1 << 44) - LARGE, LARGE], marks=MORE),
+        [b""] * 17,
+        f"announced {(1 << 44) + LARGE} bytes",
+        0,
+        False,
+    ),
+    "sizes cut off": (forged([20], count=400, marks=MORE), [bytes(20)], "400 payloads", 1, False),
+    "too many": (forged([0] * 600, marks=MORE), [b""] * 600, "600 payloads", 1, False),
+    "nothing announced": (forged([], marks=MORE), [], "", 0, True),
+}
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_damage_in_an_earlier_eager_message_is_that_of_the_whole(
+    monkeypatch, group, transport, name
+):
+    first, payloads, reason, n_raised, keeps_order = CONTINUED[name]
+    acquire = payload_receives.BufferPool.acquire
+    monkeypatch.setattr(
+        payload_receives.BufferPool,
+        "acquire",
+        lambda self, nbytes: acquire(self, nbytes) if nbytes < 1 << 40 else 1 / 0,
+    )
+    monkeypatch.setattr(buffer, "MAX_COUNT", 1 << 40)
+    if group.rank == 0:
+        for to in range(1, group.size):
+            post(transport, to, first)
+            transport.send(to, 1, header=b"between")
+            post(transport, to, forged([LARGE], b"last", marks=ALL), *payloads, bytes(LARGE))
+            transport.send(to, 1, header=b"with parts", parts=[bytes(range(250)) * 400])
+        found = []
+    else:
+        raised, seen = [], []
+        while len(seen) < 3 or not all(one.is_complete for one in seen[1:]):
+            try:
+                one = transport.poll()
+            except FrameError as error:
+                raised.append(reason in str(error))
+                continue
+            if one is not None and one.is_new:
+                one.is_new = False
+                seen.append(one)
+        between, last, with_parts = seen
+        found = [
+            raised == [True] * n_raised,
+            header_of(between) == b"between" and between.damage is None,
+            header_of(last) == b"last" and bool(reason) == (last.damage is not None),
+            reason in str(last.damage),
+            [len(part) for part in last.parts] == ([] if reason else [LARGE]),
+            [bytes(part) for part in with_parts.parts] == [bytes(range(250)) * 400]
+            if keeps_order
+            else "received no more" in str(with_parts.damage),
+        ]
+    agree(group, all(found), f"{found}")
     _kept.extend(transport._sending)
     transport._sending.clear()
 
