@@ -147,8 +147,8 @@ def rpc_sync(
 ) -> Any:
     """Call ``func(*args, **kwargs)`` on worker ``to`` and return its result.
 
-    Arguments and results may hold tensors of any layout, references, arrays, and all that can be
-    pickled. Functions are sent by name.
+    Arguments and results may hold dense and sparse (COO) tensors, references, arrays, and all that
+    can be pickled. Functions are sent by name.
 
     Blocks: until the result is there.
 

@@ -122,7 +122,6 @@ def _touch(item: Any) -> str:
             if item.layout is not torch.strided and item.numel() <= _MOST_DENSE
             else item
         )
-        whole = whole.dequantize() if whole.is_quantized else whole
         copy = whole.clone()
         total = copy.view(-1).float().sum() if copy.layout is torch.strided else copy.sum()
         return f"{whole.shape} {total}"

@@ -58,6 +58,7 @@ class _HostSink(tensor_pickle.Sink):
     def reduced(self, obj: object) -> Any:
         """See ``tensor_pickle.Sink``."""
         if isinstance(obj, torch.Tensor) and not obj.is_cpu:
+            tensor_table.require_layout(obj)
             return NotImplemented
         return super().reduced(obj)
 

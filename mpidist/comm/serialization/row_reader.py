@@ -1,4 +1,4 @@
-"""Rows of a tensor table whose elements are elsewhere: dense, strided, sparse, quantized, arrays.
+"""Rows of a tensor table whose elements are elsewhere: dense, strided, sparse, arrays.
 
 Each row is checked before its memory is touched (``tensor_checks``).
 """
@@ -23,14 +23,10 @@ from mpidist.comm.serialization.tensor_format import (
     DTYPES,
     INLINE,
     ITEM_BYTES,
-    LAYOUTS,
     OFFSET,
     PARAMETER,
-    PER_CHANNEL,
-    PER_TENSOR,
     REQUIRES_GRAD,
     ROW,
-    SCALE,
     WHOLE,
     Buffer,
     Tabled,
@@ -75,8 +71,10 @@ class RowReader:
             tensor = self._dense(number, flags, part, shape)
         elif form <= BYTEARRAY:
             return self._array(number, form, part, shape)
+        elif form == COO:
+            tensor = self._sparse(number, flags, shape)
         else:
-            tensor = self._composite(number, form, flags, shape)
+            raise ValueError(f"form {form}")
         return flagged(tensor, flags) if flags & (REQUIRES_GRAD | PARAMETER) else tensor
 
     def _row(self) -> tuple[int, int, int, int, tuple[int, ...]]:
@@ -170,22 +168,11 @@ class RowReader:
             checks.require_bools(torch.frombuffer(memory, dtype=torch.uint8))
         return np.frombuffer(memory, dtype).reshape(shape)
 
-    def _composite(self, number: int, form: int, flags: int, shape: tuple[int, ...]) -> Tensor:
-        if form in (PER_TENSOR, PER_CHANNEL):
-            return self._quantized(form == PER_CHANNEL, shape)
-        if form == COO:
-            indices, values = self._inner(), self._inner()
-            checks.require_coo_form(indices, values, shape)
-        else:
-            layout = LAYOUTS[form]
-            inner = compressed, plain, values = self._inner(), self._inner(), self._inner()
-            checks.require_compressed_form(compressed, plain, values, shape, layout)
+    def _sparse(self, number: int, flags: int, shape: tuple[int, ...]) -> Tensor:
+        indices, values = self._inner(), self._inner()
+        checks.require_coo_form(indices, values, shape)
         if values.dtype is not DTYPES[number]:
             raise ValueError(f"values of {values.dtype} for a sparse tensor of {DTYPES[number]}")
-        if form != COO:
-            return torch.sparse_compressed_tensor(
-                *inner, shape, layout=layout, check_invariants=self._is_strict
-            )
         result = torch.sparse_coo_tensor(
             indices, values, shape, check_invariants=self._is_strict, is_coalesced=False
         )
@@ -193,34 +180,10 @@ class RowReader:
             checks.require_coalesced(indices, shape)
         return result._coalesced_(bool(flags & COALESCED))
 
-    def _quantized(self, is_by_channel: bool, shape: tuple[int, ...]) -> Tensor:
-        if is_by_channel:
-            (axis,) = OFFSET.unpack_from(self._table, self.place)
-            self.place += OFFSET.size
-            integers, scales, zeros = self._inner(), self._inner(), self._inner()
-            checks.require_channels(integers, scales, zeros, axis)
-        else:
-            scale, zero = SCALE.unpack_from(self._table, self.place)
-            self.place += SCALE.size
-            integers, scales, zeros = (
-                self._inner(),
-                torch.tensor(scale, dtype=torch.float64),
-                torch.tensor(zero),
-            )
-        if integers.shape != shape:
-            raise ValueError(
-                f"integers of sizes {tuple(integers.shape)} for a quantized tensor of {shape}"
-            )
-        if self._is_strict:
-            checks.require_quantization(integers.dtype, scales, zeros)
-        if is_by_channel:
-            return torch._make_per_channel_quantized_tensor(integers, scales, zeros, axis)
-        return torch._make_per_tensor_quantized_tensor(integers, scale, zero)
-
     def _inner(self) -> Tensor:
-        """Return the dense tensor of the next row, which is part of a sparse or quantized one."""
+        """Return the dense tensor of the next row, which is part of a sparse one."""
         number, form, flags, part, shape = self._row()
         # Memory shared with other rows could be changed after the checks.
         if form != DENSE or flags & INLINE or (self._is_strict and not flags & WHOLE):
-            raise ValueError(f"form {form} with flags {flags} within a sparse or quantized tensor")
+            raise ValueError(f"form {form} with flags {flags} within a sparse tensor")
         return self._dense(number, flags, part, shape)

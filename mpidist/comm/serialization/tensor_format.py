@@ -5,9 +5,7 @@
     rows n u32 | parts used u32 | n rows
     row: dtype u8 | form u8 | flags u8 | dimensions d u8 | part u32 | shape d × i64
          dense: inline: the elements; whole: nothing; else: offset in elements i64, strides d × i64
-         sparse: the rows of indices (one, or two if compressed) and values
-         quantized: scale f64, zero point i64, the row of the integers
-         quantized by channel: axis i64, the rows of integers, scales and zero points
+         sparse (COO): the rows of indices and values
 """
 
 from __future__ import annotations
@@ -31,12 +29,7 @@ FIRST = struct.Struct("<IIBBBBI")  # the counts and the first row: a table has o
 SHAPES = [struct.Struct(f"<{dims}q") for dims in range(9)]
 HOST = -1  # in the place of a device's index in a device map: the host's memory
 OFFSET = struct.Struct("<q")
-SCALE = struct.Struct("<dq")
-DENSE, ARRAY, BYTEARRAY, PER_TENSOR, PER_CHANNEL, COO = range(6)
-COMPRESSED = {torch.sparse_csr: 6, torch.sparse_csc: 7, torch.sparse_bsr: 8, torch.sparse_bsc: 9}
-LAYOUTS = {form: layout for layout, form in COMPRESSED.items()}
-QUANTIZED = (torch.qint8, torch.quint8, torch.qint32)  # their integers have the tensor's sizes
-BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
+DENSE, ARRAY, BYTEARRAY, COO = range(4)
 REQUIRES_GRAD, WHOLE, INLINE, PARAMETER, COALESCED = 1, 2, 4, 8, 16
 
 # The index of a name is its number on the wire, so new names go to the end.

@@ -39,7 +39,11 @@ class Sink:
         return len(self.objects) - 1
 
     def reduced(self, obj: Any) -> Any:
-        """Return how an object is pickled; ``NotImplemented`` for pickle's default."""
+        """Return how an object is pickled; ``NotImplemented`` for pickle's default.
+
+        Raises:
+            TypeError: A tensor whose layout is not sent.
+        """
         kind = type(obj)
         if kind is np.ndarray or kind is torch.Tensor or kind is torch.nn.Parameter:
             if tensor_table.is_describable(obj):
@@ -50,6 +54,8 @@ class Sink:
                 and tensor_table.is_describable(plain := _without_attributes(obj))
             ):
                 return _with_attributes, (_Numbered(self.number(plain)), obj.__dict__)
+            if kind is not np.ndarray:
+                tensor_table.require_layout(obj)
         return NotImplemented
 
 

@@ -76,8 +76,8 @@ def read(
         place: Offset of the table in it.
         parts: Memory in the order of ``tensor_table.describe``: buffers, or flat ``uint8`` tensors.
         is_strict: The sender is not trusted. Refuse tensors with more elements than have arrived
-            (``describe`` writes none with ``is_dense``), and check bools, sparse indices, scales
-            and zero points, at a cost proportional to their size.
+            (``describe`` writes none with ``is_dense``), and check bools and sparse indices, at a
+            cost proportional to their size.
 
     Returns:
         The objects, the number of parts they use, and the end of the table.

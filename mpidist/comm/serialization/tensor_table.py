@@ -21,10 +21,8 @@ from mpidist.comm.serialization.inline_rows import inline_table
 from mpidist.comm.serialization.tensor_format import (
     ARRAY,
     ARRAY_NUMBERS,
-    BY_ROW,
     BYTEARRAY,
     COALESCED,
-    COMPRESSED,
     COO,
     COUNTS,
     DENSE,
@@ -32,11 +30,7 @@ from mpidist.comm.serialization.tensor_format import (
     HOST,
     OFFSET,
     PARAMETER,
-    PER_CHANNEL,
-    PER_TENSOR,
-    QUANTIZED,
     REQUIRES_GRAD,
-    SCALE,
     WHOLE,
     Part,
     Tabled,
@@ -52,6 +46,7 @@ from mpidist.comm.serialization.tensor_spans import (
 Tensor = torch.Tensor
 # Unused bytes between the elements of a tensor that may be sent, in addition to the tensor's size.
 _WASTE_BYTES = 64 << 10
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def is_describable(obj: Any) -> bool:
@@ -65,9 +60,28 @@ def is_describable(obj: Any) -> bool:
         return False
     if obj.__dict__ or not (obj.is_cpu or obj.is_cuda) or obj.is_nested:
         return False
-    if obj.layout is not torch.strided:
-        return obj.layout is torch.sparse_coo or obj.layout in COMPRESSED
-    return obj.dtype in DTYPE_NUMBERS or obj.dtype in QUANTIZED
+    return obj.dtype in DTYPE_NUMBERS and obj.layout in (torch.strided, torch.sparse_coo)
+
+
+def require_layout(tensor: Tensor) -> None:
+    """Require that a tensor is neither quantized nor compressed sparse.
+
+    torch's pickle of a compressed one is read without a check of its indices, and torch keeps what
+    was read alive.
+
+    Raises:
+        TypeError: It is.
+    """
+    if tensor.is_quantized:
+        raise TypeError(
+            f"a quantized tensor ({tensor.dtype}) cannot be sent: send its dequantize(), or its "
+            "int_repr() with scale and zero point"
+        )
+    if tensor.layout in _COMPRESSED:
+        raise TypeError(
+            f"a tensor of layout {tensor.layout} cannot be sent: send its to_sparse_coo() or its "
+            "to_dense()"
+        )
 
 
 def describe(
@@ -80,7 +94,7 @@ def describe(
             memory of the host, where host tensors stay unless it is named.
         is_dense: For a strict reader (``tensor_rebuild``): a tensor with more elements than memory,
             for example an expanded one, is copied without strides; bools share no memory with other
-            dtypes, and sparse and quantized tensors share none at all.
+            dtypes, and sparse tensors share none at all.
 
     Returns:
         The table, the parts (contiguous tensors or buffers), and the receiver's device index of
@@ -137,35 +151,19 @@ class _TableLayout:
         if isinstance(obj, (np.ndarray, bytearray)):
             return self._add_array(obj)
         flags = REQUIRES_GRAD * obj.requires_grad | PARAMETER * (type(obj) is not Tensor)
-        if obj.layout is torch.strided and not obj.is_quantized:
+        if obj.layout is torch.strided:
             tensor = _resolved(obj)
             self._tensors.append(
                 (tensor.contiguous() if self._is_dense and is_folded(tensor) else tensor, flags)
             )
             return len(self._tensors) - 1
         plain, shape = obj.detach(), tuple(obj.shape)
-        if obj.layout is torch.sparse_coo:
-            head = row(
-                DTYPE_NUMBERS[obj.dtype], COO, flags | COALESCED * obj.is_coalesced(), 0, shape
-            )
-            return head, self._inner(plain._indices()), self._inner(plain._values())
-        if obj.layout in COMPRESSED:
-            by_row = obj.layout in BY_ROW
-            compressed = plain.crow_indices() if by_row else plain.ccol_indices()
-            indices = plain.col_indices() if by_row else plain.row_indices()
-            head = row(DTYPE_NUMBERS[obj.dtype], COMPRESSED[obj.layout], flags, 0, shape)
-            return head, self._inner(compressed), self._inner(indices), self._inner(plain.values())
-        if obj.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            head = row(0, PER_TENSOR, flags, 0, shape) + SCALE.pack(
-                obj.q_scale(), obj.q_zero_point()
-            )
-            return head, self._inner(obj.int_repr())
-        head = row(0, PER_CHANNEL, flags, 0, shape) + OFFSET.pack(obj.q_per_channel_axis())
-        scales, zeros = obj.q_per_channel_scales(), obj.q_per_channel_zero_points()
-        return head, self._inner(obj.int_repr()), self._inner(scales), self._inner(zeros)
+        flags |= COALESCED * obj.is_coalesced()
+        head = row(DTYPE_NUMBERS[obj.dtype], COO, flags, 0, shape)
+        return head, self._inner(plain._indices()), self._inner(plain._values())
 
     def _inner(self, tensor: Tensor) -> int:
-        """Add a dense tensor of a sparse or quantized one."""
+        """Add a dense tensor of a sparse one."""
         self._alone.add(len(self._tensors))
         self._tensors.append((tensor.contiguous() if self._is_dense else _resolved(tensor), 0))
         return len(self._tensors) - 1

@@ -14,6 +14,7 @@ announce is kept until the last has come; the receives are started with each.
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import torch
 

@@ -13,24 +13,18 @@ from mpidist.comm.serialization.tensor_format import (
     ARRAY_NUMBERS,
     BYTEARRAY,
     COALESCED,
-    COMPRESSED,
     COO,
     COUNTS,
     DENSE,
     DTYPE_NUMBERS,
     INLINE,
-    OFFSET,
-    PER_CHANNEL,
-    PER_TENSOR,
     ROW,
-    SCALE,
     WHOLE,
 )
 
 F32, I64, U8, BOOL = (
     DTYPE_NUMBERS[dtype] for dtype in (torch.float32, torch.int64, torch.uint8, torch.bool)
 )
-I8 = DTYPE_NUMBERS[torch.int8]
 
 
 def row(number, form, flags, part, shape, *behind):
@@ -134,69 +128,8 @@ REFUSED = {
     "values of another dtype": [
         ([coo(whole(I64, 0, 1, 1), whole(F32, 1, 1), (2,), number=I64)], [words(0), floats(1)])
     ],
-    "compressed rows of another number": [
-        (
-            [
-                row(
-                    F32,
-                    COMPRESSED[torch.sparse_csr],
-                    0,
-                    0,
-                    (5, 5),
-                    whole(I64, 0, 2),
-                    whole(I64, 1, 1),
-                    whole(F32, 2, 1),
-                )
-            ],
-            [words(0, 1), words(0), floats(1)],
-        )
-    ],
-    "blocks that do not divide": [
-        (
-            [
-                row(
-                    F32,
-                    COMPRESSED[torch.sparse_bsr],
-                    0,
-                    0,
-                    shape,
-                    whole(I64, 0, 2),
-                    whole(I64, 1, 1),
-                    whole(F32, 2, 1, 2, blocks),
-                )
-            ],
-            [words(0, 1), words(0), floats(*[1.0] * 2 * blocks)],
-        )
-        for shape, blocks in (((3, 2), 2), ((2, 2), 0))
-    ],
-    "an axis that is none": [
-        (
-            [
-                row(
-                    0,
-                    PER_CHANNEL,
-                    0,
-                    0,
-                    (2, 1),
-                    OFFSET.pack(axis),
-                    whole(I8, 0, 2, 1),
-                    whole(F32, 1, size),
-                    whole(I64, 2, size),
-                )
-            ],
-            [bytes(2), floats(*[1.0] * size), words(*[0] * size)],
-        )
-        for axis, size in ((2, 2), (-1, 2), (0, 1), (0, 3), (1 << 40, 2))
-    ],
-    "a quantized tensor of other sizes": [
-        ([row(0, PER_TENSOR, 0, 0, (3,), SCALE.pack(1.0, 0), whole(I8, 0, 2))], [bytes(2)])
-    ],
-    "quantized floats": [
-        ([row(0, PER_TENSOR, 0, 0, (2,), SCALE.pack(1.0, 0), whole(F32, 0, 2))], [bytes(8)])
-    ],
 }
 
-csr = COMPRESSED[torch.sparse_csr]
 REFUSED_IF_STRICT = {
     "more elements than bytes": [
         ([strided((1 << 40,), 0, (0,))], [bytes(4)]),
@@ -241,39 +174,5 @@ REFUSED_IF_STRICT = {
             ],
             [words(0), floats(1)],
         )
-    ],
-    "compressed indices out of range": [
-        (
-            [row(F32, csr, 0, 0, (1, 2), whole(I64, 0, 2), whole(I64, 1, 1), whole(F32, 2, 1))],
-            [words(*rows), words(column), floats(1)],
-        )
-        for rows, column in (((0, 1), 2), ((0, 1), -1), ((0, 9), 0), ((1, 1), 0), ((-5, 1), 0))
-    ],
-    "a scale that is none": [
-        ([row(0, PER_TENSOR, 0, 0, (2,), SCALE.pack(scale, 0), whole(I8, 0, 2))], [bytes(2)])
-        for scale in (float("nan"), float("inf"), -float("inf"))
-    ],
-    "a zero point out of range": [
-        ([row(0, PER_TENSOR, 0, 0, (2,), SCALE.pack(1.0, zero), whole(number, 0, 2))], [bytes(2)])
-        for zero, number in ((128, I8), (-129, I8), (256, U8), (-1, U8), (1 << 40, I8))
-    ],
-    "channels out of range": [
-        (
-            [
-                row(
-                    0,
-                    PER_CHANNEL,
-                    0,
-                    0,
-                    (1, 2),
-                    OFFSET.pack(0),
-                    whole(I8, 0, 1, 2),
-                    whole(F32, 1, 1),
-                    whole(I64, 2, 1),
-                )
-            ],
-            [bytes(2), floats(scale), words(zero)],
-        )
-        for scale, zero in ((float("nan"), 0), (1.0, 200))
     ],
 }
