@@ -15,8 +15,7 @@ def test_services_are_these_and_no_others():
     assert set(services.names.values()) == {
         "type_of",
         "has_method",
-        "gather_to_leader",
-        "broadcast_to_follower",
+        "put_part",
     }
     for function, name in services.names.items():
         kind, named = callee.wire_name(function)
@@ -47,14 +46,13 @@ def test_other_names_are_refused(name):
         (methods.type_of, (3,)),
         (methods.has_method, ("text", "__class__")),
         (methods.call_method, ("get", {})),
-        (worker_gather.gather_to_leader, (1, "worker0", None, {"worker0"})),
-        (worker_gather.gather_to_leader, ("0:x", "worker0", None, ["worker0"])),
-        (worker_gather.gather_to_leader, ("0:x", "worker0", None, {"worker0", 3})),
-        (worker_gather.broadcast_to_follower, ("0:x", [])),
-        (worker_gather.broadcast_to_follower, ((), {})),
+        (worker_gather.put_part, ("1", 0, ("worker0",), None)),
+        (worker_gather.put_part, (1, True, ("worker0",), None)),
+        (worker_gather.put_part, (1, 0, ["worker0"], None)),
+        (worker_gather.put_part, (1, 0, ("worker0", 3), None)),
     ],
 )
 def test_arguments_of_other_kinds_are_refused(function, arguments):
     with pytest.raises(TypeError):
         function(*(() if function is methods.call_method else (0,)), *arguments)
-    assert not worker_gather._states
+    assert not worker_gather._parts
