@@ -269,7 +269,7 @@ for _kind, _names in {
         *(f"{HERE}:Box.{name}" for name in ("get.__globals__.clear", "__base__.__subclasses__")),
         *(f"{HERE}:Box.{name}" for name in ("__setattr__", "__reduce__", "price.fget")),
         *("mpidist.rpc.serving.methods:call_method", "mpidist.rpc.current:require"),
-        *("mpidist.rpc.worker_gather:gather_to_leader", "mpidist.rpc.api:shutdown"),
+        *("mpidist.rpc.worker_gather:put_part", "mpidist.rpc.api:shutdown"),
         *("mpidist.rpc.names.allowlist:Allowed", "mpidist.rpc.worker:WorkerInfo"),
         *("mpidist.optim.local:make", "mpidist.nn.remote:execute"),
         *("mpidist.rpc.values.pickles:_script_module", "aten::mul", ":look", f"{HERE}:", ":"),
