@@ -1,8 +1,7 @@
 """``python -m mpidist.tune``: measure all-reduces by size; cache the table.
 
 Start it as the job is started, one rank per GPU: ``srun python -m mpidist.tune`` or ``mpirun -n 4
-python -m mpidist.tune``. ``--device host`` measures host memory, for jobs of several nodes with
-several ranks on each.
+python -m mpidist.tune``.
 """
 
 from __future__ import annotations
@@ -28,36 +27,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # another path.
     library.load(makes_context=options.device == "cuda")
     group = comm.init()
-    where = {"host": None, "cpu": torch.device("cpu")}.get(options.device, runtime.device())
-    lacks = options.device == "cuda" and (where is None or where.type != "cuda")
+    where = runtime.device() if options.device == "cuda" else torch.device("cpu")
+    lacks = where.type != options.device
     without = [rank for rank, lacking in enumerate(group.all_gather_object(lacks)) if lacking]
     if without:
         _end(
             group.rank,
             f"mpidist.tune needs a CUDA device on each rank, and {len(without)} of {group.size} "
-            "have none; --device host measures host memory between nodes, --device cpu shows only "
-            "that it runs",
+            "have none; --device cpu shows only that it runs",
         )
 
     def log(line: str) -> None:
         if group.rank == 0:
             print(line, flush=True)
 
-    log(
-        f"all-reduce of fp32 on {group.size} ranks, {where or 'host'}; medians of {options.rounds} "
-        "rounds"
-    )
+    log(f"all-reduce of fp32 on {group.size} ranks, {where}; medians of {options.rounds} rounds")
     source = f"measured {date.today()}"
-    try:
-        with progress_bar.bar("all-reduces", len(options.sizes), group.rank) as advance:
+    with progress_bar.bar("all-reduces", len(options.sizes), group.rank) as advance:
 
-            def told(line: str) -> None:
-                log(line)
-                advance()
+        def told(line: str) -> None:
+            log(line)
+            advance()
 
-            table = group.tune(where, options.sizes, options.rounds, source, told)
-    except ValueError as error:
-        _end(group.rank, str(error))
+        table = group.tune(where, options.sizes, options.rounds, source, told)
     for line in table.lines():
         log(line)
     return 0
@@ -76,10 +68,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--device",
-        choices=["cuda", "host", "cpu"],
+        choices=["cuda", "cpu"],
         default="cuda",
-        help="cuda: this rank's GPU; host: memory of jobs with several ranks on each of several "
-        "nodes; cpu: check that all runs, and keep nothing",
+        help="cuda: this rank's GPU; cpu: check that all runs, and keep nothing",
     )
     parser.add_argument(
         "--sizes", type=_positive, nargs="+", default=_SIZES, metavar="BYTES", help="of a tensor"

@@ -241,31 +241,6 @@ def test_quick_run_records_all_contenders_and_the_environment(of_collectives):
     assert record["goals"]
 
 
-# Ranks of one machine, two on each of two nodes: without several nodes there is no choice.
-_ON_TWO_NODES = """
-    import runpy, sys
-    sys.path.insert(0, {folder!r})
-    from mpidist.comm.mpi import runtime
-    from mpidist.comm.mpi.world import number_alike
-    runtime.World.nodes_of = lambda self, ranks: number_alike(rank // 2 for rank in ranks)
-    sys.argv = {words!r}
-    runpy.run_path({folder!r} + "/" + sys.argv[0], run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_libraries")
-def test_all_reduces_by_levels_are_compared_and_recorded(tmp_path):
-    words = ["bench_levels.py", "--sizes", "4096", "65536", "--rounds", "1", "--link", "test"]
-    script = _ON_TWO_NODES.format(folder=str(BENCHMARKS), words=[*words, "--output", str(tmp_path)])
-    done = job(4, script, timeout_s=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    record = record_of(tmp_path, "levels-*-4-test.json", has_picture=False)
-    assert record["results_checked"] is True and record["nodes"] == [0, 0, 1, 1]
-    assert [row["bytes"] for row in record["rows"]] == [4096, 65536]
-    assert all(row["library_us"] > 0 and row["levels_us"] > 0 for row in record["rows"])
-
-
 @pytest.mark.slow
 def test_ways_to_execute_are_compared_and_recorded(of_collectives):
     record = record_of(of_collectives[0], "execution-*-2-unbound.json", has_picture=False)

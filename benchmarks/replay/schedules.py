@@ -6,8 +6,7 @@ halving and doubling is a reduce-scatter and an all-gather of log2 W rounds each
 what is left. The ring does both in W - 1 rounds of a shard.
 
 ``chosen`` is what MPI libraries take, as their documentation and sources state it for one rank a
-node: this library leaves an all-reduce between nodes to MPI unless a tuning table says otherwise
-(decision 0009).
+node: this library leaves an all-reduce between nodes to MPI (decision 0009).
 
 Sources: Thakur, Rabenseifner and Gropp (2005); the decision functions of MPICH (``MPIR_Allreduce``)
 and Open MPI (``coll/tuned``).

@@ -99,7 +99,7 @@ def tables(record: Record, choice: Mapping[str, Sequence[str]] | None = None) ->
     """
     choice = choice or {}
     if "rows" in record:
-        return _rank_order(record) if "over_plain" in record["rows"][0] else _levels(record)
+        return _rank_order(record)
     if "jobs" in record:
         return _scale(record)
     if "powersgd" in record and "copies" in record:
@@ -252,19 +252,6 @@ def _steps(record: Record, results: Sequence[Record]) -> str:
         ],
         rows,
     )
-
-
-def _levels(record: Record) -> str:
-    rows = [
-        [
-            bytes_text(row["bytes"]),
-            time_text(row["library_us"]),
-            time_text(row["levels_us"]),
-            f"{row['ratio_of_medians']:.2f}",
-        ]
-        for row in record["rows"]
-    ]
-    return table(["all-reduce", "MPI's own", "by levels", "MPI's own / by levels"], rows)
 
 
 def _rank_order(record: Record) -> str:

@@ -273,7 +273,7 @@ def tune(context: typer.Context, ranks: Ranks = None, dry_run: DryRun = False) -
     """Measure which all-reduce is the fastest at which size, and keep the table for later jobs.
 
     One rank per GPU, once per machine. Without -n this process is a rank of the job that mpirun or
-    srun has started. --device cuda|host|cpu, --sizes BYTES and --rounds N go to the measurement
+    srun has started. --device cuda|cpu, --sizes BYTES and --rounds N go to the measurement
     (mpidist tune -- --help).
     """
     if ranks is None and not dry_run:

@@ -14,7 +14,7 @@ EXAMPLES = {
         "mpidist bench ddp -- --models mlp:64 --rounds 5",
         "mpidist bench scaling -- sweep",
     ],
-    "tune": ["srun mpidist tune", "mpidist tune -n 4 --device host"],
+    "tune": ["srun mpidist tune", "mpidist tune -n 4"],
     "clean": ["mpidist clean", "srun --ntasks-per-node=1 mpidist clean"],
     "trace": [
         "mpidist trace summary run.json.gz",

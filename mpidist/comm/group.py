@@ -634,7 +634,7 @@ class ProcessGroup:
 
     def tune(
         self,
-        device: torch.device | None,
+        device: torch.device,
         sizes: Sequence[int],
         rounds: int,
         source: str,
@@ -645,26 +645,14 @@ class ProcessGroup:
         Collective: over this group. Waits behind queued operations.
 
         Args:
-            device: This rank's GPU; the CPU for a dry run; None for host memory, between nodes that
-                have several ranks each.
+            device: This rank's GPU; the CPU for a dry run.
             sizes: Bytes of a tensor.
             rounds: Calls of each algorithm.
             source: Origin of the table, for the record.
             told: Called with a line for each size.
-
-        Raises:
-            ValueError: Host memory, and the group has no choice there: one node, or one rank a
-                node.
         """
-        if device is None and not self._comm.shares_nodes:
-            raise ValueError(
-                f"{self.where('tune')} needs several nodes, and several ranks on one of them, to "
-                "have a choice in host memory; "
-                f"got ranks on nodes {list(self._comm.nodes)}"
-            )
         args = (device, sizes, rounds, source, told)
         table = self._launch(Operation("tune", _tune, args=args))
-        self._fast_path.forget()
         self._tables.clear()
         return table
 
@@ -761,14 +749,13 @@ def _tune(
     comm: Communicator,
     inputs: Tensors,
     outputs: Tensors,
-    device: torch.device | None,
+    device: torch.device,
     sizes: Sequence[int],
     rounds: int,
     source: str,
     log: Callable[[str], object],
 ) -> tuning.Table:
-    if device is not None:
-        comm = comm.blocking()  # as for collectives of device memory
+    comm = comm.blocking()  # as for collectives of device memory
     return tuning_runs.measured_table(
         comm, device, tuning_runs.seconds(comm, device, sizes, rounds, log), source, log
     )

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
-from mpidist.comm.algorithms import tuning
 from mpidist.comm.execution import arguments
 from mpidist.comm.execution.execution import Execution
 from mpidist.comm.execution.group_settings import ABORT, RAISE, GroupSettings
@@ -272,9 +271,6 @@ def create(
     # Nobody else revokes a communicator that is not a group's yet.
     with revocation.on_error(mpi):
         _require_same_end(mpi, settings.name, settings.on_timeout)
-        if comm.shares_nodes:
-            # Collective, so at creation: later an all-reduce reads the table without communication.
-            tuning.agreed_table(comm, None)
     return kind(comm, settings)
 
 

@@ -56,8 +56,8 @@ def test_command_lines_are_planned(call, tmp_path, monkeypatch):
         "run --bind-to core --tag-output --ft -n 4 --dry-run -m a.b": f"{start} core --output tag "
         f"--with-ft ulfm {python} -m a.b",
         "run -n 4 --hosts a,b --dry-run sh": f"{start} none --host a,b -x OMP_NUM_THREADS sh",
-        "tune --device host -n 4 --dry-run --rounds 3": f"{start} none {python} -m mpidist.tune "
-        "--device host --rounds 3",
+        "tune --device cpu -n 4 --dry-run --rounds 3": f"{start} none {python} -m mpidist.tune "
+        "--device cpu --rounds 3",
     }
     for line, expected in cases.items():
         done = call(*shlex.split(line))

@@ -20,7 +20,7 @@ def test_figures_fit_eighty_columns():
                 RankFigures(rank, f"node{rank}[x]", 100, 50, 1500.0 * rank, 2e6, 250.0, 1000.0)
                 for rank in range(2)
             ],
-            [Bandwidth("all_reduce", 1 << 20, 100, 250.0, 4.2, "levels")],
+            [Bandwidth("all_reduce", 1 << 20, 100, 250.0, 4.2, "ring")],
             [Wait(0.5, 0, "all_reduce", "world", 7, 1, 1.5e6), Wait(0.1, 1, "recv", "", 0, -1, 0)],
             ["rank 1 on node1 is late"],
             ["1 of 3 ranks are not in the trace"],
@@ -34,7 +34,7 @@ def test_figures_fit_eighty_columns():
     ]
     words = [line.split() for line in lines]
     assert ["1", "node1[x]", "100", "50%", "1.5", "ms", "2", "s", "25%"] in words
-    assert ["all_reduce", "1", "MiB", "100", "250", "us", "4.2", "levels"] in words
+    assert ["all_reduce", "1", "MiB", "100", "250", "us", "4.2", "ring"] in words
     assert ["0", "500", "ms", "1", "all_reduce", "7", "world", "1.500", "s"] in words
     assert ["1", "100", "ms", "any", "recv", "0.000", "s"] in words
 

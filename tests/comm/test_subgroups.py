@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.tools.simulated_nodes import lay_out
 from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi
@@ -78,3 +79,16 @@ def test_many_groups_are_made_and_closed(group):
         child.all_reduce(tensor)
         assert tensor.item() == turn * group.size
         child.close()
+
+
+@pytest.mark.mpi(min_size=3)
+def test_a_group_knows_its_own_nodes(world, monkeypatch):
+    lay_out(world, monkeypatch, "uneven")
+    far = world.clone("far")
+    near = far.new_group(range(1, world.size))
+    alone = far.split_by_node()
+    agree(world, not far.is_single_node and (near is None or near.is_single_node))
+    agree(world, alone.is_single_node and alone.size == (1 if world.rank == 0 else world.size - 1))
+    for group in (near, alone, far):
+        if group is not None:
+            group.close()

@@ -85,9 +85,9 @@ def test_ten_longest_waits():
 def test_tuning_table_stands_beside_its_size():
     events = [collective(rank, 0, 50, size=5000) for rank in range(3)]
     events += [collective(rank, 0, 50, 2, size=5000, name="broadcast") for rank in range(3)]
-    found = figures(events, tuning=[[4096, "levels"], [1 << 20, "library"]])
+    found = figures(events, tuning=[[4096, "ring"], [1 << 20, "library"]])
     assert {one.operation: one.tuned for one in found.bandwidths} == {
-        "all_reduce": "levels", "broadcast": "",
+        "all_reduce": "ring", "broadcast": "",
     }  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """Reductions in the order of the ranks, of host and device memory (``MPIDIST_DETERMINISTIC``).
 
-MPI, the ring and the algorithms with levels add contributions in an order that depends on the
-nodes, the size of the tensor and the library, and so do the last bits of the result. Here each
-element is ((r0 + r1) + r2) + ..., each term in the width of the sum, whatever the nodes. Integers,
-MIN, MAX and two ranks have one result in any order and keep their algorithms.
+MPI and the ring add contributions in an order that depends on the nodes, the size of the tensor and
+the library, and so do the last bits of the result. Here each element is ((r0 + r1) + r2) + ...,
+each term in the width of the sum, whatever the nodes. Integers, MIN, MAX and two ranks have one
+result in any order and keep their algorithms.
 
 Short tensors are gathered on all ranks, each of which adds all of them; long ones are reduced by
 shards (``pairwise``), each by one rank.

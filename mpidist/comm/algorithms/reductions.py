@@ -1,7 +1,7 @@
 """Collectives with arithmetic, over contiguous host tensors: all_reduce, reduce, reduce_scatter.
 
 MPI reduces every type that it can add. Integers wrap around, as in torch: sums of 8 and 16 bits use
-an operation of this library (``mpi_types``). Other algorithms serve six cases:
+an operation of this library (``mpi_types``). Other algorithms serve five cases:
 
 * Low-precision types are accumulated in fp32 (``low_precision``).
 * MIN and MAX of floating-point numbers are computed on integers, because MPI leaves NaN open
@@ -9,7 +9,6 @@ an operation of this library (``mpi_types``). Other algorithms serve six cases:
 * Large tensors within a node are reduced by shards (``pairwise``): MPI libraries allocate a
   temporary of the tensor's size in each call, and its page faults cost more than the transfer
   (docs/decisions/0002 has the figures).
-* Large tensors between nodes with several ranks each use the hierarchical algorithm.
 * With ``MPIDIST_DETERMINISTIC=order`` fractional numbers are added in the order of the ranks
   (``rank_order``).
 * Counts past ``MAX_COUNT`` elements are split.
@@ -26,7 +25,6 @@ from itertools import accumulate
 import torch
 
 from mpidist.comm.algorithms import (
-    hierarchical,
     low_precision,
     minmax,
     mpi_types,
@@ -72,18 +70,10 @@ def all_reduce(comm: Communicator, inputs: Tensors, outputs: Tensors, operation:
         if pairwise.are_faster(comm, tensor.nbytes, tensor.dtype, plan):
             pairwise.all_reduce(comm, tensor.view(-1), plan)
             continue
-        if hierarchical.is_chosen(comm, tensor.nbytes):
-            hierarchical.all_reduce(comm, tensor, plan)
-            continue
-        by_library(comm, tensor, plan)
-
-
-def by_library(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> None:
-    """Reduce a contiguous tensor over all ranks by MPI's own all-reduce, in place."""
-    datatype, op = mpi_types.datatype_and_op(tensor.dtype, plan)
-    for start, count in buffer.pieces(tensor.numel()):
-        comm.mpi.Allreduce(MPI.IN_PLACE, buffer.elements(tensor, start, count, datatype), op)
-    reduce_op.divide(tensor, plan, comm.size)
+        datatype, op = mpi_types.datatype_and_op(tensor.dtype, plan)
+        for start, count in buffer.pieces(tensor.numel()):
+            comm.mpi.Allreduce(MPI.IN_PLACE, buffer.elements(tensor, start, count, datatype), op)
+        reduce_op.divide(tensor, plan, comm.size)
 
 
 def _all_reduce_scaled(
@@ -110,7 +100,6 @@ def is_one_call(comm: Communicator, tensor: torch.Tensor, plan: Reduction) -> bo
         and tensor.dtype is not torch.bool
         and tensor.numel() <= buffer.MAX_COUNT
         and not pairwise.are_faster(comm, tensor.nbytes, tensor.dtype, plan)
-        and not hierarchical.is_chosen(comm, tensor.nbytes)
     )
 
 

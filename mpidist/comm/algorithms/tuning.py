@@ -1,8 +1,7 @@
 """Tuning tables: the fastest all-reduce and ring chunk at each size, cached.
 
-One table is for device memory, one for host memory between nodes that have several ranks each.
-``python -m mpidist.tune`` under the job's launcher measures them; before that, built-in defaults
-are used. The cache is the user's.
+``python -m mpidist.tune`` under the job's launcher measures a table for device memory; before that,
+built-in defaults are used. The cache is the user's.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ from mpidist.comm.mpi import byte_strings
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import library_name
 
-LIBRARY, RING, STAGED, LEVELS = "library", "ring", "staged", "levels"
-ALGORITHMS = (LIBRARY, RING, STAGED)  # of device memory
-HOST_ALGORITHMS = (LIBRARY, LEVELS)
-HOST = "host"  # key in place of a device type
+LIBRARY, RING, STAGED = ALGORITHMS = ("library", "ring", "staged")
 
 # Measured chunk sizes of the ring, by label. Short chunks overlap addition and transfer; each costs
 # some 45 us of host time, and a switch between ranks that share a GPU.
@@ -96,30 +92,23 @@ UNMEASURED = Table(
 )
 
 
-# The MPI library knows the network; a guess must not change results from run to run.
-UNMEASURED_HOST = Table(((64 << 10, HOST_ALGORITHMS),), "unmeasured")
-
-
-def table_of(
-    seconds: Mapping[int, Mapping[str, float]], source: str, algorithms: Sequence[str] = ALGORITHMS
-) -> Table:
+def table_of(seconds: Mapping[int, Mapping[str, float]], source: str) -> Table:
     """Return the table for measured times.
 
     Args:
         seconds: Time of each algorithm at each size in bytes, of the ring with each of its chunks
             (``RINGS``). Algorithms without a time are ranked last.
         source: Origin of the times.
-        algorithms: All algorithms of the table.
     """
     rows, chunks = [], []
     for nbytes, measured in sorted(seconds.items()):
-        times = {name: measured[name] for name in algorithms if name in measured}
+        times = {name: measured[name] for name in ALGORITHMS if name in measured}
         ring = min(
             RINGS.keys() & measured, key=lambda name: (measured[name], RINGS[name]), default=None
         )
         if ring is not None:
             times[RING] = measured[ring]
-        missing = [name for name in algorithms if name not in times]
+        missing = [name for name in ALGORITHMS if name not in times]
         rows.append((nbytes, (*sorted(times, key=times.__getitem__), *missing)))
         chunks.append(None if ring is None else RINGS[ring])
     return Table(tuple(rows), source, tuple(chunks) if any(chunks) else ())
@@ -138,42 +127,34 @@ def rings_for(nbytes: int, size: int) -> dict[str, int]:
     return dict(list(RINGS.items())[: len(shorter) + 1])
 
 
-def key(comm: Communicator, device: torch.device | None) -> dict[str, object]:
-    """Return the cache key of a measured table; device None for host memory."""
-    kind = _kind(device)
+def key(comm: Communicator, device: torch.device) -> dict[str, object]:
+    """Return the cache key of a measured table."""
     return {
         "library": library_name(),
-        "device": torch.cuda.get_device_name(device) if kind == "cuda" else kind,
+        "device": (torch.cuda.get_device_name(device) if device.type == "cuda" else device.type),
         "ranks": comm.size,
         "nodes": len(set(comm.nodes)),
     }
 
 
-def store(comm: Communicator, device: torch.device | None, table: Table) -> bool:
+def store(comm: Communicator, device: torch.device, table: Table) -> bool:
     """Write a table to the cache; return whether that succeeded."""
     return cache.store(_KIND, key(comm, device), _as_plain(table))
 
 
-def agreed_table(comm: Communicator, device: torch.device | None) -> Table:
+def agreed_table(comm: Communicator, device: torch.device) -> Table:
     """Return the table that all ranks of a group use: rank 0's.
 
     Collective: over ``comm``, the first time for a device type; later calls are local.
     """
-    kind = _kind(device)
-    held = comm.tuning_tables.get(kind)
+    held = comm.tuning_tables.get(device.type)
     if held is None:
         text = b""
         if comm.rank == 0:
-            text = json.dumps(
-                _as_plain(_from_plain(cache.load(_KIND, key(comm, device)), kind))
-            ).encode()
+            text = json.dumps(_as_plain(_from_plain(cache.load(_KIND, key(comm, device))))).encode()
         chosen = byte_strings.gathered(comm.mpi, text)[0]
-        held = comm.tuning_tables[kind] = _from_plain(json.loads(chosen), kind)
+        held = comm.tuning_tables[device.type] = _from_plain(json.loads(chosen))
     return held
-
-
-def _kind(device: torch.device | None) -> str:
-    return HOST if device is None else device.type
 
 
 def _as_plain(table: Table) -> dict[str, object]:
@@ -181,18 +162,15 @@ def _as_plain(table: Table) -> dict[str, object]:
     return {"rows": rows, "source": table.source, "chunks": list(table.chunks)}
 
 
-def _from_plain(held: Any, kind: str) -> Table:
-    algorithms, unmeasured = (
-        (HOST_ALGORITHMS, UNMEASURED_HOST) if kind == HOST else (ALGORITHMS, UNMEASURED)
-    )
+def _from_plain(held: Any) -> Table:
     # The cache may hold another version's table.
     try:
         rows = tuple((int(nbytes), tuple(ranking)) for nbytes, ranking in held["rows"])
-        if rows and all(sorted(ranking) == sorted(algorithms) for _, ranking in rows):
+        if rows and all(sorted(ranking) == sorted(ALGORITHMS) for _, ranking in rows):
             return Table(rows, str(held["source"]), _chunks(held.get("chunks", ()), len(rows)))
     except (TypeError, ValueError, LookupError, OverflowError):
         pass
-    return unmeasured
+    return UNMEASURED
 
 
 def _chunks(held: Any, count: int) -> tuple[int | None, ...]:

@@ -1,7 +1,4 @@
-"""Measurement of all-reduces of device memory, and of host memory between nodes, for tuning tables.
-
-Letters: N elements of a tensor.
-"""
+"""Measurement of all-reduces of device memory, for tuning tables."""
 
 from __future__ import annotations
 
@@ -13,14 +10,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from mpidist.comm.algorithms import (
-    device_all_reduce,
-    hierarchical,
-    reduce_op,
-    reductions,
-    ring,
-    tuning,
-)
+from mpidist.comm.algorithms import device_all_reduce, ring, tuning
 from mpidist.comm.algorithms.reduce_op import SUM
 from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import Device, HostDevice, device_at
@@ -32,7 +22,7 @@ _DTYPE = torch.float32
 
 def seconds(
     comm: Communicator,
-    where: torch.device | None,
+    where: torch.device,
     sizes: Sequence[int],
     rounds: int,
     log: Callable[[str], object] = lambda line: None,
@@ -43,7 +33,7 @@ def seconds(
 
     Args:
         comm: The group's communicator.
-        where: The device; the CPU for a dry run; None for host memory.
+        where: The device; the CPU for a dry run.
         sizes: Bytes of a tensor.
         rounds: Calls of each algorithm, in turn, after a warm-up call.
         log: Called with a line of text for each size.
@@ -51,8 +41,8 @@ def seconds(
     device: Device = device_at(where) or HostDevice()
     measured: dict[int, dict[str, float]] = {}
     for nbytes in sizes:
-        flat = torch.zeros(nbytes // _DTYPE.itemsize, dtype=_DTYPE, device=where or "cpu")
-        calls = _on_host(comm, flat) if where is None else _on_device(comm, device, where, flat)
+        flat = torch.zeros(nbytes // _DTYPE.itemsize, dtype=_DTYPE, device=where)
+        calls = _calls(comm, device, where, flat)
         times: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(rounds + 1):
             for name, call in calls.items():
@@ -65,7 +55,7 @@ def seconds(
     return measured
 
 
-def _on_device(
+def _calls(
     comm: Communicator, device: Device, where: torch.device, flat: torch.Tensor
 ) -> dict[str, Callable[[], None]]:
     def run(all_reduce: Callable[..., None]) -> None:
@@ -90,14 +80,6 @@ def _on_device(
     return calls
 
 
-def _on_host(comm: Communicator, flat: torch.Tensor) -> dict[str, Callable[[], None]]:
-    plan = reduce_op.reduction(_DTYPE, SUM)
-    return {
-        tuning.LIBRARY: partial(reductions.by_library, comm, flat, plan),
-        tuning.LEVELS: partial(hierarchical.all_reduce, comm, flat, plan),
-    }
-
-
 def once(comm: Communicator, call: Callable[[], None]) -> float:
     """Return the duration of a collective call on the slowest rank, in seconds.
 
@@ -113,7 +95,7 @@ def once(comm: Communicator, call: Callable[[], None]) -> float:
 
 def measured_table(
     comm: Communicator,
-    where: torch.device | None,
+    where: torch.device,
     measured: dict[int, dict[str, float]],
     source: str,
     log: Callable[[str], object] = lambda line: None,
@@ -124,9 +106,8 @@ def measured_table(
 
     Collective: over ``comm``.
     """
-    algorithms = tuning.HOST_ALGORITHMS if where is None else tuning.ALGORITHMS
-    table = tuning.table_of(measured, source, algorithms)
-    if where is not None and where.type == "cpu":
+    table = tuning.table_of(measured, source)
+    if where.type == "cpu":
         if comm.rank == 0:
             log("not kept for later jobs: measured on the CPU, which shows only that it runs")
     elif comm.rank == 0:
@@ -136,5 +117,5 @@ def measured_table(
             if is_kept
             else "not kept: MPIDIST_CACHE, or the user's cache folder, cannot be written"
         )
-    comm.tuning_tables[tuning.HOST if where is None else where.type] = table
+    comm.tuning_tables[where.type] = table
     return table

@@ -131,7 +131,7 @@ class FastPath:
         self.forget()
 
     def forget(self) -> None:
-        """Empty the cache, because another algorithm may be chosen from now on."""
+        """Empty the cache."""
         self._calls = {}
         self._reductions = {}
         self._movements = {}

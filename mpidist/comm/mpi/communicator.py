@@ -118,12 +118,9 @@ class Communicator:
             )
             self._levels.append(Levels(ranks, leaders))
         (levels,) = self._levels
-        if not isinstance(self.mpi, MpiCalls):
-            # From ``blocking``: all ranks block on their node, in either thread; the calls of the
-            # leaders are non-blocking on all leaders alike.
-            return levels
         # A rank executes in the caller's thread or in the group's: non-blocking calls match in both
         # cases, also on one node.
+        assert isinstance(self.mpi, MpiCalls)
         node_comm, leader_comm = levels.node, levels.leaders
         return Levels(
             node_comm._calling(self.mpi.over(node_comm.plain)),

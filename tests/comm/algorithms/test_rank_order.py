@@ -8,9 +8,9 @@ import itertools
 import pytest
 import torch
 
-from mpidist import cache, ddp
+from mpidist import ddp
 from mpidist.comm import AVG, MAX, PRODUCT, SUM, PremulSum
-from mpidist.comm.algorithms import hierarchical, rank_order, reduce_op, shared_memory, tuning
+from mpidist.comm.algorithms import rank_order, reduce_op, shared_memory
 from mpidist.comm.mpi import runtime
 from mpidist.errors import MpidistError
 from tests.tools.simulated_nodes import groups
@@ -173,11 +173,8 @@ def test_tensors_of_other_lengths_are_refused(world, ordered):
 
 
 @pytest.mark.mpi(min_size=3)
-def test_weights_are_equal_on_any_nodes_and_are_not_without_the_order(world, ordered, monkeypatch):
-    """Steps of a model on three layouts of nodes, by the levels where there are some."""
-    monkeypatch.setattr(hierarchical, "FROM_BYTES", 1)
-    chosen = {"rows": [[1, [tuning.LEVELS, tuning.LIBRARY]]], "source": "a test"}
-    monkeypatch.setattr(cache, "load", lambda kind, key: chosen)
+def test_weights_are_equal_on_any_nodes_and_are_not_without_the_order(world, ordered):
+    """Steps of a model on three layouts of nodes."""
     digests = {}
     for is_ordered in (True, False):
         for layout in ("one node", "cyclic", "uneven"):

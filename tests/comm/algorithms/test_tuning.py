@@ -229,7 +229,7 @@ def test_between_nodes_blocking_calls_are_measured(world, monkeypatch, tmp_path)
     group.close()
 
 
-@pytest.mark.parametrize(("where", "makes"), [("cuda", True), ("host", False), ("cpu", False)])
+@pytest.mark.parametrize(("where", "makes"), [("cuda", True), ("cpu", False)])
 def test_mpi_is_started_as_in_the_jobs_that_use_the_table(monkeypatch, where, makes):
     def load(makes_context):
         raise InterruptedError(f"context: {makes_context}")
