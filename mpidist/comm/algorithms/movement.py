@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from mpidist.comm.algorithms import fingerprint, node_memory, tree_broadcast
+from mpidist.comm.algorithms import broadcasts, fingerprint, node_memory
+from mpidist.comm.algorithms.broadcasts import HEAD_BYTES, INLINE, INLINE_BYTES, LENGTH_BYTES
 from mpidist.comm.algorithms.sendrecv import copy_own, pairwise_exchange, sendrecv
-from mpidist.comm.algorithms.tree_broadcast import Transfer
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.overlap import Places, separated
 from mpidist.comm.mpi.communicator import Communicator
@@ -36,11 +36,6 @@ Tensors = Sequence[torch.Tensor]
 # Larger tensors are sent from and to their own memory by messages, because the copy would cost more
 # than W - 1 messages.
 FLAT_BYTES = 32 << 10
-# First message of every broadcast: the tensor's length, and its data if they fit.
-HEAD_BYTES = 1 << 10
-_LENGTH_BYTES = 8
-INLINE_BYTES = HEAD_BYTES - _LENGTH_BYTES
-INLINE = 1 << 63  # flag in the length: the same message contains the data
 
 
 def barrier(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
@@ -48,28 +43,14 @@ def barrier(comm: Communicator, inputs: Tensors, outputs: Tensors) -> None:
     comm.mpi.Barrier()
 
 
-def broadcast(
-    comm: Communicator,
-    inputs: Tensors,
-    outputs: Tensors,
-    root: int,
-    start: Callable[[Communicator, Tensors, int], Transfer] = Transfer,
-) -> None:
+def broadcast(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) -> None:
     """Broadcast the root's tensors: ``inputs`` at the root, ``outputs`` on the other ranks.
-
-    Args:
-        start: Starts the messages of a broadcast between nodes, or returns those started before.
 
     Raises:
         LengthError: On ranks whose tensors have another length than the root's.
     """
-    if tree_broadcast.applies(comm):
-        transfer = start(comm, inputs or outputs, root)
-        try:
-            comm.wait_all([transfer])
-        finally:
-            transfer.abandon()
-        transfer.end()
+    if broadcasts.applies(comm):
+        broadcasts.execute(comm, inputs or outputs, root)
         return
     error: LengthError | None = None
     for tensor in inputs or outputs:
@@ -100,7 +81,7 @@ def _broadcast_one(comm: Communicator, tensor: torch.Tensor, nbytes: int, root: 
             memmove(tensor.data_ptr(), data, nbytes)
         else:
             memory = comm.scratch(HEAD_BYTES, torch.uint8, Scratch.HEADER)
-            byte_view(tensor).copy_(memory[_LENGTH_BYTES : _LENGTH_BYTES + nbytes])
+            byte_view(tensor).copy_(memory[LENGTH_BYTES : LENGTH_BYTES + nbytes])
     return sent
 
 
@@ -127,7 +108,7 @@ def head_of(comm: Communicator) -> tuple[c_uint64, int, buffer.Buffer]:
         message = (buffer.memory(address, HEAD_BYTES), HEAD_BYTES, MPI.BYTE)
         held = comm.kept["head"] = (
             c_uint64.from_address(address),
-            address + _LENGTH_BYTES,
+            address + LENGTH_BYTES,
             message,
         )
     return held

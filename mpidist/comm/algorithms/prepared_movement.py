@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from mpidist.comm.algorithms import movement, node_memory, tree_broadcast
+from mpidist.comm.algorithms import broadcasts, movement, node_memory
 from mpidist.comm.memory import buffer
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
@@ -38,7 +38,7 @@ def broadcast(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) 
 
     The function raises ``LengthError`` where the root's tensor has another length.
     """
-    if len(inputs or outputs) != 1 or tree_broadcast.applies(comm):
+    if len(inputs or outputs) != 1 or broadcasts.applies(comm):
         return None
     (tensor,) = inputs or outputs
     nbytes = tensor.nbytes
@@ -46,8 +46,8 @@ def broadcast(comm: Communicator, inputs: Tensors, outputs: Tensors, root: int) 
     address, bcast = tensor.data_ptr(), comm.mpi.Bcast
     bodies: list[buffer.Buffer] = []
     length = nbytes
-    if nbytes <= movement.INLINE_BYTES:
-        length |= movement.INLINE
+    if nbytes <= broadcasts.INLINE_BYTES:
+        length |= broadcasts.INLINE
     else:
         bodies = [buffer.byte_range(tensor, *piece) for piece in buffer.pieces(nbytes)]
 

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from mpidist.comm.algorithms import device_collectives, fingerprint
+from mpidist.comm.algorithms import broadcasts, device_collectives, fingerprint, movement
 from mpidist.comm.algorithms.host_copies import on_host
 from mpidist.comm.execution import nan_check, profiling
 from mpidist.comm.execution.arguments import Checks
-from mpidist.comm.execution.early_broadcasts import EarlyBroadcasts
 from mpidist.comm.execution.group_settings import RAISE
 from mpidist.comm.execution.group_state import GroupState
 from mpidist.comm.execution.operation import Facts, Operation, Tensors, call, call_on_device, refuse
@@ -70,7 +69,8 @@ class Execution:
         self.checks_nan = nan_check.is_asked(os.environ)
         self._checks: dict[str, Checks] = {}  # by operation
         # Not in debug mode, where ranks compare their operations before each.
-        self._early = None if self.is_debug else EarlyBroadcasts.of(comm, progress)
+        if not (comm.is_single_node or self.is_debug):
+            comm.kept[broadcasts.UPCOMING] = partial(_upcoming_broadcast, progress)
 
     def in_order(
         self,
@@ -196,8 +196,6 @@ class Execution:
         self, completion: Future[Any] | Work, execute: Callable[[], object], operation: Operation
     ) -> None:
         submit = self.progress.submit
-        if self._early is not None:
-            execute = self._early.queued(operation, execute)
         if torch_profiler._is_profiler_enabled:
             # A profile keeps one row for each thread: the operations, and the waits for them.
             submit = profiling.queueing(submit, self.state, operation)
@@ -244,6 +242,39 @@ class Execution:
         """
         text = str(error).removeprefix(self.state.where("")).replace(";", ",")
         self.launch(Operation(operation, refuse, facts=((fingerprint.REFUSAL, text),)))
+
+
+def _upcoming_broadcast(progress: Progress, place: int) -> tuple[Tensors, int] | None:
+    """Return tensors and root of a queued broadcast that may begin before its turn, or None.
+
+    It may if all before it are broadcasts, from the one that is executed on, and none of those runs
+    a callback, which may issue collectives that come first. A callback that is added later precedes
+    operations that were queued before it on some ranks and not on others in any case.
+
+    Args:
+        place: Its place in the queue. Those before it have begun.
+    """
+    executed = progress.popped
+    # A callback, or a function of ``in_order``, may issue more behind its broadcast.
+    if executed is None or _broadcast_of(executed) is None:
+        return None
+    try:
+        before = progress.items[place - 1] if place else executed
+        operation = _broadcast_of(progress.items[place])
+    except IndexError:
+        return None
+    if operation is None or before[0].has_callbacks():
+        return None
+    (root,) = operation.args
+    return operation.inputs or operation.outputs, root
+
+
+def _broadcast_of(item: tuple[object, Callable[[], object]]) -> Operation | None:
+    _, execute = item
+    operation = execute.args[0] if isinstance(execute, partial) else None
+    if isinstance(operation, Operation) and operation.execute is movement.broadcast:
+        return operation
+    return None
 
 
 def _check_of(state: weakref.ref[GroupState]) -> Callable[[], None]:

@@ -16,7 +16,7 @@ from mpidist.comm.mpi.scratch import Scratch
 from mpidist.comm.mpi.tags import Tag
 
 # The highest tags belong to the library's own algorithms, all lower ones to the user.
-_RESERVED_TAGS = 512
+_RESERVED_TAGS = 64
 _SHORT = 1 << 20  # elements of scratch memory
 
 
@@ -73,6 +73,7 @@ class Communicator:
         self._highest_tag = highest_tag
         # Empty before the first use; shared by all copies of this object, as are the dicts below.
         self._levels: list[Levels] = []
+        self._duplicates: list[Mpi] = []
         self.device_operations: dict[str, frozenset[str]] = {}
         self.tuning_tables: dict[str, Any] = {}
         self.kept: dict[str, Any] = {}
@@ -127,10 +128,20 @@ class Communicator:
             leader_comm and leader_comm._calling(self.mpi.over(leader_comm.plain)),
         )
 
+    def duplicate(self) -> Mpi:
+        """Make an MPI communicator of the same ranks, whose calls have an order of their own.
+
+        Collective: over the communicator.
+        """
+        # This barrier can be abandoned while a rank is missing; the call behind it cannot.
+        self.mpi.Barrier()
+        self._duplicates.append(self.plain.Dup())
+        return self._duplicates[-1]
+
     def children(self) -> list[Mpi]:
         """Return the MPI communicators that were made from this one."""
         children = [comm for levels in self._levels for comm in (levels.node, levels.leaders)]
-        return [comm.plain for comm in children if comm is not None]
+        return [comm.plain for comm in children if comm is not None] + self._duplicates
 
     def own_tag(self, use: Tag) -> int:
         """Return the tag of one of the library's own uses, above all tags of users' messages."""

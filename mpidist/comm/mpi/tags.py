@@ -11,7 +11,6 @@ from __future__ import annotations
 from enum import IntEnum, unique
 
 PIECE_TAGS = 32
-BROADCAST_TAGS = 256
 
 
 @unique
@@ -35,5 +34,3 @@ class Tag(IntEnum):
     GROUP_END = 12
     # The first of PIECE_TAGS: pieces of one long message have one of them for themselves.
     MESSAGE_PIECE = 13
-    # The first of BROADCAST_TAGS: as many broadcasts by messages may be under way.
-    BROADCAST = MESSAGE_PIECE + PIECE_TAGS

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mpidist.comm.algorithms import movement, prepared_movement
-from mpidist.comm.algorithms.movement import INLINE_BYTES
+from mpidist.comm.algorithms.broadcasts import INLINE_BYTES
 from mpidist.errors import MpidistError
 from tests.tools.support import agree
 

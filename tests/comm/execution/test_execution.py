@@ -30,6 +30,7 @@ def execution_of(size=4, is_single_node=True):
         mpi=mpi,
         plain=mpi,
         is_single_node=is_single_node,
+        kept={},
         sleeping=lambda: far,
         name="near",
     )

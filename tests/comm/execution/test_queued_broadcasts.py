@@ -1,4 +1,4 @@
-"""Broadcasts that begin before their turn: messages, order, callbacks, failures."""
+"""Queued broadcasts between nodes, which begin before their turn: order, callbacks, failures."""
 
 import time
 import weakref
@@ -6,12 +6,10 @@ import weakref
 import pytest
 import torch
 
-from mpidist.comm.algorithms import tree_broadcast
-from mpidist.comm.mpi.tags import BROADCAST_TAGS, Tag
 from mpidist.comm.world_group import from_world
 from mpidist.errors import CommTimeout
 from tests.tools.simulated_nodes import groups
-from tests.tools.support import agree
+from tests.tools.support import agree, finished
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -51,25 +49,24 @@ def soon(condition):
 
 def test_a_broadcast_begins_while_the_one_before_it_waits_for_its_root(world, on_nodes):
     group, last = on_nodes("alone"), world.size - 1
-    comm = group._comm
-    number = comm.kept.get("broadcasts", 0)
+    group.broadcast(torch.zeros(1), 0)
     roots, facts = [0, last, last], ""
     if group.rank == 0:
-        tag = comm.own_tag(Tag.BROADCAST) + (number + 3) % BROADCAST_TAGS
-        # The last rank has sent the third, and this rank not even the first.
-        begun = soon(lambda: comm.plain.Iprobe(last, tag))
+        # All others have begun the third, and this rank not even the first.
+        begun = all(world.recv_object(peer) for peer in range(1, world.size))
         tensors, _ = issued(group, roots, async_op=False)
     else:
         tensors, works = issued(group, roots)
-        # Where nobody helps, the group's thread has started all that it can.
-        begun = soon(lambda: comm.kept.get("broadcasts", 0) == number + 3)
+        # Where nobody helps, the group's thread has begun all that it can.
+        begun = soon(lambda: len(group._comm.kept["broadcasts"].begun) == 3)
         journal = group.journal
         facts = f"{journal.sequence} {[work.is_completed() for work in works]}"
         # All of them wait for the first, which alone is under way for reports.
-        begun = begun and journal.sequence <= 1 + sum(work.is_completed() for work in works)
+        begun = begun and journal.sequence == 2 and not works[0].is_completed()
+        world.send_object(begun, 0)
         for work in works:
             work.wait()
-        begun = begun and group.journal.sequence == 3
+        begun = begun and group.journal.sequence == 4
     agree(world, begun and are_right(tensors), facts)
 
 
@@ -84,9 +81,10 @@ def test_broadcasts_end_in_their_order(world, on_nodes):
     agree(world, are_right(tensors))
 
 
-def test_more_broadcasts_than_tags(world, on_nodes):
+@pytest.mark.parametrize("numel", [1, 5000])
+def test_many_broadcasts(world, on_nodes, numel):
     group = on_nodes("blocks")
-    tensors = [torch.full((5000,), float(group.rank)) for _ in range(2 * BROADCAST_TAGS + 9)]
+    tensors = [torch.full((numel,), float(group.rank)) for _ in range(500)]
     works = [
         group.broadcast(tensor, place % world.size, async_op=True)
         for place, tensor in enumerate(tensors)
@@ -139,13 +137,14 @@ def test_broadcasts_among_other_operations(world, on_nodes):
         agree(world, right and bool((strided == last).all()), f"turn {turn}")
 
 
-def test_nothing_refers_to_the_tensors_behind_the_wait(world, on_nodes):
+@pytest.mark.parametrize("async_op", [True, False])
+def test_nothing_refers_to_the_tensors_behind_the_wait(world, on_nodes, async_op):
     group = on_nodes("alone")
-    tensors, works = issued(group, [0, world.size - 1, 0])
-    for work in works:
-        work.wait()
+    tensors, works = issued(group, [0, world.size - 1, 0], async_op)
+    while works:
+        finished(works.pop())
     held = [weakref.ref(tensor) for tensor in tensors]
-    del tensors, works, work
+    del tensors
     # The group's thread drops its references after it has completed the last.
     agree(world, soon(lambda: not any(ref() is not None for ref in held)))
 
@@ -176,7 +175,7 @@ def test_a_group_is_closed_behind_its_broadcasts(world, on_nodes):
 def test_debug_mode_starts_none_early(world, on_nodes):
     on_nodes("alone")
     group = from_world("strict", 1800.0, debug=True)
-    assert group._execution._early is None and tree_broadcast.applies(group._comm)
+    assert "upcoming broadcasts" not in group._comm.kept
     tensors, works = issued(group, [0, world.size - 1])
     for work in works:
         work.wait()
