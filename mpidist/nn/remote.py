@@ -4,9 +4,7 @@ A worker started with ``init_rpc(..., allowed=[...])`` serves remote modules if 
 ``mpidist.nn.remote.execute`` and the classes of the modules or the functions that create them. The
 worker runs operations on modules created by the operation ``create``, and on modules whose class is
 in the list. With and without a list, ``execute`` checks the types of all arguments and that
-references are to modules of this worker. Compilation (``_module_interface_cls``) reads the source
-of the module's class on the owner, never from a message. Extra state goes to the module's
-``set_extra_state``.
+references are to modules of this worker. Extra state goes to the module's ``set_extra_state``.
 """
 
 from __future__ import annotations
@@ -66,11 +64,7 @@ def execute(operation: object, *arguments: object) -> object:
 
 
 def _create(
-    module_cls: Callable[..., object],
-    args: object,
-    kwargs: object,
-    device: object,
-    is_scripted: object,
+    module_cls: Callable[..., object], args: object, kwargs: object, device: object
 ) -> nn.Module:
     allowed = current.require().allowed
     # The decoder resolves only names of functions and classes in the list, but a message may also
@@ -85,7 +79,6 @@ def _create(
             "this worker allows"
         )
     args, kwargs = _require("args", args, tuple), _require_names("kwargs", kwargs)
-    _require("is_scripted", is_scripted, bool)
     target = _device(device)
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
@@ -94,9 +87,8 @@ def _create(
             f"it returned a {type(module)}"
         )
     module.to(target)
-    created: nn.Module = torch.jit.script(module) if is_scripted else module
-    _created[id(created)] = created
-    return created
+    _created[id(module)] = module
+    return module
 
 
 def _forward(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mpidist.errors import FrameError, MpidistError
-from mpidist.nn import address, remote, scripted
+from mpidist.nn import address, remote
 from mpidist.rpc import api, current
 from mpidist.rpc.rref import RRef
 from mpidist.rpc.values import data_values
@@ -88,15 +88,13 @@ class RemoteModule(nn.Module, Registered):
         module_cls: A class or function that returns a module; called on the worker.
         args: Arguments of ``module_cls``.
         kwargs: Keyword arguments of ``module_cls``.
-        _module_interface_cls: A class decorated by ``torch.jit.interface``: the worker compiles the
-            module, and ``torch.jit.script`` compiles this object.
 
     Attributes:
         on: Name or rank of the worker.
         device: Device of the module on the worker.
         is_device_map_set: This worker has a device map to the module's owner, so results may be
             CUDA tensors.
-        is_scriptable: ``torch.jit.script`` can compile the handle.
+        is_scriptable: False: ``torch.jit.script`` cannot compile the handle.
         generated_methods: Names of the methods that each handle has as instance attributes.
         module_rref: The reference to the module.
         forward: Run the module's ``forward`` on the owner and return the result.
@@ -105,7 +103,7 @@ class RemoteModule(nn.Module, Registered):
 
     Raises:
         MpidistError: RPC is not initialised, or the worker does not exist.
-        ValueError: An address of another form, or a class that is no interface.
+        ValueError: An address of another form.
 
     An error of ``module_cls`` on the worker is raised by the first use of this object.
     """
@@ -117,7 +115,6 @@ class RemoteModule(nn.Module, Registered):
     generated_methods: tuple[str, ...]
     module_rref: RRef[nn.Module]
     forward_async: Callable[..., torch.futures.Future[Any]]
-    _interface: object  # set if is_scriptable
 
     def __init__(
         self,
@@ -125,33 +122,20 @@ class RemoteModule(nn.Module, Registered):
         module_cls: Callable[..., nn.Module],
         args: Iterable[object] | None = None,
         kwargs: Mapping[str, object] | None = None,
-        _module_interface_cls: type | None = None,
     ) -> None:
         super().__init__()
-        if _module_interface_cls is not None:
-            scripted.require_interface(_module_interface_cls)
         on, device = place_of(remote_device)
-        arguments = (
-            module_cls,
-            tuple(args or ()),
-            dict(kwargs or {}),
-            device,
-            _module_interface_cls is not None,
-        )
+        arguments = module_cls, tuple(args or ()), dict(kwargs or {}), device
         module_rref = api.remote(on, remote.execute, (remote.CREATE, *arguments))
-        self._set_up(on, device, module_rref, _module_interface_cls)
+        self._set_up(on, device, module_rref)
 
-    def _set_up(
-        self, on: str | int, device: str, module_rref: RRef[nn.Module], interface: object
-    ) -> None:
+    def _set_up(self, on: str | int, device: str, module_rref: RRef[nn.Module]) -> None:
         self.on = on
         self.device = device
         self.is_device_map_set = current.require().wire.has_device_map(module_rref.owner().id)
-        self.is_scriptable = interface is not None
+        self.is_scriptable = False
         self.generated_methods = ("forward_async", "forward")
         self.module_rref = module_rref
-        if interface is not None:
-            self._interface = interface
         # The methods hold the reference and not this handle, because a cycle would keep the module
         # alive until Python's garbage collector runs.
         held = module_rref, self.device, self.is_device_map_set
@@ -166,17 +150,14 @@ class RemoteModule(nn.Module, Registered):
         return super().__getattr__(name)
 
     @staticmethod
-    def init_from_module_rref(
-        remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: type | None = None
-    ) -> RemoteModule:
+    def init_from_module_rref(remote_device: str, module_rref: RRef[nn.Module]) -> RemoteModule:
         """Return a ``RemoteModule`` of an existing module; several objects may share a module.
 
         Args:
             remote_device: Address of the module; calls go to the owner of the reference.
             module_rref: A reference to the module.
-            _module_interface_cls: See the class.
         """
-        return from_wire(*place_of(remote_device), module_rref, _module_interface_cls)
+        return from_wire(*place_of(remote_device), module_rref)
 
     def get_module_rref(self) -> RRef[nn.Module]:
         """Return the reference to the module."""
@@ -236,16 +217,11 @@ class RemoteModule(nn.Module, Registered):
         """Return the worker and the device."""
         return f"on={self.on!r}, device={self.device!r}"
 
-    def contents(self) -> tuple[str | int, str, RRef[nn.Module], object]:
+    def contents(self) -> tuple[str | int, str, RRef[nn.Module]]:
         """Return the serialised fields; warn about attributes that users have set."""
         for name in self.__dict__.keys() - _OWN:
             warnings.warn(f"attribute {name!r} of a RemoteModule is not sent with it", stacklevel=2)
-        return (
-            self.on,
-            self.device,
-            self.module_rref,
-            self._interface if self.is_scriptable else None,
-        )
+        return self.on, self.device, self.module_rref
 
     def __getstate__(self) -> NoReturn:
         raise RuntimeError(_NO_PICKLE.format("pickle", "pickle"))
@@ -253,13 +229,10 @@ class RemoteModule(nn.Module, Registered):
     def __setstate__(self, state: object) -> NoReturn:
         raise RuntimeError(_NO_PICKLE.format("unpickle", "unpickle"))
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Return the module that ``torch.jit.script`` compiles instead of the handle."""
-        if not self.is_scriptable:
-            raise MpidistError(
-                "torch.jit.script needs a RemoteModule that was made with _module_interface_cls"
-            )
-        return scripted.typed(self._interface, self.forward_async)
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise TypeError(
+            "torch.jit.script cannot compile a RemoteModule: it is called from Python alone"
+        )
 
     def reduced(self) -> Any:
         """See ``Registered``."""
@@ -315,9 +288,7 @@ class RemoteModule(nn.Module, Registered):
         error_msgs += [f"{prefix}* on {self.module_rref.owner_name()}: {error}" for error in errors]
 
 
-_OWN = frozenset(
-    (*ATTRIBUTES, "_interface", "forward", "forward_async", "training", *vars(nn.Module()))
-)
+_OWN = frozenset((*ATTRIBUTES, "forward", "forward_async", "training", *vars(nn.Module())))
 
 
 def place_of(remote_device: str) -> tuple[str | int, str]:
@@ -336,12 +307,10 @@ def place_of(remote_device: str) -> tuple[str | int, str]:
     return on, place.device
 
 
-def rebuild(
-    kind: type[T], on: str | int, device: str, module_rref: RRef[nn.Module], interface: object
-) -> T:
+def rebuild(kind: type[T], on: str | int, device: str, module_rref: RRef[nn.Module]) -> T:
     """Create a handle of an existing module."""
     created = kind.__new__(kind)
-    created._set_up(on, device, module_rref, interface)
+    created._set_up(on, device, module_rref)
     return created
 
 
@@ -375,39 +344,34 @@ def _forward_async(
     )
 
 
-def from_wire(
-    on: str | int, device: str, module_rref: RRef[nn.Module], interface: object
-) -> RemoteModule:
+def from_wire(on: str | int, device: str, module_rref: RRef[nn.Module]) -> RemoteModule:
     """Create a ``RemoteModule`` from the fields of a message."""
-    return rebuild(RemoteModule, on, device, module_rref, interface)
+    return rebuild(RemoteModule, on, device, module_rref)
 
 
 def from_data(*contents: object) -> RemoteModule:
     """Create a ``RemoteModule`` from the fields of a data-only message, after checking them.
 
     Raises:
-        FrameError: An unknown worker or device, or a value that is no reference or interface.
+        FrameError: An unknown worker or device, or a value that is no reference.
     """
-    if len(contents) != 4:
-        raise FrameError(f"a RemoteModule is sent as 4 values; got {len(contents)}")
-    on, device, module_rref, interface = contents
+    if len(contents) != 3:
+        raise FrameError(f"a RemoteModule is sent as 3 values; got {len(contents)}")
+    on, device, module_rref = contents
     if (
         not (type(on) is str or type(on) is int)
         or type(device) is not str
         or type(module_rref) is not RRef
     ):
         raise FrameError(
-            "a RemoteModule is sent as a worker, a device, a reference and an interface; got "
-            "something else"
+            "a RemoteModule is sent as a worker, a device and a reference; got something else"
         )
     try:
         current.require().workers.rank_of(on)
         torch.device(device)
-        if interface is not None:
-            scripted.require_interface(interface)
     except (RuntimeError, ValueError) as error:
         raise FrameError(f"no RemoteModule: {error}") from error
-    return from_wire(on, device, module_rref, interface)
+    return from_wire(on, device, module_rref)
 
 
 data_values.register_class(1, RemoteModule, from_data)

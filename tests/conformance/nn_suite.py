@@ -15,6 +15,13 @@ class OnNn(suite.OnMpidist):
     modules = (remote_module_test,)
     more = {"_RemoteModule": RemoteModule}  # noqa: RUF012
 
+    @staticmethod
+    def _create_remote_module_iter(remote_device, modes=None):
+        # Without modes torch's tests use a compiled module, too.
+        return remote_module_test.CommonRemoteModuleTest._create_remote_module_iter(
+            remote_device, modes or [remote_module_test.ModuleCreationMode.MODULE_CTOR]
+        )
+
 
 class RemoteModuleSuite(OnNn, remote_module_test.RemoteModuleTest, common_utils.TestCase):
     """Tests of two workers."""

@@ -12,7 +12,9 @@ import torch
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.filterwarnings("ignore")]
 
 _WORDS = "asks for the words of torch's agent; tests/rpc/test_cuda.py asks for ours"
-NOT_APPLICABLE = dict.fromkeys(
+NOT_APPLICABLE = {
+    "test_input_moved_to_cuda_device_script": "compiles a remote module by TorchScript",
+} | dict.fromkeys(
     (
         "test_device_maps_wrong_worker_name",
         "test_device_maps_invalid_max_local_device",

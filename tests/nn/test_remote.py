@@ -34,7 +34,7 @@ class OtherReference(RRef):
 
 @pytest.fixture
 def module(workers):
-    return remote.execute(remote.CREATE, net, (), {}, "cpu", False)
+    return remote.execute(remote.CREATE, net, (), {}, "cpu")
 
 
 @pytest.fixture
@@ -97,11 +97,10 @@ def test_arguments_of_another_type(reference, module, operation, rest):
 @pytest.mark.parametrize(
     "rest",
     [
-        *[(net, wrong, {}, "cpu", False) for wrong in [*WRONG[:5], *WRONG[6:]]],
-        *[(net, (), wrong, "cpu", False) for wrong in WRONG],
-        *[(net, (), {}, wrong, False) for wrong in [*WRONG, "nowhere"]],
-        *[(net, (), {}, "cpu", wrong) for wrong in WRONG],
-        *[(wrong, (), {}, "cpu", False) for wrong in [*WRONG, "tests.nn.nets.net"]],
+        *[(net, wrong, {}, "cpu") for wrong in [*WRONG[:5], *WRONG[6:]]],
+        *[(net, (), wrong, "cpu") for wrong in WRONG],
+        *[(net, (), {}, wrong) for wrong in [*WRONG, "nowhere"]],
+        *[(wrong, (), {}, "cpu") for wrong in [*WRONG, "tests.nn.nets.net"]],
     ],
 )
 def test_modules_are_not_made_of_arguments_of_another_type(workers, rest):
@@ -144,7 +143,7 @@ class TestLoads:
         assert not module[1].running_mean.requires_grad
 
     def test_a_shape_that_is_not_known_yet_is_not_taken_from_an_expanded_value(self, workers):
-        reference = RRef(remote.execute(remote.CREATE, nn.LazyLinear, (2,), {}, "cpu", False))
+        reference = RRef(remote.execute(remote.CREATE, nn.LazyLinear, (2,), {}, "cpu"))
         with pytest.raises(ValueError, match="share their memory"):
             remote.execute(
                 remote.LOAD, reference, {"weight": torch.zeros(1).expand(2, 1 << 40)}, {}, False
@@ -180,7 +179,7 @@ class TestWithList:
         Called.count = 0
         for made_by in (nn.Linear, Called, Called(), type, "tests.nn.nets.net"):
             with pytest.raises(MpidistError, match="is not in the list"):
-                remote.execute(remote.CREATE, made_by, (), {}, "cpu", False)
+                remote.execute(remote.CREATE, made_by, (), {}, "cpu")
         assert not Called.count
 
     def test_modules_that_were_not_made_for_it(self, listed):
@@ -196,7 +195,7 @@ class TestWithList:
             ):
                 remote.execute(operation, RRef(nn.Linear(3, 3)), *rest)
         assert remote.execute(remote.STATE, RRef(Named(3)))[0]  # its class is in the list
-        made = remote.execute(remote.CREATE, net, (), {}, "cpu", False)
+        made = remote.execute(remote.CREATE, net, (), {}, "cpu")
         assert remote.execute(
             remote.FORWARD, RRef(made), "cpu", False, (torch.ones(2, 3),), {}
         ).shape == (2, 2)
@@ -205,23 +204,19 @@ class TestWithList:
 class TestHandles:
     def test_what_a_message_of_data_brings_is_checked(self, workers, reference):
         name = workers[0]
-        assert isinstance(remote_module.from_data(name, "cpu", reference, None), RemoteModule)
+        assert isinstance(remote_module.from_data(name, "cpu", reference), RemoteModule)
         other = OtherReference.__new__(OtherReference)
         other.__dict__.update(vars(reference))
         for contents in [
             (),
-            (name, "cpu", reference),
-            (name, "cpu", reference, None, None),
+            (name, "cpu"),
+            (name, "cpu", reference, None),
             *[
-                (wrong, "cpu", reference, None)
+                (wrong, "cpu", reference)
                 for wrong in ["nobody", -1, 1000, True, *WRONG[:1], *WRONG[2:]]
             ],
-            *[(name, wrong, reference, None) for wrong in [*WRONG, "nowhere"]],
-            *[(name, "cpu", wrong, None) for wrong in [*WRONG, "1", other]],
-            *[
-                (name, "cpu", reference, wrong)
-                for wrong in [1, "text", Named, torch.ones(1), Called()]
-            ],
+            *[(name, wrong, reference) for wrong in [*WRONG, "nowhere"]],
+            *[(name, "cpu", wrong) for wrong in [*WRONG, "1", other]],
         ]:
             with pytest.raises(FrameError, match="RemoteModule"):
                 remote_module.from_data(*contents)

@@ -116,10 +116,6 @@ def test_what_goes_wrong_there_is_raised_at_the_first_use(workers, to):
         RemoteModule(to, Named)(torch.ones(1))
     with pytest.raises(MpidistError, match="could not find destination 'nobody'"):
         RemoteModule("nobody/cpu", net)
-    with pytest.raises(
-        ValueError, match=r"must be a type object decorated by @torch.jit.interface"
-    ):
-        RemoteModule(to, net, _module_interface_cls=Named)
 
 
 def test_without_rpc_it_is_refused():
@@ -267,6 +263,12 @@ def test_torch_refuses_the_same_and_what_we_have_beyond_it():
         if words is not None and ("_raise_not_supported" in words.co_names or name == "parameters"):
             refused.add(name)
     assert refused == set(REFUSED) | ours_alone
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_the_handle_is_not_compiled(workers, to):
+    with pytest.raises(TypeError, match=r"torch.jit.script cannot compile a RemoteModule"):
+        torch.jit.script(RemoteModule(to, net))
 
 
 def test_it_travels_by_rpc_and_shares_the_module(group, workers, to):
