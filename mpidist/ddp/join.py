@@ -180,9 +180,7 @@ class UnevenInputs:
         Collective: over the group.
         """
         if iteration.syncs_buffers:
-            self._buffers.sync(
-                self._group, self._reducer, iteration.root, waits=not iteration.averages
-            )
+            self._buffers.sync(self._group, iteration.root)
         self._buffers.is_due = iteration.averages
         if iteration.averages:
             self._reducer.scale = self.scale(iteration)

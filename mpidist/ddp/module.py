@@ -238,16 +238,13 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         averages = torch.is_grad_enabled() and self.require_backward_grad_sync
         syncs_buffers = buffers.is_enabled and buffers.is_due
         iteration = uneven.announce(self, averages, syncs_buffers)
-        root = iteration.root if iteration else 0
-        if syncs_buffers and not buffers.is_behind():
-            buffers.sync(self._group, self.reducer, root, waits=not averages)
+        if syncs_buffers:
+            buffers.sync(self._group, iteration.root if iteration else 0)
         if torch.is_grad_enabled():
             in_backward.detach_hooks(self.reducer.parameters)
         if self._input_device is not None:
             args, kwargs = to_device((args, kwargs), self._input_device)
         output = self.module(*args, **kwargs)
-        if syncs_buffers and buffers.is_behind():
-            buffers.sync(self._group, self.reducer, root, waits=not averages)
         # Read again, because a framework whose backward passes run within the forward pass arms the
         # reducer directly (``prepare_for_backward``) and clears the attribute.
         averages = averages and self.require_backward_grad_sync

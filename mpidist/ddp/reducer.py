@@ -11,7 +11,7 @@ Source: the names that frameworks call are those of ``torch._C._distributed_c10d
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -46,13 +46,6 @@ def when_armed(function: Callable[[Reducer], None] | None) -> None:
     """
     global _on_armed
     _on_armed = function
-
-
-class Waitable(Protocol):
-    """A future of a buffer hook."""
-
-    def wait(self) -> object:
-        """Wait for the buffers."""
 
 
 class Accumulation(Protocol):
@@ -116,7 +109,6 @@ class Reducer:
         self._tracks_outputs = False
         self._own_gradients: OwnGradients | None = None  # while shadowing
         self._averages: AccumulatedAverages | None = None
-        self._futures: list[Waitable] = []  # of a buffer hook
         self.layout = Layout(
             self.parameters, self._names, list(expects_sparse), group, settings, local
         )
@@ -321,7 +313,6 @@ class Reducer:
             require_all_gradients(self._group, missing, backward.complaints, backward.hook_error)
             used = [True] * len(self.parameters)
         backward.hand_back(used)
-        self.wait_for_futures()
         if self._own_gradients is None and not self.captures:
             in_backward.step(self.parameters, used)
         # Rebuilt here, because all ranks execute this line. A single rank may run the next forward
@@ -356,16 +347,6 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-    def _install_post_backward_futures(self, futures: Iterable[Waitable]) -> None:
-        """Wait for ``futures`` at the end of the next backward pass."""
-        self._futures += futures
-
-    def wait_for_futures(self) -> None:
-        """Wait for the installed futures."""
-        futures, self._futures = self._futures, []
-        for future in futures:
-            future.wait()
 
 
 def _call_weak(method: weakref.WeakMethod[Callable[[], bool]]) -> bool:

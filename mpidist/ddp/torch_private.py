@@ -20,18 +20,13 @@ from torch.nn import Parameter
 from mpidist.comm.group_types import AnyGroup, Group
 from mpidist.comm.world_group import native_group
 from mpidist.ddp.buckets.settings import Settings
-from mpidist.ddp.buffer_syncing import (
-    POST_FORWARD,
-    BufferHookFunction,
-    BufferSyncing,
-)
+from mpidist.ddp.buffer_syncing import BufferSyncing
 from mpidist.ddp.hooks.default import allreduce_hook, fp16_compress_hook
 from mpidist.ddp.hooks.optimizer_overlap import OptimizerHookState, hook_then_optimizer
 from mpidist.ddp.hooks.stages import Hook
 from mpidist.ddp.join import UnevenInputs
 from mpidist.ddp.reducer import Reducer
 from mpidist.ddp.torch_arguments import Device
-from mpidist.ddp.verification import broadcast_state
 
 Tensor = torch.Tensor
 
@@ -143,74 +138,7 @@ class TorchNames:
     forward_sync_buffers = _settable_of("_buffer_syncing", "is_enabled")
     broadcast_buffers = forward_sync_buffers  # its former name in torch
     require_forward_param_sync = _settable_of("_buffer_syncing", "is_due")
-    buffer_hook = _of("_buffer_syncing", "hook")
     _authoritative_rank = _of("_uneven_inputs", "authoritative_rank")
-
-    @property
-    def modules_buffers(self) -> list[Tensor]:
-        """Return the synchronized buffers."""
-        return self._buffer_syncing.buffers()
-
-    @property
-    def named_module_buffers(self) -> dict[str, Tensor]:
-        """Return the synchronized buffers by name."""
-        return self._buffer_syncing.named_buffers()
-
-    def will_sync_module_buffers(self) -> bool:
-        """Return whether the next forward pass synchronizes buffers."""
-        return self._buffer_syncing.is_next()
-
-    def _check_sync_bufs_pre_fwd(self) -> bool:
-        return self._buffer_syncing.is_next() and not self._buffer_syncing.is_behind()
-
-    def _check_sync_bufs_post_fwd(self) -> bool:
-        return self._buffer_syncing.is_next() and self._buffer_syncing.is_behind()
-
-    def _register_buffer_comm_hook(
-        self,
-        state: object,
-        hook: BufferHookFunction,
-        comm_hook_location: object = POST_FORWARD,
-    ) -> None:
-        """Synchronize the buffers by ``hook(state, buffers)`` instead of the broadcast from rank 0.
-
-        The end of the backward pass waits for the futures that the hook returns; a forward pass
-        that is not averaged waits at once.
-
-        Args:
-            state: Passed to each call.
-            hook: Takes the buffers by name.
-            comm_hook_location: torch's ``_BufferCommHookLocation``, or its name.
-
-        Raises:
-            TypeError: ``hook`` is not callable.
-            ValueError: ``comm_hook_location`` is of another name.
-        """
-        self._buffer_syncing.register_hook(state, hook, comm_hook_location)
-
-    def _sync_buffers(self, authoritative_rank: int = 0) -> None:
-        """Synchronize the buffers. Collective: over the group."""
-        self._buffer_syncing.sync(self._group, self.reducer, authoritative_rank)
-
-    _sync_module_buffers = _sync_buffers
-
-    def _default_broadcast_coalesced(
-        self,
-        bufs: Sequence[Tensor] | None = None,
-        bucket_size: int | None = None,
-        authoritative_rank: int = 0,
-    ) -> None:
-        """Broadcast buffers, all of them if ``bufs`` is None; called by buffer hooks.
-
-        Collective: over the group.
-        """
-        tensors = self.modules_buffers if bufs is None else bufs
-        broadcast_state(self._group, tensors, authoritative_rank)
-
-    def _distributed_broadcast_coalesced(
-        self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
-    ) -> None:
-        broadcast_state(self._group, tensors, authoritative_rank)
 
     # --- parameters ---
 

@@ -17,6 +17,7 @@ _NAMES = (
     "calls _build_params_for_reducer and _build_debug_param_to_name_mapping, which prepare "
     "torch's C++ reducer"
 )
+_BUFFER_HOOK = "registers a hook for buffers, which torch's module alone has"
 
 _OF_GROUP = {
     "test_monitored_barrier_allreduce_hang": _GLOOS_BARRIER,
@@ -28,6 +29,9 @@ _OF_GROUP = {
     "test_monitored_barrier_wait_all_ranks": _GLOOS_BARRIER,
 }
 _OF_OUR_DDP = {
+    "test_ddp_broadcast_buffer_via_hook": _BUFFER_HOOK,
+    "test_ddp_buffer_hook_allreduce": _BUFFER_HOOK,
+    "test_ddp_buffer_hook_allreduce_return_future": _BUFFER_HOOK,
     "test_ddp_build_debug_param_to_name_mapping": _NAMES,
     "test_ddp_build_debug_param_to_name_mapping_requires_grad": _NAMES,
     "test_ddp_comm_hook_logging": _LOGGER,

@@ -77,9 +77,7 @@ def test_settings_by_torchs_names(group):
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["find_unused_parameters", "device_type", "buffer_hook", "_authoritative_rank"]
-)
+@pytest.mark.parametrize("name", ["find_unused_parameters", "device_type", "_authoritative_rank"])
 def test_what_the_module_decides_is_not_assigned(group, name):
     ddp = DistributedDataParallel(net(), process_group=group)
     with pytest.raises(AttributeError):
