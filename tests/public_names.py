@@ -22,7 +22,6 @@ MODULES = (
     "mpidist.ddp",
     "mpidist.ddp.hooks",
     "mpidist.ddp.hooks.checkpoint",
-    "mpidist.ddp.hooks.optimizer_overlap",
     "mpidist.elastic",
     "mpidist.errors",
     "mpidist.nn",

@@ -166,7 +166,6 @@ class DistributedDataParallel(TorchNames, Joinable, torch.nn.Module):
         self.device_ids = list(device_ids) if device_ids else None
         self.output_device = output_device
         self.dim = dim
-        self._has_cap_list = bucket_cap_mb_list is not None
         if init_sync:
             broadcast_module(self._group, state)
         self._make_reducer()

@@ -113,10 +113,8 @@ class Reducer:
             self.parameters, self._names, list(expects_sparse), group, settings, local
         )
         mark_ready = weak_hook(self, Reducer.mark_ready)
-        self._handles = [
+        for place, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(partial(mark_ready, place))
-            for place, parameter in enumerate(self.parameters)
-        ]
 
     def register_hook(self, hook: Hook | None, state: object = None) -> None:
         """Reduce buckets by ``hook(state, bucket)`` from the next pass on; None for the average.
@@ -322,9 +320,6 @@ class Reducer:
 
     # --- torch's names ---
 
-    def prepare_for_forward(self) -> None:
-        """Do nothing: a forward pass needs no preparation."""
-
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """Average the next backward pass, for a caller that has not run ``forward`` of DDP."""
         self.arm(list(outputs))
@@ -335,18 +330,6 @@ class Reducer:
 
     def _delay_all_reduce(self) -> None:
         """Do nothing: a static graph's first backward pass ends by itself."""
-
-    def _check_reducer_finalized(self) -> None:
-        if self._pass is not None and self._pass.is_begun:
-            raise RuntimeError(
-                "the last backward pass of a DistributedDataParallel has begun and not ended: an "
-                "exception has interrupted it"
-            )
-
-    def _remove_autograd_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
 
 def _call_weak(method: weakref.WeakMethod[Callable[[], bool]]) -> bool:

@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any
 
 import torch
-from torch.nn import Parameter
 
 from mpidist.comm.group_types import AnyGroup, Group
-from mpidist.comm.world_group import native_group
 from mpidist.ddp.buckets.settings import Settings
 from mpidist.ddp.buffer_syncing import BufferSyncing
 from mpidist.ddp.hooks.default import allreduce_hook, fp16_compress_hook
-from mpidist.ddp.hooks.optimizer_overlap import OptimizerHookState, hook_then_optimizer
-from mpidist.ddp.hooks.stages import Hook
+from mpidist.ddp.hooks.grad_bucket import GradBucket
+from mpidist.ddp.hooks.stages import BucketFuture, Hook, applied, in_order
 from mpidist.ddp.join import UnevenInputs
 from mpidist.ddp.reducer import Reducer
 from mpidist.ddp.torch_arguments import Device
@@ -80,7 +77,6 @@ class TorchNames:
     device_ids: list[Device] | None
     output_device: Device | None
     _group: Group
-    _has_cap_list: bool
     _buffer_syncing: BufferSyncing
     _uneven_inputs: UnevenInputs
     _make_reducer: Callable[..., None]
@@ -89,45 +85,16 @@ class TorchNames:
     # --- settings ---
 
     mixed_precision = None
-    batched_grad_copy = True  # gradients that need a copy are always copied together
-    lazy_bucket_allocation = False  # buckets are made once
     broadcast_bucket_size = 250 << 20
-    is_multi_device_module = False
-    _use_python_reducer = False
-    _use_replicated_tensor_module = False
-    _lazy_init_ran = True
-    _ddp_sink_clone = True
-
     find_unused_parameters = _of("settings", "find_unused_parameters")
     static_graph = _of("settings", "static_graph")
     gradient_as_bucket_view = _of("settings", "gradient_as_bucket_view")
     skip_all_reduce_unused_params = _of("settings", "skip_unused")
-    device_type = _of("device", "type")
-    _distributed_rank = _of("_group", "rank")
 
     @property
     def bucket_bytes_cap(self) -> int:
         """Return the bytes at which the last bucket closes."""
         return self.settings.limits[-1]
-
-    bucket_bytes_cap_default = bucket_bytes_cap
-
-    @property
-    def bucket_bytes_cap_list(self) -> list[int]:
-        """Return the limits of ``bucket_cap_mb_list`` in bytes; empty if there is none."""
-        return list(self.settings.limits) if self._has_cap_list else []
-
-    @property
-    def _module_parameters(self) -> list[Tensor]:
-        return [
-            parameter
-            for name, parameter in self.module.named_parameters()
-            if name not in self.parameters_to_ignore
-        ]
-
-    @property
-    def _comm_hooks(self) -> list[tuple[Hook, object]]:
-        return [] if self.reducer.hook is None else [self.reducer.hook]
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
@@ -141,14 +108,6 @@ class TorchNames:
     _authoritative_rank = _of("_uneven_inputs", "authoritative_rank")
 
     # --- parameters ---
-
-    @staticmethod
-    def _get_data_parallel_params(
-        module: torch.nn.Module, named_params: bool = False
-    ) -> Iterator[Parameter | tuple[str, Parameter]]:
-        for name, parameter in module.named_parameters():
-            if not hasattr(parameter, "_ddp_ignored"):
-                yield (name, parameter) if named_params else parameter
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
@@ -168,23 +127,6 @@ class TorchNames:
             warnings.warn("static_graph is set already", stacklevel=2)
             return
         self.settings = dataclasses.replace(self.settings, static_graph=True)
-        self._renew_reducer()
-
-    def _update_process_group(self, new_process_group: Any) -> None:
-        """Change the group. The hook stays; the caller changes the hook's state.
-
-        Collective: over the new group, between steps; ranks outside of it do nothing.
-
-        Raises:
-            TypeError: The group is of another backend.
-        """
-        if new_process_group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
-            return
-        self._group = native_group(new_process_group)
-        self.process_group = new_process_group
-        self._renew_reducer()
-
-    def _renew_reducer(self) -> None:
         hook = self.reducer.hook
         self._make_reducer()
         # The hook of exact averages belongs to a reducer: the new one has its own.
@@ -226,31 +168,22 @@ class TorchNames:
         """
         from torch.distributed.optim import as_functional_optim
 
-        state = OptimizerHookState(as_functional_optim(optim, *args, **kwargs), optim_params)
-        self.register_comm_hook(self.process_group, hook_then_optimizer(allreduce_hook, state))
+        functional = as_functional_optim(optim, *args, **kwargs)
+        chosen = None if optim_params is None else set(optim_params)
 
-    def _remove_autograd_hooks(self) -> None:
-        """Remove the hooks of the parameters: gradients stay each rank's own from then on."""
-        self.reducer._remove_autograd_hooks()
+        @in_order
+        def allreduce_then_optimizer(group: AnyGroup, bucket: GradBucket) -> BucketFuture:
+            def step(buffer: Tensor) -> Tensor:
+                for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                    if chosen is None or parameter in chosen:
+                        functional.step_param(parameter, grad)
+                return buffer
 
-    def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Accept torch's setting; outputs are never cloned here."""
-        self._ddp_sink_clone = val
+            return allreduce_hook(group, bucket).then(applied(step, bucket.buffer().numel()))
+
+        self.register_comm_hook(self.process_group, allreduce_then_optimizer)
 
     # --- reports ---
-
-    def _check_reducer_finalized(self) -> None:
-        """Raise RuntimeError if a backward pass has begun and not ended."""
-        self.reducer._check_reducer_finalized()
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Accept torch's rate of runtime statistics, which are not collected here.
-
-        Raises:
-            ValueError: The rate is below 1.
-        """
-        if sample_rate < 1:
-            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
 
     def _get_ddp_logging_data(self) -> dict[str, object]:
         """Return settings and sizes by torch's names, without times.

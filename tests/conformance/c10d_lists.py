@@ -17,6 +17,7 @@ _NAMES = (
     "calls _build_params_for_reducer and _build_debug_param_to_name_mapping, which prepare "
     "torch's C++ reducer"
 )
+_NO_READER = "calls or reads {}, which neither torch nor a framework does on a module"
 _BUFFER_HOOK = "registers a hook for buffers, which torch's module alone has"
 
 _OF_GROUP = {
@@ -30,6 +31,7 @@ _OF_GROUP = {
 }
 _OF_OUR_DDP = {
     "test_ddp_broadcast_buffer_via_hook": _BUFFER_HOOK,
+    "test_ddp_bucket_cap_mb_list": _NO_READER.format("bucket_bytes_cap_list"),
     "test_ddp_buffer_hook_allreduce": _BUFFER_HOOK,
     "test_ddp_buffer_hook_allreduce_return_future": _BUFFER_HOOK,
     "test_ddp_build_debug_param_to_name_mapping": _NAMES,
@@ -37,6 +39,7 @@ _OF_OUR_DDP = {
     "test_ddp_comm_hook_logging": _LOGGER,
     "test_ddp_control_flow_different_across_ranks": _USED_MAP,
     "test_ddp_control_flow_same_across_ranks": _USED_MAP,
+    "test_ddp_has_finalized": _NO_READER.format("_check_reducer_finalized"),
     "test_ddp_logging_data_cpu": _LOGGER,
     "test_ddp_logging_data_gpu": _LOGGER,
     "test_ddp_multiple_nested_unused_params_err_ignore_params": _TEXTS,
@@ -44,9 +47,12 @@ _OF_OUR_DDP = {
     "test_ddp_native_mixed_precision_ignored_params": "reads _mp_param and _fp_param, which "
     "torch's module gives parameters",
     "test_ddp_python_error_logged": _LOGGER,
+    "test_ddp_remove_autograd_hooks": _NO_READER.format("_remove_autograd_hooks"),
+    "test_ddp_sink_noclone": _NO_READER.format("_set_ddp_sink_clone"),
     "test_ddp_unused_params_rebuild_buckets_exception": _TEXTS,
     "test_detect_ddp_is_actually_static": "reads reducer._ddp_graph_static of torch's C++ reducer",
     "test_different_graph_across_ranks": _LOGGER,
+    "test_get_data_parallel_params": _NO_READER.format("_get_data_parallel_params"),
     "test_invalid_static_graph": _TEXTS,
     "test_skip_all_reduce_unused_parameters": _LOGGER,
     "test_static_graph_api_cpu": _LOGGER,

@@ -45,39 +45,20 @@ def test_settings_by_torchs_names(group):
         and ddp.gradient_as_bucket_view
         and ddp.broadcast_buffers,
     )
-    agree(group, (ddp.bucket_bytes_cap, ddp.bucket_bytes_cap_list) == (2 << 20, [1 << 20, 2 << 20]))
-    agree(
-        group,
-        ddp.device_type == "cpu"
-        and ddp._distributed_rank == group.rank
-        and ddp.mixed_precision is None,
-    )
-    agree(
-        group,
-        len(ddp._module_parameters) == len(list(ddp._get_data_parallel_params(ddp.module))) == 4,
-    )
+    agree(group, ddp.bucket_bytes_cap == 2 << 20 and ddp.mixed_precision is None)
     ddp._set_static_graph()
     with pytest.warns(UserWarning, match="static_graph is set already"):
         ddp._set_static_graph()
-    agree(group, ddp.static_graph and ddp._comm_hooks == [])
-    ddp._set_ddp_sink_clone(False)
-    ddp._set_ddp_runtime_logging_sample_rate(2)
-    raises_on_all(
-        group,
-        ValueError,
-        lambda: ddp._set_ddp_runtime_logging_sample_rate(0),
-        "equal or greater than 1",
-    )
+    agree(group, ddp.static_graph)
     module = torch.nn.Linear(2, 2)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["bias"])
-    agree(
-        group,
-        [name for name, _ in DistributedDataParallel._get_data_parallel_params(module, True)]
-        == ["weight"],
-    )
+    ddp = DistributedDataParallel(module, process_group=group)
+    agree(group, ddp.reducer.parameters == [module.weight])
 
 
-@pytest.mark.parametrize("name", ["find_unused_parameters", "device_type", "_authoritative_rank"])
+@pytest.mark.parametrize(
+    "name", ["find_unused_parameters", "bucket_bytes_cap", "_authoritative_rank"]
+)
 def test_what_the_module_decides_is_not_assigned(group, name):
     ddp = DistributedDataParallel(net(), process_group=group)
     with pytest.raises(AttributeError):
@@ -104,7 +85,7 @@ def test_logging_data_has_torchs_fields(group):
     after = ddp._get_ddp_logging_data()
     agree(
         group,
-        after["comm_hook"] == "fp16_compress_hook" and ddp._comm_hooks[0][0] is fp16_compress_hook,
+        after["comm_hook"] == "fp16_compress_hook" and ddp.reducer.hook[0] is fp16_compress_hook,
         str(after),
     )
     agree(
@@ -141,73 +122,11 @@ def test_training_within_the_forward_pass_as_lightning_does(group):
     for _ in range(2):
         ddp(batch(group.rank))
         ddp.require_backward_grad_sync = True
-        ddp._check_reducer_finalized()
         agree(
             group,
             torch.allclose(gradients(ddp.module), averaged(group), atol=1e-6),
             "not the average",
         )
-
-
-def test_hooks_removed_and_passes_interrupted(group):
-    class Breaks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise KeyError("broken")
-
-    first, last = torch.nn.Linear(6, 5), torch.nn.Linear(5, 2)
-
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = first, last
-
-        def forward(self, x):
-            return self.last(Breaks.apply(self.first(x)))
-
-    ddp = DistributedDataParallel(Net(), process_group=group)
-    with pytest.raises(KeyError, match="broken"):
-        ddp(batch(group.rank)).sum().backward()
-    raises_on_all(group, RuntimeError, ddp._check_reducer_finalized, "begun and not ended")
-    other = DistributedDataParallel(net(), process_group=group)
-    other._remove_autograd_hooks()
-    other.module(batch(group.rank)).square().sum().backward()
-    agree(
-        group,
-        torch.allclose(gradients(other.module), averaged(group, [group.rank]), atol=1e-6),
-        "averaged all the same",
-    )
-
-
-def test_another_group(group):
-    ddp = DistributedDataParallel(net(), process_group=group)
-    ddp.register_comm_hook(
-        None, lambda state, bucket: fp16_compress_hook(ddp.process_group, bucket)
-    )
-    members = [rank for rank in range(group.size) if rank % 2 == group.rank % 2]
-    part = group.new_group(members)
-    ddp._update_process_group(part)
-    ddp._update_process_group(dist.GroupMember.NON_GROUP_MEMBER)
-    ddp(batch(group.rank)).square().sum().backward()
-    want = averaged(group, members)
-    agree(
-        group,
-        torch.allclose(gradients(ddp.module), want, atol=1e-2) and ddp.process_group is part,
-        "not the part's average",
-    )
-    agree(
-        group,
-        len(ddp._comm_hooks) == 1 and not torch.equal(gradients(ddp.module), want),
-        "the hook was lost",
-    )
-    raises_on_all(
-        group, TypeError, lambda: ddp._update_process_group(3), "needs a group of mpidist"
-    )
-    part.close()
 
 
 def test_a_hook_stays_when_the_graph_becomes_static(group):
@@ -218,11 +137,17 @@ def test_a_hook_stays_when_the_graph_becomes_static(group):
     agree(group, torch.equal(gradients(ddp.module), averaged(group, [group.rank])))
 
 
-def test_fused_optimizer(group):
-    fused = DistributedDataParallel(net(), process_group=group)
-    fused._register_fused_optim(torch.optim.SGD, 0.1, momentum=0.9)
-    plain = DistributedDataParallel(net(), process_group=group)
-    optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
+@pytest.mark.parametrize("chosen", [4, 2, 0])
+@pytest.mark.parametrize("between_nodes", [False, True])
+def test_fused_optimizer(group, monkeypatch, between_nodes, chosen):
+    monkeypatch.setattr(type(group), "is_single_node", not between_nodes)
+    fused, plain = (
+        DistributedDataParallel(net(), process_group=group, bucket_cap_mb=0.0001) for _ in range(2)
+    )
+    some = None if chosen == 4 else list(fused.parameters())[:chosen]
+    fused._register_fused_optim(torch.optim.SGD, 0.1, momentum=0.9, optim_params=some)
+    parameters = list(plain.parameters())[:chosen] or [torch.zeros(1)]
+    optimizer = torch.optim.SGD(parameters, 0.1, momentum=0.9)
     for step in range(3):
         for module in (fused, plain):
             module.zero_grad()

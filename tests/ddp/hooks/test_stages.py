@@ -18,7 +18,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
 )
 
 from mpidist.ddp.hooks import default, stages
-from mpidist.ddp.hooks.optimizer_overlap import OptimizerHookState, hook_then_optimizer
 from mpidist.ddp.hooks.owners import to_owners
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.future import Future, completed
@@ -230,9 +229,6 @@ AROUND = {
     "in order": lambda hook: stages.in_order(lambda state, bucket: hook(state, bucket)),
     "in bf16": default.bf16_compress_wrapper,
     "to owners": lambda hook: to_owners({}, hook),
-    "then an optimizer": lambda hook: hook_then_optimizer(
-        hook, OptimizerHookState(SimpleNamespace(step_param=None), [])
-    ),
 }
 
 

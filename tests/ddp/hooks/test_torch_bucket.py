@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import mpidist.ddp as ours
 from mpidist.ddp.hooks import default
-from mpidist.ddp.hooks.optimizer_overlap import OptimizerHookState, hook_then_optimizer
 from mpidist.ddp.hooks.registry import DDPCommHookType, register_ddp_comm_hook
 from mpidist.ddp.module import DistributedDataParallel
 from mpidist.optim import OSS, ZeroRedundancyOptimizer, hook_with_zero_step
@@ -129,21 +128,6 @@ def test_powersgd_of_full_rank_averages(group):
         if not torch.allclose(one, other, atol=1e-4 * float(other.abs().max()))
     ]
     agree(group, not wrong and len(state.error_dict) == 3, f"{wrong} {list(state.error_dict)}")
-
-
-def test_an_optimizer_within_the_hook(group):
-    from torch.distributed.optim import as_functional_optim
-
-    found = []
-    for kind in (TorchDDP, DistributedDataParallel):
-        ddp = wrapped(kind)
-        state = OptimizerHookState(as_functional_optim(torch.optim.SGD, lr=0.1))
-        ddp.register_comm_hook(None, hook_then_optimizer(ours.allreduce_hook, state))
-        gradients(ddp)
-        found.append([parameter.detach().clone() for parameter in ddp.parameters()])
-    before = list(net().parameters())
-    for one, other, old in zip(*found, before, strict=True):
-        agree(group, torch.allclose(one, other, atol=1e-6) and not torch.equal(one, old))
 
 
 @pytest.mark.parametrize(
