@@ -153,6 +153,19 @@ check_gpus() {
         say "note: $ranks ranks and $gpus GPUs on a node; as many GPUs as ranks are used"
 }
 
+# Try what MPI does with device memory, unless that is known from an earlier job: mpidist stages
+# what was not tried. One rank on the first node, started as the job's ranks.
+try_device_memory() {
+    local one=(-n 1)
+    ((MPIDIST_GPUS_PER_NODE > 0)) && [[ -z ${SLURM_HET_SIZE:-} ]] || return 0
+    # This node has a GPU: Nvidia's or AMD's.
+    [[ -e /dev/nvidiactl || -e /dev/kfd ]] || return 0
+    [[ ${LAUNCHER[0]} != srun ]] || one=(--nodes=1 --ntasks=1)
+    "${LAUNCHER[@]}" "${one[@]}" "${PYTHON[@]}" -m mpidist doctor --no-launcher > /dev/null ||
+        say "note: 'mpidist doctor' has ended with status $?: what MPI does with device memory" \
+            "may not have been tried; test.sbatch prints the reasons"
+}
+
 # Print the highest step of a commit or checkpoint that the ranks have noted; -1 for none.
 saved_step() {
     local step=''
@@ -270,3 +283,4 @@ export PYTHONUNBUFFERED=1
 say "job $JOB, run $((${SLURM_RESTART_COUNT:-0} + 1)), ${SLURM_JOB_NUM_NODES:-?} nodes from" \
     "$(hostname) on, GPUs of a node: ${SLURM_GPUS_ON_NODE:-0}, $LIBRARY by '${LAUNCHER[*]}'," \
     "checkpoints in $MPIDIST_CHECKPOINT"
+try_device_memory

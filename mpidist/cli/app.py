@@ -124,20 +124,17 @@ def doctor(
     launcher: Annotated[
         bool, typer.Option("--launcher/--no-launcher", help="alone: also start two ranks by mpirun")
     ] = True,
-    try_device: Annotated[
-        bool, typer.Option("--try-device", help="try what MPI does with device memory (minutes)")
-    ] = False,
 ) -> None:
     """Look at MPI, devices, cores, memory and versions; say what to do, and what is wrong.
 
-    Alone, with two more ranks that run README's first program; or under mpirun or srun, on every
-    rank. The exit status is 1 if something would stop jobs,
-    else 0.
+    Alone, with two more ranks that run README's first program and, on a GPU, try what MPI does with
+    its memory, which later jobs know then; or under mpirun or srun, on every rank. The exit status
+    is 1 if something would stop jobs, else 0.
     """
     from mpidist.cli import doctor as examination
     from mpidist.cli import tables
 
-    report = examination.examine(dict(os.environ), timeout, launcher, try_device)
+    report = examination.examine(dict(os.environ), timeout, launcher)
     if report.is_mine:
         tables.print_report(report, tables.console(is_rank=report.ranks[0].tasks is not None))
         if json_file is not None:

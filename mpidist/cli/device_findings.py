@@ -137,9 +137,8 @@ def _to_mpi(ranks: Sequence[Facts]) -> Iterator[Finding]:
     unknown = tuple(rank for rank, mpi in held.items() if "unknown" in mpi.operations.values())
     if unknown:
         yield Finding(
-            NOTE, unknown, "this MPI's operations on device memory have not been tried yet",
-            "mpidist doctor --try-device (some seconds to minutes); else the first collective on a "
-            "device does",
+            NOTE, unknown, "this MPI's operations on device memory have not been tried: staged",
+            "mpidist doctor without a launcher, on a GPU node (some seconds to minutes)",
         )  # fmt: skip
 
 

@@ -66,9 +66,7 @@ class Report:
         }
 
 
-def examine(
-    environ: Mapping[str, str], timeout_s: float, tries_launcher: bool, tries_device: bool
-) -> Report:
+def examine(environ: Mapping[str, str], timeout_s: float, tries_launcher: bool) -> Report:
     """Examine this process, or the job that this process is a rank of.
 
     Collective: over the job.
@@ -77,7 +75,6 @@ def examine(
         environ: Usually ``os.environ``, before MPI has started.
         timeout_s: Limit in seconds for the start of MPI on all ranks, and for each operation.
         tries_launcher: Without a launcher, also start two ranks by mpirun.
-        tries_device: Try MPI's operations on device memory, which may take minutes.
     """
     launch = launcher_env.from_environment(environ)
     is_alone = launch.size in (None, 1)
@@ -113,21 +110,20 @@ def examine(
             return _without_mpi(own, error, launch.rank)
         own = questions.ask(own, library)
         checks = {} if trial is None else trial.result()
-    return report_of(own, checks, timeout_s, tries_device)
+    return report_of(own, checks, timeout_s)
 
 
-def report_of(
-    own: Facts, checks: Mapping[str, str], timeout_s: float, tries_device: bool
-) -> Report:
+def report_of(own: Facts, checks: Mapping[str, str], timeout_s: float) -> Report:
     """Run the small operations and gather the facts of all ranks. MPI must have started.
 
-    Collective: over the job.
+    A process alone that has a device tries MPI's operations on its memory, once a machine.
+
+    Collective: over the job. Blocks: for seconds, and for minutes if operations hang.
 
     Args:
         own: This rank's facts, including those of MPI.
         checks: Results of earlier checks.
         timeout_s: Limit in seconds for each operation.
-        tries_device: Try MPI's operations on device memory.
     """
     from mpidist.cli import questions
 
@@ -146,9 +142,9 @@ def report_of(
     if not any(text for facts in ranks for text in facts.checks.values()):
         shares_memory = questions.shares_node_memory(group)
         own = replace(own, mpi=replace(mpi, shares_memory=shares_memory))
-        if tries_device:
+        if len(ranks) == 1 and own.device is not None:
             with progress_bar.spinner("tries MPI's operations on device memory", own.rank):
-                questions.try_device_operations(group)
+                questions.try_device_operations()
         ranks = questions.gather(questions.with_operations(own))
     group.close()
     return Report(ranks, findings(ranks), own.rank == 0)

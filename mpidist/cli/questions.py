@@ -69,16 +69,12 @@ def ask(facts: Facts, library: Installed) -> Facts:
     return replace(process_facts.with_device(facts, runtime.device()), rank=world.rank, mpi=mpi)
 
 
-def try_device_operations(group: Group) -> None:
+def try_device_operations() -> None:
     """Try each operation on device memory in a separate job, and cache the results.
 
-    Collective: over the group.
-
-    Blocks: for seconds to minutes, the first time on a machine.
+    Local: in a job of one. Blocks: for seconds to minutes, the first time on a machine.
     """
-    device = runtime.device()
-    if device.type == "cuda":
-        capability.agreed_operations(group._comm, device)
+    capability.try_operations(runtime.device())
 
 
 def gather(facts: Facts) -> list[Facts]:

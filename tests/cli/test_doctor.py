@@ -22,7 +22,7 @@ def own(world):
 
 @pytest.mark.mpi
 def test_a_job_is_examined_by_all_ranks(world, own):
-    report = doctor.report_of(own, {}, 30.0, False)
+    report = doctor.report_of(own, {}, 30.0)
     size = world.size
     assert [one.rank for one in report.ranks] == list(range(size)) and report.is_mine == (
         world.rank == 0
@@ -62,12 +62,24 @@ def test_a_finding_of_one_rank_is_reported_on_all(world, own, monkeypatch):
         ("wrong", lambda: "expected 1, got 2" if world.rank == last else ""),
     ]
     monkeypatch.setattr(questions, "_checks", lambda group, timeout_s: checks)
-    report = doctor.report_of(own, {"before": ""}, 30.0, False)
+    report = doctor.report_of(own, {"before": ""}, 30.0)
     texts = " | ".join(finding.text for finding in report.findings)
     agree(world, report.exit_code() == 1 and "torch differs: " in texts, texts)
     assert "UCX_TLS differs: unset" in texts and "wrong fails: expected 1, got 2" in texts
     assert [finding.ranks for finding in report.findings if "fails" in finding.text] == [(last,)]
     assert list(report.ranks[last].checks) == ["before", "fine", "wrong"]
+
+
+@pytest.mark.mpi
+def test_device_memory_is_tried_by_a_process_alone(world, own, monkeypatch):
+    done = []
+    monkeypatch.setattr(questions, "_checks", lambda group, timeout_s: [("fine", lambda: "")])
+    monkeypatch.setattr(questions, "try_device_operations", lambda: done.append("tried"))
+    doctor.report_of(own, {}, 30.0)
+    assert not done
+    device = facts.Device(0, "pretended", "GPU-0", ("GPU-0",))
+    doctor.report_of(replace(own, device=device), {}, 30.0)
+    agree(world, done == ["tried"] * (world.size == 1), str(done))
 
 
 @pytest.mark.mpi
@@ -99,13 +111,13 @@ def test_a_start_that_fails_is_a_problem_and_one_rank_prints_it(monkeypatch):
         (ranked, False),
         ({**ranked, "OMPI_COMM_WORLD_RANK": "0"}, True),
     ):
-        report = doctor.examine(environ, 5.0, True, False)
+        report = doctor.examine(environ, 5.0, True)
         assert (report.exit_code(), report.is_mine, report.ranks[0].mpi) == (1, is_mine, None)
         assert report.findings[0].remedy == "load it"
     library = installed.Installed("openmpi", "Open MPI v5", "/m/libmpi.so", "/m/mpirun")
     monkeypatch.setattr(installed, "installed", lambda: library)
     monkeypatch.setattr(questions, "start", lambda timeout_s: fails())
-    report = doctor.examine(ranked, 5.0, True, False)
+    report = doctor.examine(ranked, 5.0, True)
     assert report.exit_code() == 1 and report.ranks[0].rank == 1
 
 
@@ -120,7 +132,7 @@ def test_ctrl_c_and_sigterm_end_the_job_of_the_other_thread(monkeypatch, number,
     monkeypatch.setattr(doctor, "_try_two_ranks", lambda library: {"it": str(ended.wait(60))})
     monkeypatch.setattr(facts, "collect", lambda *args: signal.raise_signal(number))
     with pytest.raises(raised):
-        doctor.examine({}, 5.0, True, False)
+        doctor.examine({}, 5.0, True)
     assert ended.is_set() and signal.getsignal(signal.SIGTERM) == former
 
 

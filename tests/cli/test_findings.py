@@ -310,7 +310,7 @@ BROKEN = {
         NOTE,
         ALL,
         "have not been tried",
-        "--try-device",
+        "without a launcher",
     ),
     "no shm": (job(shm_bytes=-1), WARNING, (0, 1), "has no /dev/shm", "tmpfs"),
     "small shm": (

@@ -123,8 +123,13 @@ class Run:
         start = [step for step in every.start() if self._is_wanted(step)]
         self._execute(self._possible(start), self._until)
         self._drop_broken()
-        self._execute(self._possible(self._asked(every.capability())), self._until)
-        possible = self._possible(self._asked(every.planned(self._files())))
+        asked = self._asked(every.planned(self._files()))
+        # Without the trials, device memory is staged in all that follows.
+        trials = every.capability()
+        if not asked or self._chosen.is_dry:
+            trials = self._asked(trials)
+        self._execute(self._possible(trials), self._until)
+        possible = self._possible(asked)
         made = plan.plan(
             possible, self._results.past, record.order(), self._left_s(), self._chosen.lanes
         )

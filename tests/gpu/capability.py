@@ -1,35 +1,33 @@
-"""Report of MPI's capabilities on device memory, for ``make gpu``; caches the result for the tests.
+"""Trial of MPI's operations on device memory, for ``make gpu``; caches the results for the tests.
 
-The trial takes up to minutes if operations hang; inside a test, faulthandler would end it.
-Collective: ``mpirun -n 2 python -m tests.gpu.rank tests.gpu.capability``.
+The trial takes up to minutes if operations hang. Without it the tests' device memory is staged.
+``python -m tests.gpu.capability``, without a launcher.
 """
 
 from __future__ import annotations
 
 import torch
 
-from mpidist.comm import init
 from mpidist.comm.discovery import capability
+from mpidist.comm.discovery.trial_operations import WORKS
 from mpidist.comm.mpi import runtime
 
 
 def main() -> None:
-    group = init()
     device = runtime.device()
-    working = (
-        capability.agreed_operations(group._comm, device) if device.type == "cuda" else frozenset()
-    )
+    if device.type == "cuda":
+        capability.try_operations(device)
     found = capability.capabilities()
-    if group.rank == 0:
-        print(f"{found.library}\nCUDA-aware: {found.cuda_aware} ({found.cuda_source})")
-        print(f"ROCm-aware: {found.rocm_aware} ({found.rocm_source})")
-        for operation, verdict in found.operations.items():
-            print(f"  {operation:24} {'yes' if operation in working else 'no':4} {verdict}")
-        print(
-            f"{len(working)} of {len(found.operations)} operations work on {device} of torch "
-            f"{torch.__version__}",
-            flush=True,
-        )
+    print(f"{found.library}\nCUDA-aware: {found.cuda_aware} ({found.cuda_source})")
+    print(f"ROCm-aware: {found.rocm_aware} ({found.rocm_source})")
+    for operation, verdict in found.operations.items():
+        print(f"  {operation:24} {verdict}")
+    working = sum(verdict.startswith(WORKS) for verdict in found.operations.values())
+    print(
+        f"{working} of {len(found.operations)} operations work on {device} of torch "
+        f"{torch.__version__}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -131,10 +131,13 @@ class Steps:
 
     def capability(self) -> list[Step]:
         """Return the trials of device memory: an operation may hang, which a test must not."""
-        own = ("-m", "tests.gpu.rank", "tests.gpu.capability")
+        command = (self._python, "-m", "tests.gpu.capability")
         return [
-            self._job("capability:aware", CAPABILITY, 150, self._aware, own, ("mpi4py",)),
-            self._job("capability:staged", CAPABILITY, 60, self._plain, own, ("mpi4py",)),
+            Step(name, CAPABILITY, limit_s, (launch.need, "mpi4py"), command, launch.env)
+            for name, limit_s, launch in (
+                ("capability:aware", 150, self._aware),
+                ("capability:staged", 60, self._plain),
+            )
         ]
 
     # --- by plan ---

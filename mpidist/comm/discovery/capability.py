@@ -1,25 +1,26 @@
 """Capabilities of the job's MPI library: reported by the library, and tried for device memory.
 
-A library that reports CUDA awareness may still crash in one operation, so each operation is tried
-once in a job of its own (``capability_trial``). The results are cached in the user's folder by MPI
-library, version, device, relevant settings, and whether MPI found a CUDA context when it started
-(``cuda_context``). ``MPIDIST_CUDA_AWARE=0`` and ``=1``, the same on all ranks, replace the
-library's report and the cache.
+A library that reports CUDA awareness may still crash in one operation. So device memory is staged
+until ``mpidist doctor`` has tried each operation in a job of its own (``capability_trial``). The
+results are cached in the user's folder by MPI library, version, device, relevant settings, and
+whether MPI found a CUDA context when it started (``cuda_context``). ``MPIDIST_CUDA_AWARE=0`` and
+``=1``, the same on all ranks, replace the library's report and the cache.
 
-The two ranks of a trial are children of rank 0 and see its devices; ``visible_devices`` handles
-ranks that see other devices.
+The two ranks of a trial see the devices of one process; ``visible_devices`` handles ranks that see
+other devices.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from mpidist import cache
-from mpidist.comm.discovery import capability_trial, library_report, visible_devices
+from mpidist.comm.discovery import capability_trial, installed, library_report, visible_devices
 from mpidist.comm.discovery.trial_operations import OPERATIONS, REDUCTIONS, VERSION, WORKS
 from mpidist.comm.mpi import cuda_context, launcher_env, runtime
 from mpidist.comm.mpi.communicator import Communicator
@@ -34,8 +35,8 @@ _FORCED = {"": _UNSET, "0": _OFF, "1": _ON}
 _FORCED_WORDS = ("unset", "0", "1", "neither 0 nor 1")
 
 _KIND = "device-operations"  # in the cache
-# Key: device, and whether CUDA started before MPI. Value: the table that this process has measured
-# or loaded; None if the cache has none.
+# Key: device, and whether CUDA started before MPI. Value: the table that this process has tried or
+# loaded; None if the cache has none.
 _tables: dict[tuple[str, bool], dict[str, str] | None] = {}
 
 
@@ -56,7 +57,7 @@ class Capabilities:
             disables part of its support for device memory. None without a device, with
             ``MPIDIST_CUDA_AWARE=0``, and if other code started both.
         operations: For each operation of ``trial_operations.OPERATIONS``, on memory of this rank's
-            CUDA device: "works …", the reason why it does not, or "unknown" before it is tried.
+            CUDA device: "works …", the reason why it does not, or "unknown" if it was not tried.
     """
 
     library: str
@@ -93,8 +94,8 @@ def capabilities() -> Capabilities:
 # --- operations on device memory ---
 
 
-def known_operations(device: torch.device) -> frozenset[str] | None:
-    """Return the operations that work on memory of a device; None if they must be tried first.
+def known_operations(device: torch.device) -> frozenset[str]:
+    """Return the operations that work on memory of a device, as far as this rank knows.
 
     Local. The environment's setting comes first, then a "no" reported by the library, then the
     cache.
@@ -102,26 +103,23 @@ def known_operations(device: torch.device) -> frozenset[str] | None:
     Raises:
         ValueError: ``MPIDIST_CUDA_AWARE`` is neither 0 nor 1.
     """
-    table = _known_table(device, _is_cuda_first())
-    return (
-        None
-        if table is None or (_forced() is None and visible_devices.may_be_unseen(device))
-        else _working(table)
-    )
+    if _forced() is None and visible_devices.may_be_unseen(device):
+        return frozenset()
+    return _working(_known_table(device, _is_cuda_first()) or {})
 
 
 def agreed_operations(comm: Communicator, device: torch.device) -> frozenset[str]:
     """Return the operations that may be called on memory of a device; the same set on all ranks.
 
-    Other operations are staged through host memory. Rank 0 decides for all: without a cached table
-    it tries each operation in a job of its own on its node, which starts MPI before CUDA if a rank
-    of the group has done so. Reductions are in the set as blocking calls only, because under Open
+    Other operations are staged through host memory. Rank 0 decides for all, by what
+    ``known_operations`` says there, for the order in which MPI and CUDA have started on all ranks.
+    Where the library does not deny that it takes device memory and nothing has been tried, the set
+    is empty, and rank 0 warns. Reductions are in the set as blocking calls only, because under Open
     MPI a non-blocking reduction of device memory crashes. If ``comm`` replaces blocking calls by
     their non-blocking form, the set has no reductions, and other collectives only if their
     non-blocking form works.
 
     Collective: over ``comm``, the first time for a device type; later calls are local.
-    Blocks: the first time up to some minutes, if operations are tried and hang.
 
     Raises:
         MpidistError: ``MPIDIST_CUDA_AWARE`` differs between ranks, or rank 0 failed (all ranks).
@@ -129,11 +127,29 @@ def agreed_operations(comm: Communicator, device: torch.device) -> frozenset[str
     """
     held = comm.device_operations.get(device.type)
     if held is None:
-        held = comm.device_operations[device.type] = _agree(comm, device)
+        held, warning = _agree(comm, device)
+        comm.device_operations[device.type] = held
         # After the collective part, because a warning may be an error on this rank alone.
         if device.type == "cuda":
             cuda_context.warn_of_late_visibility()
+        if warning:
+            warnings.warn(warning, RuntimeWarning, stacklevel=2)
     return held if takes_blocking_calls(comm) else _nonblocking_only(held)
+
+
+def try_operations(device: torch.device) -> None:
+    """Try each operation on memory of a device and cache the results, unless they are known.
+
+    Local: for a process of its own, and no rank of a job, whose answer is that of later jobs in the
+    same environment, in whichever order they start CUDA and MPI.
+    Blocks: some seconds, and a minute more for each operation that hangs.
+
+    Raises:
+        ValueError: ``MPIDIST_CUDA_AWARE`` is neither 0 nor 1.
+    """
+    for is_cuda_first in (True, False):
+        if _known_table(device, is_cuda_first) is None:
+            _try_operations(device, is_cuda_first)
 
 
 def takes_blocking_calls(comm: Communicator) -> bool:
@@ -149,18 +165,20 @@ def _nonblocking_only(working: frozenset[str]) -> frozenset[str]:
     )
 
 
-def _agree(comm: Communicator, device: torch.device) -> frozenset[str]:
+def _agree(comm: Communicator, device: torch.device) -> tuple[frozenset[str], str]:
+    """Return the operations, and rank 0's warning if they have not been tried."""
     is_cuda_first = _compare_environments(comm)
     if device.type == "cuda" and _forced() is None and not visible_devices.all_seen(comm, device):
-        return frozenset()
+        return frozenset(), ""
     # One byte for success, and one for each operation.
     answer = bytearray(1 + len(OPERATIONS))
     failure: Exception | None = None
+    warning = ""
     if comm.rank == 0:
         try:
-            working = _working(
-                _known_table(device, is_cuda_first) or _try_operations(device, is_cuda_first)
-            )
+            table = _known_table(device, is_cuda_first)
+            warning = _untried(device) if table is None else ""
+            working = _working(table or {})
             answer[:] = bytes([1, *(operation in working for operation in OPERATIONS)])
         except Exception as error:  # the other ranks wait for the answer
             failure = error
@@ -169,8 +187,17 @@ def _agree(comm: Communicator, device: torch.device) -> frozenset[str]:
         raise MpidistError(
             "rank 0 could not find out what MPI does with device memory: see its error"
         ) from failure
-    return frozenset(
-        operation for operation, works in zip(OPERATIONS, answer[1:], strict=True) if works
+    works = zip(OPERATIONS, answer[1:], strict=True)
+    return frozenset(operation for operation, does in works if does), warning
+
+
+def _untried(device: torch.device) -> str:
+    is_aware, source = library_report.device_support()
+    says = f"says that it does ({source})" if is_aware else "does not say whether it does"
+    return (
+        f'memory of {device.type} devices is staged; run "mpidist doctor" on a GPU node, without a '
+        "launcher and in this job's environment. Whether MPI takes that memory has not been tried, "
+        f"and a library that {says} may crash. MPIDIST_CUDA_AWARE=0 or =1 decides without a trial"
     )
 
 
@@ -191,8 +218,9 @@ def _compare_environments(comm: Communicator) -> bool:
 
 
 def _is_cuda_first() -> bool:
-    # If unknown, the trial starts MPI first, as most scripts that import mpi4py do.
-    return cuda_context.is_first() is True
+    # A world of one, which has no context, asks for jobs, which have one. If unknown: MPI first, as
+    # in most scripts that import mpi4py.
+    return cuda_context.is_first() is True or runtime.world().size == 1
 
 
 def _forced_code() -> int:
@@ -272,6 +300,7 @@ def _key(device: torch.device, is_cuda_first: bool) -> dict[str, object]:
     return {
         "trial": VERSION,
         "library": library_name(),
+        "file": installed.library_file(),
         "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
         # With one device both ranks of the trial share it.
         "devices": torch.cuda.device_count() if is_cuda else 0,
@@ -279,4 +308,12 @@ def _key(device: torch.device, is_cuda_first: bool) -> dict[str, object]:
         "driver": library_report.driver_version(),
         "cuda": torch.version.cuda,
         "settings": launcher_env.device_settings(os.environ),
+        "search_path": _search_path(installed.library_file()),
     }
+
+
+def _search_path(library_file: str) -> str:
+    """Return LD_LIBRARY_PATH without the library's folder, which Open MPI's launcher puts there."""
+    own = os.path.realpath(os.path.dirname(library_file))
+    folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    return os.pathsep.join(one for one in folders if one and os.path.realpath(one) != own)

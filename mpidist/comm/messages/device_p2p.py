@@ -199,4 +199,4 @@ def _ready_fence(device: Device | None, tensor: Tensor) -> StreamFence | None:
 
 def _takes_messages(tensor: Tensor) -> bool:
     known = capability.known_operations(tensor.device)
-    return known is not None and known.issuperset(_NEEDED) and buffer.is_plain(tensor)
+    return known.issuperset(_NEEDED) and buffer.is_plain(tensor)

@@ -18,7 +18,7 @@ from types import ModuleType
 from mpidist.comm.mpi import launcher_env
 from mpidist.comm.mpi.launcher_env import Launch
 
-# "0": MPI gets no device pointers; "1": all operations do; unset: query the library and try.
+# "0": MPI gets no device pointers; "1": all operations do; unset: those that were tried.
 ENV_CUDA_AWARE = "MPIDIST_CUDA_AWARE"
 _ENV_VISIBLE = "CUDA_VISIBLE_DEVICES"
 

@@ -85,7 +85,7 @@ _USER_PREFIXES = (
 )  # fmt: skip
 # Prefixes of settings that change what the library does with device memory.
 _DEVICE_PREFIXES = (
-    "OMPI_MCA_", "UCX_", "MPICH_", "MV2_", "FI_", "OPAL_PREFIX", "LD_LIBRARY_PATH", "MPI4PY_LIBMPI",
+    "OMPI_MCA_", "UCX_", "MPICH_", "MV2_", "FI_", "MPI4PY_LIBMPI",
     "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF",
 )  # fmt: skip
 

@@ -1,10 +1,11 @@
-"""Capabilities on device memory: forced, cached or tried, with one result for all ranks.
+"""Capabilities on device memory: forced, cached, tried or staged, with one result for all ranks.
 
 The CPU replaces a device here; the GPU test at the end uses a real one.
 """
 
 import json
 import sys
+import warnings
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from mpidist.comm.discovery.capability import (
     capabilities,
     known_operations,
     takes_blocking_calls,
+    try_operations,
 )
 from mpidist.comm.mpi import cuda_context
 from mpidist.errors import MpidistError
@@ -53,7 +55,8 @@ def forget(comm, monkeypatch):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("value", "expected"), [("0", frozenset()), ("1", EVERYTHING), ("", None), (None, None)]
+    ("value", "expected"),
+    [("0", frozenset()), ("1", EVERYTHING), ("", frozenset()), (None, frozenset())],
 )
 def test_the_environment_forces_all_operations_or_none(world, monkeypatch, value, expected):
     if value is not None:
@@ -80,7 +83,7 @@ def test_capabilities_launch_nothing(world, monkeypatch, launches):
     monkeypatch.setattr(library_report, "cuda_support", lambda: (True, "it says so"))
     monkeypatch.setattr(capability, "_key", lambda device, is_cuda_first: {"device": "pretended"})
     assert set(capabilities().operations.values()) == {"unknown"}
-    capability._try_operations(torch.device("cuda", 0), False)
+    capability._try_operations(torch.device("cuda", 0), capability._is_cuda_first())
     assert capabilities().operations["Alltoallv"] == "ended by signal 11 (SIGSEGV)"
     assert len(launches) == 1
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
@@ -96,13 +99,13 @@ def test_without_a_device_every_operation_says_so(world, monkeypatch):
 @pytest.mark.mpi
 @pytest.mark.parametrize("text", ["", '{"format": 1, "key": {}, "value": {}}', None])
 def test_a_cache_that_is_broken_is_written_again(world, launches, folder, monkeypatch, text):
-    table = capability._try_operations(CPU, False)
+    table = capability._try_operations(CPU, capability._is_cuda_first())
     (path,) = folder.iterdir()
     whole = path.read_text()
     path.write_text(whole.replace('"works"', "1") if text is None else text)
     monkeypatch.setattr(capability, "_tables", {})
-    assert known_operations(CPU) is None
-    assert capability._try_operations(CPU, False) == table
+    assert known_operations(CPU) == frozenset()
+    assert capability._try_operations(CPU, capability._is_cuda_first()) == table
     assert path.read_text() == whole
 
 
@@ -110,10 +113,10 @@ def test_a_cache_that_is_broken_is_written_again(world, launches, folder, monkey
 def test_results_of_another_version_of_the_trial_are_not_used(world, launches, monkeypatch):
     """An older trial may have called MPI in another way under the same name."""
     monkeypatch.setattr(capability, "VERSION", trial_operations.VERSION - 1)
-    capability._try_operations(CPU, False)
+    capability._try_operations(CPU, capability._is_cuda_first())
     for version, expected in (
         (trial_operations.VERSION - 1, EVERYTHING - {"Alltoallv"}),
-        (trial_operations.VERSION, None),
+        (trial_operations.VERSION, frozenset()),
     ):
         monkeypatch.setattr(capability, "VERSION", version)
         monkeypatch.setattr(capability, "_tables", {})
@@ -127,12 +130,13 @@ def test_a_job_that_did_not_start_is_not_kept(world, folder, monkeypatch):
         "try_operations",
         lambda *_, **__: dict.fromkeys(trial_operations.OPERATIONS, "not tried: no mpirun"),
     )
-    capability._try_operations(CPU, False)
+    capability._try_operations(CPU, capability._is_cuda_first())
     assert list(folder.iterdir()) == []
-    assert known_operations(CPU) == frozenset()  # but this job does not try again
+    table = capability._known_table(CPU, capability._is_cuda_first())
+    assert set(table.values()) == {"not tried: no mpirun"}  # but this job does not try again
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 def test_what_was_found_with_cuda_first_is_not_for_a_job_that_started_mpi_first(
     world, launches, monkeypatch
 ):
@@ -143,54 +147,97 @@ def test_what_was_found_with_cuda_first_is_not_for_a_job_that_started_mpi_first(
         monkeypatch.setattr(cuda_context, "_is_first", is_first)
         monkeypatch.setattr(capability, "_tables", {})
         assert capabilities().cuda_before_mpi is is_first
-        assert known_operations(CPU) is None
+        assert known_operations(CPU) == frozenset()
+
+
+@pytest.mark.mpi
+def test_the_key_is_that_of_a_process_without_a_launcher(world, monkeypatch, tmp_path):
+    """Open MPI's mpirun tells its ranks where the library is."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "lib")
+    monkeypatch.setattr(
+        capability.installed, "library_file", lambda: str(tmp_path / "lib" / "libmpi.so.40")
+    )
+    keys = []
+    for folders in ("/opt/ucx/lib", f"{tmp_path}/link:{tmp_path}/lib:/opt/ucx/lib", ""):
+        monkeypatch.setenv("LD_LIBRARY_PATH", folders)
+        monkeypatch.setenv("OPAL_PREFIX", folders)
+        keys.append(capability._key(CPU, True))
+    assert keys[0] == keys[1] != keys[2]
 
 
 # --- all ranks ---
 
 
 @pytest.mark.mpi
-def test_rank_0_tries_for_all_and_only_once(group, launches, monkeypatch, folder):
+def test_what_was_tried_is_of_later_jobs_and_of_either_order(group, launches, monkeypatch, folder):
     comm = group._comm
     expected = EVERYTHING - {"Alltoallv"}
-    first, again = agreed_operations(comm, CPU), agreed_operations(comm, CPU)
-    forget(comm, monkeypatch)
-    later = agreed_operations(comm, CPU)  # from the cache
-    agree(group, first == again == later == expected, f"{first}, {later}")
-    agree(group, len(launches) == (group.rank == 0), f"{len(launches)} launches")
+    for _ in range(2):
+        try_operations(CPU)
+        assert len(launches) == 2
+        monkeypatch.setattr(capability, "_tables", {})
+    for is_first in (True, False):
+        monkeypatch.setattr(cuda_context, "_is_first", is_first)
+        forget(comm, monkeypatch)
+        found = [agreed_operations(comm, CPU) for _ in range(2)]
+        agree(group, found == [expected] * 2 and known_operations(CPU) == expected, str(found))
+    assert len(launches) == 2
 
 
-@pytest.mark.mpi
-def test_the_trial_starts_mpi_first_where_one_rank_has_done_so(group, monkeypatch):
-    states = []
-
-    def found(device, library, cuda_first):
-        states.append(cuda_first)
-        return dict.fromkeys(trial_operations.OPERATIONS, "works")
-
-    monkeypatch.setattr(capability_trial, "try_operations", found)
+@pytest.mark.mpi(min_size=2)
+def test_the_order_of_the_group_is_mpi_first_where_one_rank_has_it(group, monkeypatch):
+    asked = []
+    table = dict.fromkeys(trial_operations.OPERATIONS, "works")
+    monkeypatch.setattr(
+        capability, "_known_table", lambda device, first: asked.append(first) or table
+    )
     for last in (True, False):
         monkeypatch.setattr(
             cuda_context, "_is_first", last if group.rank == group.size - 1 else True
         )
         group._comm.device_operations.clear()
         agreed_operations(group._comm, CPU)
-    agree(group, states == ([True, False] if group.rank == 0 else []), f"{states}")
+    agree(group, asked == ([True, False] if group.rank == 0 else []), f"{asked}")
 
 
 @pytest.mark.mpi
-def test_without_a_cache_folder_it_is_tried_in_each_job(group, launches, monkeypatch, folder):
-    (folder / "file").write_text("")
-    monkeypatch.setenv("MPIDIST_CACHE", str(folder / "file"))
-    for _ in range(2):
-        forget(group._comm, monkeypatch)
-        assert agreed_operations(group._comm, CPU)
-    agree(group, len(launches) == 2 * (group.rank == 0), f"{len(launches)} launches")
+@pytest.mark.parametrize("is_aware", [True, False, None])
+def test_without_a_trial_all_is_staged_and_rank_0_says_so(group, launches, monkeypatch, is_aware):
+    comm = group._comm
+    monkeypatch.setattr(library_report, "device_support", lambda: (is_aware, "MPIX_Query"))
+    if is_aware is False:
+        monkeypatch.setattr(capability, "_known_table", lambda *_: dict.fromkeys(EVERYTHING, "no"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [agreed_operations(comm, CPU) for _ in range(2)]
+    agree(group, found == [frozenset()] * 2 and launches == [] and not known_operations(CPU))
+    texts = [str(one.message) for one in caught]
+    is_said = group.rank == 0 and is_aware is not False
+    agree(group, len(texts) == is_said, str(texts))
+    if is_said:
+        assert 'staged; run "mpidist doctor" on a GPU node' in texts[0]
+        assert ("says that it does (MPIX_Query)" in texts[0]) is (is_aware is True)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_table_that_one_rank_alone_has(group, launches, monkeypatch, tmp_path):
+    """Caches of nodes may differ: rank 0's is that of all."""
+    comm = group._comm
+    for having in (0, group.size - 1):
+        forget(comm, monkeypatch)
+        monkeypatch.setenv("MPIDIST_CACHE", str(tmp_path / f"{having} {group.rank}"))
+        if group.rank == having:
+            capability._try_operations(CPU, capability._is_cuda_first())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = agreed_operations(comm, CPU)
+        agree(group, found == (EVERYTHING - {"Alltoallv"} if having == 0 else frozenset()))
 
 
 @pytest.mark.mpi
-def test_a_job_inside_this_job_while_the_others_wait(group, monkeypatch):
-    """The other ranks wait in a broadcast: the child job must neither join nor abort this job."""
+def test_a_job_beside_this_job(group, monkeypatch):
+    """Under a launcher, too, the child job must neither join nor abort this job."""
     real = capability_trial.try_operations
     program = [sys.executable, "-c", _RANK]
     monkeypatch.setattr(
@@ -198,6 +245,8 @@ def test_a_job_inside_this_job_while_the_others_wait(group, monkeypatch):
         "try_operations",
         lambda *args, **_: real(*args, program=program, silence_s=40),
     )
+    if group.rank == 0:
+        try_operations(CPU)
     operations = agreed_operations(group._comm, CPU)
     agree(group, operations == EVERYTHING, f"{capability._tables}")
 
@@ -205,6 +254,7 @@ def test_a_job_inside_this_job_while_the_others_wait(group, monkeypatch):
 @pytest.mark.mpi
 def test_a_wrapper_that_never_blocks_gets_no_reductions(group, launches):
     comm = group._comm
+    try_operations(CPU)
     sleeping = comm.sleeping()
     kept = agreed_operations(sleeping, CPU)
     agree(group, kept == EVERYTHING - {"Alltoallv", "Allreduce"}, f"{kept}")
@@ -217,6 +267,7 @@ def test_a_wrapper_that_never_blocks_gets_no_reductions(group, launches):
 def test_a_collective_whose_nonblocking_form_fails_is_not_for_a_wrapper(group, monkeypatch):
     verdicts = {**dict.fromkeys(trial_operations.OPERATIONS, "works"), "Ibcast": "hung"}
     monkeypatch.setattr(capability_trial, "try_operations", lambda *_, **__: verdicts)
+    try_operations(CPU)
     operations = agreed_operations(group._comm.sleeping(), CPU)
     agree(group, "Bcast" not in operations and "Allgather" in operations, f"{operations}")
 
@@ -226,7 +277,7 @@ def test_a_failure_of_rank_0_raises_on_all(group, monkeypatch):
     def fail(*_, **__):
         raise OSError("no processes left")
 
-    monkeypatch.setattr(capability_trial, "try_operations", fail)
+    monkeypatch.setattr(capability, "_known_table", fail)
     raises_on_all(
         group,
         MpidistError,

@@ -99,17 +99,19 @@ _LEFT = (
     "MPICH_INTERFACE_HOSTNAME",
 )  # fmt: skip
 _OF_THE_USER = (
-    "FI_PROVIDER", "LD_LIBRARY_PATH", "MPI4PY_LIBMPI", "MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA",
+    "FI_PROVIDER", "MPI4PY_LIBMPI", "MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA",
     "OMPI_MCA_accelerator",
     "OMPI_MCA_btl_smcuda_use_cuda_ipc", "OMPI_MCA_coll_cuda_priority", "OMPI_MCA_mtl",
     "OMPI_MCA_opal_cuda_verbose",
-    "OMPI_MCA_osc", "OMPI_MCA_pml", "OMPI_MCA_smsc", "OPAL_PREFIX",
+    "OMPI_MCA_osc", "OMPI_MCA_pml", "OMPI_MCA_smsc",
     "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "UCX_TLS",
 )  # fmt: skip
 _WITHOUT_EFFECT = (
     "CUDA_VISIBLE_DEVICES",
     "HOME",
+    "LD_LIBRARY_PATH",
     "OMPI_ALLOW_RUN_AS_ROOT",
+    "OPAL_PREFIX",
     "PATH",
     "PMIX_PREFIX",
     "PRTE_PREFIX",
