@@ -50,7 +50,7 @@ def listed_while_added(registry, entries):
     adding = threading.Thread(target=add)
     adding.start()
     try:
-        assert began.wait(10)
+        assert began.wait(60)
         for _ in range(LISTS):
             entries()
     except RuntimeError as error:

@@ -251,7 +251,7 @@ def test_a_thread_that_brings_gradients_leaves_them_to_the_one_that_runs():
     def meanwhile(gradient):
         thread = threading.Thread(target=part.deliver, args=(2, [torch.ones(2)]))
         thread.start()
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive() and second.grad_fn not in outlet.sent
 
     product.register_hook(meanwhile)

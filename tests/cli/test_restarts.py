@@ -79,7 +79,7 @@ def test_a_signal_ends_the_job_and_its_starts(tmp_path, number, job, status):
         while progress.read(tmp_path / "progress") != 1 and time.monotonic() < deadline:
             time.sleep(0.01)
         process.send_signal(number)
-        assert process.wait(30) == status
+        assert process.wait(60) == status
     assert (tmp_path / "starts").read_text() == ".\n"
 
 

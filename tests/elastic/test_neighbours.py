@@ -32,7 +32,7 @@ def test_a_stopped_process_is_killed_and_no_other_one():
         found = Neighbours(Others(*rows))
         found.end([0, 1, 2, 3, 7])
         found.end([1])
-        assert children[0].wait(20) == -signal.SIGKILL
+        assert children[0].wait(60) == -signal.SIGKILL
         assert [child.poll() for child in children[1:]] == [None] * 3
         assert start_ticks(children[0].pid) == 0
     finally:

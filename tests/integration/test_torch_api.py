@@ -212,9 +212,9 @@ def test_barriers_wait_for_all_ranks(world, default_group, tmp_path):
     barriers = [
         dist.barrier,
         lambda: dist.barrier(async_op=True).wait(),
-        lambda: default_group.monitored_barrier(timedelta(seconds=30)),
+        lambda: default_group.monitored_barrier(timedelta(seconds=60)),
         default_group.monitored_barrier,
-        lambda: dist.monitored_barrier(timeout=timedelta(seconds=30)),
+        lambda: dist.monitored_barrier(timeout=timedelta(seconds=60)),
         dist.distributed_c10d.monitored_barrier,
     ]
     found = []

@@ -30,10 +30,10 @@ def in_step():
     held = Held([torch.nn.Parameter(torch.ones(1)), parameter])
     thread = threading.Thread(target=held.step)
     thread.start()
-    assert held.entered.wait(20)
+    assert held.entered.wait(60)
     yield parameter, held
     held.released.set()
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
     # Neither step has left anything behind.
     Halving([parameter]).step()

@@ -29,7 +29,7 @@ def excludes(first, second):
         thread = threading.Thread(target=enter)
         thread.start()
         waits = not entered.wait(0.05)
-    thread.join(10)
+    thread.join(60)
     assert entered.is_set()
     return waits
 
@@ -65,7 +65,7 @@ def test_no_deadlock_in_whatever_order_parameters_came():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert len(done) == 2
 
 

@@ -112,7 +112,7 @@ def test_processes_run_are_stopped_have_ended_or_are_elsewhere(make):
         sleeping.send_signal(signal.SIGSTOP)
         host, ticks = socket.gethostname(), process_start.start_ticks(sleeping.pid)
         stopped = recording(0, [], pid=sleeping.pid, host=host, started_ticks=ticks)
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while job_files._state(stopped, host) != STOPPED and time.monotonic() < end:
             time.sleep(0.01)
         assert job_files._state(stopped, host) == STOPPED

@@ -17,7 +17,7 @@ import mpidist.rpc as rpc
 from mpidist.rpc import api
 from tests.tools.support import agree
 
-CALL_S = 10  # the limit of one call, and of a shutdown
+CALL_S = 60  # the limit of one call, and of a shutdown
 
 
 @contextlib.contextmanager
@@ -75,7 +75,7 @@ def joined(threads: list[threading.Thread], seconds: float) -> list[str]:
     return [thread.name for thread in threads if thread.is_alive()]
 
 
-def soon(holds: Callable[[], bool], seconds: float = 2 * CALL_S) -> bool:
+def soon(holds: Callable[[], bool], seconds: float = CALL_S) -> bool:
     """Wait until a condition holds, at most some seconds; return whether it has held."""
     deadline = time.monotonic() + seconds
     # Not asked again once it has held: another rank may have gone on since.

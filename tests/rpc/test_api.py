@@ -60,7 +60,7 @@ def nested(names, depth):
 
 
 def waits_for_event():
-    return _event.wait(20)
+    return _event.wait(60)
 
 
 def test_a_failed_call_leaves_neither_its_future_nor_who_has_waited(group, workers, to):
@@ -357,9 +357,9 @@ def test_calls_whose_parts_are_damaged_fail_and_nothing_stays_counted(group, wor
             call()
 
     data, kept = [np.zeros(10), np.zeros(nbytes, np.uint8)], rpc.RRef(1)
-    damaged(lambda: rpc.rpc_sync(to, echo, args=(data,), timeout=10))
-    damaged(lambda: rpc.rpc_sync(to, echo, args=(data, kept), timeout=10))
-    damaged(lambda: rpc.remote(to, echo, args=(data,), timeout=10).to_here(timeout=10))
+    damaged(lambda: rpc.rpc_sync(to, echo, args=(data,), timeout=60))
+    damaged(lambda: rpc.rpc_sync(to, echo, args=(data, kept), timeout=60))
+    damaged(lambda: rpc.remote(to, echo, args=(data,), timeout=60).to_here(timeout=60))
     with mock.patch.object(eager_message, "pack_parts", cut_off):
         api._get_current_rpc_agent().wire.post_one_way(
             (group.rank + 1) % group.size, Kind.GRADIENTS, b"", codec.encode(data)

@@ -29,7 +29,7 @@ from tests.rpc.limits import CALL_S, joined, limit_of_tests, shut_down, soon
 from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=1)
-_TEST_S = 40  # a test that takes longer hangs
+_TEST_S = 100  # a test that takes longer hangs
 
 
 _limit = limit_of_tests(_TEST_S)

@@ -58,7 +58,7 @@ _gate = threading.Event()
 
 
 def waits_for_gate(value):
-    _gate.wait(10)
+    _gate.wait(60)
     return value
 
 
@@ -290,7 +290,7 @@ def test_random_histories_with_delayed_messages(group, seed):
         mine.clear()
         _kept.clear()
         gc.collect()
-        rpc.shutdown(timeout=30)
+        rpc.shutdown(timeout=60)
     agree(
         group,
         not wrong and agent.references.store.counts() == (0, 0),

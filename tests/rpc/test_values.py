@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 
-_limit = limit_of_tests(40)
+_limit = limit_of_tests(100)
 
 
 class Colour(enum.Enum):

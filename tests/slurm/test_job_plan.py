@@ -268,6 +268,6 @@ def test_every_shipped_script_can_be_rendered():
         assert "#SBATCH --nodes=2" in text and "#SBATCH --time=10" in text
         assert not re.search(r"^#SBATCH", text.split("set -", 1)[1], re.MULTILINE), name
         done = subprocess.run(
-            ["bash", "-n"], input=text, text=True, capture_output=True, timeout=20, check=False
+            ["bash", "-n"], input=text, text=True, capture_output=True, timeout=60, check=False
         )
         assert done.returncode == 0, done.stderr

@@ -78,7 +78,7 @@ def test_a_rendered_script_runs_without_a_path_of_its_own(tmp_path):
         text=True,
         capture_output=True,
         cwd="/",
-        timeout=20,
+        timeout=60,
         env={"PATH": "/bin:/usr/bin"},
     )
     assert done.returncode == 0, done.stderr

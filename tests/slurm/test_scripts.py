@@ -138,7 +138,7 @@ def test_modules_are_found_though_a_command_of_their_script_fails(tmp_path):
     )
     environ = {"PATH": "/usr/bin:/bin", "MODULESHOME": str(tmp_path)}
     done = subprocess.run(
-        ["bash", "-c", job], env=environ, capture_output=True, text=True, timeout=20
+        ["bash", "-c", job], env=environ, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.split("\n") == [
         "module load openmpi/5 ",
@@ -212,7 +212,7 @@ run_ranks() {
         )
         done = subprocess.run(
             ["bash", "-c", job, "couple", *words],
-            capture_output=True, text=True, timeout=20, cwd=tmp_path,
+            capture_output=True, text=True, timeout=60, cwd=tmp_path,
             env={**os.environ, "TMPDIR": str(tmp_path)},
         )  # fmt: skip
         assert done.returncode == 0 and done.stdout.rstrip("\n").endswith(expected), done
@@ -237,7 +237,7 @@ def test_options_without_a_program_are_the_examples(script):
         ((), True),
     ):
         done = subprocess.run(
-            ["bash", "-c", job, "x", *words], capture_output=True, text=True, timeout=20
+            ["bash", "-c", job, "x", *words], capture_output=True, text=True, timeout=60
         )
         given = "".join(f"<{word}>" for word in words)
         assert done.returncode == 0 and done.stdout.endswith(given), done
@@ -253,7 +253,7 @@ def test_a_rank_that_sigusr1_ends_is_explained(ending, status, is_told):
         f"set -euo pipefail\n{functions}\nMPIDIST_CHECKPOINT=checkpoints/x-7\n"
         f"run_ranks bash -c {shlex.quote(ending)}"
     )
-    done = subprocess.run(["bash", "-c", job], capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["bash", "-c", job], capture_output=True, text=True, timeout=60)
     assert done.returncode == status
     assert ("SIGUSR1 ended a rank: it came before" in done.stdout) == is_told
     assert ("MPIDIST_CHECKPOINT=checkpoints/x-7 sbatch" in done.stdout) == is_told
@@ -280,7 +280,7 @@ def restarted(tmp_path, ranks, most, **variables):
     }
     job = f"set -euo pipefail\n{functions}\nSITE=env.sh\nrun_ranks srun -x prog"
     done = subprocess.run(
-        ["bash", "-c", job], capture_output=True, text=True, timeout=20, env=environ
+        ["bash", "-c", job], capture_output=True, text=True, timeout=60, env=environ
     )
     starts = (tmp_path / "starts").read_text().splitlines()
     (tmp_path / "starts").unlink()

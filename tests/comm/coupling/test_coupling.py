@@ -44,7 +44,7 @@ def test_every_sample_comes_once_to_a_reader_that_asked(group, job):
 @more_ranks
 def test_a_job_script_numbers_the_programs(group, job, monkeypatch):
     monkeypatch.setenv("MPIDIST_APPNUM", str(int(job.rank > 0)))
-    with mpidist.comm.couple(["make", "take"], comm=job, timeout_s=20) as coupled:
+    with mpidist.comm.couple(["make", "take"], comm=job, timeout_s=60) as coupled:
         assert coupled.programs == {"make": (0,), "take": tuple(range(1, job.size))}
         assert coupled.program == ("take" if job.rank else "make")
     monkeypatch.setenv("MPIDIST_APPNUM", "-1")

@@ -45,7 +45,7 @@ def test_jobs_of_other_threads_are_ended_with_their_process(monkeypatch):
         running = pool.submit(
             child_job.run, ["sh", "-c", "echo $$; exec sleep 600"], on_line, 500.0
         )
-        assert begun.wait(30)
+        assert begun.wait(60)
         child_job.end_all()
         assert running.result(30) == "ended with this process"
         # One that would follow ends at once.

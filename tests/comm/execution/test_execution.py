@@ -75,7 +75,7 @@ def test_an_asynchronous_one_runs_in_the_groups_thread(execution):
         Operation("name", lambda *_: seen.append(threading.current_thread().name), (), (y,)),
         async_op=True,
     )
-    assert work.wait(10) and seen == ["mpidist-test"]
+    assert work.wait(60) and seen == ["mpidist-test"]
     assert work.operation == "name" and work.result() == (y,) and not execution.state.journal.queue
 
 
@@ -87,7 +87,7 @@ def test_between_nodes_the_groups_thread_sleeps_while_it_waits():
         seen.append(comm.name)
 
     execution.launch(Operation("name", operation))
-    execution.launch(Operation("name", operation), async_op=True).wait(10)
+    execution.launch(Operation("name", operation), async_op=True).wait(60)
     execution.progress.close(10)
     execution.state.is_closed = True
     assert seen == ["near", "far"]
@@ -96,7 +96,7 @@ def test_between_nodes_the_groups_thread_sleeps_while_it_waits():
 def test_a_synchronous_call_waits_behind_the_queue(execution):
     gate, ran = threading.Event(), []
     execution.launch(
-        Operation("first", lambda *_: (gate.wait(10), ran.append("first"))), async_op=True
+        Operation("first", lambda *_: (gate.wait(60), ran.append("first"))), async_op=True
     )
     other = threading.Timer(0.05, gate.set)
     other.start()
@@ -112,7 +112,7 @@ def test_an_error_leaves_the_group_in_order(execution, async_op):
 
     def call():
         work = execution.launch(Operation("name", fail), async_op=async_op)
-        work.wait(10)
+        work.wait(60)
 
     with pytest.raises(KeyError, match="the culprit"):
         call()
@@ -125,14 +125,14 @@ def test_an_error_leaves_the_group_in_order(execution, async_op):
 def test_a_failed_group_refuses_later_and_queued_calls(execution):
     entered, gate, ran = threading.Event(), threading.Event(), []
     first = execution.launch(
-        Operation("first", lambda *_: (entered.set(), gate.wait(10))), async_op=True
+        Operation("first", lambda *_: (entered.set(), gate.wait(60))), async_op=True
     )
-    assert entered.wait(10)
+    assert entered.wait(60)
     queued = execution.launch(Operation("queued", lambda *_: ran.append(1)), async_op=True)
     execution.state.fail(CommTimeout("the first reason"))
     execution.state.fail(CommTimeout("the second"))
     gate.set()
-    assert first.wait(10)
+    assert first.wait(60)
     for call in (
         queued.wait,
         lambda: execution.launch(Operation("later", lambda *_: ran.append(2))),
@@ -163,7 +163,7 @@ def test_stages_in_order_are_one_operation(execution, async_op):
 
     work = execution.in_order(stages, async_op, None, "in_order")
     if async_op:
-        work.wait(10)
+        work.wait(60)
     assert (work is None) == (not async_op)
     assert ran == ["inner", "behind it"] and not is_at_once()
 
@@ -171,11 +171,11 @@ def test_stages_in_order_are_one_operation(execution, async_op):
 def test_a_group_that_is_dropped_warns_and_ends_its_thread():
     execution = execution_of()
     execution.state.close_fast_path = FastPath(execution).close
-    execution.launch(Operation("name", lambda *_: None), async_op=True).wait(10)
+    execution.launch(Operation("name", lambda *_: None), async_op=True).wait(60)
     thread = execution.progress._thread
     with pytest.warns(ResourceWarning, match='group "test" was dropped without close'):
         del execution
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     alone = execution_of(size=1)
     with warnings.catch_warnings():

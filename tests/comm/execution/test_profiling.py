@@ -158,7 +158,7 @@ def test_a_profile_of_all_threads_has_the_events_in_the_group_s_thread(group, tm
     gate = threading.Event()
 
     def first():
-        gate.wait(10)
+        gate.wait(60)
         with record_function(PREFIX + "within the first"):
             pass
 

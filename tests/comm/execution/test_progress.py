@@ -29,7 +29,7 @@ def test_queued_operations_end_in_their_order_in_one_thread(progress):
 
     for number, one in enumerate(futures):
         progress.submit(one, partial(operation, number))
-    assert [one.wait(10) for one in futures] == [(number,) for number in range(50)]
+    assert [one.wait(60) for one in futures] == [(number,) for number in range(50)]
     assert ran == [(number, "mpidist-test") for number in range(50)] and progress.pending == 0
 
 
@@ -37,7 +37,7 @@ def test_a_synchronous_call_enters_only_if_the_queue_is_empty(progress):
     assert progress.try_enter()
     progress.leave()
     ran, gate, first, behind = [], threading.Event(), Future(), Future()
-    progress.submit(first, lambda: ran.append(("first", gate.wait(10))))
+    progress.submit(first, lambda: ran.append(("first", gate.wait(60))))
     assert not progress.try_enter()
     waiting = threading.Thread(target=progress.run, args=(behind, lambda: ran.append("behind")))
     waiting.start()
@@ -46,7 +46,7 @@ def test_a_synchronous_call_enters_only_if_the_queue_is_empty(progress):
         time.sleep(1e-3)
     assert progress.pending == 2
     gate.set()
-    waiting.join(10)
+    waiting.join(60)
     assert ran == [("first", True), "behind"] and behind.done() and first.done()
 
 
@@ -65,8 +65,8 @@ def test_an_error_is_the_operations_alone(progress, way):
     getattr(progress, way)(wrong, fail)
     progress.submit(right, lambda: True)
     with pytest.raises(KeyError, match="the culprit"):
-        wrong.wait(10)
-    assert isinstance(wrong.exception(), KeyError) and right.wait(10) and right.exception() is None
+        wrong.wait(60)
+    assert isinstance(wrong.exception(), KeyError) and right.wait(60) and right.exception() is None
 
 
 def test_operations_of_a_callback_precede_the_queue(progress):
@@ -81,7 +81,7 @@ def test_operations_of_a_callback_precede_the_queue(progress):
     first.add_done_callback(issue)
     progress.submit(second, partial(ran.append, "queued before"))
     gate.set()
-    second.wait(10)
+    second.wait(60)
     assert ran == ["from the callback", "behind it", "queued before"]
 
 
@@ -116,7 +116,7 @@ def test_an_abandoned_thread_ends_after_the_queue():
     order.submit(Future(), partial(ran.append, 1))
     order.abandon()
     gate.set()
-    order._thread.join(10)
+    order._thread.join(60)
     assert ran == [1] and not order._thread.is_alive()
 
 
@@ -130,7 +130,7 @@ def test_the_thread_keeps_no_tensor_of_an_ended_operation(progress):
     tensor = Tensor()
     alive, done = weakref.ref(tensor), Future()
     progress.submit(done, partial(lambda held: held, tensor))
-    assert done.wait(10) is tensor
+    assert done.wait(60) is tensor
     del tensor, done
     for _ in range(100):
         gc.collect()
@@ -145,15 +145,15 @@ def test_an_operation_that_waits_for_the_lock_counts_as_queued(progress):
     assert progress.try_enter()
     first, second, gate = Future(), Future(), threading.Event()
     started = threading.Event()
-    progress.submit(first, lambda: (started.set(), gate.wait(10)))
+    progress.submit(first, lambda: (started.set(), gate.wait(60)))
     progress.submit(second, lambda: None)
     while progress._wakes.qsize() > 1:
         time.sleep(1e-3)
     assert len(progress.items) == 2
     progress.leave()
-    assert started.wait(10) and len(progress.items) == 1
+    assert started.wait(60) and len(progress.items) == 1
     gate.set()
-    second.wait(10)
+    second.wait(60)
     progress.close(10)
     assert len(progress.items) == 0
 

@@ -101,7 +101,7 @@ def test_threads_that_wait_are_woken(work):
         thread.start()
     work.set_result(work.tensors)
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -134,4 +134,4 @@ def test_completing_and_asking_for_the_future_at_once_lose_nothing():
         gate.wait()
         work.set_result(work.tensors)
         other.join()
-        assert found[0].wait(30) is work.tensors and work.wait()
+        assert found[0].wait(60) is work.tensors and work.wait()

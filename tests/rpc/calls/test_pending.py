@@ -170,7 +170,7 @@ def test_each_call_is_taken_by_one_thread_alone(calls):
     start = threading.Barrier(4)
 
     def take(how):
-        start.wait(10)
+        start.wait(60)
         for sequence in range(1, 401):
             how(sequence)
 

@@ -18,7 +18,7 @@ from tests.rpc.limits import CALL_S, limit_of_tests, soon
 from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi(min_size=2)
-_limit = limit_of_tests(40)
+_limit = limit_of_tests(100)
 
 NAME = b"operator:add"
 NAMED = message.COUNT.pack(len(NAME)) + NAME

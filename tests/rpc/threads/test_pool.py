@@ -30,7 +30,7 @@ def pool():
 def test_what_waits_for_a_place_runs_in_its_order():
     pool = Pool(1, "test", follow)
     gate, ran = threading.Event(), []
-    pool.submit(Task(lambda: gate.wait(10)))
+    pool.submit(Task(lambda: gate.wait(60)))
     for number in range(20):
         pool.submit(Task(lambda number=number: ran.append(number)))
     assert ran == [] and pool.counts()[2] == 21
@@ -57,7 +57,7 @@ def test_an_action_that_waits_is_not_counted_until_its_wait_ends(pool):
         turn = here.thread
         entered.append(number)
         pool.leave(turn)
-        gates[number].wait(10)
+        gates[number].wait(60)
         pool.enter(turn)
         counted.append(turn.is_counted)
 
@@ -99,7 +99,7 @@ def test_a_thread_that_follows_ends_when_others_do():
     assert soon(lambda: turns) and not turns[0].is_counted
     done = threading.Event()
     pool.submit(Task(done.set))
-    assert done.wait(5) and soon(lambda: pool.counts()[2] == 0)
+    assert done.wait(60) and soon(lambda: pool.counts()[2] == 0)
     assert pool.stop(5, lambda: None)
 
 
@@ -107,8 +107,8 @@ def test_stop_wakes_followers_and_reports_threads_in_user_code():
     woken, gate, entered = threading.Semaphore(0), threading.Event(), threading.Event()
     pool = Pool(1, "test", lambda turn: woken.acquire())
     pool.submit_follower()
-    pool.submit(Task(lambda: (entered.set(), gate.wait(10))))
-    assert entered.wait(5)
+    pool.submit(Task(lambda: (entered.set(), gate.wait(60))))
+    assert entered.wait(60)
     assert not pool.stop(0.05, woken.release)
     gate.set()
     assert pool.stop(5, woken.release)
