@@ -26,6 +26,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import mpidist.comm
 import mpidist.rpc as rpc
 from mpidist import elastic
@@ -129,6 +131,7 @@ class Soak:
 
     def run(self) -> list[str]:
         """Run worlds until the time is over or something is wrong; return what, on all ranks."""
+        self._start_thread_of_receives()
         begin = told_at = time.monotonic()
         first = self._counts()
         number = 0
@@ -157,6 +160,20 @@ class Soak:
                 told_at = time.monotonic()
                 self._print(f"{number + 1} worlds, {elapsed:.0f} s, {_main(self._counts())}")
             number += 1
+
+    def _start_thread_of_receives(self) -> None:
+        """Have a receive wait: the thread for those lives from the first one to the exit.
+
+        That may come in a world behind those whose counts are the bounds.
+        """
+        group = mpidist.comm.init()
+        received = torch.zeros(1)
+        work = group.irecv(received, (group.rank - 1) % group.size)
+        group.barrier()
+        group.send(torch.ones(1), (group.rank + 1) % group.size)
+        work.wait()
+        assert received.item() == 1
+        group.close()
 
     def _begun(self, world: plan.World) -> None:
         if world.beginning == "elastic":

@@ -59,6 +59,7 @@ class Held:
 _holders: list[dict[str, list[Held]]] = []
 
 
+@pytest.mark.slow
 def test_the_chain_of_holders_begins_at_a_module_or_a_running_function():
     name = f"{__name__}.Held"
     _holders.append({"of": [Held()]})
