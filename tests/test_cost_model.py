@@ -414,6 +414,7 @@ def of_job(ranks, nodes=1, link="", oversubscribed=False):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_report_keeps_measured_and_predicted_apart(models, tmp_path, monkeypatch):
     jobs = [
         of_job(1),

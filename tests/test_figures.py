@@ -13,6 +13,8 @@ import pytest
 
 from tests.tools.support import ROOT, missing
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 # One record of each form of figure; all records have the same drawings.

@@ -196,6 +196,7 @@ def test_a_listed_name_exists_in_its_versions(row):
     assert exists(row.name) == row.is_expected
 
 
+@pytest.mark.slow
 def test_every_private_name_in_the_sources_is_listed():
     assert len(ROWS) > 50
     assert not unlisted(modules(), [row.name for row in ROWS])

@@ -14,6 +14,7 @@ COUNT = 3_000
 SEED = 0
 
 
+@pytest.mark.slow
 def test_no_case_does_harm():
     counts = [COUNT * SHARES[target] // sum(SHARES.values()) for target in TARGETS]
     found = list(watching.results(TARGETS, counts, SEED))
@@ -47,6 +48,7 @@ def test_a_fault_is_reported_with_its_case(case, error):
     )
 
 
+@pytest.mark.slow
 def test_a_case_that_never_ends_is_reported(monkeypatch):
     monkeypatch.setattr(watching, "CASE_S", 0.5)
     (result,) = watching.results(["faults"], [0], SEED, b"s!")

@@ -58,6 +58,7 @@ def test_a_program_may_put_an_object_of_its_own_there(monkeypatch):
     assert RPC.RRef is Ours
 
 
+@pytest.mark.slow
 def test_a_module_that_is_imported_later_is_replaced_then():
     program = (
         "import sys; from mpidist.c10d import rpc_names; import torch; rpc_names.install(); "

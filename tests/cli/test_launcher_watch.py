@@ -7,8 +7,12 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from mpidist.cli import launch_plan, launcher_watch, run
 from mpidist.cli.launch_request import Request, has_children
+
+pytestmark = pytest.mark.slow
 
 _LAUNCHER = """
 import subprocess, sys, time

@@ -96,6 +96,7 @@ def test_the_exit_status_is_the_jobs_and_a_signal_ends_it(tmp_path):
     assert not any(os.path.exists(f"/proc/{rank}") for rank in left)
 
 
+@pytest.mark.slow
 def test_jobs_start_without_a_home(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("import mpidist; mpidist.comm.init(); print('begun')")
     for name in ("HOME", "XDG_CACHE_HOME", "MPIDIST_CACHE"):

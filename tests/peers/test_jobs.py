@@ -13,6 +13,8 @@ from tests.peers.jobs import OURS, PEER, Ended
 from tests.peers.outcomes import Outcome, Verdict
 from tests.peers.programs import Program
 
+pytestmark = pytest.mark.slow
+
 
 def words_of(program, side):
     return [[Path(word).name for word in words] for words in jobs.commands(program, side)]

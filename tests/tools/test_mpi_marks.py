@@ -192,6 +192,7 @@ def test_the_log_of_a_phase_is_refused_in_tests_of_all_ranks(marks):
         conftest.pytest_itemcollected(item)
 
 
+@pytest.mark.slow
 def test_a_folder_named_mpi_marks_no_test():
     """Within the run of a folder above it, where pytest makes the package's node twice."""
     command = [*python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/comm"]

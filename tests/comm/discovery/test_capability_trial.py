@@ -103,6 +103,7 @@ def test_a_verdict_is_kept_word_for_word():
     ) == expected("wrong result on rank 1")
 
 
+@pytest.mark.slow
 def test_a_hang_marks_its_operation_alone_and_leaves_no_process(monkeypatch):
     mark = "d1d2d3d4"
     monkeypatch.setattr(child_job.uuid, "uuid4", lambda: type("", (), {"hex": mark}))

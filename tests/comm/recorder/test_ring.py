@@ -248,6 +248,7 @@ def test_a_forked_child_stores_nothing_in_its_parents_memory(tmp_path, in_file):
     assert made not in ring._rings.alive()
 
 
+@pytest.mark.slow
 def test_threads_that_fork_at_once_leave_no_lock(tmp_path):
     made = Ring(None, slots=64)
     statuses = []
@@ -265,7 +266,7 @@ def test_threads_that_fork_at_once_leave_no_lock(tmp_path):
     for thread in threads:
         thread.join()
     taken = []
-    other = threading.Thread(target=lambda: taken.append(made._lock.acquire(timeout=30)))
+    other = threading.Thread(target=lambda: taken.append(made._lock.acquire(timeout=60)))
     other.start()
     other.join()
     assert taken == [True] and statuses == [0] * 80 and not ring._forked

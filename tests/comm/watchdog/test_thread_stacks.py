@@ -5,6 +5,8 @@ import sys
 import threading
 import time
 
+import pytest
+
 from mpidist.comm.watchdog import thread_stacks
 from mpidist.comm.watchdog.thread_stacks import Line, Stack
 
@@ -36,6 +38,7 @@ def test_the_last_stack_of_a_thread_counts():
     assert thread_stacks.parsed("") == [] and thread_stacks.parsed("\x00  File") == []
 
 
+@pytest.mark.slow
 def test_living_threads_wait_for_locks_or_compute(tmp_path):
     """faulthandler's own text of four threads."""
     lock, event, plain = threading.Lock(), threading.Event(), threading.Lock()

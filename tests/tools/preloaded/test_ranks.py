@@ -12,6 +12,8 @@ import pytest
 
 from tests.tools.support import VARIABLES, python, started
 
+pytestmark = pytest.mark.slow
+
 # Prints what a program can see of how it was started.
 _SEES = """
 import json, os, sys
