@@ -1,4 +1,4 @@
-# `make test` is what CI runs; it needs Python, make and a network for the first install, and no MPI of the system.
+# Each target needs Python, make and a network for the first install, and no MPI of the system.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -21,7 +21,7 @@ LIMIT  := timeout --foreground -k 10 900
 PYTEST_MPI := $(PY) -m mpi4py -m pytest -q -x --color=no -o console_output_style=classic -p tests.tools.instant_failures --only-mpi
 # loadscope: the tests of a module share a worker, and so its fixtures.
 PYTEST_ONE = $(PY) -m pytest -q -n $(WORKERS) --dist loadscope -p tests.tools.instant_failures
-# Not in `make test`: what needs a GPU, an idle machine, or minutes.
+# Not in `make test-all`: what needs a GPU, an idle machine, or minutes.
 ELSEWHERE  := not gpu and not timing and not long and not slurm
 
 # One thread a rank, or the ranks fight for the cores. Open MPI refuses root unless told twice (containers).
@@ -36,11 +36,13 @@ ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchm
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check installs lint-beside-mpi-1 lint format unit slow torch-newest torch-versions slurm timing long repeat conformance peers fuzz fuzz-bytes chaos soak gpu gpu-wheels bench bench-link dist docs clean distclean
+.PHONY: help demo test test-all test-rest check installs lint format unit promises-jobs slow torch-newest torch-versions slurm timing long repeat conformance peers fuzz fuzz-bytes chaos soak gpu gpu-wheels bench bench-link dist docs clean distclean
 
 help:
 	@echo 'make demo     digits on two ranks, then the next word on two trainers and an embedding server; look into demo-output/'
-	@echo 'make test     everything CI runs: lint, unit, slow, mpi-1 .. mpi-4, mpich-2, mpich-3, slurm, torch-newest (check: the same)'
+	@echo 'make test     minutes: lint, unit, and what README and the pages promise, once (promises-2, -3, -jobs)'
+	@echo 'make test-all  everything CI runs: test, slow, mpi-1 .. mpi-4, mpich-2, mpich-3, slurm, torch-newest (check: the same)'
+	@echo '              both go on behind a failure, and end with the command that repeats each; -rest: all but test'
 	@echo 'make lint     ruff check, ruff format --check, mypy;  make format: let ruff mend what it can'
 	@echo 'make unit     the tests of one process that take seconds at most;  make slow: those marked slow (whole jobs, benchmarks)'
 	@echo 'make mpi-N    the MPI tests on N ranks of Open MPI;  make mpich-N: of MPICH (mpich-2, -3: what depends on it)'
@@ -73,19 +75,40 @@ demo: $(READY)
 	$(OPENMPI_RUN) -n 2 $(PY) examples/demo_digits.py
 	$(OPENMPI_RUN) -n 3 $(PY) examples/embedding_server.py --steps 600 --output demo-output
 
+# What failed in the stages of a run: tests/tools/failures.py.
+FAILURES := $(CURDIR)/.failures
+# The stage, for the line that repeats a failure.
+export MPIDIST_STAGE = $@
+
+# The stages behind one that fails run all the same.
+define stages
+@rm -f $(FAILURES)
+@export MPIDIST_FAILURES=$(FAILURES); trap 'exit 130' INT; status=0; \
+for stage in $(1); do \
+    $(MAKE) --no-print-directory $$stage || { echo $$stage >> $(FAILURES); status=1; }; \
+done; \
+$(PY) -m tests.tools.failures $(FAILURES); exit $$status
+endef
+
+MINUTES := lint unit promises-2 promises-3 promises-jobs
+# The job with one rank a node of a Slurm, and what pip brings, come last: they are the longest without a word.
+REST := slow mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3 slurm torch-newest
+
+test: $(READY)
+	$(call stages,$(MINUTES))
+
 # Of a product, each case at one number of ranks or on MPICH (tests/tools/mpi_marks.py); mpi-N and mpich-N by themselves run them all.
-test: export ALTERNATE := --alternate
-test: installs unit slow lint-beside-mpi-1 mpi-2 mpi-3 mpi-4 mpich-2 mpich-3 slurm torch-newest
-check: test
+test-all test-rest: export ALTERNATE := --alternate
+test-all: installs
+	$(call stages,$(MINUTES) $(REST))
+test-rest: installs
+	$(call stages,$(REST))
+check: test-all
 
 # pip works on one core, and the largest install takes as long as all others. If it fails, torch-newest does it again and reports it.
 installs:
 	PYTHON=$(PYTHON) tests/torch_versions.sh --install $(NEWEST_TORCH) & newest=$$!; \
 	$(MAKE) $(READY) $(SLOW_READY); others=$$?; wait $$newest; exit $$others
-
-# One rank leaves a core to the linters.
-lint-beside-mpi-1: $(READY)
-	$(MAKE) lint & lint=$$!; $(MAKE) mpi-1; mpi=$$?; wait $$lint && exit $$mpi
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
@@ -98,6 +121,13 @@ format: $(READY)
 
 unit: $(READY)
 	$(LIMIT) $(PYTEST_ONE) -m 'not mpi and not slow and $(ELSEWHERE)' $(TESTS)
+
+# What README and the pages promise, once: tests/promises.py, or TESTS.
+PROMISES = $(if $(filter file,$(origin TESTS)),$$($(PY) -m tests.promises $(1)),$(TESTS))
+promises-jobs: $(READY)
+	$(LIMIT) $(PYTEST_ONE) -m 'slow and not mpi and $(ELSEWHERE)' $(call PROMISES,jobs)
+promises-%: $(READY)
+	$(OPENMPI_RUN) -n $* $(PYTEST_MPI) -m 'mpi and $(ELSEWHERE)' $(call PROMISES,mpi)
 
 # Whole jobs wait for timeouts as much as they compute: three of them keep two cores busy. Each has a limit of its own, which ends before
 # that of its test (tests/tools/test_support.py).
@@ -115,7 +145,7 @@ mpich-%: $(READY) $(MPICH)/.stamp
 # MPICH at three ranks: the modules that call MPI, and the tests of who calls it in which order.
 # All else reaches MPI through these alone. ddp, rpc, autograd and torch's modules on our backend run
 # on MPICH at two ranks, too; optim, nn, zero and PyTorch's suites on Open MPI at one to four.
-# `make test` leaves a quarter of the products of those folders to it, and deals tests/comm to both of its jobs.
+# `make test-all` leaves a quarter of the products of those folders to it, and deals tests/comm to both of its jobs.
 mpich-2: TESTS := tests/autograd tests/c10d tests/comm tests/ddp tests/fuzz tests/integration tests/kernels tests/rpc
 mpich-3: TESTS := tests/comm tests/rpc/test_api.py tests/rpc/test_rref.py tests/integration/test_order.py tests/integration/test_torch_messages.py
 
@@ -144,7 +174,7 @@ long: $(READY) $(VENV)/.stamp-frameworks $(VENV)/.stamp-hipcc
 repeat: $(READY) $(MPICH)/.stamp
 	$(PY) -m tests.repeat $(REPEAT)
 
-# All of PyTorch's distributed_test.py at each number of ranks, with Gloo as the peer; `make test` runs each of its tests at one of them.
+# All of PyTorch's distributed_test.py at each number of ranks, with Gloo as the peer; `make test-all` runs each of its tests at one of them.
 conformance: $(READY)
 	for ranks in 2 3 4; do \
 	    MPIDIST_CONFORMANCE=all $(OPENMPI_RUN) -n $$ranks $(PYTEST_MPI) -o faulthandler_timeout=240 -m 'mpi and not gpu' \

@@ -6,6 +6,8 @@ the plugin prints each one immediately, past pytest's capture. When mpidist ends
 test, the reason goes to the file of that capture and ends with it: the plugin prints the reason,
 the test's name and what was captured.
 
+Each failure is recorded for the summary of a run of several stages, too (``failures``).
+
 After a test has hung, a job can be started again for the remaining tests: ``MPIDIST_TESTS_BEGUN``
 names a file to which rank 0 appends the id of each test that begins, ``MPIDIST_TESTS_DONE`` a file
 with the ids of tests to skip.
@@ -21,6 +23,7 @@ from typing import NoReturn
 import pytest
 
 from mpidist.comm.mpi import runtime
+from tests.tools import failures
 
 # Duplicated at import, because pytest loads plugins named by -p before it redirects descriptor 2.
 _STDERR = os.dup(2)
@@ -37,6 +40,7 @@ def _write(text: str) -> None:
 
 
 def _write_failed(report: pytest.CollectReport | pytest.TestReport) -> None:
+    failures.record(report.nodeid, _reason(report))
     sections = [
         f"----- {title}\n{text.rstrip()}\n" for title, text in report.sections if text.strip()
     ]
@@ -44,6 +48,11 @@ def _write_failed(report: pytest.CollectReport | pytest.TestReport) -> None:
         f"\n{report.when} failed in {report.nodeid} on rank "
         f"{_RANK}\n{report.longreprtext.rstrip()}\n{''.join(sections)}"
     )
+
+
+def _reason(report: pytest.CollectReport | pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return report.longreprtext if crash is None else str(crash.message).partition("\n")[0]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,6 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
                     config.pluginmanager.getplugin("capturemanager").read_global_capture()
                 )
             _write(f"\nthe job is ended in {test} on rank {_RANK}: {message}\n{captured}")
+            failures.record(test.rpartition(" (")[0], message)
         abort(message, *code)
         raise SystemExit  # not reached
 
