@@ -20,9 +20,9 @@ from tests.tools.support import OnDevice, agree
 
 def pytest_addoption(parser, pluginmanager):
     text = (
-        "run each case of a parametrized MPI test at one number of ranks (1 and 2, 3, or 4), and a "
-        "test with one case at 1, and at 2, 3 or 4 (near MPI on the other MPI, too); `other`: the "
-        "cases that are left to the other MPI"
+        "run each case of a parametrized MPI test at one number of ranks (1 and 2, or 3; of "
+        "tests/comm 4, too), and a test with one case at 1, and at 2 or 3 (near MPI on the other "
+        "MPI, too); `other`: the cases that are left to the other MPI"
     )
     parser.addoption("--alternate", nargs="?", const="one", choices=("one", "other"), help=text)
     if not pluginmanager.hasplugin("pytest_mpi"):

@@ -62,18 +62,22 @@ BOTH_MPIS = ("autograd", "c10d", "comm", "ddp", "fuzz", "integration", "kernels"
 _NEAR_MPI = ("c10d", "comm", "fuzz", "integration", "rpc")
 # Folders that both jobs of the other MPI run, of two ranks and of three: each case in one of them.
 DEALT_ON_OTHER = ("comm",)
+# Folders whose algorithms have another form at four ranks than at three (trees, rings, nodes of
+# several ranks). All others run there what needs four ranks: on two cores they mostly take turns.
+AT_FOUR = ("comm",)
 
 
 def at_size(items: Sequence[pytest.Item], size: int, is_other: bool = False) -> set[str]:
     """Return the ids of the items that a job of ``size`` ranks runs with ``--alternate``.
 
     The cases of a parametrized function are sorted by a checksum of their ids, which is independent
-    of their meaning, and dealt in turn to 1 and 2, 3, or 4 ranks, and to the other MPI where it
-    runs the function's folder. A function with one case runs at 1 rank, and at 2, 3, or 4; one of a
-    folder near MPI at 1 rank, at 3 or 4, and at 2 on the other MPI. The turn begins at a checksum
-    of the function's name. What the other MPI runs of ``DEALT_ON_OTHER`` is dealt to two and three
-    ranks there; a function with one case runs at 2 ranks on one MPI, and at 3 or 4 on the other.
-    What is marked ``every_case`` runs everywhere.
+    of their meaning, and dealt in turn to 1 and 2, or 3 ranks, to 4 in ``AT_FOUR``, and to the
+    other MPI where it runs the function's folder. A function with one case runs at 1 rank, and at 2
+    or 3; one of a folder near MPI at 1 rank, at 3 (in ``AT_FOUR`` 2, 3 or 4), and on the other MPI.
+    What needs four ranks runs at 4. The turn begins at a checksum of the function's name. What the
+    other MPI runs of ``DEALT_ON_OTHER`` is dealt to two and three ranks there; a function with one
+    case runs at 2 ranks on one MPI, and at 3 or 4 on the other. What is marked ``every_case`` runs
+    everywhere.
 
     Args:
         items: Items of all functions that are to run.
@@ -113,23 +117,24 @@ def _size_on_other(case: str, turn: set[int]) -> int:
 
 def _turns(least: int, cases: int, folder: str) -> Sequence[set[int]]:
     """Return the jobs of each turn, for a function that needs ``least`` ranks."""
+    if least > 3:
+        return [{4} if least == 4 else set()]
     turns: tuple[set[int], ...]
     if cases > 1:
-        turns = ({1, 2}, {3}, {4})
+        turns = ({1, 2}, {3})
+        if folder in AT_FOUR:
+            turns += ({4},)
         if folder in BOTH_MPIS:
             turns += ({OTHER},)
+    elif folder in AT_FOUR:
+        turns = ({1, 3, OTHER}, {1, 4, OTHER}, {1, 2, OTHER}) if least < 3 else ({3, 4, OTHER},)
     elif folder in _NEAR_MPI:
-        turns = ({1, 3, OTHER}, {1, 4, OTHER}) if least < 3 else ({3, 4, OTHER},)
-        if folder in DEALT_ON_OTHER and least < 3:
-            turns += ({1, 2, OTHER},)
+        turns = ({1, 3, OTHER},)
     else:
-        turns = ({1, 2}, {1, 3}, {1, 4})
-    # A function that needs more than four ranks runs in none of these jobs. The other MPI's have
-    # two or three.
-    able = [
-        {size for size in turn if size >= least or (size == OTHER and least <= 3)} for turn in turns
-    ]
-    return [turn for turn in able if turn] or [set()]
+        turns = ({1, 2}, {1, 3})
+    # The other MPI's jobs have two or three ranks.
+    able = [{size for size in turn if size >= least or size == OTHER} for turn in turns]
+    return [turn for turn in able if turn]
 
 
 def _checksum(name: str) -> int:

@@ -104,7 +104,9 @@ def item(name, least=1):
 def test_cases_are_dealt_to_the_numbers_of_ranks():
     product = [item(f"tests/zero/f[{a}-{b}]") for a in "abcdef" for b in (True, False)]
     on_both = [item(f"tests/ddp/f[{a}-{b}]") for a in "abcdef" for b in (True, False)]
+    product_of_comm = [item(f"tests/comm/f[{a}-{b}]") for a in "abcdef" for b in (True, False)]
     large = [item(f"h[{a}]", 3) for a in "abcd"]
+    of_four = [item(f"i[{a}]", 4) for a in "abcd"]
     names = [f"k{number}" + "[cpu]" * (number % 2) for number in range(20)]
     singles = [item(name) for name in names]
     near_singles = [item(f"tests/rpc/{name}") for name in names]
@@ -117,9 +119,11 @@ def test_cases_are_dealt_to_the_numbers_of_ranks():
     everything = [
         *product,
         *on_both,
+        *product_of_comm,
         near,
         far,
         *large,
+        *of_four,
         *larger,
         *singles,
         *near_singles,
@@ -132,14 +136,18 @@ def test_cases_are_dealt_to_the_numbers_of_ranks():
     def names_at(size, items, **options):
         return at_size(everything, size, **options) & {one.nodeid for one in items}
 
-    dealt = [names_at(size, product) for size in (2, 3, 4)]
-    assert [len(part) for part in dealt] == [4] * 3 and len(set.union(*dealt)) == len(product)
-    assert names_at(1, product) == dealt[0]
+    dealt = [names_at(size, product) for size in (2, 3)]
+    assert [len(part) for part in dealt] == [6] * 2 and len(set.union(*dealt)) == len(product)
+    assert names_at(1, product) == dealt[0] and not names_at(4, product)
     assert not names_at(2, product, is_other=True)
-    dealt = [names_at(size, on_both) for size in (2, 3, 4)]
+    dealt = [names_at(size, on_both) for size in (2, 3)]
     dealt += [other := names_at(2, on_both, is_other=True)]
-    assert [len(part) for part in dealt] == [3] * 4 and len(set.union(*dealt)) == len(on_both)
+    assert [len(part) for part in dealt] == [4] * 3 and len(set.union(*dealt)) == len(on_both)
     assert names_at(3, on_both, is_other=True) == other
+    dealt = [names_at(size, product_of_comm) for size in (2, 3, 4)]
+    left = {size: names_at(size, product_of_comm, is_other=True) for size in (2, 3)}
+    assert [len(part) for part in dealt] == [3] * 3 and sum(map(len, left.values())) == 3
+    assert set.union(*dealt, *left.values()) == {one.nodeid for one in product_of_comm}
     assert names_at(2, [near, far], is_other=True) == {near.nodeid}
     dealt = {size: names_at(size, in_comm, is_other=True) for size in (2, 3)}
     assert all(dealt.values()) and not dealt[2] & dealt[3]
@@ -150,19 +158,16 @@ def test_cases_are_dealt_to_the_numbers_of_ranks():
             assert sizes == [3, 4]
         else:
             assert len(sizes) == 1 and (one.nodeid in dealt[2]) == (sizes != [2])
-    assert sum(names_at(size, [far]) == {far.nodeid} for size in (2, 3, 4)) == 1
-    assert not names_at(2, large)
-    assert len(names_at(3, large)) == len(names_at(4, large)) == 2
-    assert len(names_at(3, large) | names_at(4, large)) == 4
+    assert sum(names_at(size, [far]) == {far.nodeid} for size in (2, 3)) == 1
+    assert [len(names_at(size, large)) for size in (2, 3, 4)] == [0, 4, 0]
+    assert [len(names_at(size, of_four)) for size in (2, 3, 4)] == [0, 0, 4]
     assert len(names_at(1, [*singles, *near_singles])) == 40
     assert not names_at(2, near_singles) and len(names_at(2, near_singles, is_other=True)) == 20
-    ids = {one.nodeid for one in near_singles}
-    assert names_at(3, near_singles) ^ names_at(4, near_singles) == ids
-    assert all(names_at(size, near_singles) for size in (3, 4))
-    dealt = [names_at(size, singles) for size in (2, 3, 4)]
+    assert len(names_at(3, near_singles)) == 20 and not names_at(4, near_singles)
+    dealt = [names_at(size, singles) for size in (2, 3)]
     assert all(dealt) and sum(map(len, dealt)) == len(set.union(*dealt)) == 20
     assert [("l" in at_size(everything, size)) for size in (1, 2)] == [False] * 2
-    assert ("l" in at_size(everything, 3)) != ("l" in at_size(everything, 4))
+    assert "l" in at_size(everything, 3) and "l" not in at_size(everything, 4)
     assert not any(names_at(size, [*larger, item("o", 5)]) for size in (1, 2, 3, 4))
     assert all(len(names_at(size, always)) == 5 for size in (1, 2, 3, 4))
 
