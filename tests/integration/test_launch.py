@@ -173,6 +173,38 @@ def test_a_start_that_cannot_work_says_so(name, words):
     assert all(word in line for word in words), line
 
 
+_LOW_ON_RANK_1 = """
+    import os, sys
+    import mpi4py
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        mpi4py.rc.thread_level = "serialized"
+    from mpi4py import MPI
+    import mpidist.comm
+    from mpidist.errors import DisagreementError, LaunchError
+    rank = MPI.COMM_WORLD.rank
+    try:
+        mpidist.comm.init()
+    except LaunchError as error:
+        assert "MPI_THREAD_SERIALIZED on rank 1" in str(error), error
+        print("refused by init", rank)
+    try:
+        mpidist.comm.couple({"one": 1, "two": 1})
+    except LaunchError as error:
+        assert rank == 1 and "MPI_THREAD_SERIALIZED" in str(error), error
+        print("refused by couple", rank)
+    except DisagreementError as error:
+        assert rank == 0 and "refused in the processes [1]" in str(error), error
+        print("refused by couple", rank)
+"""
+
+
+def test_one_rank_with_too_low_a_thread_level_is_an_error_of_all():
+    done = run(2, _LOW_ON_RANK_1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = sorted(done.stdout.splitlines())
+    assert said == [f"refused by {what} {rank}" for what in ("couple", "init") for rank in (0, 1)]
+
+
 _UNRECEIVED = """
     import torch
     import mpidist.comm

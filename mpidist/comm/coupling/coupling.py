@@ -26,6 +26,7 @@ from mpidist.comm.coupling.messages import MOST_NUMBER
 from mpidist.comm.coupling.outlet import Outlet
 from mpidist.comm.mpi import launcher_env, runtime
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.world import thread_level_problem
 from mpidist.errors import DisagreementError, GroupError, LaunchError
 
 # Of MPI_Intercomm_create between programs a < b, to which a and b are added: a·_PROGRAMS + b.
@@ -139,7 +140,8 @@ def couple(
 
     Raises:
         TypeError, ValueError: Names, numbers or a limit that cannot be, or are not the job's.
-        LaunchError: Names alone where the launcher numbers no programs.
+        LaunchError: Names alone where the launcher numbers no programs, or MPI runs below
+            MPI_THREAD_MULTIPLE.
         DisagreementError: Other groups in another process, or it refused its own (all others).
         GroupError: ``comm`` is an intercommunicator.
     """
@@ -148,6 +150,9 @@ def couple(
         raise GroupError("couple got an intercommunicator as comm")
     rank, error, names, own, digest = job.Get_rank(), None, [], _REFUSED, 0
     try:
+        # An inlet's thread and the program's call MPI at the same time.
+        if problem := thread_level_problem([MPI.Query_thread()]):
+            raise LaunchError(problem)
         _require_limit(timeout_s)
         # A set has another order in each process, and an iterator is read once.
         if isinstance(groups, str) or not isinstance(groups, (Mapping, Sequence)):

@@ -28,10 +28,10 @@ from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import Mpi
 from mpidist.errors import CommTimeout, GroupError, LaunchError, MpidistError
 
-# What each rank tells: first rank of its node, MPIDIST_TRUST, MPIDIST_DETERMINISTIC, whether it has
-# MPIDIST_TRACE, whether it uses another world, process id, rank among all of the job, host, name of
-# the job.
-_ROW = struct.Struct("<qqqqqqq64s80s")
+# What each rank tells: first rank of its node, MPI's thread level, MPIDIST_TRUST,
+# MPIDIST_DETERMINISTIC, whether it has MPIDIST_TRACE, whether it uses another world, process id,
+# rank among all of the job, host, name of the job.
+_ROW = struct.Struct("<qqqqqqqq64s80s")
 _INT = struct.Struct("<q")
 _SLEEP_S = 1e-3  # between two tests whether all ranks have started
 
@@ -95,25 +95,12 @@ class World:
 
 
 def check_start(comm_world: MPI.Comm) -> Launch:
-    """Return the launcher's variables, if MPI's thread level and size fit.
+    """Return the launcher's variables, if MPI's size fits.
 
     Raises:
-        LaunchError: The thread level is too low, or the launcher started more tasks than MPI sees,
-            or ``RANK`` and ``WORLD_SIZE`` say several processes and MPI sees one.
+        LaunchError: The launcher started more tasks than MPI sees, or ``RANK`` and ``WORLD_SIZE``
+            say several processes and MPI sees one.
     """
-    level = MPI.Query_thread()
-    if level != MPI.THREAD_MULTIPLE:
-        names = {
-            MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
-            MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
-        }
-        raise LaunchError(
-            f"MPI runs at {names.get(level, 'MPI_THREAD_SERIALIZED')}, but mpidist calls it from "
-            "several threads at once and needs MPI_THREAD_MULTIPLE; leave mpi4py.rc.thread_level "
-            "and MPI4PY_RC_THREAD_LEVEL at 'multiple' (a program that starts MPI itself: "
-            "MPI_Init_thread), and if the library still gives less, allow it more (Cray MPICH: "
-            "export MPICH_MAX_THREAD_SAFETY=multiple) or use one that was built with threads"
-        )
     launch = launcher_env.from_environment(os.environ)
     size = comm_world.Get_size()
     problem = launcher_env.singleton_problem(launch, size)
@@ -122,6 +109,23 @@ def check_start(comm_world: MPI.Comm) -> Launch:
     if problem:
         raise LaunchError(problem)
     return launch
+
+
+def thread_level_problem(levels: Sequence[int]) -> str | None:
+    """Return why MPI's thread levels, by rank, do not do; None if all are MPI_THREAD_MULTIPLE."""
+    low = [rank for rank, level in enumerate(levels) if level != MPI.THREAD_MULTIPLE]
+    if not low:
+        return None
+    names = {MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE", MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED"}
+    name = names.get(min(levels), "MPI_THREAD_SERIALIZED")
+    where = "" if len(low) == len(levels) else f" on {rank_ranges.named(low)}"
+    return (
+        f"MPI runs at {name}{where}, but mpidist calls it from several threads at once and needs "
+        "MPI_THREAD_MULTIPLE; leave mpi4py.rc.thread_level and MPI4PY_RC_THREAD_LEVEL at "
+        "'multiple' (a program that starts MPI itself: MPI_Init_thread), and if the library still "
+        "gives less, allow it more (Cray MPICH: export MPICH_MAX_THREAD_SAFETY=multiple) or use "
+        "one that was built with threads"
+    )
 
 
 def require_intracommunicator(comm: MPI.Comm) -> None:
@@ -165,8 +169,9 @@ def join(
 
     Raises:
         CommTimeout: Not all ranks called it in time.
-        LaunchError: ``MPIDIST_TRUST`` or ``MPIDIST_DETERMINISTIC`` cannot be read or differs
-            between ranks, or some have ``MPIDIST_TRACE`` (all ranks).
+        LaunchError: MPI's thread level is too low on a rank, ``MPIDIST_TRUST`` or
+            ``MPIDIST_DETERMINISTIC`` cannot be read or differs between ranks, or some have
+            ``MPIDIST_TRACE`` (all ranks).
         GroupError: A rank still uses another world (all ranks).
     """
     is_job = parent.Get_size() == whole.Get_size()
@@ -227,14 +232,16 @@ def _gather_settings(
     host = socket.gethostname().encode()
     job = launcher_env.job_name(os.environ, f"{socket.gethostname()}-{os.getpid()}").encode()
     settings = trust.SETTING.code(), determinism.SETTING.code(), bool(tracing.file())
-    mine = _ROW.pack(*_INT.unpack(first), *settings, bool(uses), os.getpid(), own, host, job)
+    level = MPI.Query_thread()
+    mine = _ROW.pack(*_INT.unpack(first), level, *settings, bool(uses), os.getpid(), own, host, job)
     gathered = bytearray(len(mine) * comm.Get_size())
     comm.Allgather((mine, len(mine), MPI.BYTE), (gathered, len(mine), MPI.BYTE))
     facts = zip(*_ROW.iter_unpack(gathered), strict=True)
-    nodes, trusts, orders, traces, users, pids, job_ranks, hosts, jobs = facts
+    nodes, levels, trusts, orders, traces, users, pids, job_ranks, hosts, jobs = facts
     names = [host.rstrip(b"\0").decode(errors="replace") for host in hosts]
     problem = (
-        trust.SETTING.problem(trusts)
+        thread_level_problem(levels)
+        or trust.SETTING.problem(trusts)
         or determinism.SETTING.problem(orders)
         or tracing.problem(traces)
     )
