@@ -41,6 +41,7 @@ def submit(
     sbatch: Mapping[str, str] | None = None,
     settings: Mapping[str, str] | None = None,
     env: str | os.PathLike[str] | None = None,
+    is_tested: bool = True,
 ) -> Job:
     """Submit a shipped job script, as ``mpidist submit`` does, and return the job.
 
@@ -64,6 +65,8 @@ def submit(
         sbatch: Other options of sbatch by long name, as ``{"qos": "low"}``.
         settings: Values of ``env.sh`` for this job.
         env: The site's ``env.sh``; None for that of ``MPIDIST_SLURM``, else the shipped one.
+        is_tested: Ask ``sbatch --test-only`` first. It also refuses jobs that would wait: for
+            nodes or a partition that are down, or behind a reservation.
 
     Raises:
         LaunchError: No such script or program; a job that Slurm would not start, or that would end
@@ -95,7 +98,7 @@ def submit(
     plan = planned(script, options, None if env is None else Path(env), os.environ, partitions())
     for note in plan.notes:
         _log.info("%s", note)
-    done = call_sbatch(plan, is_captured=True)
+    done = call_sbatch(plan, is_captured=True, is_tested=is_tested)
     if done.returncode != 0:
         raise LaunchError(f"sbatch ended with {done.returncode}: {' '.join(done.stderr.split())}")
     # With several clusters: "4711;cluster".
@@ -146,23 +149,28 @@ def _shown_partitions() -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def call_sbatch(plan: JobPlan, is_captured: bool = False) -> subprocess.CompletedProcess[str]:
+def call_sbatch(
+    plan: JobPlan, is_captured: bool = False, is_tested: bool = True
+) -> subprocess.CompletedProcess[str]:
     """Pass a job that Slurm could start to sbatch, and return the ended process.
 
     Args:
         plan: The job.
         is_captured: Keep sbatch's output: the job's number, or its error. Otherwise it goes where
             this process's does.
+        is_tested: Have Slurm say first whether it could start the job.
 
     Raises:
         LaunchError: There is no sbatch, it did not answer, or Slurm would not start the job.
     """
-    tested = _sbatch(plan, "--test-only", is_captured=True)
-    if tested.returncode != 0:
+    tested = _sbatch(plan, "--test-only", is_captured=True) if is_tested else None
+    if tested is not None and tested.returncode != 0:
+        said = " ".join(f"{tested.stderr} {tested.stdout}".split())
         raise LaunchError(
-            f"sbatch --test-only: {' '.join(tested.stderr.split())}. The job: "
-            f"{'; '.join(plan.notes)}. Slurm also says so while nodes are down or drained; sbatch "
-            "takes the script of --dry-run then"
+            f"sbatch --test-only: {said or f'status {tested.returncode}, without a word'}. The "
+            f"job: {'; '.join(plan.notes)}. Slurm also refuses so what would wait: for nodes or a "
+            "partition that are down, or behind a reservation. sbatch itself takes such a job: "
+            "mpidist submit ... --dry-run | sbatch, or submit(..., is_tested=False)"
         )
     return _sbatch(plan, *(["--parsable"] if is_captured else []), is_captured=is_captured)
 
@@ -179,13 +187,14 @@ def _sbatch(plan: JobPlan, *options: str, is_captured: bool) -> subprocess.Compl
             [sbatch, *options],
             input=plan.text,
             text=True,
+            errors="replace",
             env=job_script.without_overrides(os.environ, plan.options.header),
             timeout=_SUBMIT_S,
             check=False,
             capture_output=is_captured,
         )
     except subprocess.TimeoutExpired:
+        taken = "" if "--test-only" in options else "; squeue --me says whether the job was taken"
         raise LaunchError(
-            f"sbatch did not answer within {_SUBMIT_S:g} s; squeue --me says whether the job was "
-            "taken"
+            f"{' '.join(['sbatch', *options])} did not answer within {_SUBMIT_S:g} s{taken}"
         ) from None

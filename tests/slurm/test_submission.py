@@ -125,6 +125,30 @@ def test_a_job_that_slurm_would_not_start_is_not_submitted(commands, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "#SBATCH --nodes=9" in done.stdout
     assert not (tmp_path / "called").exists()
+    with pytest.raises(LaunchError, match="sbatch ended with 1"):
+        slurm.submit("ddp", "train.py", nodes=9, is_tested=False)
+    assert (tmp_path / "called").exists()
+
+
+@pytest.mark.parametrize(
+    ("says", "words"),
+    [
+        ("echo 'wrapped: no such account'; exit 1", "wrapped: no such account"),
+        ("exit 3", "status 3, without a word"),
+        (r"printf 'caf\351 closed' >&2; exit 1", "caf\ufffd closed"),
+    ],
+)
+def test_whatever_the_test_prints_is_the_reason(commands, says, words):
+    commands("sbatch", says)
+    with pytest.raises(LaunchError, match=f"sbatch --test-only: {words}"):
+        slurm.submit("ddp", "train.py")
+
+
+def test_a_test_without_an_answer_has_submitted_nothing(commands, monkeypatch):
+    commands("sbatch", "exec sleep 60")
+    monkeypatch.setattr(submission, "_SUBMIT_S", 0.2)
+    with pytest.raises(LaunchError, match=r"^sbatch --test-only did not answer within 0\.2 s$"):
+        slurm.submit("ddp", "train.py")
 
 
 def test_what_sbatch_says_is_the_error(commands):
