@@ -41,8 +41,9 @@ class Steps:
 
     def __init__(self, folder: Path) -> None:
         file = folder / "steps"
-        if not file.exists():
-            file.write_bytes(bytes(8 * 3 * _MOST_RANKS))
+        # Each rank makes it, at the same time as others, and none may meet a shorter one.
+        with open(file, "ab") as made:
+            made.truncate(8 * 3 * _MOST_RANKS)
         # By rank: process id, its starts of the training, step.
         self.rows = np.memmap(file, np.int64, "r+", shape=(_MOST_RANKS, 3))
 

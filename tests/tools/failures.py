@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 FILE, STAGE = "MPIDIST_FAILURES", "MPIDIST_STAGE"
+_REASON = 200  # characters of a reason
 
 
 def record(test: str, reason: str) -> None:
@@ -23,10 +24,11 @@ def record(test: str, reason: str) -> None:
 
     Args:
         test: Its node id.
-        reason: Text of the failure; its last line is kept.
+        reason: Text of the failure; the beginning of its last line is kept.
     """
     if path := os.environ.get(FILE):
-        line = json.dumps([os.environ.get(STAGE, "unit"), test, reason.strip().split("\n")[-1]])
+        last = reason.strip().split("\n")[-1][:_REASON]
+        line = json.dumps([os.environ.get(STAGE, "unit"), test, last])
         # One write, because ranks append at the same time.
         with open(path, "a", encoding="utf-8") as file:
             file.write(f"{line}\n")
