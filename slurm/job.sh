@@ -156,14 +156,20 @@ check_gpus() {
 # Try what MPI does with device memory, unless that is known from an earlier job: mpidist stages
 # what was not tried. One rank on the first node, started as the job's ranks.
 try_device_memory() {
-    local one=(-n 1)
+    local one=(-n 1) said
     ((MPIDIST_GPUS_PER_NODE > 0)) && [[ -z ${SLURM_HET_SIZE:-} ]] || return 0
     # This node has a GPU: Nvidia's or AMD's.
     [[ -e /dev/nvidiactl || -e /dev/kfd ]] || return 0
-    [[ ${LAUNCHER[0]} != srun ]] || one=(--nodes=1 --ntasks=1)
-    "${LAUNCHER[@]}" "${one[@]}" "${PYTHON[@]}" -m mpidist doctor --no-launcher > /dev/null ||
+    # With --gpus of the job, srun would ask one node for all of them.
+    [[ ${LAUNCHER[0]} != srun ]] ||
+        one=(--nodes=1 --ntasks=1 ${SLURM_GPUS_ON_NODE:+--gpus="$SLURM_GPUS_ON_NODE"})
+    # A signal before the job's end must not end this shell; all nodes wait meanwhile.
+    trap : USR1
+    said=$(timeout 300 "${LAUNCHER[@]}" "${one[@]}" "${PYTHON[@]}" -m mpidist doctor \
+        --no-launcher 2>&1) ||
         say "note: 'mpidist doctor' has ended with status $?: what MPI does with device memory" \
-            "may not have been tried; test.sbatch prints the reasons"
+            "may not have been tried. It printed: $said"
+    trap - USR1
 }
 
 # Print the highest step of a commit or checkpoint that the ranks have noted; -1 for none.

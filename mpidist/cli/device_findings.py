@@ -15,6 +15,7 @@ from mpidist.cli.finding import (
     several_on_a_node,
     values,
 )
+from mpidist.comm.discovery.child_job import NOT_TRIED
 from mpidist.comm.mpi import rank_ranges
 
 
@@ -133,6 +134,15 @@ def _to_mpi(ranks: Sequence[Facts]) -> Iterator[Finding]:
                            "its support for devices off",
             "let mpidist start MPI (mpidist.comm.init() before 'from mpi4py import MPI'), under a "
             "launcher that sets each rank's local rank",
+        )  # fmt: skip
+    # All operations of a rank alike: the job of the trial could not be started.
+    reasons = {rank: next(iter(mpi.operations.values()), "") for rank, mpi in held.items()}
+    if failed := tuple(rank for rank, text in reasons.items() if text.startswith(NOT_TRIED)):
+        yield Finding(
+            WARNING, failed, "this MPI's operations on device memory could not be tried, and are "
+                             f"staged: {reasons[failed[0]].removeprefix(NOT_TRIED)}",
+            "where the library takes device pointers (Cray MPICH with "
+            "MPICH_GPU_SUPPORT_ENABLED=1), set MPIDIST_CUDA_AWARE=1",
         )  # fmt: skip
     unknown = tuple(rank for rank, mpi in held.items() if "unknown" in mpi.operations.values())
     if unknown:

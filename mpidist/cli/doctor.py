@@ -110,7 +110,7 @@ def examine(environ: Mapping[str, str], timeout_s: float, tries_launcher: bool) 
             return _without_mpi(own, error, launch.rank)
         own = questions.ask(own, library)
         checks = {} if trial is None else trial.result()
-    return report_of(own, checks, timeout_s)
+        return report_of(own, checks, timeout_s)
 
 
 def report_of(own: Facts, checks: Mapping[str, str], timeout_s: float) -> Report:

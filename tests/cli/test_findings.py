@@ -312,6 +312,13 @@ BROKEN = {
         "have not been tried",
         "without a launcher",
     ),
+    "could not be tried": (
+        job(mpi={"operations": {"Bcast": "not tried: no mpirun"}}),
+        WARNING,
+        ALL,
+        "could not be tried, and are staged: no mpirun",
+        "MPIDIST_CUDA_AWARE=1",
+    ),
     "no shm": (job(shm_bytes=-1), WARNING, (0, 1), "has no /dev/shm", "tmpfs"),
     "small shm": (
         job(shm_bytes=64 << 20, shm_free_bytes=64 << 20),

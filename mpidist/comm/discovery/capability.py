@@ -12,8 +12,9 @@ other devices.
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -28,6 +29,8 @@ from mpidist.comm.mpi.cuda_context import ENV_CUDA_AWARE
 from mpidist.comm.mpi.library import MPI, has_ulfm, library_name
 from mpidist.comm.mpi.nonblocking import NONBLOCKING, MpiCalls
 from mpidist.errors import MpidistError
+
+_log = logging.getLogger(__name__)
 
 # Setting of the environment, as one byte that ranks can compare.
 _UNSET, _OFF, _ON, _UNREADABLE = range(4)
@@ -133,7 +136,7 @@ def agreed_operations(comm: Communicator, device: torch.device) -> frozenset[str
         if device.type == "cuda":
             cuda_context.warn_of_late_visibility()
         if warning:
-            warnings.warn(warning, RuntimeWarning, stacklevel=2)
+            _warn_once(warning)
     return held if takes_blocking_calls(comm) else _nonblocking_only(held)
 
 
@@ -191,13 +194,20 @@ def _agree(comm: Communicator, device: torch.device) -> tuple[frozenset[str], st
     return frozenset(operation for operation, does in works if does), warning
 
 
+@functools.cache
+def _warn_once(text: str) -> None:
+    # Logged: a warning that is an error would stop this rank alone.
+    _log.warning("%s", text)
+
+
 def _untried(device: torch.device) -> str:
     is_aware, source = library_report.device_support()
     says = f"says that it does ({source})" if is_aware else "does not say whether it does"
     return (
         f'memory of {device.type} devices is staged; run "mpidist doctor" on a GPU node, without a '
-        "launcher and in this job's environment. Whether MPI takes that memory has not been tried, "
-        f"and a library that {says} may crash. MPIDIST_CUDA_AWARE=0 or =1 decides without a trial"
+        "launcher, in this job's environment and with as many GPUs visible. Whether MPI takes that "
+        f"memory has not been tried, and a library that {says} may crash. MPIDIST_CUDA_AWARE=0 or "
+        "=1 decides without a trial"
     )
 
 
@@ -278,8 +288,14 @@ def _try_operations(device: torch.device, is_cuda_first: bool) -> dict[str, str]
     _tables[_name(device), is_cuda_first] = table
     # A job that could not be started gives no information about the library, so the result is not
     # cached.
-    if not any(text.startswith(capability_trial.NOT_TRIED) for text in table.values()):
-        cache.store(_KIND, _key(device, is_cuda_first), table)
+    is_tried = not any(text.startswith(capability_trial.NOT_TRIED) for text in table.values())
+    if is_tried and not cache.store(_KIND, _key(device, is_cuda_first), table):
+        _log.warning(
+            "what MPI does with memory of %s devices is not kept for later jobs: MPIDIST_CACHE, or "
+            "the user's cache folder, cannot be written: %s",
+            device.type,
+            cache.folder(),
+        )
     return table
 
 

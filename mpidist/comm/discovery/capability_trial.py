@@ -22,12 +22,12 @@ from collections.abc import Sequence
 import torch
 
 from mpidist.comm.discovery import child_job
+from mpidist.comm.discovery.child_job import NOT_TRIED
 from mpidist.comm.discovery.trial_operations import OPERATIONS, attempt
 from mpidist.comm.mpi import launcher_env, runtime
 from mpidist.comm.mpi.library import load
 from mpidist.errors import LaunchError
 
-NOT_TRIED = "not tried: "  # begins the reason if nothing was learned
 # Importing torch from a cold network file system and starting CUDA take long.
 SILENCE_S = 60.0
 PROGRAM = (sys.executable, "-m", "mpidist.comm.discovery.capability_trial")

@@ -5,7 +5,6 @@ The CPU replaces a device here; the GPU test at the end uses a real one.
 
 import json
 import sys
-import warnings
 
 import pytest
 import torch
@@ -208,16 +207,28 @@ def test_without_a_trial_all_is_staged_and_rank_0_says_so(group, launches, monke
     monkeypatch.setattr(library_report, "device_support", lambda: (is_aware, "MPIX_Query"))
     if is_aware is False:
         monkeypatch.setattr(capability, "_known_table", lambda *_: dict.fromkeys(EVERYTHING, "no"))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = [agreed_operations(comm, CPU) for _ in range(2)]
+    texts = []
+    capability._warn_once.cache_clear()
+    monkeypatch.setattr(capability._log, "warning", lambda text, *args: texts.append(text % args))
+    found = []
+    for _ in range(2):
+        comm.device_operations.clear()
+        found.append(agreed_operations(comm, CPU))
     agree(group, found == [frozenset()] * 2 and launches == [] and not known_operations(CPU))
-    texts = [str(one.message) for one in caught]
     is_said = group.rank == 0 and is_aware is not False
     agree(group, len(texts) == is_said, str(texts))
     if is_said:
         assert 'staged; run "mpidist doctor" on a GPU node' in texts[0]
         assert ("says that it does (MPIX_Query)" in texts[0]) is (is_aware is True)
+
+
+@pytest.mark.mpi
+def test_results_that_cannot_be_kept_are_told(world, launches, monkeypatch):
+    texts = []
+    monkeypatch.setattr(capability._log, "warning", lambda text, *args: texts.append(text % args))
+    monkeypatch.setattr(capability.cache, "store", lambda *_: False)
+    capability._try_operations(CPU, capability._is_cuda_first())
+    assert len(texts) == 1 and "MPIDIST_CACHE, or the user's cache folder" in texts[0]
 
 
 @pytest.mark.mpi(min_size=2)
@@ -229,9 +240,7 @@ def test_a_table_that_one_rank_alone_has(group, launches, monkeypatch, tmp_path)
         monkeypatch.setenv("MPIDIST_CACHE", str(tmp_path / f"{having} {group.rank}"))
         if group.rank == having:
             capability._try_operations(CPU, capability._is_cuda_first())
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = agreed_operations(comm, CPU)
+        found = agreed_operations(comm, CPU)
         agree(group, found == (EVERYTHING - {"Alltoallv"} if having == 0 else frozenset()))
 
 
