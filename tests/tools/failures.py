@@ -19,14 +19,15 @@ FILE, STAGE = "MPIDIST_FAILURES", "MPIDIST_STAGE"
 _REASON = 200  # characters of a reason
 
 
-def record(test: str, reason: str) -> None:
-    """Append a failed test of this stage to the run's file; nothing without a run.
+def record(path: str | None, test: str, reason: str) -> None:
+    """Append a failed test of this stage to a run's file.
 
     Args:
+        path: The file; None without a run.
         test: Its node id.
         reason: Text of the failure; the beginning of its last line is kept.
     """
-    if path := os.environ.get(FILE):
+    if path:
         last = reason.strip().split("\n")[-1][:_REASON]
         line = json.dumps([os.environ.get(STAGE, "unit"), test, last])
         # One write, because ranks append at the same time.

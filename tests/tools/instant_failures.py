@@ -27,6 +27,8 @@ from tests.tools import failures
 
 # Duplicated at import, because pytest loads plugins named by -p before it redirects descriptor 2.
 _STDERR = os.dup(2)
+# Not for the tests of tests, whose jobs fail on purpose.
+_FAILURES = os.environ.pop(failures.FILE, None)
 _RANK = next(
     (os.environ[name] for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK") if name in os.environ), "0"
 )
@@ -40,7 +42,7 @@ def _write(text: str) -> None:
 
 
 def _write_failed(report: pytest.CollectReport | pytest.TestReport) -> None:
-    failures.record(report.nodeid, _reason(report))
+    failures.record(_FAILURES, report.nodeid, _reason(report))
     sections = [
         f"----- {title}\n{text.rstrip()}\n" for title, text in report.sections if text.strip()
     ]
@@ -72,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
                     config.pluginmanager.getplugin("capturemanager").read_global_capture()
                 )
             _write(f"\nthe job is ended in {test} on rank {_RANK}: {message}\n{captured}")
-            failures.record(test.rpartition(" (")[0], message)
+            failures.record(_FAILURES, test.rpartition(" (")[0], message)
         abort(message, *code)
         raise SystemExit  # not reached
 

@@ -9,12 +9,11 @@ from tests.tools import failures
 
 def test_each_failure_has_the_command_that_repeats_it(monkeypatch, tmp_path, capsys):
     path = tmp_path / "failed"
-    monkeypatch.setenv(failures.FILE, str(path))
     monkeypatch.setenv(failures.STAGE, "mpi-3")
-    failures.record("tests/a.py::test_b[x y-$1]", "Traceback\nValueError: this one")
-    failures.record("tests/a.py::test_b[x y-$1]", "CommTimeout: by the first one")
+    failures.record(str(path), "tests/a.py::test_b[x y-$1]", "Traceback\nValueError: this one")
+    failures.record(str(path), "tests/a.py::test_b[x y-$1]", "CommTimeout: by the first one")
     monkeypatch.delenv(failures.STAGE)
-    failures.record("tests/c.py::test_d", "assert 1 == 2")
+    failures.record(str(path), "tests/c.py::test_d", "assert 1 == 2")
     with open(path, "a", encoding="utf-8") as file:
         # The stages, as the Makefile names them: the first two have named their tests.
         file.write("mpi-3\nunit\nlint\n")
@@ -42,7 +41,6 @@ def test_without_a_failure_nothing_is_printed(tmp_path, capsys, exists):
 
 
 def test_without_a_run_nothing_is_recorded(monkeypatch, tmp_path):
-    monkeypatch.delenv(failures.FILE, raising=False)
     monkeypatch.chdir(tmp_path)
-    failures.record("tests/a.py::test_b", "an error")
+    failures.record(None, "tests/a.py::test_b", "an error")
     assert not list(tmp_path.iterdir())
