@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mpidist.optim import registry
+from mpidist.optim import fused, registry
 from mpidist.optim.grad_attribute import GradAttributeOptimizer
 from mpidist.optim.param_groups import Group, settings_of
 from mpidist.optim.registry import FunctionalClass
@@ -91,6 +91,8 @@ class LocalOptimizer:
             return
         groups = self.attribute("param_groups")
         for number, settings in changes.items():
+            if number not in range(len(groups)):
+                raise LookupError(f"there is no group {number}")
             _require_switches(settings, groups[number])
         for number, settings in changes.items():
             groups[number].update(settings_of(settings))
@@ -101,8 +103,9 @@ class LocalOptimizer:
         """Load each parameter's state, by this worker's numbers, and each group's settings.
 
         Raises:
-            ValueError: Another number of groups, a state of a shape that the fused kernel does not
-                take, or settings that enable kernels which the group does not use.
+            ValueError: Another number of groups, no such parameter, a state of a shape that the
+                fused kernel does not take, or settings that enable kernels which the group does not
+                use.
         """
         numbers = iter(range(len(self.parameters)))
         groups = [
@@ -112,7 +115,19 @@ class LocalOptimizer:
         load = self.attribute("load_state_dict")
         for new, old in zip(settings, self.settings(), strict=True):
             _require_switches(new, old)
-        load({"state": state, "param_groups": groups})
+        if strange := [number for number in state if number not in range(len(self.parameters))]:
+            raise ValueError(f"there are no parameters of the numbers {strange}")
+        # Before anything is loaded: fused kernels read beyond memory of other strides.
+        own = {
+            number: {
+                name: fused.laid_out(value, self.parameters[number])
+                if isinstance(value, torch.Tensor)
+                else value
+                for name, value in values.items()
+            }
+            for number, values in state.items()
+        }
+        load({"state": own, "param_groups": groups})
 
     def attribute(self, name: str) -> Any:
         """Return an attribute that a functional optimizer may lack. No message gives the name.

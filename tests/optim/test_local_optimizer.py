@@ -9,6 +9,7 @@ import torch
 
 import mpidist.rpc as rpc
 from mpidist.optim import local
+from mpidist.optim.local_optimizer import LocalOptimizer
 from mpidist.rpc.rref import RRef
 from tests.optim import owners
 from tests.tools.transfers import CUDA, counted
@@ -241,3 +242,21 @@ def test_steps_counted_on_a_device_are_copied_to_the_host_together():
         copy = local._copied(state)
         assert counts.down == ["_to_copy"] and copy[3]["step"].device.type == "cpu"
         assert copy[3]["seen"][1] == ("text", 3) and copy[3]["seen"] is not state[3]["seen"]
+
+
+def test_a_state_from_a_message_has_the_parameters_strides_or_is_refused():
+    """Fused kernels read as many elements as the parameter has, from the first one on."""
+    parameters = [torch.nn.Parameter(torch.zeros(50)), torch.nn.Parameter(torch.zeros(3))]
+    made = LocalOptimizer.__new__(LocalOptimizer)
+    loaded = []
+    made.parameters, made.counts = parameters, [[1, 1]]
+    made.optimizer = SimpleNamespace(load_state_dict=loaded.append, param_groups=[{"params": []}])
+    repeated = torch.as_strided(torch.ones(50), (50,), (0,), 49)
+    made.load({0: {"exp_avg": repeated, "step": 1}}, [{}])
+    (state,) = (one["state"] for one in loaded)
+    assert state[0]["exp_avg"].stride() == (1,) and state[0]["exp_avg"].tolist() == [1.0] * 50
+    with pytest.raises(ValueError, match=r"no parameters of the numbers \[99\]"):
+        made.load({99: {"x": torch.ones(2)}}, [{}])
+    with pytest.raises(LookupError, match="no group -1"):
+        made.change({-1: {"lr": 9.0}})
+    assert len(loaded) == 1
