@@ -166,7 +166,7 @@ try_device_memory() {
     # A signal before the job's end must not end this shell; all nodes wait meanwhile.
     trap : USR1
     said=$(timeout 300 "${LAUNCHER[@]}" "${one[@]}" "${PYTHON[@]}" -m mpidist doctor \
-        --no-launcher 2>&1) ||
+        --no-launcher) ||
         say "note: 'mpidist doctor' has ended with status $?: what MPI does with device memory" \
             "may not have been tried. It printed: $said"
     trap - USR1

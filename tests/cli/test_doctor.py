@@ -136,6 +136,17 @@ def test_ctrl_c_and_sigterm_end_the_job_of_the_other_thread(monkeypatch, number,
     assert ended.is_set() and signal.getsignal(signal.SIGTERM) == former
 
 
+def test_sigterm_ends_the_trial_of_a_process_alone_too(monkeypatch):
+    library = installed.Installed("openmpi", "Open MPI v5", "/m/libmpi.so", "")
+    former = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(installed, "installed", lambda: library)
+    monkeypatch.setattr(questions, "start", lambda timeout_s: None)
+    monkeypatch.setattr(questions, "ask", lambda own, library: own)
+    monkeypatch.setattr(doctor, "report_of", lambda *_: signal.getsignal(signal.SIGTERM))
+    assert doctor.examine({}, 30.0, True) != former
+    assert signal.getsignal(signal.SIGTERM) == former
+
+
 def test_torch_is_tried_after_the_handshake_alone(monkeypatch):
     answers = {"handshake": "", "torch": "RuntimeError: no backend"}
     monkeypatch.setattr(doctor.launcher_trial, "try_launcher", lambda *_: answers["handshake"])

@@ -311,3 +311,31 @@ def test_ranks_are_started_on_healthy_nodes_in_the_place_of_lost_ones(tmp_path):
         ({"MPIDIST_MAX_RESTARTS": "0"}, "srun -x prog"),
     ):
         assert restarted(tmp_path, "exit 0", 1, **variables)[1] == [expected]
+
+
+@pytest.mark.parametrize(("gpus", "status"), [("", 0), ("4", 1)])
+def test_the_trial_of_device_memory_before_the_ranks(tmp_path, gpus, status):
+    text = (FOLDER / "job.sh").read_text()
+    functions = re.findall(r"(?ms)^(?:say|try_device_memory)\(\) \{.*?\}$", text)
+    srun = tmp_path / "srun"
+    # The signal reaches the batch shell while it waits.
+    srun.write_text(
+        f'#!/bin/bash\nkill -USR1 "$BATCH"\necho "$@"\necho not kept >&2\nexit {status}\n'
+    )
+    srun.chmod(0o755)
+    script = "\n".join(
+        ["set -euo pipefail", *functions, "export BATCH=$$", "try_device_memory", "say ranks"]
+    ).replace("/dev/nvidiactl", "/dev/null")
+    done = subprocess.run(
+        ["bash", "-c", f"MPIDIST_GPUS_PER_NODE=4 LAUNCHER=(srun) PYTHON=(python)\n{script}"],
+        env={"PATH": f"{tmp_path}:/bin:/usr/bin"}
+        | ({"SLURM_GPUS_ON_NODE": gpus, "SLURM_GPUS": "8"} if gpus else {}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "not kept\n")
+    words = "--nodes=1 --ntasks=1 --gpus=4 python -m mpidist doctor --no-launcher"
+    assert done.stdout.endswith("mpidist: ranks\n")
+    assert ("status 1: what MPI" in done.stdout and words in done.stdout) == (status == 1)
+    assert status or done.stdout == "mpidist: ranks\n"

@@ -117,10 +117,10 @@ def agreed_operations(comm: Communicator, device: torch.device) -> frozenset[str
     Other operations are staged through host memory. Rank 0 decides for all, by what
     ``known_operations`` says there, for the order in which MPI and CUDA have started on all ranks.
     Where the library does not deny that it takes device memory and nothing has been tried, the set
-    is empty, and rank 0 warns. Reductions are in the set as blocking calls only, because under Open
-    MPI a non-blocking reduction of device memory crashes. If ``comm`` replaces blocking calls by
-    their non-blocking form, the set has no reductions, and other collectives only if their
-    non-blocking form works.
+    is empty, and rank 0 of the job logs that once. Reductions are in the set as blocking calls
+    only, because under Open MPI a non-blocking reduction of device memory crashes. If ``comm``
+    replaces blocking calls by their non-blocking form, the set has no reductions, and other
+    collectives only if their non-blocking form works.
 
     Collective: over ``comm``, the first time for a device type; later calls are local.
 
@@ -180,7 +180,8 @@ def _agree(comm: Communicator, device: torch.device) -> tuple[frozenset[str], st
     if comm.rank == 0:
         try:
             table = _known_table(device, is_cuda_first)
-            warning = _untried(device) if table is None else ""
+            is_told = table is None and runtime.world().rank == 0
+            warning = _untried(device) if is_told else ""
             working = _working(table or {})
             answer[:] = bytes([1, *(operation in working for operation in OPERATIONS)])
         except Exception as error:  # the other ranks wait for the answer
@@ -292,9 +293,8 @@ def _try_operations(device: torch.device, is_cuda_first: bool) -> dict[str, str]
     if is_tried and not cache.store(_KIND, _key(device, is_cuda_first), table):
         _log.warning(
             "what MPI does with memory of %s devices is not kept for later jobs: MPIDIST_CACHE, or "
-            "the user's cache folder, cannot be written: %s",
+            "the user's cache folder, cannot be written",
             device.type,
-            cache.folder(),
         )
     return table
 

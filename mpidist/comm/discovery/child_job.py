@@ -26,8 +26,8 @@ from mpidist.comm.mpi.launcher_env import without_launcher
 from mpidist.comm.mpi.library import home
 
 RANKS = 2
-# The reason where ``launcher`` finds none.
 NOT_TRIED = "not tried: "  # begins the reason where a trial has learned nothing
+# The reason where ``launcher`` finds none.
 NO_LAUNCHER = "no mpirun or mpiexec was found next to the MPI library or on the PATH"
 _SILENT = "ended without output"
 _MARK = "MPIDIST_NESTED"

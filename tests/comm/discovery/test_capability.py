@@ -43,6 +43,10 @@ for operation in sys.argv[sys.argv.index("--device") + 2 :]:
 """
 
 
+def _raise(error):
+    raise error
+
+
 def forget(comm, monkeypatch):
     """Reset this module's state, as in a new job."""
     comm.device_operations.clear()
@@ -214,6 +218,9 @@ def test_without_a_trial_all_is_staged_and_rank_0_says_so(group, launches, monke
     for _ in range(2):
         comm.device_operations.clear()
         found.append(agreed_operations(comm, CPU))
+    alone = group.split(group.rank)
+    agreed_operations(alone._comm, CPU)  # rank 0 of this group, but not of the job
+    alone.close()
     agree(group, found == [frozenset()] * 2 and launches == [] and not known_operations(CPU))
     is_said = group.rank == 0 and is_aware is not False
     agree(group, len(texts) == is_said, str(texts))
@@ -226,7 +233,9 @@ def test_without_a_trial_all_is_staged_and_rank_0_says_so(group, launches, monke
 def test_results_that_cannot_be_kept_are_told(world, launches, monkeypatch):
     texts = []
     monkeypatch.setattr(capability._log, "warning", lambda text, *args: texts.append(text % args))
-    monkeypatch.setattr(capability.cache, "store", lambda *_: False)
+    monkeypatch.delenv("MPIDIST_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(capability.cache.Path, "home", lambda: _raise(RuntimeError("no home")))
     capability._try_operations(CPU, capability._is_cuda_first())
     assert len(texts) == 1 and "MPIDIST_CACHE, or the user's cache folder" in texts[0]
 
