@@ -27,21 +27,22 @@ _MEET = """
 """
 
 
-def test_every_wait_for_a_rank_that_has_ended_raises():
+def test_every_wait_for_a_rank_that_has_ended_raises(tmp_path):
     done = run(
         3,
-        """
-        import json, sys, torch
+        _MEET
+        + f"""
+        import json, os, sys, time, torch
         import mpidist.comm, mpidist.rpc as rpc
         from mpidist.comm import world_group as groups
         from mpidist.errors import RankFailureError
         from mpidist.rpc import worker_gather
         world = mpidist.comm.init()
-        rpc.init_rpc(f"w{world.rank}")
+        rpc.init_rpc(f"w{{world.rank}}")
         world.barrier()
         if world.rank == 2:
             sys.exit(3)
-        waits = {
+        waits = {{
             "new_group": lambda: world.new_group([0, 1, 2]),
             "monitored_barrier": world.monitored_barrier,
             "init": lambda: groups.from_world("again", 1800),
@@ -49,8 +50,8 @@ def test_every_wait_for_a_rank_that_has_ended_raises():
             "recv_object": lambda: world.recv_object(2),
             "gathering": lambda: worker_gather.all_gather(None, ["w0", "w1", "w2"]),
             "shutdown": rpc.shutdown,
-        }
-        facts = {"rank": world.rank}
+        }}
+        facts = {{"rank": world.rank}}
         for name, wait in waits.items():
             try:
                 wait()
@@ -58,13 +59,14 @@ def test_every_wait_for_a_rank_that_has_ended_raises():
             except RankFailureError as error:
                 facts[name] = error.ranks
         print(json.dumps(facts), flush=True)
+        meet("{tmp_path}", world.rank)
         """,
     )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert sorted(line.pop("rank") for line in lines) == [0, 1], done.stdout + done.stderr
     for line in lines:
         # The slower rank may see that the other rank has also timed out.
-        assert len(line) == 7 and all(2 in ranks for ranks in line.values()), line
+        assert len(line) == 7 and all(2 in ranks for ranks in line.values()), done.stdout
 
 
 # By name: (program of rank 1, program of rank 0, whether the job succeeds, text on stdout).

@@ -1,7 +1,7 @@
 """Queue and thread of a group, which keep its collectives in one order.
 
-A group has one communicator, and MPI matches collectives by the order in which each rank calls
-them. Asynchronous operations go through the queue of the group to its thread. A synchronous one is
+A group has one communicator, between nodes a second one for the data of broadcasts, and MPI matches
+collectives by the order in which each rank calls them. Asynchronous operations go through the queue of the group to its thread. A synchronous one is
 executed by the calling thread if the queue is empty, and else waits behind the queue; so a
 synchronous call on one rank matches an asynchronous one on another. An operation issued by the
 group's own thread (by a future's callback) is executed at once, ahead of the queue: the operation

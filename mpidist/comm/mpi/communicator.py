@@ -14,6 +14,7 @@ from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import Mpi, MpiCalls, wait_sleeping, wait_spinning
 from mpidist.comm.mpi.scratch import Scratch
 from mpidist.comm.mpi.tags import Tag
+from mpidist.errors import GroupError
 
 # The highest tags belong to the library's own algorithms, all lower ones to the user.
 _RESERVED_TAGS = 64
@@ -133,9 +134,18 @@ class Communicator:
 
         Collective: over the communicator.
         """
-        # This barrier can be abandoned while a rank is missing; the call behind it cannot.
-        self.mpi.Barrier()
+        # This barrier can be left while a rank is missing, and is resumed by the next call; the
+        # call behind it cannot.
+        if "is duplicating" in self.kept:
+            raise GroupError(
+                "an exception has left the making of a communicator of this group; make another"
+            )
+        if "barrier of duplicate" not in self.kept:
+            self.kept["barrier of duplicate"] = self.plain.Ibarrier()
+        self.wait_all([self.kept["barrier of duplicate"]])
+        self.kept["is duplicating"] = True
         self._duplicates.append(self.plain.Dup())
+        del self.kept["is duplicating"], self.kept["barrier of duplicate"]
         return self._duplicates[-1]
 
     def children(self) -> list[Mpi]:

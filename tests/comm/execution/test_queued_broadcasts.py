@@ -2,10 +2,13 @@
 
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from mpidist.comm.algorithms import broadcasts
+from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.world_group import from_world
 from mpidist.errors import CommTimeout
 from tests.tools.simulated_nodes import groups
@@ -172,10 +175,104 @@ def test_a_group_is_closed_behind_its_broadcasts(world, on_nodes):
     agree(world, are_right(tensors))
 
 
+class Left(BaseException):
+    """As KeyboardInterrupt, which a signal raises in a wait."""
+
+
+@pytest.fixture
+def leaves(monkeypatch):
+    """Return a function that has an exception leave the next wait for broadcasts on this rank."""
+    real = Communicator.wait_all
+
+    def leave(after=0):
+        waits = iter(range(after + 1))
+
+        def wait_all(self, requests):
+            if next(waits, None) == after:
+                raise Left
+            real(self, requests)
+
+        monkeypatch.setattr(Communicator, "wait_all", wait_all)
+
+    return leave
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("lengths", [(3, 3, 3), (_NUMEL,) * 3, (_NUMEL, 2 * _NUMEL, _NUMEL)])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_wait_that_an_exception_leaves_keeps_the_place_in_the_order(
+    world, on_nodes, leaves, first, lengths, again
+):
+    """Also of a group's first, which makes a communicator; and into the same memory again."""
+    group, last = on_nodes("alone"), world.size - 1
+    if not first:
+        group.broadcast(torch.zeros(1), 0)
+    tensors = [
+        torch.full((numel,), place + 1.0 if group.rank == 0 else -1.0)
+        for place, numel in enumerate(lengths)
+    ]
+    if group.rank == last:
+        leaves()
+        with pytest.raises(Left):
+            group.broadcast(tensors[0], 0)
+        if again and lengths[2] == lengths[0]:
+            tensors[2] = tensors[0]
+    for tensor in tensors[group.rank == last :]:
+        group.broadcast(tensor, 0)
+    behind = [bool((tensor == place + 1).all()) for place, tensor in enumerate(tensors)][1:]
+    agree(world, all(behind), str(behind))
+    total = torch.ones(4)
+    group.all_reduce(total)
+    agree(world, bool((total == world.size).all()))
+    del tensors, tensor
+    group.broadcast(torch.zeros(1), 0)
+    agree(world, not broadcasts._not_ended, f"{len(broadcasts._not_ended)} are kept")
+
+
+def test_queued_broadcasts_of_one_tensor_keep_their_order(world, on_nodes):
+    group, last = on_nodes("alone"), world.size - 1
+    for numel in (1, _NUMEL):
+        for _ in range(5):
+            tensor = torch.full((numel,), float(group.rank + 10))
+            if group.rank == 0:
+                time.sleep(0.005)
+            for work in [group.broadcast(tensor, root, async_op=True) for root in (0, last, 0)]:
+                work.wait()
+            agree(world, bool((tensor == 10).all()), str(tensor[:3]))
+
+
+def test_no_memory_for_data_of_another_length_ends_the_broadcasts_there(monkeypatch):
+    """By the requests of one rank: a job of such a rank does not end by itself."""
+    begun = []
+
+    class Comm:
+        def Ibcast(self, buf, root):
+            begun.append(memoryview(buf[0]).nbytes)
+            if begun[-1] == broadcasts.HEAD_BYTES:
+                buf[0][: broadcasts.LENGTH_BYTES] = (4 * _NUMEL).to_bytes(8, "little")
+            return SimpleNamespace(Test=lambda: True, Wait=lambda: None)
+
+    def wait_all(requests):
+        for one in requests:
+            one.Wait()
+
+    def full(*args, **kwargs):
+        raise RuntimeError("can't allocate memory")
+
+    comm = SimpleNamespace(plain=Comm(), duplicate=Comm, rank=1, kept={}, wait_all=wait_all)
+    tensors = [torch.zeros(10), torch.zeros(_NUMEL)]
+    monkeypatch.setattr(broadcasts, "torch", SimpleNamespace(empty=full, uint8=torch.uint8))
+    for tensor in tensors:
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            broadcasts.execute(comm, [tensor], 0)
+    # The second one's data would come into the place of the first one's.
+    assert begun == [broadcasts.HEAD_BYTES]
+
+
 def test_debug_mode_starts_none_early(world, on_nodes):
     on_nodes("alone")
     group = from_world("strict", 1800.0, debug=True)
-    assert "upcoming broadcasts" not in group._comm.kept
+    assert broadcasts.UPCOMING not in group._comm.kept
     tensors, works = issued(group, [0, world.size - 1])
     for work in works:
         work.wait()
