@@ -1,11 +1,12 @@
 """Queue and thread of a group, which keep its collectives in one order.
 
 A group has one communicator, between nodes a second one for the data of broadcasts, and MPI matches
-collectives by the order in which each rank calls them. Asynchronous operations go through the queue of the group to its thread. A synchronous one is
-executed by the calling thread if the queue is empty, and else waits behind the queue; so a
-synchronous call on one rank matches an asynchronous one on another. An operation issued by the
-group's own thread (by a future's callback) is executed at once, ahead of the queue: the operation
-with the callback has ended, and the callbacks of all ranks have the same place in the order.
+collectives by the order in which each rank calls them. Asynchronous operations go through the queue
+of the group to its thread. A synchronous one is executed by the calling thread if the queue is
+empty, and else waits behind the queue; so a synchronous call on one rank matches an asynchronous
+one on another. An operation issued by the group's own thread (by a future's callback) is executed
+at once, ahead of the queue: the operation with the callback has ended, and the callbacks of all
+ranks have the same place in the order.
 
 A thread that waits for a queued operation executes the queue up to it, unless the group's thread
 does so already or a callback is due, which the group's thread alone runs. Waking the group's thread
