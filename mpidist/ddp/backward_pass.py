@@ -5,6 +5,7 @@ Letters: W ranks of the group; N elements of a bucket.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from mpidist.ddp.buckets.owned_bucket import OwnedBucket
 from mpidist.ddp.buckets.sparse_bucket import SparseBucket
 from mpidist.ddp.hooks import stages
 from mpidist.ddp.hooks.grad_bucket import GradBucket
+from mpidist.ddp.hooks.powersgd_state import drop_errors
 from mpidist.ddp.hooks.stages import BucketFuture, Hook, InvalidResult
 from mpidist.ddp.readiness import ParameterUsage, Readiness
 from mpidist.future import Future, completed
@@ -150,6 +152,26 @@ class BackwardPass:
             for index in list(self._futures):
                 self._retire(index)
 
+    def settle(self) -> None:
+        """Wait until what it has launched has ended, whatever the outcome."""
+        for future in self._futures.values():
+            with contextlib.suppress(Exception):
+                future.wait()
+
+    def abandon(self) -> None:
+        """Keep nothing of a pass that an exception has ended, once what it has launched has ended.
+
+        A second call does nothing.
+        """
+        self.settle()
+        if self._settings.hook is not None:
+            _, state = self._settings.hook
+            launched = [*self._futures, *(index for index, _ in self._reduced)]
+            for index in launched:
+                drop_errors(state, self._layout.buckets[index].names)
+        self._futures.clear()
+        self._reduced.clear()
+
     def hand_back(self, used: Sequence[bool]) -> None:
         """Hand the reduced buckets back to the gradients.
 
@@ -204,7 +226,7 @@ class BackwardPass:
 
     def _retire(self, index: int) -> None:
         """Wait for one bucket; copy this rank's elements out of a rotating buffer."""
-        bucket, future = self._layout.buckets[index], self._futures.pop(index)
+        bucket, future = self._layout.buckets[index], self._futures[index]
         try:
             if isinstance(bucket, SparseBucket):
                 future.wait()
@@ -213,6 +235,8 @@ class BackwardPass:
                 result = stages.value_of(future, bucket.flat.numel())
         except InvalidResult as error:
             result = self._refused(bucket, error).value()
+        # Not before: a wait that an exception has left is not the end.
+        del self._futures[index]
         if not isinstance(bucket, OwnedBucket):
             self._reduced.append((index, result))  # accepted in ``hand_back``
             return

@@ -10,6 +10,7 @@ Source: the names that frameworks call are those of ``torch._C._distributed_c10d
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -104,7 +105,9 @@ class Reducer:
         self._pass: BackwardPass | None = None
         # The callback of the running pass, which autograd drops when an exception ends the pass;
         # None of a captured one.
-        self._ending: weakref.ref[Callable[[], None]] | None = None
+        self._ending: Callable[[], object] | None = None
+        # The autograd engine has a thread for each device.
+        self._lock = threading.RLock()
         # The last armed forward pass had outputs with a graph, whose hooks begin its backward pass.
         self._tracks_outputs = False
         self._own_gradients: OwnGradients | None = None  # while shadowing
@@ -127,6 +130,7 @@ class Reducer:
             ValueError: The state keeps the errors of another module.
             DisagreementError: Another rank raised one of these, or has other owners.
         """
+        self._current()
         if hook is not None:
             serve(state, zip(self._names, self.parameters, strict=True))
         ownership = ownership_of(hook)
@@ -154,9 +158,9 @@ class Reducer:
         Args:
             outputs: The module's output tensors.
         """
+        self._replace()
         # Parameters frozen since the construction get no gradients.
         if not any(parameter.requires_grad for parameter in self.parameters):
-            self._pass = None
             return
         self._pass = self._new_pass()
         tracked = [output for output in outputs if output.grad_fn is not None]
@@ -174,8 +178,8 @@ class Reducer:
         Args:
             outputs: The module's output tensors.
         """
-        self._drop_interrupted()
-        if self._tracks_outputs and self._pass is not None and not self._pass.is_begun:
+        held = self._current()
+        if self._tracks_outputs and held is not None and not held.is_begun:
             self._pass = None
         if self.accumulation is not None:
             for output in outputs:
@@ -190,23 +194,56 @@ class Reducer:
 
         Collective: over the group.
         """
+        self._replace()
         if self._own_gradients is None:
             self._own_gradients = self.set_aside()
-        self._pass = None
-        backward = self._new_pass()
+        backward = self._pass = self._new_pass()
+        backward.is_begun = True
+        self._ending = _ended  # until it is complete
         backward.shadow()
         backward.wait()
         self._complete(backward, [False] * len(self.parameters), missing=[])
 
     def end_shadowing(self) -> None:
         """Restore this rank's gradients of the time before the first ``shadow``."""
+        self._current()
         if self._own_gradients is not None:
             self._own_gradients.restore()
             self._own_gradients = None
 
     def set_aside(self) -> OwnGradients:
         """Take the gradients away from the parameters, for passes that must not add to them."""
+        self._current()
         return OwnGradients(self.parameters, self.layout, self._averages)
+
+    # --- a pass that an exception has ended ---
+
+    def _current(self) -> BackwardPass | None:
+        """Return the armed or running pass, after abandoning one that an exception has ended.
+
+        Else the next pass would be taken for its rest, and fill buckets that are still averaged.
+
+        Blocks: until the other ranks have launched what the abandoned pass has.
+        """
+        held, ending = self._pass, self._ending
+        # Autograd drops the callback of a pass that has ended.
+        if held is not None and held.is_begun and ending is not None and ending() is None:
+            self._abandon()
+        return self._pass
+
+    def _abandon(self) -> None:
+        with self._lock:
+            # It stays the reducer's until then, because an exception may leave this wait, too.
+            if self._pass is not None:
+                self._pass.abandon()
+            self._pass = self._ending = None
+
+    def _replace(self) -> None:
+        """Forget the armed pass, or one that a forward pass within it replaces."""
+        held = self._current()
+        if held is not None:
+            held.settle()
+        self._pass = self._ending = None
 
     # --- the backward pass ---
 
@@ -221,15 +258,16 @@ class Reducer:
 
         They are not under ``no_sync``, nor for a module called without DDP.
         """
-        return self._pass is not None or self.captures
+        return self._current() is not None or self.captures
 
     def _on_output_gradient(self, gradient: Tensor) -> None:
         # The outermost pass computes the outputs' gradients, so if the outputs are known, the pass
         # begins here. The end of a nested pass (a re-entrant checkpoint) would be too early.
-        self._drop_interrupted()
-        is_begun = self._pass is not None and self._pass.is_begun
-        if not is_begun and not self.captures and adds_to_gradients(self.parameters):
-            self._begin()
+        with self._lock:
+            held = self._current()
+            is_begun = held is not None and held.is_begun
+            if not is_begun and not self.captures and adds_to_gradients(self.parameters):
+                self._begin()
 
     def _on_accumulated_output_gradient(self, gradient: Tensor) -> None:
         if self.accumulation is not None and not self.is_averaging():
@@ -245,30 +283,25 @@ class Reducer:
             ending = partial(Reducer._finish, self)
             self._ending = weakref.ref(ending)
             torch.autograd.Variable._execution_engine.queue_callback(ending)
+            del ending  # which a traceback of this frame would keep
             if self.accumulation is not None:
                 self.accumulation.begin_pass()
         return self._pass
 
-    def _drop_interrupted(self) -> None:
-        """Forget a pass that an exception has ended: the next one would be taken for its rest."""
-        is_ended = self._ending is not None and self._ending() is None
-        if self._pass is not None and self._pass.is_begun and is_ended:
-            self._pass = None
-
     def mark_ready(self, place: int, parameter: Tensor) -> None:
         """Count an addition to a parameter's gradient, by autograd or by a captured pass."""
-        backward = self._pass
-        if backward is None and not self.captures:
-            if self._averages is not None and parameter.grad is not None:
-                self._averages.record_addition(place, parameter.grad)
-            return
-        if backward is None or not backward.is_begun:
-            backward = self._begin()
-        backward.mark_ready(place, parameter)
+        with self._lock:
+            backward = self._current()
+            if backward is None and not self.captures:
+                if self._averages is not None and parameter.grad is not None:
+                    self._averages.record_addition(place, parameter.grad)
+                return
+            if backward is None or not backward.is_begun:
+                backward = self._begin()
+            backward.mark_ready(place, parameter)
 
     def _finish(self) -> None:
-        backward, self._pass = self._pass, None
-        self._ending = None
+        backward = self._pass
         # A forward pass within the backward pass (a checkpoint that recomputes the module) arms a
         # second pass, on all ranks alike; the first end has completed both.
         if backward is None:
@@ -288,10 +321,19 @@ class Reducer:
         self._finish()
         return True
 
+    def end_captured(self) -> None:
+        """Average later passes as before; abandon a captured pass that has not been finished."""
+        if self._pass is not None and self._pass.is_begun:
+            self._abandon()
+        self.captures = False
+
     def _complete(
         self, backward: BackwardPass, has_gradient: list[bool], missing: list[str]
     ) -> None:
-        """Hand the averages back that any rank has; rebuild the buckets after the first pass."""
+        """Hand the averages back that any rank has; rebuild the buckets after the first pass.
+
+        The pass is then over.
+        """
         if self.accumulation is not None:
             # What was accumulated may be all that there is of a gradient.
             held = self.accumulation.accumulated()
@@ -311,6 +353,7 @@ class Reducer:
             require_all_gradients(self._group, missing, backward.complaints, backward.hook_error)
             used = [True] * len(self.parameters)
         backward.hand_back(used)
+        self._pass = self._ending = None
         if self._own_gradients is None and not self.captures:
             in_backward.step(self.parameters, used)
         # Rebuilt here, because all ranks execute this line. A single rank may run the next forward
@@ -330,6 +373,10 @@ class Reducer:
 
     def _delay_all_reduce(self) -> None:
         """Do nothing: a static graph's first backward pass ends by itself."""
+
+
+def _ended() -> None:
+    """Stand for the reference to a callback that autograd has dropped."""
 
 
 def _call_weak(method: weakref.WeakMethod[Callable[[], bool]]) -> bool:

@@ -320,3 +320,26 @@ def test_a_module_of_another_worker_that_is_in_a_pass_already_fails_the_pass(
         autograd.backward(context, [loss], mode=mode)
     group.barrier()
     _models.clear()
+
+
+def test_a_pass_that_failed_is_not_the_beginning_of_the_next_one(group, workers):
+    net = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False), nn.Linear(SIZE, SIZE, bias=False))
+    ddp, is_on = DistributedDataParallel(net, process_group=group), True
+
+    def give_up(gradient):
+        if is_on:
+            raise KeyError("gave up")
+
+    # Autograd has passed the gradient of the last layer by then.
+    net[0].register_forward_hook(lambda module, args, out: out.register_hook(give_up) and None)
+    with pytest.raises(Exception, match="gave up"), autograd.context() as context:
+        autograd.backward(context, [ddp(torch.ones(1, SIZE)).sum()])
+    is_on = False
+    group.barrier()
+    own = torch.full((1, SIZE), 1.0 + group.rank)
+    with ddp.no_sync():
+        ddp(own).sum().backward()
+    found = net[1].weight.grad.clone()
+    net.zero_grad()
+    net(own).sum().backward()
+    agree(group, torch.equal(found, net[1].weight.grad), str(found[0]))

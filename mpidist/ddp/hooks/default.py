@@ -90,9 +90,10 @@ class Compressed:
     def __init__(self, hook: Hook, dtype: torch.dtype) -> None:
         self.hook = hook
         self.dtype = dtype
-        # By ``slot()``, kept for all steps, because new memory is slow and hooks identify a buffer
+        # By the address of a bucket's memory, which modules do not share: a copy, and the ids of
+        # the parameters. Kept for all steps, because new memory is slow and hooks identify a buffer
         # by its address.
-        self._narrow: dict[int, Tensor] = {}
+        self._narrow: dict[int, tuple[Tensor, frozenset[int]]] = {}
         # torch's DDP reads a hook's name.
         self.__name__ = self.__qualname__ = f"{name_of(hook)} in {str(dtype).split('.')[1]}"
 
@@ -121,8 +122,12 @@ class Compressed:
         future = future_of(self.hook(state, bucket))
         return future.then(applied(decompress, buffer.numel()))
 
+    def __getstate__(self) -> dict[str, object]:
+        """Return all attributes without the memory of copies."""
+        return {**self.__dict__, "_narrow": {}}
+
     def _narrow_of(self, bucket: GradBucket, buffer: Tensor) -> Tensor:
-        held = self._narrow.get(bucket.slot())
+        held, _ = self._narrow.get(buffer.data_ptr(), (None, None))
         fits = held is not None and held.device == buffer.device
         if held is not None and fits:
             # Rotating buckets share memory of the longest one so far.
@@ -132,7 +137,13 @@ class Compressed:
                 else held.shape == buffer.shape
             )
         if held is None or not fits:
-            held = self._narrow[bucket.slot()] = torch.empty_like(buffer, dtype=self.dtype)
+            ids = frozenset(map(id, bucket.parameters()))
+            # Earlier ones with these parameters were laid out again.
+            for address, (_, own) in list(self._narrow.items()):
+                if not own.isdisjoint(ids):
+                    del self._narrow[address]
+            held = torch.empty_like(buffer, dtype=self.dtype)
+            self._narrow[buffer.data_ptr()] = held, ids
         return held[: buffer.numel()] if bucket.takes_turns() else held
 
 

@@ -39,10 +39,6 @@ class GradBucket:
         """Return the module's native group; None if the bucket was constructed without one."""
         return self._group
 
-    def slot(self) -> int:
-        """Return the number of its memory: ``index()``, or that of its rotating buffer."""
-        return self._index if self._bucket.buffer is None else self._bucket.buffer
-
     def takes_turns(self) -> bool:
         """Return whether several buckets rotate in the memory, as they are reduced to owners."""
         return self._bucket.buffer is not None

@@ -281,6 +281,21 @@ def serve(state: object, named: Iterable[tuple[str, Tensor]]) -> None:
     known.update({name: weakref.ref(parameter) for name, parameter in given.items()})
 
 
+def drop_errors(state: object, names: Iterable[str]) -> None:
+    """Drop the errors of parameters whose gradients the program has given up.
+
+    The Qs stay, which are the same on all ranks.
+
+    Args:
+        state: See ``serve``.
+    """
+    powersgd = getattr(state, "powersgd", state)
+    if isinstance(powersgd, PowerSGDState):
+        for name in names:
+            if name in powersgd.error_dict:
+                powersgd.error_dict[name].zero_()
+
+
 def _others(known: Mapping[str, weakref.ref[Tensor]], given: Mapping[str, Tensor]) -> list[str]:
     """Return the names of parameters that are alive and others than the given ones."""
     alive = {name: known[name]() for name in given if name in known}

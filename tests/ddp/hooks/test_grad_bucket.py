@@ -15,7 +15,7 @@ def made():
 def test_a_bucket_shows_its_place_names_and_parameters():
     parameters, held = made()
     bucket = GradBucket(held, 3, True)
-    assert (bucket.index(), bucket.slot(), bucket.is_last()) == (3, 3, True)
+    assert (bucket.index(), bucket.is_last()) == (3, True)
     assert bucket.names() == ("c", "b") and bucket.group() is None
     assert not bucket.takes_turns() and bucket.node_tensor() is None
     c, b = bucket.parameters()
