@@ -313,6 +313,8 @@ class DiLoCo:
         with self._inner.agreeing():
             self._require_fits(state)
         is_own = self.continues(state)
+        for fragment in self.fragments:
+            fragment.settle()
         with torch.no_grad():
             for key, attribute in (("global", "global_parameters"), ("local", "parameters")):
                 values = state[key if is_own else "global"]

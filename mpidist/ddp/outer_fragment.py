@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -92,9 +93,16 @@ class OuterFragment:
         Raises:
             TypeError, ValueError: The hook returned something else than the reduced bucket.
         """
-        futures, self._futures = self._futures, []
-        for bucket, future in zip(self.buckets, futures, strict=False):
+        for bucket, future in zip(self.buckets, self._futures, strict=False):
             bucket.accept(value_of(future, bucket.flat.numel()), 1)
+        self._futures = []
+
+    def settle(self) -> None:
+        """Wait until an average that is given up has ended, whatever the outcome."""
+        for future in self._futures:
+            with contextlib.suppress(Exception):
+                future.wait()
+        self._futures = []
 
     def step(self, outer: torch.optim.Optimizer) -> None:
         """Step the global parameters by the averages; ``outer`` finds no other gradient."""

@@ -51,13 +51,21 @@ def rows_of(named: Sequence[tuple[str, torch.Tensor]]) -> list[Row]:
 
 @untraced
 def broadcast_state(group: Group, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
-    """Broadcast ``root``'s values. Collective: over the group."""
+    """Broadcast ``root``'s values.
+
+    Collective: over the group.
+
+    Raises:
+        LengthError: A tensor has another number of bytes on this rank.
+    """
     together: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         # Coalesced on a device, because the host would wait for a copy per message.
         if tensor.is_cuda:
             together.setdefault(tensor.dtype, []).append(tensor.detach())
-        elif tensor.numel():
+        # Also without elements: on another rank it may have some, and the broadcasts behind it
+        # would be taken for one another.
+        else:
             group.broadcast(tensor.detach(), root)
     for same_dtype in together.values():
         for batch in _batches(same_dtype):

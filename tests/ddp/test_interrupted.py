@@ -1,12 +1,20 @@
 """Passes that an exception has ended: the next one's gradients are those of it alone."""
 
+import copy
 import threading
 import time
 
 import pytest
 import torch
 
-from mpidist.ddp import PowerSGDState, allreduce_hook, bf16_compress_hook, powerSGD_hook, to_owners
+from mpidist.ddp import (
+    DiLoCo,
+    PowerSGDState,
+    allreduce_hook,
+    bf16_compress_hook,
+    powerSGD_hook,
+    to_owners,
+)
 from mpidist.ddp.hooks.default import bf16_compress_wrapper
 from mpidist.ddp.hooks.stages import in_order
 from mpidist.ddp.module import DistributedDataParallel
@@ -230,3 +238,36 @@ def test_one_compressing_wrapper_serves_several_modules(between_nodes):
     shared = bf16_compress_wrapper(allreduce_hook)
     found = list(map(torch.equal, own, gradients(lambda: shared)))
     agree(group, all(found), str(found))
+
+
+def test_a_loaded_state_of_diloco_is_not_overwritten_by_an_average_in_flight(between_nodes):
+    group = between_nodes
+
+    def run(rolls_back):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(SIZE, SIZE)
+        inner = torch.optim.SGD(net.parameters(), lr=1.0)
+        diloco = DiLoCo(net, inner, every=4, overlap=2, process_group=group)
+
+        def step(size):
+            for parameter in net.parameters():
+                parameter.grad = torch.full_like(parameter, size)
+            inner.step()
+
+        for _ in range(4):
+            step(0.001 * (1 + group.rank))
+        saved = copy.deepcopy(diloco.state_dict())
+        if rolls_back:
+            for _ in range(3):
+                step(0.001)
+            group.barrier()
+            if group.rank == group.size - 1:
+                time.sleep(0.1)
+            step(1.0)  # another average begins
+            diloco.load_state_dict(saved)
+        for _ in range(2):
+            step(0.0)
+        return net.weight.detach().double().mean().item()
+
+    plain, rolled_back = run(False), run(True)
+    agree(group, plain == rolled_back, f"{plain} without, {rolled_back} with a rollback")
