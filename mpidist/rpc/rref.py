@@ -384,7 +384,7 @@ def _future_of_type(entry: Entry) -> torch.futures.Future:
         if entry.error is not None:
             torch_futures.set_exception(future, entry.error)
         else:
-            future.set_result(type(entry.value))
+            torch_futures.set_result(future, type(entry.value))
 
     entry.when_set(complete)
     return future

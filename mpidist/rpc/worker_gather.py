@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -14,6 +13,7 @@ from mpidist.errors import CommTimeout, MpidistError, RankFailureError
 from mpidist.rpc import current
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
 from mpidist.rpc.names import services
+from mpidist.rpc.threads.log import logger
 
 if TYPE_CHECKING:
     from mpidist.rpc.agent import Agent
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 _CHECK_S = 0.1  # between two checks for ended ranks
 # Gatherings for which a worker keeps another's object before it has called all_gather itself.
 _AHEAD = 64
-logger = logging.getLogger("mpidist.rpc")
 
 _changed = threading.Condition()
 # Gatherings so far, by the workers' names in order: equal on all these workers.

@@ -800,3 +800,77 @@ def test_a_creation_completes_its_future_once_in_either_order(workers, to):
             creation.complete(incoming)
         with pytest.raises(ValueError, match="raised once"):
             creation.future().wait()
+
+
+# What users may do to the threads that serve all calls.
+
+
+@pytest.mark.parametrize("way", ["result", "exception", "creation", "type"])
+def test_a_future_that_its_user_has_completed_keeps_what_he_has_set(workers, to, way):
+    """A user's own time limit, in place of the answer that comes later."""
+    mine = "mine"
+    if way == "creation":
+        future = rpc.remote(to, time.sleep, args=(0.3,), timeout=CALL_S)._get_future()
+        future.set_result(mine)
+    elif way == "type":
+        reference = rpc.remote(workers[rpc.get_worker_info().id], time.sleep, args=(0.3,))
+        future = reference._get_type(blocking=False)
+        future.set_result(mine)
+    else:
+        future = rpc.rpc_async(to, time.sleep, args=(0.3,), timeout=CALL_S)
+        if way == "result":
+            future.set_result(mine)
+        else:
+            future.set_exception(ValueError(mine))
+    time.sleep(0.6)
+    if way == "exception":
+        with pytest.raises(ValueError, match=mine):
+            future.wait()
+    else:
+        assert future.wait() == mine
+    assert still_answers(to) and rpc.rpc_async(to, echo, args=(1,)).wait() == 1
+
+
+def test_a_thread_that_waits_gets_what_the_user_sets_before_the_answer(workers, to):
+    gate = threading.Event()
+    future = rpc.rpc_async(to, time.sleep, args=(2.0,), timeout=CALL_S)
+    timer = threading.Timer(0.1, future.set_result, ("mine",))
+    timer.start()
+    answered = rpc.rpc_async(to, echo, args=(1,), timeout=CALL_S)
+    answered.add_done_callback(lambda _: gate.set())
+    call_of_it = future.call
+    assert future.wait() == "mine" and gate.wait(CALL_S)
+    # The answer was not waited for.
+    assert call_of_it.incoming is None and call_of_it.future is future
+    timer.join()
+
+
+class Raising(logging.Handler):
+    """A user's handler that raises, as one to a disk that is full."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def emit(self, record):
+        raise self.error
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
+@pytest.mark.parametrize("is_filter", [False, True], ids=["handler", "filter"])
+def test_a_log_that_raises_ends_nothing(group, workers, to, capfd, kind, is_filter):
+    log, one = logging.getLogger("mpidist.rpc"), Raising(kind("the log is full"))
+    add, remove = (
+        (log.addFilter, log.removeFilter) if is_filter else (log.addHandler, log.removeHandler)
+    )
+    what = one.emit if is_filter else one
+    add(what)
+    try:
+        for invoke in (rpc.rpc_sync, lambda *args, **kw: rpc.remote(*args, **kw).to_here()):
+            with pytest.raises(ValueError, match="as asked"):
+                invoke(to, rest_and_fail, timeout=CALL_S)
+        assert still_answers(to)
+        group.barrier()
+    finally:
+        remove(what)
+    agree(group, "the log is full" in capfd.readouterr().err)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -14,11 +13,10 @@ from mpidist.rpc.calls.reader import Reader
 from mpidist.rpc.calls.wire import Wire
 from mpidist.rpc.message import Kind
 from mpidist.rpc.threads import interceptor
+from mpidist.rpc.threads.log import logger
 from mpidist.rpc.threads.pool import Action, Task
 from mpidist.rpc.values import codec
 from mpidist.rpc.worker import Workers
-
-logger = logging.getLogger("mpidist.rpc")
 
 KINDS = frozenset({Kind.GRADIENTS, Kind.REQUEST_GRADIENTS, Kind.AUTOGRAD_NOTICE})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -19,13 +18,12 @@ from mpidist.rpc.message import PAIR, TO_REMOTE, Kind
 from mpidist.rpc.names import callee
 from mpidist.rpc.rref_store import ID_SHIFT, Entry, RRefStore, require_own
 from mpidist.rpc.threads.call import Call, Creation
+from mpidist.rpc.threads.log import logger
 from mpidist.rpc.threads.polling import Polling
 from mpidist.rpc.values import codec
 from mpidist.rpc.values.codec import Args, Kwargs
 from mpidist.rpc.values.pickles import Reference
 from mpidist.rpc.worker import Workers
-
-logger = logging.getLogger("mpidist.rpc")
 
 _MAX_PAIRS = 1000  # (reference, fork) in one message
 

@@ -6,7 +6,6 @@ All other work is returned as an action.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -29,9 +28,8 @@ from mpidist.rpc.message import (
 )
 from mpidist.rpc.serving.requests import EngineRequest, FetchRequest, RemoteRequest, Request, Server
 from mpidist.rpc.threads import interceptor
+from mpidist.rpc.threads.log import logger
 from mpidist.rpc.threads.pool import HANDLED, Action
-
-logger = logging.getLogger("mpidist.rpc")
 
 _MOST_MESSAGES = 16  # handled without a look at what is due
 _COUNTED = frozenset({Kind.RREF_FORK, Kind.RREF_USER_DELETE}) | engine_messages.KINDS

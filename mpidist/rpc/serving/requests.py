@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -27,13 +26,12 @@ from mpidist.rpc.rref_store import Entry
 from mpidist.rpc.serving import methods
 from mpidist.rpc.serving.quiescence import Quiescence
 from mpidist.rpc.threads import interceptor
+from mpidist.rpc.threads.log import logger
 from mpidist.rpc.threads.polling import Polling
 from mpidist.rpc.threads.pool import HANDLERS, InlinePolicy, Task
 from mpidist.rpc.values import codec, remote_error
 from mpidist.rpc.values.codec import EMPTY, Content
 from mpidist.rpc.worker import Workers
-
-logger = logging.getLogger("mpidist.rpc")
 
 # Times at which calls of functions broke, by the error's text, of which only the first is logged
 # until none has come for so long.

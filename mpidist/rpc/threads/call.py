@@ -187,7 +187,7 @@ class AsyncCall(Call):
         else:
             self.incoming = None
             self.done = True
-            _RawFuture.set_result(future, result)
+            torch_futures.set_result(future, result)
         future.call = None
         self.finish()
 
@@ -236,6 +236,21 @@ class RpcFuture(torch.futures.Future):
         """See ``torch.futures.Future.add_done_callback``; the callback runs as for ``then``."""
         self.has_callbacks = True
         super().add_done_callback(interceptor.in_current_context(callback))
+
+    def set_result(self, result: object) -> None:
+        """See ``torch.futures.Future.set_result``; the answer, once it comes, is dropped."""
+        super().set_result(result)
+        self._end_waits()
+
+    def set_exception(self, result: object) -> None:
+        """See ``torch.futures.Future.set_exception``; the answer is dropped."""
+        super().set_exception(result)
+        self._end_waits()
+
+    def _end_waits(self) -> None:
+        call = self.call
+        if call is not None:
+            call.finish()
 
 
 # Guards the choice of the thread that decodes a creation's answer and completes its future.
@@ -327,7 +342,7 @@ class Creation(Call):
                 return
             error = self.reason()
         if error is None:
-            future.set_result(None)
+            torch_futures.set_result(future, None)
         else:
             torch_futures.set_exception(future, error)
 

@@ -13,7 +13,7 @@ from mpidist.rpc.worker import WorkerInfo
 @pytest.fixture
 def log(caplog, monkeypatch):
     monkeypatch.setattr(requests, "_broken", {})
-    monkeypatch.setattr(requests.logger, "propagate", True)
+    monkeypatch.setattr(requests.logger.logger, "propagate", True)
     agent = SimpleNamespace(workers=SimpleNamespace(me=WorkerInfo("w0", 0)))
     request = requests.Request(agent, SimpleNamespace())
 
