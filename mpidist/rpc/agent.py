@@ -184,7 +184,7 @@ class Agent:
         """Return the counts for ``Quiescence``; the answers are read before the requests."""
         answered = self.wire.answered
         active = (
-            len(self.calls)
+            self.calls.unfinished()
             + self.dispatcher.requests_received
             - answered
             + len(self.references.deletes)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -25,6 +27,7 @@ from mpidist.rpc.options import BackendType, RpcBackendOptions, seconds, select_
 from mpidist.rpc.rref_store import Entry
 from mpidist.rpc.threads import interceptor
 from mpidist.rpc.threads.call import RpcFuture, wait_for_all
+from mpidist.rpc.threads.pool import here
 from mpidist.rpc.worker import Destination, WorkerInfo, Workers, check_name
 
 P = ParamSpec("P")
@@ -110,7 +113,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     Collective: if ``graceful``, over all workers.
 
     Blocks: if ``graceful``, until all workers have called it and no message is in flight between
-    them, including calls that handlers still make. This worker answers calls meanwhile. If not
+    them, including calls that handlers and callbacks of futures still make, and all callbacks have
+    ended. This worker answers calls meanwhile. If not
     ``graceful``, the function notifies the others and returns; their calls to this worker fail.
 
     Args:
@@ -119,14 +123,22 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
     Raises:
         CommTimeout: The other workers were not ready in time. RPC has ended on this worker.
-        MpidistError: References were not deleted, and ``api._ignore_rref_leak`` is False.
+        MpidistError: ``graceful``, in a handler or a callback of a future, which would wait for
+            itself; RPC goes on. References were not deleted, and ``api._ignore_rref_leak`` is
+            False.
     """
     agent = current.require()
+    deadline = _deadline(timeout)
+    if graceful and here.thread is not None:
+        raise MpidistError(
+            "shutdown() waits for all handlers and callbacks of futures, and so for the one that "
+            "has called it: call it in the program's own thread, or shutdown(graceful=False)"
+        )
     try:
         if graceful:
-            _wait_all_workers(timeout)
+            agent.quiescence.wait(deadline)
             _delete_all_user_and_unforked_owner_rrefs()
-            agent.quiescence.wait(timeout)
+            agent.quiescence.wait(deadline)
             # All workers shut down: no LEAVE message is needed.
             leaks = agent.references.store.leaks()
             agent.stop()
@@ -329,7 +341,13 @@ _all_gather, _barrier = worker_gather.all_gather, worker_gather.barrier  # torch
 
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    current.require().quiescence.wait(timeout)
+    current.require().quiescence.wait(_deadline(timeout))
+
+
+def _deadline(timeout: float) -> float:
+    """Return the time (``time.monotonic``) at which a timeout is over; infinite for 0."""
+    timeout_s = seconds(timeout)
+    return time.monotonic() + timeout_s if timeout_s > 0 else math.inf
 
 
 def _delete_all_user_and_unforked_owner_rrefs() -> None:

@@ -17,7 +17,7 @@ import mpidist.rpc as rpc
 from mpidist.comm.mpi.library import library_name
 from mpidist.comm.transport import eager_message
 from mpidist.errors import CommTimeout, MpidistError, RankFailureError, RemoteError
-from mpidist.rpc import api
+from mpidist.rpc import api, current
 from mpidist.rpc.message import Kind
 from mpidist.rpc.values import codec
 from tests.rpc.limits import soon
@@ -30,6 +30,11 @@ _notes: list[object] = []
 
 def echo(*args, **kwargs):
     return (*args, kwargs) if kwargs or len(args) != 1 else args[0]
+
+
+def echo_then(value):
+    _event.wait(60)
+    return value
 
 
 def note(value):
@@ -291,6 +296,85 @@ def test_shutdown_answers_others_until_all_have_come(group, workers):
     ran = sum(group.all_gather_object(len(_notes)))
     size = group.size
     assert ran == (size - 1) * (1 + size + size**2)
+
+
+@pytest.mark.parametrize("graceful", [True, False])
+def test_a_shutdown_has_one_deadline(group, workers, monkeypatch, graceful):
+    quiescence = current.require().quiescence
+    wait, deadlines = quiescence.wait, []
+
+    def noted(deadline):
+        deadlines.append(deadline)
+        wait(deadline)
+
+    monkeypatch.setattr(quiescence, "wait", noted)
+    group.barrier()
+    before = time.monotonic()
+    rpc.shutdown(graceful, timeout=50)
+    ok = all(before + 50 <= one <= time.monotonic() + 50 for one in deadlines)
+    agree(group, ok and len(deadlines) == 2 * graceful and len(set(deadlines)) == graceful)
+
+
+@pytest.mark.parametrize("way", ["async", "remote", "chained"])
+def test_shutdown_waits_for_callbacks_and_for_their_calls(group, way):
+    """Also for those that wait for a thread, and for calls that a callback makes late."""
+    _notes.clear()
+    one = rpc.RpcBackendOptions(num_worker_threads=1)
+    rpc.init_rpc(f"worker{group.rank}", group=group, rpc_backend_options=one)
+    first, again = ("first", 0), ("again", 0)
+    to = (group.rank + 1) % group.size
+
+    def call_again(future):
+        future.wait()
+        time.sleep(0.2)
+        return rpc.rpc_sync(to, spreads, args=(again, 0))
+
+    if way == "remote":
+        futures = [rpc.remote(to, spreads, args=(first, 0))._get_future() for _ in range(4)]
+    else:
+        futures = [rpc.rpc_async(to, spreads, args=(first, 0)) for _ in range(4)]
+    if way == "chained":
+        futures = [future.then(lambda future: future.value()) for future in futures]
+    ended = [future.then(call_again) for future in futures]
+    rpc.shutdown(timeout=50)
+    agree(
+        group,
+        all(future.done() for future in ended)
+        and [future.wait() for future in ended] == [None] * 4
+        and (_notes.count(first), _notes.count(again)) == (4, 4),
+        f"{[future.done() for future in ended]}, {_notes}",
+    )
+
+
+@pytest.mark.parametrize("is_handler", [False, True], ids=["callback", "handler"])
+def test_a_shutdown_that_would_wait_for_itself_is_refused(group, workers, to, is_handler):
+    if is_handler:
+        future = rpc.rpc_async(to, rpc.shutdown)
+    else:
+        future = rpc.rpc_async(to, time.sleep, args=(0.1,)).then(lambda _: rpc.shutdown())
+    with pytest.raises(RuntimeError, match="waits for all handlers and callbacks of futures"):
+        future.wait()
+    assert rpc.rpc_sync(to, echo, args=(2,)) == 2
+
+
+def test_an_ungraceful_shutdown_completes_the_futures_of_answered_calls(group):
+    """Their callbacks wait for a thread of the pool, which ends."""
+    one = rpc.RpcBackendOptions(num_worker_threads=1)
+    rpc.init_rpc(f"worker{group.rank}", group=group, rpc_backend_options=one)
+    gate, entered = threading.Event(), threading.Event()
+    me = current.require()
+    _event.clear()
+    futures = [rpc.rpc_async(group.rank, echo_then, args=(number,)) for number in range(4)]
+    ended = [
+        future.then(lambda future: (entered.set(), gate.wait(60), future.value())[2])
+        for future in futures
+    ]
+    _event.set()
+    assert entered.wait(60) and soon(lambda: not len(me.calls))
+    group.barrier()
+    threading.Timer(0.5, gate.set).start()
+    rpc.shutdown(graceful=False)
+    agree(group, [future.wait() for future in ended] == list(range(4)))
 
 
 def spreads(depth, size):

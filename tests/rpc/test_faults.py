@@ -790,7 +790,7 @@ def test_a_creation_completes_its_future_once_in_either_order(workers, to):
         return ValueError("raised once")
 
     for begin in (Creation.future, Creation.complete):
-        creation = Creation(0, "what", 0.0, error_of, None)
+        creation = Creation(0, "what", 0.0, error_of, None, lambda call: None)
         made[:] = [creation]
         incoming = types.SimpleNamespace(kind=int(message.Kind.EXCEPTION))
         if begin is Creation.complete:

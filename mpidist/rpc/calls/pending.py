@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from mpidist.rpc.message import Kind
 from mpidist.rpc.names import callee
 from mpidist.rpc.options import seconds
 from mpidist.rpc.threads import interceptor
-from mpidist.rpc.threads.call import AsyncCall, Call, RpcFuture
+from mpidist.rpc.threads.call import AsyncCall, Call, Creation, RpcFuture
 from mpidist.rpc.threads.polling import Polling
 from mpidist.rpc.threads.pool import HANDLED, Action, here
 from mpidist.rpc.values import codec, remote_error
@@ -84,11 +85,27 @@ class PendingCalls:
         self._world_ranks = workers.world_ranks
         self._numbers = itertools.count(1)
         self._pending: dict[int, Call] = {}  # by number
-        self._next_deadline = _NEVER  # the earliest among the pending calls, or an earlier time
+        # Calls with a future, from before they are pending until behind its callbacks.
+        self._futures: set[Call] = set()
+        # One bound method each for all calls.
+        self._end_future, self._error_of = self._futures.discard, self.error_of
+        # The earliest deadline of the calls that were pending at the last search, or an earlier
+        # time. A call that has an earlier one asks for another search.
+        self._next_deadline = _NEVER
+        self._is_searched = True
+        self._searching = threading.Lock()
         self._pace_at = _MANY
 
     def __len__(self) -> int:
         return len(self._pending)
+
+    def unfinished(self) -> int:
+        """Return the number of calls without an answer, and of those whose callbacks still run.
+
+        Not less than 1 from the start of a first call until the end of the last one's callbacks,
+        if each starts the next; else not exact.
+        """
+        return len(self._pending) + len(self._futures)
 
     def creations(self) -> int:
         """Return the number of calls of ``remote`` that the owner has not answered."""
@@ -122,7 +139,7 @@ class PendingCalls:
         kind, name = callee.wire_name(function)
         content = codec.encode_function(function, name, args, kwargs, self._data_only[to])
         timeout_s = self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else seconds(timeout)
-        call = AsyncCall(to, name, timeout_s, self._result_of, function)
+        call = AsyncCall(to, name, timeout_s, self._result_of, self._end_future, function)
         future = RpcFuture(self.wait, call, self._devices)
         self.start(call, kind, name, content)
         self._polling.poll_once()
@@ -143,6 +160,17 @@ class PendingCalls:
         self.start(call, kind, prefix, content)
         return self.result(call)
 
+    def creation(
+        self,
+        to: int,
+        name: bytes,
+        timeout_s: float,
+        on_answer: Callable[[], None] | None,
+        function: object,
+    ) -> Creation:
+        """Make a call of ``remote``; see ``Creation``."""
+        return Creation(to, name, timeout_s, self._error_of, on_answer, self._end_future, function)
+
     def start(self, call: Call, kind: int, prefix: bytes, content: Content) -> None:
         """Register a call and send its request. The call fails if the worker has left.
 
@@ -154,9 +182,12 @@ class PendingCalls:
         self.started = call.sequence = sequence = next(self._numbers)
         signature, peer = self._entries[call.what], self._world_ranks[to]
         call.entry = self._begin(signature, 0, 0, peer, sequence)
+        if type(call) is not Call:
+            self._futures.add(call)
         self._pending[sequence] = call
         if call.deadline < self._next_deadline:
-            self._next_deadline = call.deadline
+            # Not stored here: another thread may store a later one at the same time.
+            self._is_searched = False
         # Behind the registration: a thread that stops RPC, or finds that a worker has left, records
         # that first and fails the registered calls afterwards. So one of the two sees the other.
         if self.is_stopped or to in self._workers.left:
@@ -174,6 +205,7 @@ class PendingCalls:
             )
         except BaseException:
             self._pending.pop(sequence, None)
+            self._futures.discard(call)
             self._entries.fail(call.entry)
             raise
 
@@ -181,6 +213,7 @@ class PendingCalls:
         if self._pending.pop(call.sequence, None) is None:
             return  # another thread fails it
         if self.is_stopped:
+            self._futures.discard(call)
             self._entries.fail(call.entry)
             raise MpidistError(f"{self.stop_reason}; {self._describe(call)} cannot be sent")
         self._fail(call, self._left_error(call))
@@ -219,8 +252,8 @@ class PendingCalls:
         """Wait until a call is done; at its deadline it fails."""
         self._polling.wait(call)
         while not call.done:
-            if self.has_expired():
-                self.expire()
+            if call.deadline <= time.monotonic():
+                self._time_out(call)
             if not call.done:
                 if self.is_stopped and self._pending.pop(call.sequence, None) is not None:
                     text = f"{self.stop_reason} before {self._describe(call)} was answered"
@@ -297,17 +330,43 @@ class PendingCalls:
 
     def has_expired(self) -> bool:
         """Return whether a deadline may have passed."""
-        return self._next_deadline != _NEVER and time.monotonic() >= self._next_deadline
+        return not self._is_searched or (
+            self._next_deadline != _NEVER and time.monotonic() >= self._next_deadline
+        )
 
     def expire(self) -> None:
         """Fail the calls whose deadline has passed."""
-        # Reset before the search, so that a call that is added meanwhile can lower it again.
-        self._next_deadline = _NEVER
-        now = time.monotonic()
-        late = self._remove_where(lambda call: call.deadline <= now)
-        nearest = min((call.deadline for call in list(self._pending.values())), default=_NEVER)
-        self._next_deadline = min(self._next_deadline, nearest)
-        for call in late:
+        for call in self._search():
+            self._time_out(call)
+
+    def _search(self) -> list[Call]:
+        """Return the calls whose deadline has passed, and store the earliest one of the others.
+
+        Each pending call was seen by the last search, or compares its deadline with one that no
+        earlier search has stored, and asks for another.
+        """
+        # Of two threads the second one goes on: it must not store an older search's result. Nor
+        # may it wait: it may run within the first, in a signal's handler or a finalizer.
+        if not self._searching.acquire(blocking=False):
+            return []
+        try:
+            # In this order, and before the calls are read: those that come later ask again.
+            self._is_searched = True
+            self._next_deadline = _NEVER
+            now, calls = time.monotonic(), list(self._pending.values())
+            self._next_deadline = min(
+                [call.deadline for call in calls if call.deadline > now], default=_NEVER
+            )
+            return [call for call in calls if call.deadline <= now]
+        except BaseException:
+            self._is_searched = False
+            raise
+        finally:
+            self._searching.release()
+
+    def _time_out(self, call: Call) -> None:
+        """Fail a call whose deadline has passed, if it is pending."""
+        if self._pending.pop(call.sequence, None) is not None:
             error = call.timed_out(self._describe(call))
             error.calls = self._broken(call, "timed out")
             self._fail(call, error)

@@ -64,7 +64,6 @@ class References:
         self._wire = wire
         self._reader = reader
         self._calls = calls
-        self._error_of = calls.error_of  # one bound method for all creations
         self._polling = polling
         self._make = make
         self._devices = devices
@@ -223,21 +222,21 @@ class References:
         content = codec.encode_function(function, name, args, kwargs, self._wire.data_only[to])
         store = self.store
         reference, fork = store.make_id(), store.make_id()
-        entry, on_end = None, None
+        entry, on_answer = None, None
         if to == self._workers.me.id:
             entry = store.create(reference, fork)
 
-            def on_end() -> None:
+            def on_answer() -> None:
                 store.delete_fork(reference, fork)
 
-        creation = Creation(to, name, timeout_s, self._error_of, on_end, function)
+        creation = self._calls.creation(to, name, timeout_s, on_answer, function)
         try:
             self._calls.start(
                 creation, int(kind) + TO_REMOTE, PAIR.pack(reference, fork) + name, content
             )
         except BaseException:
-            if on_end is not None:
-                on_end()
+            if on_answer is not None:
+                on_answer()
             raise
         self._calls.pace()
         return reference, fork, entry, creation

@@ -1,11 +1,12 @@
 """Termination detection: all workers wait, and no message is in flight between them.
 
-Each worker waits until it has no pending call and no unanswered request, and reports its counts to
-rank 0. Once all have reported, rank 0 compares: if two successive rounds have the same sums, and as
-many one-way messages were received as sent, nothing has moved between the rounds and nothing can
-move again (Mattern, "Algorithms for distributed termination detection",
-Distributed Computing 2 (1987), § 4: the four-counter method). Point-to-point messages carry the
-reports, so a worker that gives up leaves no collective of MPI incomplete.
+Each worker waits until it has no call without an answer, no running callback of a future and no
+unanswered request, and reports its counts to rank 0. Once all have reported, rank 0 compares: if
+two successive rounds have the same sums, and as many one-way messages were received as sent,
+nothing has moved between the rounds and nothing can move again (Mattern, "Algorithms for
+distributed termination detection", Distributed Computing 2 (1987), § 4: the four-counter method).
+Point-to-point messages carry the reports, so a worker that gives up leaves no collective of MPI
+incomplete.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class Quiescence:
         size: The number of workers.
         send: ``send(False, numbers)`` sends a report (round, counts …) to the coordinator;
             ``send(True, numbers)`` sends the verdict (round, verdict) to all workers.
-        activity: Returns the number of pending calls and requests of this worker, and monotonic
-            counts of calls, answers, one-way messages sent, and one-way messages received.
+        activity: Returns the number of calls, with their callbacks, and requests of this worker
+            that have not ended, and monotonic counts of calls, answers, one-way messages sent, and
+            one-way messages received.
         check: ``check(deadline, reason)`` raises if the wait must end.
     """
 
@@ -113,7 +115,7 @@ class Quiescence:
         there = {rank for rank, (number, _) in self._reports.items() if number == self._round - 1}
         return [rank for rank in range(self._size) if rank not in there]
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, deadline: float) -> None:
         """Wait until all workers have called this method and no message is in flight.
 
         Collective: over all workers.
@@ -121,15 +123,14 @@ class Quiescence:
         Blocks: until then.
 
         Args:
-            timeout_s: Seconds; 0 for no limit.
+            deadline: For ``check``.
 
         Raises:
             Exception: ``check`` has raised it.
         """
-        deadline = time.monotonic() + timeout_s if timeout_s > 0 else float("inf")
         while True:
             while self._activity()[0]:
-                self._check(deadline, lambda: "calls are under way on this worker")
+                self._check(deadline, lambda: "calls or callbacks are under way on this worker")
                 time.sleep(_SLEEP_S)
             number = self._round
             self._round += 1

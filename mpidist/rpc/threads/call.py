@@ -134,9 +134,18 @@ class Call:
 
 
 class AsyncCall(Call):
-    """A call with a future. As an action it completes the future, and so runs users' callbacks."""
+    """A call with a future. As an action it completes the future, and so runs users' callbacks.
 
-    __slots__ = ("_result_of", "future")
+    Args:
+        to: See ``Call``.
+        what: See ``Call``.
+        timeout_s: For the answer; 0 for none.
+        result_of: Decodes the answer.
+        on_end: Called with the call behind the callbacks.
+        function: See ``Call``.
+    """
+
+    __slots__ = ("_on_end", "_result_of", "future")
 
     def __init__(
         self,
@@ -144,11 +153,13 @@ class AsyncCall(Call):
         what: str | bytes,
         timeout_s: float,
         result_of: Callable[[Call], object],
+        on_end: Callable[[Call], object],
         function: object = None,
     ) -> None:
         super().__init__(to, what, timeout_s, function)
         self.future: RpcFuture | None = None
         self._result_of = result_of
+        self._on_end = on_end
 
     @property
     def may_block(self) -> bool:  # type: ignore[override]
@@ -167,11 +178,16 @@ class AsyncCall(Call):
         return self
 
     def run(self) -> None:
-        """Complete the future."""
+        """Complete the future, unless another thread does."""
         # Call and future drop each other, so that neither waits for the garbage collector.
         future, self.future = self.future, None
-        if future is None:
-            return
+        if future is not None:
+            try:
+                self._complete_future(future)
+            finally:
+                self._on_end(self)
+
+    def _complete_future(self, future: RpcFuture) -> None:
         try:
             result = self._result_of(self)
         except BaseException as error:
@@ -265,11 +281,13 @@ class Creation(Call):
         what: See ``Call``.
         timeout_s: For the answer; 0 for none.
         error_of: Decodes the exception in an answer.
-        on_end: Called once, on the polling thread, when the answer or an error is there.
+        on_answer: Called once, on the polling thread, when the answer or an error is there.
+        on_end: Called with the call behind the future's callbacks, or without a future behind
+            ``on_answer``.
         function: See ``Call``.
     """
 
-    __slots__ = ("_error_of", "_future", "_on_end", "_open_future")
+    __slots__ = ("_error_of", "_future", "_on_answer", "_on_end", "_open_future")
 
     def __init__(
         self,
@@ -277,11 +295,13 @@ class Creation(Call):
         what: str | bytes,
         timeout_s: float,
         error_of: Callable[[Call], BaseException],
-        on_end: Callable[[], None] | None,
+        on_answer: Callable[[], None] | None,
+        on_end: Callable[[Call], object],
         function: object = None,
     ) -> None:
         super().__init__(to, what, timeout_s, function)
         self._error_of = error_of
+        self._on_answer = on_answer
         self._on_end = on_end
         self._future: torch.futures.Future | None = None
         # The same future until a thread completes it, then None.
@@ -307,11 +327,14 @@ class Creation(Call):
         return self._end()
 
     def _end(self) -> Action | None:
-        on_end, self._on_end = self._on_end, None
-        if on_end is not None:
-            on_end()
+        on_answer, self._on_answer = self._on_answer, None
+        if on_answer is not None:
+            on_answer()
         self.finish()
-        return self if self._future is not None else None
+        if self._future is not None:
+            return self
+        self._on_end(self)
+        return None
 
     def reason(self) -> BaseException | None:
         """Return why the creation has failed, once it is done; None if the value exists."""
@@ -331,11 +354,15 @@ class Creation(Call):
             if self._future is None:
                 self._open_future = self._future = torch.futures.Future()
         if self.done:
-            self.run()
+            self._complete_future()
         return self._future
 
     def run(self) -> None:
         """Complete the future, unless another thread does."""
+        self._complete_future()
+        self._on_end(self)
+
+    def _complete_future(self) -> None:
         with _completing:
             future, self._open_future = self._open_future, None
             if future is None:

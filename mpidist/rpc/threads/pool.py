@@ -1,10 +1,15 @@
 """Thread pool of one agent: runs actions, with a limit per lane, and the loop of ``polling``.
 
+Each completion of a call that is submitted runs, since threads may wait for its future: what the
+threads have left at the stop, or comes later, runs in the thread that stops the pool or submits it.
+Requests are dropped then; their callers are told that this worker leaves.
+
 ``InlinePolicy`` knows which actions are too short for a thread of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -111,7 +116,7 @@ class Pool:
         """Run an action on a thread; beyond the limit, once another action has ended."""
         lane = action.lane
         with self._lock:
-            if self._running[lane] >= self._limit:
+            if self._running[lane] >= self._limit and not self._is_stopping:
                 self._backlog[lane].append(action)
                 return
             self._running[lane] += 1
@@ -155,7 +160,10 @@ class Pool:
             )
 
     def stop(self, timeout_s: float, wake: Callable[[], None]) -> bool:
-        """End the threads; return whether all have ended in time.
+        """End the threads, and run the completions that they have left.
+
+        Returns:
+            Whether all threads have ended in time.
 
         Args:
             timeout_s: A thread in users' code may take longer; it ends afterwards.
@@ -163,6 +171,11 @@ class Pool:
         """
         with self._lock:
             self._is_stopping = True  # no thread starts after this
+        has_ended = self._join(timeout_s, wake)
+        self._run_rest()
+        return has_ended
+
+    def _join(self, timeout_s: float, wake: Callable[[], None]) -> bool:
         deadline = time.monotonic() + timeout_s
         # Repeated until all have ended, because a thread may receive another thread's wake-up.
         while alive := [
@@ -188,6 +201,28 @@ class Pool:
         self._queue.put(action)
         if needs_thread:
             self._start_thread()
+        # Behind the put: so this thread or the one that stops the pool sees the action.
+        if self._is_stopping:
+            self._run_rest()
+
+    def _run_rest(self) -> None:
+        """Run the completions that no thread takes any more; drop the requests."""
+        with self._lock:
+            rest = [*self._backlog[CALLBACKS]]
+            for backlog in self._backlog:
+                backlog.clear()
+        ends = 0  # of threads in users' code, which end by them later
+        with contextlib.suppress(queue.Empty):
+            while True:
+                action = self._queue.get_nowait()
+                if action is None:
+                    ends += 1
+                elif action.lane == CALLBACKS:
+                    rest.append(action)
+        for _ in range(ends):
+            self._queue.put(None)
+        for action in rest:
+            action.run()
 
     def _start_thread(self) -> None:
         name = f"mpidist-{self._name}-{next(self._numbers)}"
@@ -215,6 +250,9 @@ class Pool:
                 self._idle += 1
             if thread.is_counted:
                 self.leave(thread)
+        if action is not None:
+            self._queue.put(action)
+            self._run_rest()
 
 
 class InlinePolicy:

@@ -103,7 +103,8 @@ def test_pending_calls_time_out_in_any_order(calls, clock):
         started(calls, timeout_s=timeout_s, text=f"call {timeout_s}")
         for timeout_s in (0, 2, 100, 1)
     ]
-    assert not calls.has_expired()
+    calls.expire()
+    assert not any(call.done for call in made) and not calls.has_expired()
     clock[0] += 1.5
     assert calls.has_expired()
     calls.expire()
@@ -130,6 +131,70 @@ def test_pending_calls_time_out_in_any_order(calls, clock):
     assert calls.has_expired()
     calls.expire()
     assert nearer.done
+
+
+def times_out(calls, clock, call):
+    """Return whether a look at what is due fails a call once its time is over."""
+    clock[0] = float(call.deadline)
+    if calls.has_expired():
+        calls.expire()
+    return call.done
+
+
+def test_a_call_that_starts_during_a_search_times_out(calls, clock, monkeypatch):
+    made = []
+
+    def slow(*args, **kwargs):
+        found = min(*args, **kwargs)
+        if len(made) < 5:
+            made.append(started(calls, timeout_s=5 - len(made)))
+        return found
+
+    monkeypatch.setattr(pending_module, "min", slow, raising=False)
+    started(calls, timeout_s=1)
+    clock[0] += 2
+    assert calls.has_expired()
+    calls.expire()
+    assert made and not made[0].done
+    monkeypatch.undo()
+    monkeypatch.setattr(call_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(pending_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    assert all(times_out(calls, clock, one) for one in reversed(made))
+
+
+def test_a_call_that_starts_while_another_compares_its_deadline_times_out(calls, clock):
+    made = []
+
+    class Slow(float):
+        def __lt__(self, other):
+            is_less = float(self) < other
+            if not made:
+                made.append(started(calls, timeout_s=1))
+            return is_less
+
+    late = Call(1, "late", 0)
+    late.deadline = Slow(clock[0] + 60)
+    calls.start(late, Kind.CALL_PYTHON, b"", EMPTY)
+    assert times_out(calls, clock, made[0]) and not late.done
+    assert times_out(calls, clock, late)
+
+
+def test_a_search_within_a_search_keeps_what_it_finds(calls, clock):
+    """As of a signal's handler that makes a call and waits for it."""
+    made = []
+
+    class Interrupted(float):
+        def __gt__(self, other):
+            if not made:
+                made.append(started(calls, timeout_s=1))
+                calls.expire()
+            return float(self) > other
+
+    late = Call(1, "late", 0)
+    calls.start(late, Kind.CALL_PYTHON, b"", EMPTY)
+    late.deadline = Interrupted(clock[0] + 60)
+    calls.expire()
+    assert times_out(calls, clock, made[0]) and times_out(calls, clock, late)
 
 
 def test_a_thread_whose_wait_is_over_fails_its_call_by_itself(calls, clock):
@@ -203,6 +268,7 @@ def test_a_failure_to_send_leaves_nothing_registered(calls):
         with pytest.raises(ValueError, match="cannot be sent"):
             way()
         assert len(calls) == 0 and calls.creations() == 0 and store.counts() == (0, 0)
+        assert calls.unfinished() == 0
     assert calls.polling.helped == 0
 
 
@@ -258,6 +324,7 @@ def test_stop_fails_what_is_under_way_and_refuses_the_rest(calls):
     calls.stop()
     # the pool ends as well
     assert len(calls) == 0 and len(callbacks) == 1 and not calls.polling.submitted
+    assert calls.unfinished() == 0
     with pytest.raises(MpidistError, match="RPC was shut down on this worker"):
         calls.result(call)
     with pytest.raises(MpidistError, match="RPC was shut down"):
@@ -320,6 +387,25 @@ def test_callbacks_of_a_future_run_on_the_pool_and_all_else_at_once(calls):
     action.run()
     with pytest.raises(ValueError, match="lost"):
         failing.wait()
+
+
+@pytest.mark.parametrize("way", ["async", "remote"])
+def test_a_call_has_ended_when_its_callbacks_have(calls, way):
+    seen = []
+    if way == "async":
+        future = calls.invoke_async(1, len, ((),), {}, 0)
+    else:
+        future = calls.references.create(1, len, ((),), {}, 0)[3].future()
+    future.add_done_callback(lambda _: seen.append(calls.unfinished()))
+    action = calls.complete(answer(1, 5, Kind.REMOTE_DONE if way == "remote" else Kind.RESULT))
+    assert len(calls) == 0 and calls.unfinished() == 1
+    action.run()
+    assert seen == [1] and calls.unfinished() == 0
+    # Without a callback, or a future.
+    calls.references.create(1, len, ((),), {}, 0)
+    assert calls.unfinished() > 0
+    calls.complete(answer(2, kind=Kind.REMOTE_DONE))
+    assert calls.unfinished() == 0
 
 
 def test_nobody_but_the_callee_answers_or_fails_a_call(calls):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import weakref
+from functools import partial
 
 import pytest
 
 from mpidist.rpc.threads import pool as pool_module
-from mpidist.rpc.threads.pool import InlinePolicy, Pool, PoolThread, Task, here
+from mpidist.rpc.threads.pool import CALLBACKS, InlinePolicy, Pool, PoolThread, Task, here
 from tests.rpc.limits import soon
 from tests.rpc.threads.test_polling import Argument, Crowd
 
@@ -120,6 +121,52 @@ def test_a_thread_that_stops_the_pool_does_not_wait_for_itself():
     pool.submit(Task(lambda: stopped.append(pool.stop(5, lambda: None))))
     assert soon(lambda: stopped) and stopped == [True]
     assert pool.stop(5, lambda: None)
+
+
+def submit(pool, actions):
+    for action in actions:
+        pool.submit(action)
+
+
+class Completion:
+    """An action that completes a call, and another one behind it."""
+
+    lane, may_block = CALLBACKS, True
+
+    def __init__(self, run):
+        self.run = run
+
+
+def test_completions_that_the_threads_have_left_run_at_the_stop_and_requests_do_not():
+    pool, gate, entered, ran = Pool(1, "test", follow), threading.Event(), threading.Event(), []
+    pool.submit(Completion(lambda: (entered.set(), gate.wait(60), ran.append("first"))))
+    assert entered.wait(60)
+    for number in range(3):
+        pool.submit(Completion(lambda number=number: ran.append(number)))
+        pool.submit(Task(lambda: gate.wait(60)))
+        pool.submit(Task(lambda number=number: ran.append(f"request {number}")))
+    assert not pool.stop(0.05, lambda: None) and sorted(ran) == [0, 1, 2]
+    # One that comes later, as of a thread that polls while it waits for its own call.
+    pool.submit(Completion(lambda: ran.append(3)))
+    pool.submit(Task(lambda: ran.append("late request")))
+    assert ran[3:] == [3]
+    gate.set()
+    assert pool.stop(5, lambda: None) and ran[4:] == ["first"]
+
+
+def test_each_completion_runs_once_whichever_thread_stops_the_pool():
+    for _ in range(30):
+        pool, ran = Pool(2, "test", follow), []
+        made = [Completion(partial(ran.append, number)) for number in range(40)]
+        threads = [
+            threading.Thread(target=submit, args=(pool, part)) for part in (made[:20], made[20:])
+        ]
+        for thread in threads:
+            thread.start()
+        pool.stop(5, lambda: None)
+        for thread in threads:
+            thread.join()
+        assert sorted(ran) == list(range(40))
 
 
 def test_running_times_are_learnt_and_forgotten_slowly():
