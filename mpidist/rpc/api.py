@@ -22,7 +22,7 @@ from mpidist.errors import MpidistError
 from mpidist.rpc import current, membership, rref, worker_gather
 from mpidist.rpc.agent import FORKED, Agent
 from mpidist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from mpidist.rpc.names.allowlist import make_allowlist
+from mpidist.rpc.names.allowlist import Allowed, make_allowlist
 from mpidist.rpc.options import BackendType, RpcBackendOptions, seconds, select_options
 from mpidist.rpc.rref_store import Entry
 from mpidist.rpc.threads import interceptor
@@ -77,30 +77,36 @@ def init_rpc(
             has failed (both on all ranks); ``rank`` or ``world_size`` differs from MPI's;
             ``MPIDIST_TRUST=data`` without a list.
     """
-    options = select_options(backend, rpc_backend_options)
     if current.agent is not None:
         raise MpidistError("RPC is already initialized: call mpidist.rpc.shutdown() first")
-    transport = membership.transport_of(rank, world_size, group)
+    transport = membership.transport_of(world_size, group)
+    options, allowlist, problem = RpcBackendOptions(), None, None
+    try:
+        membership.check_place(transport, rank, world_size)
+        options = select_options(backend, rpc_backend_options)
+        check_name(name)
+        # Imports modules, of which one may end the program.
+        allowlist = make_allowlist(allowed)
+        # Before the exchange: a worker that knows this one may send at once.
+        transport.open_receives()
+    except BaseException as error:
+        # Raised after the exchange, because the other workers wait for this one.
+        problem = error
     # Before the start: the first request may arrive immediately.
-    current.agent = agent = _make_agent(transport, name, options, allowed)
+    current.agent = agent = _make_agent(transport, name, options, allowlist, problem)
     agent.start()
 
 
 def _make_agent(
-    transport: Transport, name: str, options: RpcBackendOptions, allowed: Sequence[object] | None
+    transport: Transport,
+    name: str,
+    options: RpcBackendOptions,
+    allowlist: Allowed | None,
+    problem: BaseException | None,
 ) -> Agent:
     """Exchange descriptions with the other workers; return the agent, not started."""
-    allowlist, problem = None, None
-    try:
-        check_name(name)
-        allowlist = make_allowlist(allowed)
-    except Exception as error:
-        # Raised after the exchange, because the other workers wait for this one.
-        problem = error
-    # Before the exchange: a worker that knows this one may send at once.
-    transport.open_receives()
     workers, device_maps = membership.gather_workers(
-        transport, name, options, allowlist is not None, problem
+        transport, name, options.device_maps, allowlist is not None, problem
     )
     # So that a report names the worker, not its rank.
     recorder.of_process().group(name, WORKER, (workers.world_ranks[workers.me.id],))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -16,7 +17,6 @@ from mpidist.comm.serialization.tensor_format import HOST
 from mpidist.comm.transport.transport import Transport
 from mpidist.errors import MpidistError
 from mpidist.rpc import current, worker_gather
-from mpidist.rpc.options import RpcBackendOptions
 from mpidist.rpc.worker import WorkerInfo, Workers, duplicate_names
 
 # By world ranks. A transport serves successive agents of the same ranks; each has a generation.
@@ -27,36 +27,21 @@ _CLOSE_S = 5.0  # longest wait for a transport's receives when its world ends
 _MAX_DEVICES = 255  # the limit of a payload's header
 
 
-def transport_of(rank: int, world_size: int | None, group: ProcessGroup | None) -> Transport:
+def transport_of(world_size: object, group: ProcessGroup | None) -> Transport:
     """Return the transport of the workers, with its next generation.
 
+    Args:
+        world_size: Of ``init_rpc``; one of a wrong type counts as None, until ``check_place``.
+        group: Of ``init_rpc``.
+
     Raises:
-        TypeError: ``rank`` or ``world_size`` is not an int.
-        MpidistError: ``rank`` or ``world_size`` differs from MPI's.
+        MpidistError: ``world_size`` differs from MPI's.
     """
-    # A number read from the environment is a str.
-    for name, number in (("rank", rank), ("world_size", -1 if world_size is None else world_size)):
-        if not isinstance(number, SupportsIndex):
-            raise TypeError(f"init_rpc takes {name} as an int, or without it; got {number!r}")
     if world_size == 1 and group is None:
-        if rank not in (-1, 0):
-            raise MpidistError(
-                f"rank {rank} is not one of the 1 worker that world_size=1 announces"
-            )
         key: tuple[int, ...] = ()
     else:
-        group = group or _group(world_size)
+        group = group or _group(world_size if isinstance(world_size, int) else None)
         key = group.world_ranks
-        if rank not in (-1, group.rank):
-            raise MpidistError(
-                f"init_rpc was given rank {rank}, but MPI has started this process as rank "
-                f"{group.rank}; leave it out"
-            )
-        if world_size not in (None, group.size):
-            raise MpidistError(
-                f"init_rpc was given world_size {world_size}, but the group has {group.size} "
-                "ranks; leave it out"
-            )
     with _lock:
         transport = _transports.get(key)
         if transport is None:
@@ -66,6 +51,31 @@ def transport_of(rank: int, world_size: int | None, group: ProcessGroup | None) 
             transport = _transports[key] = Transport(own)
         transport.generation += 1
         return transport
+
+
+def check_place(transport: Transport, rank: int, world_size: int | None) -> None:
+    """Check that this process has the place among the workers that ``init_rpc`` was given.
+
+    Raises:
+        TypeError: ``rank`` or ``world_size`` is not an int.
+        MpidistError: ``rank`` or ``world_size`` differs from MPI's.
+    """
+    # A number read from the environment is a str.
+    for name, number in (("rank", rank), ("world_size", -1 if world_size is None else world_size)):
+        if not isinstance(number, SupportsIndex):
+            raise TypeError(f"init_rpc takes {name} as an int, or without it; got {number!r}")
+    if rank not in (-1, transport.rank):
+        raise MpidistError(
+            f"rank {rank} is not one of the 1 worker that world_size=1 announces"
+            if transport.group is None
+            else f"init_rpc was given rank {rank}, but MPI has started this process as rank "
+            f"{transport.rank}; leave it out"
+        )
+    if world_size not in (None, transport.size):
+        raise MpidistError(
+            f"init_rpc was given world_size {world_size}, but the group has {transport.size} "
+            "ranks; leave it out"
+        )
 
 
 def _group(world_size: int | None) -> ProcessGroup:
@@ -156,7 +166,7 @@ class _Description(NamedTuple):
 def gather_workers(
     transport: Transport,
     name: str,
-    options: RpcBackendOptions,
+    device_maps: Mapping[str, Mapping[int, int]],
     is_data_only: bool,
     problem: BaseException | None,
 ) -> tuple[Workers, list[dict[str, dict[int, int]]]]:
@@ -167,7 +177,7 @@ def gather_workers(
     Args:
         transport: Of the workers.
         name: This worker's name.
-        options: This worker's settings.
+        device_maps: Of this worker's options.
         is_data_only: This worker has a list, and reads data only.
         problem: The reason why this worker cannot join; raised here, and sent to all others.
 
@@ -177,11 +187,13 @@ def gather_workers(
     Raises:
         MpidistError: On all workers: the descriptions do not match, or a worker has a problem.
     """
-    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    # Not ``str``, which may raise in turn.
+    lines = [] if problem is None else traceback.format_exception_only(problem)
+    text = "".join(lines).strip() or None
     mine = [
         name if isinstance(name, str) else "",
         transport.generation,
-        options.device_maps,
+        device_maps,
         torch.cuda.device_count(),
         is_data_only,
         text,
@@ -196,8 +208,8 @@ def gather_workers(
     descriptions = [_validate(rank, one) for rank, one in enumerate(everyone)]
     workers = _require_consistent(descriptions)
     data_only = [rank for rank, one in enumerate(descriptions) if one.is_data_only]
-    device_maps = [one.device_maps for one in descriptions]
-    return Workers(workers, transport.rank, transport.world_ranks, data_only), device_maps
+    maps = [one.device_maps for one in descriptions]
+    return Workers(workers, transport.rank, transport.world_ranks, data_only), maps
 
 
 def _require_consistent(descriptions: Sequence[_Description]) -> list[WorkerInfo]:

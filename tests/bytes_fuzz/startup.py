@@ -11,7 +11,6 @@ from mpidist.comm.serialization import frame
 from mpidist.comm.serialization.tensor_format import HOST
 from mpidist.errors import MpidistError
 from mpidist.rpc.membership import gather_workers
-from mpidist.rpc.options import RpcBackendOptions
 from tests.bytes_fuzz import payloads
 
 _DESCRIPTIONS: list[Any] = [
@@ -88,7 +87,7 @@ def check(case: bytes) -> None:
     try:
         # A CUDA build of torch opens NVIDIA's library at each count; that is no doing of the bytes.
         with mock.patch("torch.cuda.device_count", return_value=0):
-            workers, maps = gather_workers(transport, "worker0", RpcBackendOptions(), True, None)
+            workers, maps = gather_workers(transport, "worker0", {}, True, None)
     except MpidistError as error:
         reason = str(error)
         assert reason, "an error without a text"

@@ -39,6 +39,50 @@ def test_invalid_arguments_of_init_rpc_are_refused(group):
             rpc.init_rpc("same", group=group)
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+_WRONG = {
+    "rank": ({"rank": 99}, MpidistError, "was given rank 99"),
+    "type": ({"rank": "0"}, TypeError, "as an int"),
+    "size type": ({"world_size": "2"}, TypeError, "as an int"),
+    "size": ({"world_size": 99}, MpidistError, "world_size 99"),
+    "backend": ({"backend": "gloo"}, TypeError, "member of BackendType"),
+    "options": ({"rpc_backend_options": {}}, TypeError, "rpc_backend_options"),
+    "name": ({"name": ""}, MpidistError, "non-empty"),
+    "allowed": ({"allowed": [5]}, TypeError, "allowed names functions"),
+    "exits": ({"allowed": ["leaves"]}, SystemExit, "3"),
+    "interrupted": ({"allowed": ["breaks"]}, KeyboardInterrupt, ""),
+    "without text": ({"allowed": ["mute"]}, Unspeakable, "Unspeakable"),
+}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("case", _WRONG)
+def test_what_one_worker_does_wrong_is_an_error_of_all(group, tmp_path, monkeypatch, case):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "leaves.py").write_text("import sys; sys.exit(3)")
+    (tmp_path / "breaks.py").write_text("raise KeyboardInterrupt")
+    (tmp_path / "mute.py").write_text(f"import {__name__} as m; raise m.Unspeakable")
+    wrong, kind, words = _WRONG[case]
+    arguments = {"name": f"w{group.rank}", "group": group}
+    if group.rank == 1:
+        with pytest.raises(kind) as caught:
+            rpc.init_rpc(**(arguments | wrong))
+        ok = kind is Unspeakable or words in str(caught.value)
+    else:
+        with pytest.raises(MpidistError) as caught:
+            rpc.init_rpc(**arguments)
+        text = str(caught.value)
+        ok = "init_rpc has failed on rank 1" in text and kind.__name__ in text and words in text
+    agree(group, ok, str(caught.value) if kind is not Unspeakable else "")
+    rpc.init_rpc(f"w{group.rank}", group=group)
+    assert rpc.rpc_sync((group.rank + 1) % group.size, echo, args=(4,)) == 4
+    rpc.shutdown()
+
+
 def test_begins_and_ends_many_times(group):
     for turn in range(40):
         rpc.init_rpc(f"w{group.rank}", group=group)
