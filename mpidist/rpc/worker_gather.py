@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterable, Set
+import traceback
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from mpidist.comm.mpi import exited_ranks
@@ -13,6 +15,7 @@ from mpidist.errors import CommTimeout, MpidistError, RankFailureError
 from mpidist.rpc import current
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
 from mpidist.rpc.names import services
+from mpidist.rpc.options import seconds
 from mpidist.rpc.threads.log import logger
 
 if TYPE_CHECKING:
@@ -36,18 +39,34 @@ def reset() -> None:
         _parts.clear()
 
 
+class _Absence:
+    """Reason for which a worker has no object, in the place of its object."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
 @services.service
 def put_part(
-    source: int, /, generation: int, number: int, names: tuple[str, ...], obj: object
+    source: int,
+    /,
+    generation: int,
+    number: int,
+    names: tuple[str, ...],
+    obj: object,
+    absence: str | None = None,
 ) -> None:
-    """Store a worker's object; runs on each other worker of a gathering.
+    """Store a worker's object, or why it has none; runs on each other worker of a gathering.
 
     Raises:
         MpidistError: The sender or this worker takes no part, the sender is too far ahead or has
             sent its object already, or this worker has given up.
     """
-    if not (type(generation) is type(number) is int and type(names) is tuple) or any(
-        type(name) is not str for name in names
+    if not (
+        type(generation) is type(number) is int
+        and type(names) is tuple
+        and all(type(name) is str for name in names)
+        and (absence is None or type(absence) is str)
     ):
         raise TypeError("a part of a gathering is none")
     with _changed:
@@ -77,8 +96,9 @@ def put_part(
                 number < count + _AHEAD and ahead < _AHEAD, f"{sender} is too far ahead of {me}"
             )
             parts = _parts[names, number] = {}
-        _require(sender not in parts, f"{sender} has given its part already")
-        parts[sender] = obj
+        # What could be sent to this worker but not to another one has no value.
+        _require(sender not in parts or absence is not None, f"{sender} has given its part already")
+        parts[sender] = obj if absence is None else _Absence(absence)
         _changed.notify_all()
 
 
@@ -92,7 +112,8 @@ def all_gather(
 ) -> dict[str, Any]:
     """Gather one object from each worker.
 
-    Collective: over the named workers; None for all.
+    Collective: over the named workers; None for all. Each of them sends each other one its object,
+    or the reason for which it cannot: an object that cannot be sent is an error of all.
 
     Blocks: until all objects are there, and all workers have this one's; at most ``timeout``
         seconds. By default, as in torch, without a limit for workers that come late, and at most
@@ -102,14 +123,18 @@ def all_gather(
         The objects by worker name.
 
     Raises:
-        MpidistError: A worker has not sent its object in time, or has given up.
+        MpidistError: A worker has not sent its object in time, cannot send it, or has given up; or
+            this worker is not among those named, or RPC has ended here.
         RankFailureError: A worker's program has ended, or it has left RPC.
+        Exception: This worker's object cannot be sent.
     """
     agent = current.require()
-    deadline = time.monotonic() + timeout if timeout > 0 else math.inf
+    limit_s = 0.0 if timeout == UNSET_RPC_TIMEOUT else seconds(timeout)
+    deadline = time.monotonic() + limit_s if limit_s > 0 else math.inf
     me = agent.workers.me.name
     names = tuple(sorted(set(worker_names or [worker.name for worker in agent.get_worker_infos()])))
-    _require(me in names, f"{me} takes no part")
+    if me not in names:
+        raise MpidistError(f"{me} takes no part in an _all_gather of {list(names)}, which it calls")
     others = [agent.workers.rank_of(name) for name in names if name != me]
     with _changed:
         number = _counts.get(names, 0)
@@ -117,37 +142,76 @@ def all_gather(
         parts = _parts.setdefault((names, number), {})
         parts[me] = obj
     try:
-        arguments = (agent.generation, number, names, obj)
-        calls = agent.calls
-        answers = [calls.invoke_async(to, put_part, arguments, {}, timeout) for to in others]
-        errors = []
-        for answer in answers:
-            try:
-                answer.wait()
-            except MpidistError as error:
-                errors.append(error)
+        errors = _send_part(agent, others, (agent.generation, number, names, obj), timeout)
+        _require_parts(parts)
         if errors:
             # First of a worker that has ended: because of it the others give up.
             first = min(errors, key=lambda error: not isinstance(error, RankFailureError))
             if isinstance(first, CommTimeout):
                 raise _late(
                     me,
-                    agent.calls.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout,
+                    agent.calls.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else limit_s,
                     str(first),
                 )
             raise first
         while True:
             left_s = deadline - time.monotonic()
             with _changed:
-                if _changed.wait_for(lambda: len(parts) == len(names), min(left_s, _CHECK_S)):
-                    return parts
+                is_whole = _changed.wait_for(
+                    lambda: len(parts) == len(names) or _absent(parts), min(left_s, _CHECK_S)
+                )
                 missing = set(names) - parts.keys()
+            _require_parts(parts)
+            if is_whole:
+                return parts
             if left_s <= _CHECK_S:
-                raise _late(me, timeout, f"{sorted(missing)} missing")
+                raise _late(me, limit_s, f"{sorted(missing)} missing")
             _require_present(agent, missing)
     finally:
         with _changed:
             _parts.pop((names, number), None)
+
+
+def _send_part(
+    agent: Agent, others: Sequence[int], arguments: tuple[Any, ...], timeout: float
+) -> list[MpidistError]:
+    """Send this worker's object to the others; return what their answers have raised.
+
+    Raises:
+        Exception: The object cannot be sent; the others have been told.
+    """
+    calls = agent.calls
+    try:
+        # First, so that what one of them cannot be sent is sent to none.
+        for to in others:
+            calls.require_sendable(to, put_part, arguments)
+        answers = [calls.invoke_async(to, put_part, arguments, {}, timeout) for to in others]
+    except BaseException as error:
+        told = (*arguments[:-1], None, "".join(traceback.format_exception_only(error)).strip())
+        for to in others:
+            with contextlib.suppress(MpidistError):
+                calls.invoke_async(to, put_part, told, {}, timeout)
+        raise
+    errors = []
+    for answer in answers:
+        try:
+            answer.wait()
+        except MpidistError as error:
+            errors.append(error)
+    return errors
+
+
+def _absent(parts: Mapping[str, object]) -> list[tuple[str, _Absence]]:
+    return [(name, part) for name, part in parts.items() if isinstance(part, _Absence)]
+
+
+def _require_parts(parts: Mapping[str, object]) -> None:
+    """Raise if a worker has sent a reason in place of its object."""
+    with _changed:
+        absent = _absent(parts)
+    if absent:
+        name, absence = absent[0]
+        raise MpidistError(f"{name} cannot send its object for _all_gather: {absence.reason}")
 
 
 def _late(me: str, limit_s: float, reason: str) -> MpidistError:
@@ -156,6 +220,11 @@ def _late(me: str, limit_s: float, reason: str) -> MpidistError:
 
 def _require_present(agent: Agent, names: Set[str]) -> None:
     workers = agent.workers
+    if agent.calls.is_stopped:
+        raise MpidistError(
+            f"{workers.me}: {agent.calls.stop_reason} before the parts of {sorted(names)} came for "
+            "_all_gather"
+        )
     ranks = {workers.rank_of(name) for name in names}
     ended = exited_ranks.ended([workers.world_ranks[rank] for rank in sorted(ranks)])
     if lost := sorted({*ended, *(workers.world_ranks[rank] for rank in workers.left & ranks)}):

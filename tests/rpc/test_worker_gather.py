@@ -1,5 +1,7 @@
 """All-gather of one object from each worker, by calls."""
 
+import operator
+import threading
 import time
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 import mpidist.rpc as rpc
 from mpidist.errors import MpidistError
 from mpidist.rpc import current, worker_gather
+from tests.rpc.limits import soon
 from tests.tools.support import agree
 
 pytestmark = pytest.mark.mpi
@@ -120,3 +123,94 @@ def test_a_gathering_that_was_late_leaves_nothing(group, workers):
     agree(group, not worker_gather._parts, f"{list(worker_gather._parts)}")
     got = worker_gather.all_gather(group.rank)
     agree(group, sorted(got) == sorted(workers))
+
+
+class Unsendable:
+    def __reduce__(self):
+        raise RuntimeError("not this one")
+
+
+class Code:
+    """An instance is sent as a pickle, which a worker with a list does not read."""
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("comes_late", [False, True])
+@pytest.mark.parametrize("what", ["object", "reference"])
+def test_an_object_that_cannot_be_sent_is_an_error_of_all(group, workers, what, comes_late):
+    obj = group.rank
+    words = "was deleted" if what == "reference" else "not this one"
+    if group.rank == 1:
+        obj = Unsendable() if what == "object" else rpc.remote(workers[0], int)
+        if what == "reference":
+            obj.to_here()
+            obj.delete()
+    elif comes_late:
+        # Behind the reason of worker1.
+        assert soon(
+            lambda: any(
+                isinstance(part, worker_gather._Absence)
+                for parts in list(worker_gather._parts.values())
+                for part in list(parts.values())
+            )
+        )
+    with pytest.raises(RuntimeError) as caught:
+        worker_gather.all_gather(obj, timeout=30)
+    text = str(caught.value)
+    # One may learn it from the refusal of its own object first.
+    ok = (words in text and (group.rank == 1 or "worker1 cannot send its object" in text)) or (
+        group.rank != 1 and not comes_late and "worker1 has given up" in text
+    )
+    group.barrier()
+    agree(group, ok, text)
+    got = worker_gather.all_gather(group.rank)
+    agree(group, sorted(got.values()) == list(range(group.size)) and not worker_gather._parts)
+
+
+@pytest.mark.mpi(min_size=3)
+def test_an_object_that_one_worker_cannot_read_is_an_error_of_all(group):
+    allowed = [operator.add] if group.rank == group.size - 1 else None
+    rpc.init_rpc(f"worker{group.rank}", group=group, allowed=allowed)
+    obj = Code() if group.rank == 1 else group.rank
+    with pytest.raises(MpidistError, match=f"worker{group.size - 1} reads data only|given up"):
+        worker_gather.all_gather(obj, timeout=30)
+    group.barrier()
+    got = worker_gather.all_gather(group.rank)
+    agree(group, sorted(got.values()) == list(range(group.size)))
+    rpc.shutdown()
+
+
+def test_a_worker_that_is_not_named_is_told_so(group, workers):
+    counts = dict(worker_gather._counts)
+    others = [name for name in workers if name != workers[group.rank]] or ["nobody"]
+    with pytest.raises(MpidistError, match=f"^worker{group.rank} takes no part in an _all_gather"):
+        worker_gather.all_gather(1, others)
+    for wrong, kind in ((-2, ValueError), ("5", TypeError)):
+        with pytest.raises(kind, match="a timeout is"):
+            worker_gather.all_gather(1, timeout=wrong)
+    # Not begun, so the others' numbers stay the same.
+    assert worker_gather._counts == counts
+    worker_gather.barrier(workers)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("graceful", [False, True])
+def test_a_gathering_ends_with_rpc(group, workers, graceful):
+    raised = []
+
+    def gather():
+        try:
+            worker_gather.all_gather(group.rank, workers)
+        except MpidistError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=gather)
+    group.barrier()
+    if group.rank == 0:
+        thread.start()
+        assert soon(lambda: worker_gather._parts and not len(current.require().calls))
+    group.barrier()
+    rpc.shutdown(graceful)
+    if group.rank == 0:
+        thread.join(30)
+    agree(group, not thread.is_alive() and len(raised) == (group.rank == 0), f"{raised}")

@@ -78,6 +78,7 @@ class PendingCalls:
         self._devices = list(devices)
         self._is_data_only = is_data_only
         self._drop = drop
+        self._wire = wire
         self._post = wire.post
         self._data_only = wire.data_only
         self._entries = CallEntries("call")
@@ -145,6 +146,16 @@ class PendingCalls:
         self._polling.poll_once()
         self.pace()
         return future
+
+    def require_sendable(self, to: int, function: object, args: Args) -> None:
+        """Raise what a call of a function would raise because of its arguments; send nothing.
+
+        Raises:
+            Exception: They cannot be encoded, or sent to this worker.
+        """
+        name = callee.wire_name(function)[1]
+        content = codec.encode_function(function, name, args, {}, self._data_only[to])
+        self._wire.require_sendable(to, content)
 
     def request(
         self, to: int, kind: int, prefix: bytes, obj: object, timeout: float, what: str

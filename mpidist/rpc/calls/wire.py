@@ -121,6 +121,16 @@ class Wire:
                 prefix = WORD.pack(number) + prefix
         self._send(to, kind, sequence, context, flags, prefix + body)
 
+    def require_sendable(self, to: int, content: Content) -> None:
+        """Raise what a request with this content would raise; send nothing.
+
+        Raises:
+            Exception: A tensor on a device without a map, or a reference that was deleted.
+        """
+        content.body(self._request_maps.get(to))
+        for reference in content.references:
+            reference.require_shareable()
+
     def answer(self, to: int, kind: int, sequence: int, context: int, content: Content) -> None:
         """Answer a request; do nothing once RPC has ended.
 
