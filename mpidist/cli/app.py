@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, ParamSpec
@@ -380,17 +381,20 @@ def report(
     jobs = job_files.jobs() if folder is None else []
     if folder is None:
         folder = job_files.chosen(job, jobs).folder
-    read = job_files.read(folder, asks=stacks)
-    found = findings.findings(read)
-    to = console()
-    page.print_report(read, found, last, to)
+    worlds, to, keeps = job_files.read(folder, asks=stacks), console(), False
+    for world in worlds:
+        found = findings.findings(world)
+        keeps |= bool(found)
+        page.print_report(world, found, last, to)
     page.print_jobs([each for each in jobs if each.folder != folder], to)
     if torch is not None:
         from mpidist.reports import flight_recorder
 
-        written = flight_recorder.write_dumps(read.recordings.values(), torch)
-        print(f"{len(written)} files of the flight recorder: torchfrtrace -p rank_ {torch}")
-    raise typer.Exit(int(bool(found)))
+        every = [each for world in worlds for each in world.recordings.values()]
+        written = flight_recorder.write_dumps(every, torch)
+        for place, files in Counter(path.parent for path in written).items():
+            print(f"{files} files of the flight recorder: torchfrtrace -p rank_ {place}")
+    raise typer.Exit(int(keeps))
 
 
 @app.command(cls=SubmitCommand, epilog=epilog(*EXAMPLES["submit"]), context_settings=_BEHIND)

@@ -88,8 +88,16 @@ def _title(job: Job) -> str:
     if set(job.states.values()) == {ELSEWHERE}:
         state = "of other nodes"
     nodes = f" on {len(hosts)} nodes" if len(hosts) > 1 else f" on {first.host}"
-    ranks = f"{first.size} rank{'s' * (first.size != 1)}"
+    ranks = f"{first.size} rank{'s' * (first.size != 1)}{_places(job)}"
     return f"mpidist report: job {first.job}, {ranks}{nodes}, {state}{missing}: {first.program}"
+
+
+def _places(job: Job) -> str:
+    """Return the ranks among all processes of the job where they are not those of the world."""
+    places = [int(each.path.name.rpartition("-")[2]) for each in job.recordings.values()]
+    if places == list(job.recordings):
+        return ""
+    return f" ({rank_ranges.named(places)} of all)"
 
 
 def _table(*columns: str) -> Table:

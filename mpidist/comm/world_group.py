@@ -126,7 +126,8 @@ def from_world(
     watchdog.start(world)  # before anything is made: it refuses wrong settings
     mpi = world.comm.Split(0, world.rank if key is None else key)
     places = tuple(creation_barrier.ranks_in(mpi, world.comm))
-    settings = GroupSettings(name, f"world{next(_worlds)}", places, limit, debug, on_timeout)
+    number = next(_worlds)
+    settings = GroupSettings(name, f"{world.key}/{number}", places, limit, debug, on_timeout)
     group = subgroups.create(ProcessGroup, mpi, settings)
     if tracing.file():
         importlib.import_module("mpidist.trace.timeline").begin_program()

@@ -1,1 +1,1 @@
-"""job_files → job → collectives, findings: what the recordings of a job's ranks say."""
+"""job_files → worlds → job → collectives, findings: what the recordings of a job's ranks say."""

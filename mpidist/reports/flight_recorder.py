@@ -28,8 +28,9 @@ from mpidist.comm.recorder.file_format import WORKER
 from mpidist.comm.recorder.recording import Entry, Kind, Recording
 from mpidist.comm.watchdog import flight_record
 from mpidist.comm.watchdog.flight_record import KINDS, OTHER
+from mpidist.reports import worlds
 
-_PREFIX = "rank_"
+_PREFIX, _WORLD = "rank_", "world_"
 # Number that a label has behind the name of its group.
 _OF_LABEL = re.compile(r"#\d+$")
 # Operations whose lists have one tensor for each rank, or whose tensors hold a part of each rank.
@@ -44,24 +45,25 @@ Dump = dict[str, Any]
 def write_dumps(recordings: Iterable[Recording], folder: Path) -> list[Path]:
     """Write ``rank_<r>`` for each recording, which replaces a file of this name; return the files.
 
-    Of two recordings of one rank the process that started last counts.
-
     Args:
-        folder: Made if it does not exist.
+        recordings: Of one job.
+        folder: Made if it does not exist. Of a job of several worlds each has a folder in it,
+            ``world_0``, ``world_1``, ...
 
     Raises:
         OSError: A file cannot be written.
     """
-    ordered = sorted(recordings, key=lambda recording: recording.started_wall_ns)
-    by_rank = {recording.rank: recording for recording in ordered}
-    first = _first_sequences(by_rank.values())
-    folder.mkdir(parents=True, exist_ok=True)
+    current = worlds.of(recordings).current
     written = []
-    for rank, recording in sorted(by_rank.items()):
-        path = folder / f"{_PREFIX}{rank}"
-        with whole_file.replacing(path) as file:
-            pickle.dump(dump(recording, first), file)
-        written.append(path)
+    for number, by_rank in enumerate(current.values()):
+        place = folder / f"{_WORLD}{number}" if len(current) > 1 else folder
+        place.mkdir(parents=True, exist_ok=True)
+        first = _first_sequences(by_rank.values())
+        for rank, recording in sorted(by_rank.items()):
+            path = place / f"{_PREFIX}{rank}"
+            with whole_file.replacing(path) as file:
+                pickle.dump(dump(recording, first), file)
+            written.append(path)
     return written
 
 
@@ -122,7 +124,7 @@ def _first_sequences(recordings: Iterable[Recording]) -> dict[str, int]:
         if recording.overwritten:
             # The oldest of the ring, not one that is kept because it is under way.
             for entry in recording.entries:
-                if entry.number > recording.overwritten and entry.kind is Kind.COLLECTIVE:
+                if entry.number >= recording.oldest and entry.kind is Kind.COLLECTIVE:
                     own.setdefault(recording.keys.get(entry.group, ""), entry.sequence)
         for key, sequence in own.items():
             first[key] = max(first.get(key, 0), sequence)

@@ -17,7 +17,7 @@ RUNS, STOPPED, ENDED, ELSEWHERE = "runs", "is stopped", "has ended", "on another
 
 @dataclass(frozen=True)
 class Job:
-    """What is known of a job.
+    """What is known of a job, or of one world of it: each program of several is one.
 
     Attributes:
         recordings: By world rank; those of other nodes may be missing.

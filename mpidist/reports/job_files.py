@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from mpidist.comm.watchdog import thread_stacks
 from mpidist.comm.watchdog.stack_file import path_beside
 from mpidist.comm.watchdog.thread_stacks import Stack
 from mpidist.errors import MpidistError
+from mpidist.reports import worlds
 from mpidist.reports.job import ELSEWHERE, ENDED, RUNS, STOPPED, Job
 
 _ASK_S = 2.0  # longest wait for the stacks of living processes
@@ -29,7 +30,7 @@ class Found(NamedTuple):
     Attributes:
         name: Its name.
         folder: Of its files.
-        first: Recording of its lowest rank here.
+        first: Recording of its lowest rank here, of its first program.
     """
 
     name: str
@@ -41,8 +42,8 @@ def jobs() -> list[Found]:
     """Return this user's jobs that have recordings on this node, the newest first."""
     found = []
     for folder in job_folder.jobs_folders():
-        if recordings := _recordings(folder)[0]:
-            first = min(recordings.values(), key=lambda each: each.rank)
+        if current := _recordings(folder)[0]:
+            first = next(iter(next(iter(current.values())).values()))
             found.append(Found(first.job, folder, first))
     return sorted(found, key=lambda job: -job.first.started_wall_ns)
 
@@ -68,8 +69,8 @@ def chosen(name: str | None, found: Collection[Found]) -> Found:
     return alike[0]
 
 
-def read(folder: Path, *, asks: bool = True) -> Job:
-    """Return the job whose files are in a folder.
+def read(folder: Path, *, asks: bool = True) -> list[Job]:
+    """Return the job whose files are in a folder: each of its worlds, as a rule one.
 
     Blocks: up to two seconds, until living processes have written their stacks.
 
@@ -79,16 +80,23 @@ def read(folder: Path, *, asks: bool = True) -> Job:
     Raises:
         MpidistError: The folder has no recording.
     """
-    found, left_out = _recordings(folder)
-    if not found:
+    current, left_out = _recordings(folder)
+    if not current:
         reasons = "".join(f"; {reason}" for reason in left_out)
         raise MpidistError(f"{folder} has no recording (recorder-0, recorder-1, ...){reasons}")
     host = os.uname().nodename
-    states = {rank: _state(each, host) for rank, each in found.items()}
     if asks:
-        _ask([found[rank] for rank, state in states.items() if state == RUNS])
+        every = [each for found in current.values() for each in found.values()]
+        _ask(each for each in every if _state(each, host) == RUNS)
         # Of the same moment as the stacks.
-        found |= _recordings(folder)[0]
+        current = _recordings(folder)[0] or current
+    return [
+        _job(found, host, () if number else left_out)
+        for number, found in enumerate(current.values())
+    ]
+
+
+def _job(found: dict[int, Recording], host: str, left_out: Sequence[str]) -> Job:
     stacks = {rank: stacks_of(each) for rank, each in found.items()}
     seen = {rank: path_beside(each.path) for rank, each in found.items() if stacks[rank]}
     return Job(
@@ -109,29 +117,25 @@ def stacks_of(each: Recording) -> list[Stack]:
     return []
 
 
-def _recordings(folder: Path) -> tuple[dict[int, Recording], list[str]]:
-    """Return the newest recording of each rank of the last start, and why others are left out.
+def _recordings(folder: Path) -> tuple[dict[str, dict[int, Recording]], list[str]]:
+    """Return the recordings of the last job of a folder by world, and why others are left out.
 
-    A job that was started again in its allocation may have had more ranks before, whose files are
-    still there; and a spare that has taken the place of a dead rank has that rank. Jobs that share
-    a folder of the user have replaced each other's files.
+    Jobs that share a folder of the user have replaced each other's files.
     """
     known, left_out = read_folder(folder)
     if not known:
         return {}, left_out
     last = max(known, key=lambda each: each.started_wall_ns)
-    newest: dict[int, Recording] = {}
     others: dict[str, set[int]] = {}
-    for each in sorted(known, key=lambda each: each.started_wall_ns):
-        if each.job == last.job:
-            newest[each.rank] = each
-        else:
+    for each in known:
+        if each.job != last.job:
             others.setdefault(each.job, set()).add(each.rank)
     left_out += [
         f"{rank_ranges.named(ranks)} of job {name}, in the same folder"
         for name, ranks in others.items()
     ]
-    return {rank: newest[rank] for rank in sorted(newest) if rank < last.size}, left_out
+    current, past = worlds.of(each for each in known if each.job == last.job)
+    return current, left_out + past
 
 
 def _state(each: Recording, host: str) -> str:

@@ -1,5 +1,6 @@
 """Printed report on a job: 80 columns, findings first, large jobs folded."""
 
+import dataclasses
 import io
 
 import pytest
@@ -69,7 +70,7 @@ def test_the_command_reads_a_folder_and_lists_other_jobs(call, tmp_path, monkeyp
     asked = []
     monkeypatch.setattr(job_files, "jobs", lambda: others)
     monkeypatch.setattr(
-        job_files, "read", lambda folder, *, asks: asked.append((folder, asks)) or made
+        job_files, "read", lambda folder, *, asks: asked.append((folder, asks)) or [made]
     )
     done = call("report")
     assert done.exit_code == 1 and "other jobs of this node: mpidist report JOB" in done.output
@@ -81,3 +82,20 @@ def test_the_command_reads_a_folder_and_lists_other_jobs(call, tmp_path, monkeyp
     assert sorted(path.name for path in (tmp_path / "dumps").iterdir()) == ["rank_0", "rank_1"]
     done = call("report", "none")
     assert done.exit_code == 2 and "jobs of this node: new, old" in done.stderr
+
+
+def test_each_program_of_a_job_has_its_report_and_its_dumps(call, tmp_path, monkeypatch):
+    waits, goes_on = job([BEFORE, collective(2, 3)], [BEFORE]), job([BEFORE], [BEFORE])
+    for rank, each in goes_on.recordings.items():
+        path = each.path.with_name(f"recorder-{rank + 2}")
+        goes_on.recordings[rank] = dataclasses.replace(each, path=path, worlds=("b",))
+    monkeypatch.setattr(job_files, "read", lambda folder, *, asks: [goes_on, waits])
+    done = call("report", "--folder", str(tmp_path), "--torch", str(tmp_path / "dumps"))
+    assert done.exit_code == 1
+    _, first, second = done.output.split("mpidist report: job made, ")
+    assert first.startswith("2 ranks (ranks 2, 3 of all) on here") and "nothing keeps it" in first
+    assert second.startswith("2 ranks on here") and "found: rank 1 has not called" in second
+    for number in range(2):
+        place = tmp_path / "dumps" / f"world_{number}"
+        assert f"2 files of the flight recorder: torchfrtrace -p rank_ {place}" in done.output
+        assert sorted(path.name for path in place.iterdir()) == ["rank_0", "rank_1"]

@@ -178,7 +178,8 @@ _ONE_DIES = """
     net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
     net(torch.ones(1, 2)).sum().backward()
     names = survivors.all_gather_object([survivors.key, whole.rank])
-    print(json.dumps({"rank": whole.rank, "lost": lost, "names": names}), flush=True)
+    found = {"rank": whole.rank, "before": world.key, "lost": lost, "names": names}
+    print(json.dumps(found), flush=True)
     survivors.barrier()
 """
 
@@ -188,9 +189,12 @@ def test_survivors_of_a_death_are_a_world():
     done = run(4, _ONE_DIES, "--with-ft", "ulfm")
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert sorted(line["rank"] for line in lines) == [0, 2, 3], done.stdout + done.stderr
+    keys = {key for line in lines for key, _ in line["names"]}
     for line in lines:
         assert line["lost"] == [1], line
-        assert line["names"] == [["world1", rank] for rank in (0, 2, 3)], line
+        assert [rank for _, rank in line["names"]] == [0, 2, 3], line
+        assert line["before"] not in keys, line
+    assert len(keys) == 1, lines
 
 
 @pytest.mark.mpi

@@ -115,7 +115,7 @@ def test_a_report_says_what_keeps_a_job(case, tmp_path):
             if case in _ENDED and process.poll() is None:
                 continue
             try:
-                job = job_files.read(folder)
+                (job,) = job_files.read(folder)
                 _require(case, expected, job)
                 _require_of_torch(case, analysed(tmp_path / "dumps", job.recordings.values()))
                 break
@@ -130,6 +130,94 @@ def test_a_report_says_what_keeps_a_job(case, tmp_path):
         process.terminate()
         process.wait(END_S)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+_PROGRAMS = """
+import os, sys, time, torch, mpidist.comm
+mpidist.comm.init()
+mpidist.comm.init().close()
+coupled = mpidist.comm.couple({"train": 2, "sim": 2})
+group = mpidist.comm.init(comm=coupled.comm)
+if coupled.program == sys.argv[1]:
+    for _ in range(5):
+        group.barrier()
+    if group.rank == 1:
+        time.sleep(600)
+while True:
+    group.all_reduce(torch.ones(3))
+    time.sleep(0.05)
+"""
+_DEATH = """
+import os, signal, time, torch, mpidist.comm
+from mpidist import elastic
+starts = []
+def train():
+    starts.append(1)
+    group = mpidist.comm.init(timeout=300)
+    if len(starts) == 1:
+        for _ in range(10):
+            group.all_reduce(torch.ones(3))
+        if group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    elif group.rank == 1:
+        time.sleep(600)
+    while True:
+        group.all_reduce(torch.ones(7))
+elastic.run(train)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "words", "options", "keeps", "places"),
+    [
+        (_PROGRAMS, ["train"], (4,), [True, False], [[0, 1], [2, 3]]),
+        (_PROGRAMS, ["sim"], (4,), [False, True], [[0, 1], [2, 3]]),
+        (_DEATH, [], (3, "--with-ft", "ulfm"), [True], [[0, 2]]),
+    ],
+)
+def test_worlds_of_a_job_are_not_mixed(program, words, options, keeps, places, tmp_path):
+    """In one world rank 1 is at fault: its pid is that of a living process, and no other is."""
+    path, name = tmp_path / "train.py", f"worlds-{os.getpid()}-{tmp_path.name}"
+    path.write_text(program)
+    folder = job_folder.path_of(name[:80])
+    process = subprocess.Popen(
+        [*launcher(*options), *python(), str(path), *words],
+        env={**without_launcher(os.environ), **VARIABLES, "MPIDIST_JOB": name},
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    jobs = []
+    try:
+        end = time.monotonic() + _LONGEST_S
+        while True:
+            time.sleep(0.2)
+            try:
+                jobs = job_files.read(folder)
+                _require_of_worlds(jobs, keeps, places)
+                break
+            except (AssertionError, MpidistError):
+                if time.monotonic() > end:
+                    raise
+    finally:
+        for job in jobs:
+            for each in job.recordings.values():
+                if each.is_alive:
+                    os.kill(each.pid, signal.SIGKILL)
+        process.terminate()
+        process.wait(END_S)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _require_of_worlds(jobs, keeps, places):
+    found = [
+        [int(each.path.name.partition("-")[2]) for each in job.recordings.values()] for job in jobs
+    ]
+    assert found == places
+    for job, is_kept in zip(jobs, keeps, strict=True):
+        assert set(job.states.values()) == {RUNS}
+        texts = [finding.text for finding in findings.findings(job)]
+        assert len(texts) == is_kept, texts
+        assert all(text.startswith("rank 1 has not called all_reduce number") for text in texts)
 
 
 def _require(case, expected, job):

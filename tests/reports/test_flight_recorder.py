@@ -30,7 +30,7 @@ def recording(rank, entries, overwritten=0, labels=("world",)):
         program="p", started_wall_ns=10**18, started_monotonic_ns=0,
         groups={**dict.fromkeys(labels, (0, 1, 2)), f"w{rank}": (rank,)},
         entries=[replace(one, number=at) for at, one in enumerate(entries, 1 + overwritten)],
-        overwritten=overwritten,
+        overwritten=overwritten, oldest=1 + overwritten,
         keys={**{label: f"key of {label}" for label in labels}, f"w{rank}": WORKER},
     )  # fmt: skip
 
@@ -158,12 +158,13 @@ def test_sizes_are_those_that_torchfrtrace_compares(operation, shape, size_bytes
     assert op.match(op).state == MatchState.FULLY_MATCHED or kind == "all_to_all"
 
 
-def test_a_file_has_the_state_of_the_groups_and_the_newest_process_of_a_rank(tmp_path):
+def test_a_file_has_the_state_of_the_groups_and_the_process_that_took_a_rank(tmp_path):
     labels = ("world", "tp#2")
-    first = recording(0, reduces(1), labels=labels)
+    first = replace(recording(0, reduces(1), labels=labels), worlds=("a",))
     later = replace(
         recording(0, [*reduces(1), replace(BASE, sequence=2, end_ns=None)], labels=labels),
         started_wall_ns=2 * 10**18,
+        worlds=("a", "b"),
     )
     (path,) = write_dumps([later, first], tmp_path / "new")
     assert path == tmp_path / "new" / "rank_0"

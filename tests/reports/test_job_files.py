@@ -28,13 +28,18 @@ def make(tmp_path, monkeypatch):
     monkeypatch.setattr(job_folder, "MEMORY", tmp_path)
     made = []
 
-    def one(job="first", rank=0, size=2, pid=None):
+    def one(job="first", rank=0, size=2, pid=None, place=None, worlds=("a",), ticks=None):
         folder = job_folder.path_of(job)
         folder.mkdir(exist_ok=True)
         with monkeypatch.context() as patched:
             if pid is not None:
                 patched.setattr(rings.os, "getpid", lambda: pid)
-            made.append(Ring(folder / f"recorder-{rank}", job, rank, size, 64))
+            if ticks is not None:
+                patched.setattr(rings, "start_ticks", lambda pid: ticks)
+            path = folder / f"recorder-{rank if place is None else place}"
+            made.append(Ring(path, job, rank, size, 64, worlds[0]))
+            for world in worlds[1:]:
+                made[-1].move(world, rank, size)
         return folder
 
     yield one
@@ -72,25 +77,51 @@ def test_a_job_is_found_by_the_name_that_it_was_given(make):
 
 
 def test_the_last_start_of_a_job_counts(make, tmp_path):
-    """A start of three ranks, and one of two."""
-    for size in (3, 2):
-        for rank in range(size):
-            folder = make(rank=rank, size=size)
-    job = job_files.read(folder, asks=False)
+    """A start of three ranks, and one of two, whose processes have begun later."""
+    for rank in range(3):
+        folder = make(rank=rank, size=3, pid=2**22)
+    began = time.monotonic_ns() * os.sysconf("SC_CLK_TCK") // 10**9 + 1
+    while time.monotonic_ns() * os.sysconf("SC_CLK_TCK") // 10**9 < began:
+        time.sleep(0.01)
+    for rank in range(2):
+        make(rank=rank, worlds=("b",), ticks=began)
+    (job,) = job_files.read(folder, asks=False)
     assert sorted(job.recordings) == [0, 1] and job.unknown == () and not job.stacks
+    assert job.left_out == ["rank 2 of 3, of an earlier start"]
     with pytest.raises(MpidistError, match="has no recording"):
         job_files.read(tmp_path / "none")
 
 
+def test_the_ranks_that_go_on_after_a_death_are_the_job(make):
+    """A spare has taken rank 1's place; a process of the first world has died."""
+    make(rank=0, worlds=("a", "b"))
+    make(rank=1, pid=2**22)
+    folder = make(rank=1, place=2, worlds=("b",))
+    (job,) = job_files.read(folder, asks=False)
+    assert {rank: each.path.name for rank, each in job.recordings.items()} == {
+        0: "recorder-0", 1: "recorder-2",
+    }  # fmt: skip
+    assert job.left_out == ["rank 1 of 2, of an earlier world of the job"]
+
+
+def test_programs_of_one_job_are_read_apart(make):
+    for place in range(4):
+        folder = make(rank=place % 2, place=place, worlds=("a", "bc"[place // 2]))
+    jobs = job_files.read(folder, asks=False)
+    places = [[each.path.name[-1] for each in job.recordings.values()] for job in jobs]
+    assert places == [["0", "1"], ["2", "3"]] and not any(job.left_out for job in jobs)
+    assert [job.name for job in job_files.jobs()] == ["first"]
+
+
 def test_what_is_left_out_of_a_folder_is_said(make):
     job_folder.path_of("first").mkdir()
-    other = Ring(job_folder.path_of("first") / "recorder-3", "before", 3, 4, 64)
+    other = Ring(job_folder.path_of("first") / "recorder-3", "before", 3, 4, 64, "b")
     folder = make(size=4)
     other.close()
     make(rank=1, size=4)
     (folder / "recorder-2").write_bytes(b"x" * 9000)
     os.mkfifo(folder / "recorder-5")  # has no writer
-    job = job_files.read(folder, asks=False)
+    (job,) = job_files.read(folder, asks=False)
     assert sorted(job.recordings) == [0, 1] and job.unknown == (2, 3)
     assert job.left_out == [
         f"{folder}/recorder-2 is no recording of mpidist",
@@ -106,7 +137,7 @@ def test_what_is_left_out_of_a_folder_is_said(make):
 def test_processes_run_are_stopped_have_ended_or_are_elsewhere(make):
     folder = make()
     make(rank=1, pid=2**22)
-    assert job_files.read(folder, asks=False).states == {0: RUNS, 1: ENDED}
+    assert job_files.read(folder, asks=False)[0].states == {0: RUNS, 1: ENDED}
     sleeping = subprocess.Popen(["sleep", "60"])
     try:
         sleeping.send_signal(signal.SIGSTOP)
@@ -128,7 +159,7 @@ def test_a_living_process_writes_its_stacks(make, monkeypatch):
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     folder = make(size=1)
     # Without a handler the signal would end the process.
-    assert job_files.read(folder).stacks == {}
+    assert job_files.read(folder)[0].stacks == {}
     DumpSignal()
     file, stop = StackFile(folder / "stacks-0"), threading.Event()
 
@@ -139,7 +170,7 @@ def test_a_living_process_writes_its_stacks(make, monkeypatch):
     thread = threading.Thread(target=watch, name="watching")
     thread.start()
     try:
-        job = job_files.read(folder)
+        (job,) = job_files.read(folder)
     finally:
         stop.set()
         thread.join()

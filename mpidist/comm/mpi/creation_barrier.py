@@ -299,7 +299,7 @@ def ranks_in(mpi: Mpi, other: Mpi) -> list[int]:
 def create_world_group(
     operation: str, members: Sequence[int], timeout_s: float | None, survives: bool = False
 ) -> tuple[Mpi, str]:
-    """Wait for some ranks of the job; return a communicator of them, and its name.
+    """Wait for some ranks of the job; return a communicator of them, and its group's key.
 
     Collective: over ``members``, world ranks in the new communicator's order.
 
@@ -313,9 +313,12 @@ def create_world_group(
         CommTimeout, RankFailureError: As of ``wait_for_world``.
     """
     subject = wait_for_world(operation, timeout_s, members)
+    world = runtime.world()
     if survives:
-        return create_surviving_group(members, subject), subject
-    return create_group(runtime.world().comm, members, subject.encode()), subject
+        made = create_surviving_group(members, subject)
+    else:
+        made = create_group(world.comm, members, subject.encode())
+    return made, f"{world.key}/{subject}"
 
 
 def wait_for_world(

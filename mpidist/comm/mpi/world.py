@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -30,8 +31,8 @@ from mpidist.errors import CommTimeout, GroupError, LaunchError, MpidistError
 
 # What each rank tells: first rank of its node, MPI's thread level, MPIDIST_TRUST,
 # MPIDIST_DETERMINISTIC, whether it has MPIDIST_TRACE, whether it uses another world, process id,
-# rank among all of the job, host, name of the job.
-_ROW = struct.Struct("<qqqqqqqq64s80s")
+# rank among all of the job, time, host, name of the job.
+_ROW = struct.Struct("<qqqqqqqqq64s80s")
 _INT = struct.Struct("<q")
 _SLEEP_S = 1e-3  # between two tests whether all ranks have started
 
@@ -60,6 +61,8 @@ class World:
         adds_in_rank_order: Sums are in the order of the ranks (``determinism``).
         processes: Process of each rank.
         first: Rank 0's rank among all of the job; None if those are the world's ranks.
+        key: Begins the keys of the world's groups; the same on all ranks, and no other world's,
+            before it, beside it or of an earlier start of the job.
         job: Name of the job in file names, the same on all ranks.
         pid: The process that joined the world.
     """
@@ -76,6 +79,7 @@ class World:
     adds_in_rank_order: bool = False
     processes: tuple[Process, ...] = ()
     first: int | None = None
+    key: str = ""
     job: str = ""
     pid: int = field(default_factory=os.getpid)
 
@@ -188,7 +192,9 @@ def _joined(comm: MPI.Comm, whole: MPI.Comm, launch: Launch, uses: Sequence[str]
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
     local_rank, local_size = node.Get_rank(), node.Get_size()
     with revocation.on_error(node):
-        nodes, processes, first, job, error = _gather_settings(comm, node, whole.Get_rank(), uses)
+        nodes, processes, first, begun_ns, job, error = _gather_settings(
+            comm, node, whole.Get_rank(), uses
+        )
     node.Free()
     if error is not None:
         comm.Free()
@@ -205,7 +211,9 @@ def _joined(comm: MPI.Comm, whole: MPI.Comm, launch: Launch, uses: Sequence[str]
         local_rank=local_rank, local_size=local_size, launcher=launch.launcher,
         highest_tag=highest_tag, nodes=nodes,
         adds_in_rank_order=determinism.SETTING.code() in (determinism.ORDER, determinism.EXACT),
-        processes=processes, first=None if comm.Get_size() == whole.Get_size() else first, job=job,
+        processes=processes, first=None if comm.Get_size() == whole.Get_size() else first,
+        # No process begins two worlds as rank 0 at one time.
+        key=f"world{first}-{begun_ns:x}", job=job,
     )  # fmt: skip
 
 
@@ -217,10 +225,10 @@ def number_alike(keys: Iterable[int]) -> tuple[int, ...]:
 
 def _gather_settings(
     comm: MPI.Comm, node: MPI.Comm, own: int, uses: Sequence[str]
-) -> tuple[tuple[int, ...], tuple[Process, ...], int, str, MpidistError | None]:
+) -> tuple[tuple[int, ...], tuple[Process, ...], int, int, str, MpidistError | None]:
     """Return each rank's node number and process, and the error that all ranks must raise.
 
-    Before the error stand rank 0's rank among all of the job, and its name of the job.
+    Before the error stand rank 0's rank among all of the job, its time and its name of the job.
 
     Collective: over both communicators.
 
@@ -233,11 +241,14 @@ def _gather_settings(
     job = launcher_env.job_name(os.environ, f"{socket.gethostname()}-{os.getpid()}").encode()
     settings = trust.SETTING.code(), determinism.SETTING.code(), bool(tracing.file())
     level = MPI.Query_thread()
-    mine = _ROW.pack(*_INT.unpack(first), level, *settings, bool(uses), os.getpid(), own, host, job)
+    mine = _ROW.pack(
+        *_INT.unpack(first), level, *settings, bool(uses), os.getpid(), own, time.time_ns(), host,
+        job,
+    )  # fmt: skip
     gathered = bytearray(len(mine) * comm.Get_size())
     comm.Allgather((mine, len(mine), MPI.BYTE), (gathered, len(mine), MPI.BYTE))
     facts = zip(*_ROW.iter_unpack(gathered), strict=True)
-    nodes, levels, trusts, orders, traces, users, pids, job_ranks, hosts, jobs = facts
+    nodes, levels, trusts, orders, traces, users, pids, job_ranks, times, hosts, jobs = facts
     names = [host.rstrip(b"\0").decode(errors="replace") for host in hosts]
     problem = (
         thread_level_problem(levels)
@@ -255,7 +266,7 @@ def _gather_settings(
             f"one{what}; close them first"
         )
     processes, job_of_first = tuple(map(Process, pids, names)), jobs[0].rstrip(b"\0").decode()
-    return number_alike(nodes), processes, job_ranks[0], job_of_first, error
+    return number_alike(nodes), processes, job_ranks[0], times[0], job_of_first, error
 
 
 def _everyone(is_job: bool) -> str:

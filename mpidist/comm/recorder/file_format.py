@@ -28,6 +28,9 @@ Records of the table, which is only appended to:
 - ``["group", label, key, ranks]`` with world ranks as a list, or as ``{"range": [start, stop,
   step]}``. The label is the group's name, made different from those of the process's other groups;
   the key is the same on all ranks. A worker of RPC is a group of itself, whose key is ``WORKER``.
+- ``["world", key, first]``: the process has entered a world; first is the number of its first entry
+  there. What follows, and the header's rank and size, are of that world: a label of a group stands
+  for another group than before.
 - ``["end", type, text, [[file, line, function], ...]]``: the exception that has ended the process,
   and where it was raised, the innermost frame first; or the reason for which mpidist has ended the
   job, without a type. The first one counts.

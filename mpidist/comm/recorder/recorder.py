@@ -82,7 +82,7 @@ class Off:
         """Return the name."""
         return name
 
-    def move(self, rank: int, size: int) -> None:
+    def move(self, world: str, rank: int, size: int) -> None:
         """Do nothing."""
 
     def name_peer(self, number: int, peer: int) -> None:
@@ -136,7 +136,7 @@ def of_process() -> Recorder:
         if _recorder is None or (_world is None and world is not None):
             _recorder = _opened(settings(os.environ), world)
         elif world is not None and world is not _world:
-            _recorder.move(world.rank, world.size)
+            _recorder.move(world.key, world.rank, world.size)
         _world = world or _world
         return _recorder
 
@@ -168,7 +168,7 @@ def _opened(chosen: Settings, world: runtime.World | None) -> Recorder:
     if world is not None:
         try:
             path = _file(chosen.folder, world)
-            return Ring(path, world.job, world.rank, world.size, chosen.slots)
+            return Ring(path, world.job, world.rank, world.size, chosen.slots, world.key)
         except (OSError, MpidistError) as error:
             _log.warning(
                 "rank %d: the recorder has no file, so its entries end with the process: %s",

@@ -61,15 +61,19 @@ class Table(NamedTuple):
 
     Attributes:
         signatures: By their numbers.
-        groups: World ranks of each group, by its label.
+        groups: World ranks of each group of the last world, by its label.
         keys: Key of each group, by its label.
         ended: What has ended the process, if it could tell.
+        worlds: Keys of the worlds that the process has been in, the last one last.
+        first: Number of the process's first entry in the last world.
     """
 
     signatures: list[Signature]
     groups: dict[str, tuple[int, ...]]
     keys: dict[str, str]
     ended: Ended | None
+    worlds: tuple[str, ...] = ("",)
+    first: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The last operations of one process, and what the process was.
+    """The last operations of one process in the last world that it has entered, and what it was.
 
     Attributes:
         path: Of the file.
@@ -127,10 +131,12 @@ class Recording:
         groups: World ranks of each group, by its label: its name, with a number behind it where
             another group of this process has that name.
         keys: Key of each group, the same on all its ranks, by its label.
-        entries: By number. Those under way are kept longer than the others.
-        overwritten: Number of entries that the file no longer holds.
+        entries: Those in this world, by number. Those under way are kept longer than the others.
+        overwritten: Number of entries in this world that the file no longer holds.
         started_ticks: Start of the process, in clock ticks since the boot of its node.
         ended: What has ended it; None if it lives, or could not tell, as of a signal.
+        worlds: Keys of the worlds that it has been in, this one last.
+        oldest: The file holds all entries from this number on.
     """
 
     path: Path
@@ -149,6 +155,8 @@ class Recording:
     keys: dict[str, str] = field(default_factory=dict)
     started_ticks: int = 0
     ended: Ended | None = None
+    worlds: tuple[str, ...] = ("",)
+    oldest: int = 1
 
     @property
     def is_alive(self) -> bool:
@@ -180,16 +188,18 @@ def read(path: Path) -> Recording:
         os.close(file)
     try:
         known = read_table(table)
-        entries = _entries(before, copy, after, known.signatures)
+        entries, newest = _entries(before, copy, after, known.signatures)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise RecordingError(f"{path} is a damaged recording: {error!r}") from error
+    own = [each for each in entries if each.number >= known.first]
     return Recording(
         path=path, version=file_format.VERSION, job=header.job, rank=header.rank,
         size=header.size, pid=header.pid, host=header.host, program=header.program,
         started_wall_ns=header.wall_ns, started_monotonic_ns=header.monotonic_ns,
-        groups=known.groups, entries=entries,
-        overwritten=(entries[-1].number if entries else 0) - len(entries),
-        keys=known.keys, started_ticks=header.ticks, ended=known.ended,
+        groups=known.groups, entries=own,
+        overwritten=own[-1].number - known.first + 1 - len(own) if own else 0,
+        keys=known.keys, started_ticks=header.ticks, ended=known.ended, worlds=known.worlds,
+        oldest=max(newest - header.slots, 0) + 1,
     )  # fmt: skip
 
 
@@ -296,8 +306,8 @@ def read_table(table: bytes) -> Table:
     signatures: list[Signature] = []
     groups: dict[str, tuple[int, ...]] = {}
     keys: dict[str, str] = {}
-    ended = None
-    at = 0
+    worlds: list[str] = []
+    ended, first, at = None, 1, 0
     while at < len(table):
         begin = at + file_format.LENGTH.size
         (length,) = file_format.LENGTH.unpack_from(table, at)
@@ -310,6 +320,11 @@ def read_table(table: bytes) -> Table:
             label, key, ranks = fields
             groups[label] = tuple(range(*ranks["range"]) if isinstance(ranks, dict) else ranks)
             keys[label] = key
+        elif what == "world":
+            world, first = fields
+            worlds.append(str(world))
+            groups.clear()
+            keys.clear()
         elif what == "end":
             type_name, text, frames = fields
             # What follows the first is its effect.
@@ -318,7 +333,7 @@ def read_table(table: bytes) -> Table:
                 " ".join(str(text).split()),
                 tuple((str(file), int(line), str(name)) for file, line, name in frames),
             )
-    return Table(signatures, groups, keys, ended)
+    return Table(signatures, groups, keys, ended, tuple(worlds) or ("",), int(first))
 
 
 def entry(slot: tuple[Any, ...], signatures: Sequence[Signature]) -> Entry:
@@ -338,16 +353,19 @@ def entry(slot: tuple[Any, ...], signatures: Sequence[Signature]) -> Entry:
 
 def _entries(
     before: bytes, copy: bytes, after: bytes, signatures: Sequence[Signature]
-) -> list[Entry]:
+) -> tuple[list[Entry], int]:
+    """Return the entries by number, and the highest number of any slot."""
     found: dict[int, Entry] = {}
+    newest = 0
     for slot, first, last in zip(*map(SLOT.iter_unpack, (copy, before, after)), strict=True):
         number = slot[-1]
+        newest = max(newest, last[-1])
         if not number or not first[-1] == number == last[-1]:
             continue
         # An entry may be in its slot and kept for a moment; its end is in both.
         if number not in found or found[number].end_ns is None:
             found[number] = entry(slot, signatures)
-    return [found[number] for number in sorted(found)]
+    return [found[number] for number in sorted(found)], newest
 
 
 def _last_start(found: list[Recording]) -> int:

@@ -52,6 +52,7 @@ _TABLE_BYTES = 256 * 1024
 # Of the table: what comes later is listed without its shape, as the shapes of a program may be many
 # and its operations are few.
 _OF_SHAPES = 3 / 4
+_RESERVED_PART = 64  # of the table one part in so many, for worlds and the process's end
 _LONGEST = 200  # of a name in a signature
 _LONGEST_TEXT, _MOST_FRAMES = 1000, 64  # of what has ended the process
 _WORD = 8
@@ -80,6 +81,7 @@ class Ring:
         rank: World rank.
         size: Number of ranks in the world.
         slots: Number of entries that are kept.
+        world: Key of the world.
 
     Raises:
         OSError: The file cannot be made, or its memory not be had.
@@ -97,8 +99,9 @@ class Ring:
     """
 
     def __init__(
-        self, path: Path | None, job: str = "", rank: int = 0, size: int = 1, slots: int = SLOTS
-    ) -> None:
+        self, path: Path | None, job: str = "", rank: int = 0, size: int = 1, slots: int = SLOTS,
+        world: str = "",
+    ) -> None:  # fmt: skip
         self.path = path
         self._slots = slots
         self._table_offset = file_format.file_bytes(slots, _KEPT, 0)
@@ -134,6 +137,7 @@ class Ring:
         self._write_header(job, rank, size)
         for kind in file_format.KINDS:
             self.signature(kind, file_format.UNLISTED)
+        self._append(["world", world, 1], is_reserved=True)
         _rings.add(self)
 
     def signature(
@@ -185,9 +189,12 @@ class Ring:
         """Return a copy of the table; it has the signatures of all slots copied before."""
         return self._buffer[self._table_offset : self._table_offset + self._published]
 
-    def move(self, rank: int, size: int) -> None:
-        """Store the rank of this process in another world."""
+    def move(self, world: str, rank: int, size: int) -> None:
+        """Store that this process has entered another world, and its rank there."""
         with self._lock:
+            self._groups.clear()
+            self._named.clear()
+            self._append(["world", world, max(self._numbers) + 1], is_reserved=True)
             fields = list(file_format.HEADER.unpack_from(self._buffer))
             fields[9:11] = rank, size
             file_format.HEADER.pack_into(self._buffer, 0, *fields)
@@ -206,7 +213,8 @@ class Ring:
         ]
         name = "" if error is None else type(error).__name__
         with self._lock:
-            self._append(["end", name, text[:_LONGEST_TEXT], frames[: -_MOST_FRAMES - 1 : -1]])
+            end = ["end", name, text[:_LONGEST_TEXT], frames[: -_MOST_FRAMES - 1 : -1]]
+            self._append(end, is_reserved=True)
 
     def name_peer(self, number: int, peer: int) -> None:
         """Store the world rank of an entry's other side, which its begin did not know.
@@ -383,11 +391,16 @@ class Ring:
                 self._signatures[key] = number
             return number
 
-    def _append(self, record: object) -> bool:
-        """Publish a record of the table; return whether there was room for it."""
+    def _append(self, record: object, is_reserved: bool = False) -> bool:
+        """Publish a record of the table; return whether there was room for it.
+
+        Args:
+            is_reserved: It may take the part that is reserved.
+        """
         data = json.dumps(record).encode()
         begin, length = self._published, file_format.LENGTH.size + len(data)
-        if begin + length > self._table_bytes:
+        reserved = 0 if is_reserved else self._table_bytes // _RESERVED_PART
+        if begin + length > self._table_bytes - reserved:
             return False
         at = self._table_offset + begin
         self._buffer[at : at + length] = file_format.LENGTH.pack(len(data)) + data

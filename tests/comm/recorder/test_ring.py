@@ -163,10 +163,42 @@ def test_groups_of_one_name_have_labels_of_their_own(made):
     assert read.keys["tp#2"] == "world1/b"
 
 
-def test_another_world_changes_the_rank(made):
-    made.move(0, 3)
+def test_a_recording_is_of_the_last_world_alone(tmp_path):
+    made = Ring(tmp_path / "recorder-2", "job", 2, 4, slots=8, world="a")
+    label = made.group("world", "a/1", range(4))
+    signature = made.signature("collective", "barrier", label)
+    for _ in range(3):
+        made.end(made.begin(signature))
+    before = recording.read(made.path)
+    made.move("b", 0, 3)
+    assert recording.read(made.path).entries == [] and recording.read(made.path).groups == {}
+    assert made.group("world", "b/1", range(3)) == label
+    # The shapes of a program stand in the table once.
+    assert made.signature("collective", "barrier", label) == signature
+    for _ in range(10):
+        made.end(made.begin(signature))
     read = recording.read(made.path)
     assert (read.rank, read.size, read.job, read.pid) == (0, 3, "job", os.getpid())
+    assert (before.worlds, read.worlds) == (("a",), ("a", "b"))
+    assert (before.keys, read.keys) == ({"world": "a/1"}, {"world": "b/1"})
+    assert read.groups == {"world": (0, 1, 2)}
+    assert [one.number for one in before.entries] == [1, 2, 3] and before.oldest == 1
+    assert [one.number for one in read.entries] == list(range(6, 14)) and read.oldest == 6
+    assert (before.overwritten, read.overwritten) == (0, 2)
+    made.close()
+
+
+def test_a_full_table_has_room_for_another_world_and_the_end(tmp_path):
+    made = Ring(tmp_path / "recorder-0", world="a")
+    for number in range(100_000):
+        if made._is_full:
+            break
+        made.signature("step", f"SGD {number}")
+    made.move("b", 0, 1)
+    made.ended("out of memory")
+    read = recording.read(made.path)
+    assert read.worlds == ("a", "b") and read.ended.text == "out of memory"
+    made.close()
 
 
 def test_memory_of_the_process_alone_needs_no_file(tmp_path):
@@ -233,7 +265,7 @@ def test_a_forked_child_stores_nothing_in_its_parents_memory(tmp_path, in_file):
                 end(begin(made.signature("step", f"step {number}")))
                 begin_next(number)
             made.name_peer(slow, 1)
-            made.move(1, 2)
+            made.move("b", 1, 2)
             made.ended("reason")
             ended = int(made.path is not None)
         finally:
