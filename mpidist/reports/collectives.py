@@ -27,8 +27,10 @@ class Late:
         group: Label of its group on one of these ranks.
         sequence: Its number on the group.
         inside: Entries under way, by world rank.
-        missing: World ranks of the group whose recordings have not come to it.
+        missing: World ranks of the group that have not come to it.
         unknown: World ranks of the group without a recording.
+        forgotten: World ranks of the group that may have come to it: their recordings no longer
+            hold what they called then.
     """
 
     group: str
@@ -36,6 +38,7 @@ class Late:
     inside: Mapping[int, Entry]
     missing: tuple[int, ...]
     unknown: tuple[int, ...]
+    forgotten: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Difference:
 
 def late(recordings: Mapping[int, Recording]) -> list[Late]:
     """Return the collectives under way, the one that has begun first on each rank first."""
-    last: dict[str, dict[int, int]] = {}
+    last: dict[str, dict[int, Entry]] = {}
     inside: dict[Call, dict[int, Entry]] = {}
     for rank, recording in recordings.items():
         keys = recording.keys
@@ -65,17 +68,24 @@ def late(recordings: Mapping[int, Recording]) -> list[Late]:
             if entry.kind is not Kind.COLLECTIVE:
                 continue
             key = keys.get(entry.group, entry.group)
-            last.setdefault(key, {})[rank] = entry.sequence
+            last.setdefault(key, {})[rank] = entry
             if entry.end_ns is None:
                 inside.setdefault((key, entry.sequence), {})[rank] = entry
     found = []
     for (key, sequence), entries in inside.items():
         rank, entry = next(iter(entries.items()))
         members = recordings[rank].groups.get(entry.group, ())
-        known = [rank for rank in members if rank in recordings]
-        missing = tuple(rank for rank in known if last[key].get(rank, -1) < sequence)
         unknown = tuple(rank for rank in members if rank not in recordings)
-        found.append(Late(entry.group, sequence, entries, missing, unknown))
+        missing: list[int] = []
+        forgotten: list[int] = []
+        for rank in members:
+            seen = last[key].get(rank)
+            if rank in recordings and (seen is None or seen.sequence < sequence):
+                is_known = _holds_since(recordings[rank], seen)
+                (missing if is_known else forgotten).append(rank)
+        found.append(
+            Late(entry.group, sequence, entries, tuple(missing), unknown, tuple(forgotten))
+        )
     # An operation that issues others begins before them.
     return sorted(found, key=lambda one: (-len(one.missing), one.sequence))
 
@@ -124,6 +134,11 @@ def sentence(difference: Difference) -> list[tuple[tuple[int, ...], str]]:
         (tuple(ranks), form(calls[ranks[0]]) if is_named_alike else calls[ranks[0]].operation)
         for ranks in ordered
     ]
+
+
+def _holds_since(recording: Recording, entry: Entry | None) -> bool:
+    """Return whether a recording holds all entries behind one; behind its begin if None."""
+    return not recording.overwritten or (entry is not None and entry.number >= recording.oldest)
 
 
 def _differ(one: Entry, other: Entry) -> bool:

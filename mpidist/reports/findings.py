@@ -57,11 +57,12 @@ def findings(job: Job) -> list[Finding]:
         *(_missing(job, one) for one in late[:_MOST] if not ended.issuperset(one.missing)),
         *(_calls(job, chain) for chain in chains if not chain.circle),
         *_messages(job),
+        *(_not_known(job, one) for one in late[:1] if one.forgotten and not one.missing),
         # Ranks that wait in different calls have not all come, and no transfer is under way.
         *(
             _entered_by_all(job, one)
             for one in late[:1]
-            if not (one.missing or one.unknown)
+            if not (one.missing or one.unknown or one.forgotten)
             and not any(collectives.follows(one, other) for other in different)
         ),
     ]
@@ -132,9 +133,6 @@ def _different(difference: Difference) -> Finding:
 
 
 def _missing(job: Job, late: Late) -> Finding:
-    ranks = sorted(late.inside)
-    first = late.inside[ranks[0]]
-    age = max(job.age_s(rank, entry.begin_ns) for rank, entry in late.inside.items())
     look = (
         f"look at what {rank_ranges.named(late.missing)} "
         f"{'is in, and its' if len(late.missing) == 1 else 'are in, and their'} stack"
@@ -151,11 +149,29 @@ def _missing(job: Job, late: Late) -> Finding:
         )
     return Finding(
         look,
-        f"{rank_ranges.named(late.missing)} {_has(late.missing)} not called {first.operation} "
-        f'number {late.sequence} of group "{late.group}", which {rank_ranges.named(ranks)} '
-        f"{_is(ranks)} in for {duration(age)}"
-        + (f"; of {rank_ranges.named(late.unknown)} there is no file" if late.unknown else ""),
+        f"{rank_ranges.named(late.missing)} {_has(late.missing)} not called {_waited(job, late)}"
+        + (f"; of {rank_ranges.named(late.unknown)} there is no file" if late.unknown else "")
+        + (f"; of {rank_ranges.named(late.forgotten)} it is not known" if late.forgotten else ""),
         _in(job, late.missing),
+    )
+
+
+def _not_known(job: Job, late: Late) -> Finding:
+    return Finding(
+        "look at what these ranks are in; a larger MPIDIST_RECORDER keeps more entries",
+        f"it is not known whether {rank_ranges.named(late.forgotten)} {_has(late.forgotten)} "
+        f"called {_waited(job, late)}: the recording has later entries alone",
+        _in(job, late.forgotten),
+    )
+
+
+def _waited(job: Job, late: Late) -> str:
+    """Return the collective, and the ranks that are in it."""
+    ranks = sorted(late.inside)
+    age = max(job.age_s(rank, entry.begin_ns) for rank, entry in late.inside.items())
+    return (
+        f'{late.inside[ranks[0]].operation} number {late.sequence} of group "{late.group}", which '
+        f"{rank_ranges.named(ranks)} {_is(ranks)} in for {duration(age)}"
     )
 
 

@@ -1,9 +1,12 @@
 """Collectives of recordings: ranks that have not come, and the first difference."""
 
+from dataclasses import replace
+
 import pytest
 
+from mpidist.comm.recorder.recording import Kind
 from mpidist.reports import collectives
-from tests.reports.made import collective, recording
+from tests.reports.made import collective, entry, recording
 
 
 def recordings(*entries):
@@ -28,6 +31,26 @@ def test_ranks_of_another_group_are_not_missing():
     made[0].groups["pair"] = (0, 1)
     (late,) = collectives.late(made)
     assert late.missing == (1,)
+
+
+def test_a_rank_whose_recording_holds_only_later_entries_may_have_come():
+    """Rank 1 left a collective early, and its ring has come around since."""
+    made = recordings([collective(1, 1)], [entry(9, Kind.STEP, "SGD", 2, end_s=3)], [])
+    made[1] = replace(made[1], overwritten=8, oldest=9)
+    (late,) = collectives.late(made)
+    assert (late.missing, late.forgotten) == ((2,), (1,))
+    # An entry of the group that the ring holds tells that none has followed.
+    made[0].entries[:] = [collective(9, 1)]
+    made[1].entries[:] = [replace(collective(8, 1, 2), number=9)]
+    (late,) = collectives.late(made)
+    assert (late.missing, late.forgotten) == ((1, 2), ())
+    # One that is kept because it is under way may have issued others since.
+    made[1].entries[:] = [collective(7, 1, operation="two_stages"), made[1].entries[0]]
+    made[1] = replace(made[1], oldest=100)
+    late = collectives.late(made)
+    assert {(one.sequence, one.missing, one.forgotten) for one in late} == {
+        (7, (2,), ()), (9, (2,), (1,)),
+    }  # fmt: skip
 
 
 def test_a_group_is_known_by_its_key_whatever_its_label():

@@ -1,6 +1,7 @@
 """Findings about made jobs: the most important first."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -51,6 +52,21 @@ def test_a_missing_rank_is_named_with_the_line_that_it_is_at():
 def test_a_rank_without_a_file_is_said_to_have_none():
     made = job([BEFORE, collective(2, 3)], [BEFORE], size=3)
     assert said(made)[0].endswith("of rank 2 there is no file")
+
+
+def test_a_rank_that_may_have_called_a_collective_is_not_said_to_have_missed_it():
+    made = job([collective(2, 3)], [entry(9, Kind.STEP, "SGD", 4, end_s=5)], [])
+    made.recordings[1] = replace(made.recordings[1], overwritten=8, oldest=9)
+    (finding,) = of.findings(made)
+    assert finding.text.startswith("rank 2 has not called all_reduce number 2")
+    assert finding.text.endswith("which rank 0 is in for 17 s; of rank 1 it is not known")
+    made.recordings[2].entries.append(collective(2, 3, 4))
+    (finding,) = of.findings(made)
+    assert finding.text == (
+        'it is not known whether rank 1 has called all_reduce number 2 of group "world", which '
+        "rank 0 is in for 17 s: the recording has later entries alone"
+    )
+    assert finding.details == ("rank 1: in none; SGD ended 15 s ago",)
 
 
 @pytest.mark.parametrize(("state", "word"), [(STOPPED, "is stopped"), (ENDED, "has ended")])

@@ -184,7 +184,7 @@ def sentences(chain: Chain, names: Mapping[int, str], now_ns: Mapping[int, int])
 def _end(chain: Chain, names: Mapping[int, str]) -> str:
     who = _name(chain.ranks[-1], names)
     if chain.handler is None or chain.inner is None:
-        return f"{who} has not begun it"
+        return f"{who} has not begun it, or has ended it"
     if chain.inner is not chain.handler:
         inner = chain.inner
         number = f" number {inner.sequence}" if inner.sequence else ""

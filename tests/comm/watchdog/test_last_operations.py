@@ -32,7 +32,7 @@ def test_what_is_under_way_and_the_last_that_ended_are_kept_with_their_ages():
     assert last_operations.lines({0: last}, [0]) == [
         "  a call waits: w0 -> rank 1",
         "    w0 waits 19.0 s for f of rank 1",
-        "    rank 1 has not begun it",
+        "    rank 1 has not begun it, or has ended it",
         "  last operations of rank 0:",
         '    all_reduce of "world" (5,) float32: ended 12.5 s ago',
         '    all_reduce of "world" (5,) float32: ended 11.5 s ago',

@@ -65,7 +65,7 @@ def test_a_report_has_the_last_operations_of_the_ranks_that_others_wait_for():
     assert lines[-5:] == [
         "  a call waits: w? -> w?",
         "    w? waits 3.0 s for f of w?",
-        "    w? has not begun it",
+        "    w? has not begun it, or has ended it",
         "  last operations of rank 0:",
         '    all_reduce of "world" (5,) float32: ended 8 s ago',
     ]
