@@ -217,8 +217,9 @@ class Journal:
         self.sequence = 0
         self.own = 0
         self._own_sequence = 0  # of the last of them
-        # Of the operation under way that issues others on the group: number, own, and name.
-        self._outer: tuple[int, int, str] | None = None
+        # Of the operation under way that issues others on the group: number, own, name, and the
+        # time at which it began to.
+        self._outer: tuple[int, int, str, float] | None = None
         self.operation = "none"
         self.tensor: Any = IDLE
         self.described: Described = ("none", (), ())
@@ -273,7 +274,7 @@ class Journal:
         sequence, own, is_own = self.sequence, self.own, self.sequence == self._own_sequence
         operation, described = self.operation, self.described
         outer = self._outer
-        self._outer = outer or (sequence, own, operation)
+        self._outer = outer or (sequence, own, operation, time.monotonic())
         try:
             return function()
         finally:
@@ -332,8 +333,13 @@ class Journal:
 
     def snapshot(self) -> list[Entry]:
         """Return the entry of the collective, then those of the waits for messages."""
-        tensor = self.tensor
-        if tensor is IDLE:
+        tensor, outer = self.tensor, self._outer
+        if tensor is IDLE and outer is not None:
+            # Between two of those that it issues: it goes on.
+            number, own, name, start = outer
+            seconds, queued = time.monotonic() - start, len(self.queue)
+            now = Entry(self.group, self.key, number, name, None, None, seconds, queued, own)
+        elif tensor is IDLE:
             now = self._entry(self.operation, None, None, self.sequence)
         else:
             now = self._entry(self.operation, tensor, self.observe(), self.sequence)
@@ -396,7 +402,7 @@ class Journal:
         dtype = str(tensor.dtype) if tensor is not None else None
         own, is_own = (self.own, sequence == self._own_sequence) if sequence else (0, False)
         if sequence and (outer := self._outer) is not None:
-            first, own, name = outer
+            first, own, name, _ = outer
             own += sequence - first
             operation, is_own = f"{name}/{operation}", False
         return Entry(

@@ -73,6 +73,8 @@ def test_calls_of_mpidist_itself_are_not_counted():
 
     def stages():
         assert "in number 2 average/barrier() of group" in one("barrier")
+        # Between two of its stages it goes on.
+        assert "in number 2 average() of group" in str(journal.snapshot()[0])
         assert "in number 2 average/gather()" in one("gather", journal.note_own)
         assert journal.history() == History(6)
         return 5
@@ -81,6 +83,22 @@ def test_calls_of_mpidist_itself_are_not_counted():
     journal.leave()
     assert str(journal.snapshot()[0]).endswith("the last was number 2, average")
     assert "in number 3 barrier()" in one("barrier")
+
+
+def test_the_time_of_an_operation_of_stages_is_its_own_between_them(clock):
+    journal = Journal("world", "key")
+    journal.enter("two_stages")
+
+    def stages():
+        clock[0] += 1
+        journal.enter("barrier")
+        journal.leave()
+        clock[0] += 3
+        return str(journal.snapshot()[0])
+
+    assert journal.within(stages).endswith('two_stages() of group "world" for 4.0 s')
+    journal.leave()
+    assert str(journal.snapshot()[0]).startswith("outside any collective")
 
 
 def test_the_last_calls_are_numbered():
