@@ -142,11 +142,14 @@ _ONE_AFTER_ANOTHER = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.long)])
-def test_one_world_follows_another_with_the_same_keys(ranks):
+def test_one_world_follows_another_with_keys_of_its_own_and_counts_from_one(ranks):
     done = run(ranks, _ONE_AFTER_ANOTHER)
     for found in printed(done).values():
         keys, threads, descriptors = zip(*found["seen"], strict=True)
-        assert all(one == keys[0] for one in keys), keys
+        parts = [[key.partition("/") for key in one] for one in keys]
+        assert len({key for one in parts for key, _, _ in one}) == len(keys), keys
+        counts = [[rest for _, _, rest in one] for one in parts]
+        assert all(one == counts[0] for one in counts), keys
         assert all(names.count("mpidist-watchdog") <= 1 for names in threads), threads
         assert max(descriptors[3:]) <= max(descriptors[:3]) + 2, descriptors
 
