@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 import pytest
 
 from tests import structure
-from tests.test_imports import read_modules, write_tree
+from tests.test_imports import ROOT, read_modules, write_tree
+
+# Functions and methods that read or write text, and those that do in a mode without "b".
+_OF_TEXT, _BY_MODE = ("read_text", "write_text"), ("open", "fdopen")
+# Of ``x.open()`` these are files.
+_FILES = ("path", "file", "gzip", "os", "io")
 
 TREE = {
     "mpidist/__init__.py": "",
@@ -81,3 +87,49 @@ def test_the_command_prints_the_counts_of_a_tree(tree, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "reach-ins to private names" in text
     assert re.search(r"^  rpc +3 \(3\), 6 modules", text, re.MULTILINE), text
+
+
+def _has_locales_encoding(call):
+    """Return whether a call opens text, or a pipe of text, in the encoding of the locale."""
+    words = {word.arg: word.value for word in call.keywords}
+    if "encoding" in words or None in words:
+        return False
+    if any(name in words for name in ("text", "universal_newlines")):
+        return True
+    match call.func:
+        case ast.Attribute(attr=name) if name in _OF_TEXT:
+            return True
+        case ast.Attribute(value=ast.Name(id=owner) | ast.Attribute(attr=owner), attr=name):
+            is_file = name in _BY_MODE and owner in _FILES and (owner, name) != ("os", "open")
+            place = 1 if owner in ("gzip", "os", "io") else 0
+        case ast.Name(id="open" as name):
+            is_file, place = True, 1
+        case _:
+            return False
+    mode = words.get("mode", call.args[place] if len(call.args) > place else ast.Constant("r"))
+    return is_file and not (isinstance(mode, ast.Constant) and "b" in mode.value)
+
+
+def test_text_is_read_and_written_in_one_encoding():
+    """A file that one job writes is read by another, whatever the locale of either."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted((ROOT / "mpidist").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and _has_locales_encoding(node)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("open(path)", True), ("open(path, 'w')", True), ("open(path, 'rb')", False),
+        ("self.path.open()", True), ("path.open('rb')", False), ("self.slots.open()", False),
+        ("path.read_text()", True), ("path.read_text(encoding='utf-8')", False),
+        ("gzip.open(path, 'rt')", True), ("os.open(path, flags)", False),
+        ("subprocess.run(words, text=True)", True), ("open(path, **words)", False),
+    ],
+)  # fmt: skip
+def test_text_in_the_encoding_of_the_locale_is_found(text, is_found):
+    assert _has_locales_encoding(ast.parse(text).body[0].value) is is_found

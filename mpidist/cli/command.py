@@ -26,7 +26,7 @@ def main() -> None:
     """
     if sys.stdout is None:
         # The caller has closed it (>&-).
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
         try:
             _run()

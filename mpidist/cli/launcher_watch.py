@@ -96,5 +96,5 @@ def children(process: int) -> list[int]:
 
 
 def _fields(process: int) -> list[str]:
-    text = Path(f"/proc/{process}/stat").read_text(errors="replace")
+    text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     return text.rpartition(")")[2].split()

@@ -95,9 +95,8 @@ def physical_cores(usable: Collection[int], folder: Path = Path("/sys/devices/sy
     siblings = set()
     for thread in usable:
         try:
-            siblings.add(
-                (folder / f"cpu{thread}" / "topology" / "thread_siblings_list").read_text().strip()
-            )
+            listed = folder / f"cpu{thread}" / "topology" / "thread_siblings_list"
+            siblings.add(listed.read_text(encoding="utf-8").strip())
         except OSError:
             siblings.add(str(thread))
     return len(siblings)
@@ -112,7 +111,12 @@ def text_of(planned: Plan) -> str:
 def _mpi_types(srun: str) -> tuple[str, ...]:
     try:
         done = subprocess.run(
-            [srun, "--mpi=list"], capture_output=True, text=True, timeout=_LIST_S, check=False
+            [srun, "--mpi=list"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_LIST_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ()

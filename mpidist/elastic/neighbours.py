@@ -55,7 +55,7 @@ class Neighbours:
 def _node() -> int:
     """Return a number of this node's process ids; 0 where the system has none."""
     try:
-        boot = (_PROC / "sys" / "kernel" / "random" / "boot_id").read_text()
+        boot = (_PROC / "sys" / "kernel" / "random" / "boot_id").read_text(encoding="utf-8")
         return zlib.crc32((boot + os.readlink(_PROC / "self" / "ns" / "pid")).encode())
     except OSError:
         return 0

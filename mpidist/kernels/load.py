@@ -38,7 +38,7 @@ def source(name: str) -> str:
     path = folder() / name
     if not path.is_file():
         raise KernelError(f"no CUDA source {name!r} in {folder()}")
-    return path.read_text()
+    return path.read_text(encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -149,7 +149,9 @@ def _state(each: Recording, host: str) -> str:
 def _field(pid: int, name: str) -> str:
     """Return a field of a process's status; "" if the kernel does not say it."""
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+        for line in (
+            Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
+        ):
             if line.startswith(name):
                 return line[len(name) :].strip()
     return ""

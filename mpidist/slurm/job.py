@@ -118,7 +118,9 @@ class Job:
     def _text(self, which: int) -> str:
         self._states()
         paths = [Path(outputs[which]) for outputs in self._outputs.values()]
-        return "".join(path.read_text(errors="replace") for path in paths if path.is_file())
+        return "".join(
+            path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file()
+        )
 
     def _states(self) -> list[str]:
         """Return the states of the job's tasks; empty if Slurm knows the job no more."""
@@ -152,7 +154,12 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
     """
     try:
         return subprocess.run(
-            words, capture_output=True, text=True, timeout=_COMMAND_S, check=False
+            words,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_COMMAND_S,
+            check=False,
         )
     except FileNotFoundError:
         raise LaunchError(

@@ -117,7 +117,8 @@ def partitions() -> dict[str, Partition] | None:
         done = subprocess.run(
             [sinfo, "--all", "--noheader", "--exact", "-o", partition.FORMAT],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=_SINFO_S,
             check=False,
         )
@@ -139,7 +140,8 @@ def _shown_partitions() -> str:
         done = subprocess.run(
             [scontrol, "--oneliner", "--all", "show", "partition"],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=_SINFO_S,
             check=False,
         )
@@ -186,7 +188,7 @@ def _sbatch(plan: JobPlan, *options: str, is_captured: bool) -> subprocess.Compl
         return subprocess.run(
             [sbatch, *options],
             input=plan.text,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             env=job_script.without_overrides(os.environ, plan.options.header),
             timeout=_SUBMIT_S,

@@ -156,4 +156,5 @@ class Reading:
     def _opened(self) -> IO[str]:
         with self.path.open("rb") as file:
             is_packed = file.read(2) == b"\x1f\x8b"
-        return gzip.open(self.path, "rt", encoding="utf-8") if is_packed else self.path.open()
+        opened: IO[str] = (gzip.open if is_packed else open)(self.path, "rt", encoding="utf-8")
+        return opened

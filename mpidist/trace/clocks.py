@@ -66,7 +66,7 @@ def offset_of(round_trips: Iterable[RoundTrip]) -> Offset:
 def clock_name() -> bytes:
     """Return eight bytes that processes with one monotonic clock share; none if unknown."""
     try:
-        boot = (_PROC / "sys" / "kernel" / "random" / "boot_id").read_text()
+        boot = (_PROC / "sys" / "kernel" / "random" / "boot_id").read_text(encoding="utf-8")
         namespace = os.readlink(_PROC / "self" / "ns" / "time")
     except OSError:
         return b""

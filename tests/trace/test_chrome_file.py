@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -63,3 +66,22 @@ def test_failed_writer_leaves_no_file(tmp_path):
     with pytest.raises(RuntimeError), written(tmp_path / "t.json"):
         raise RuntimeError
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+def test_a_file_is_read_in_the_encoding_in_which_it_was_written(tmp_path, suffix):
+    path = tmp_path / f"rank0{suffix}"
+    text = json.dumps({"traceEvents": [{"name": "modèle"}]}, ensure_ascii=False).encode()
+    path.write_bytes(gzip.compress(text) if suffix.endswith(".gz") else text)
+    program = (
+        "import sys; from pathlib import Path; from mpidist.trace.chrome_file import Reading; "
+        "print(ascii(list(Reading(Path(sys.argv[1])).events())))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-X", "utf8=0", "-c", program, str(path)],
+        env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert done.stdout.strip() == "[{'name': 'mod\\xe8le'}]", done.stderr

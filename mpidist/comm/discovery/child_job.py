@@ -180,7 +180,7 @@ def library_files() -> list[Path]:
     """Return the files of the loaded MPI library, else the file that MPI4PY_LIBMPI names."""
     mapped = set()
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/maps").read_text().splitlines():
+        for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines():
             path = line.split(maxsplit=5)[-1]
             if re.match(r"libmpi(ch)?(_abi)?\.so", os.path.basename(path)):
                 mapped.add(path)

@@ -76,7 +76,8 @@ def mapped_libraries(maps: Path) -> tuple[str, ...]:
     """Return the network libraries among the files of a ``/proc/PID/maps``."""
     try:
         names = {
-            os.path.basename(line.split(maxsplit=5)[-1]) for line in maps.read_text().splitlines()
+            os.path.basename(line.split(maxsplit=5)[-1])
+            for line in os.fsdecode(maps.read_bytes()).splitlines()
         }
     except OSError:
         return ()

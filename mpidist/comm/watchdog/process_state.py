@@ -33,7 +33,7 @@ def words(process: Process, host: str) -> str:
     if process.host != host or not (_PROC / "self" / "stat").exists():
         return ""
     try:
-        text = (_PROC / str(process.pid) / "stat").read_text(errors="replace")
+        text = (_PROC / str(process.pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return (
             f"it has ended: no process {process.pid} on {host}. dmesg there, or the launcher's "
