@@ -11,6 +11,7 @@ import torch
 from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
+from mpidist.c10d import work_registry
 from mpidist.comm.execution.work import Work as NativeWork
 from mpidist.comm.execution.work import seconds
 from mpidist.comm.messages.request_work import RequestWork
@@ -47,17 +48,22 @@ ENDED = _Ended()
 class TorchWork(Work):
     """``torch.distributed.Work`` of a native work."""
 
-    __slots__ = ("_future", "_native", "_result")
+    __slots__ = ("_future", "_native", "_registered", "_result")
 
     def __init__(self, native: NativeWork | RequestWork | WorkList, result: object) -> None:
         Work.__init__(self)  # not super(), which costs 0.1 us
         self._native = native
         self._result = result
         self._future: Future[object] | None = None
+        self._registered = work_registry.enter(self, result) if work_registry.is_used() else None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """See Work.wait."""
-        return self._native.wait(timeout)
+        ended = self._native.wait(timeout)
+        if self._registered:
+            tensors, self._registered = self._registered, None
+            work_registry.leave(tensors)
+        return ended
 
     def is_completed(self) -> bool:
         """See Work.is_completed."""
@@ -126,7 +132,7 @@ class TorchReceive(TorchWork):
         The group's timeout cancels the receive; after ``timeout`` the receive stays posted.
         """
         try:
-            return self._native.wait(timeout)
+            return TorchWork.wait(self, timeout)
         except CommTimeout:
             # torch's recv drops the handle, and a receive that stays posted would match the message
             # of the next receive.

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed._functional_collectives
+import torch.distributed as dist
+from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
 
 from tests.tools.support import agree, job, printed
 
 ops = torch.ops._c10d_functional
+registered = torch._C._distributed_c10d._get_work_registry_size
 
 
 @pytest.mark.mpi(min_size=1)
@@ -104,6 +106,56 @@ ANOTHER_BACKEND = """
     print(json.dumps(facts), flush=True)
     dist.destroy_process_group()
 """
+
+
+@pytest.mark.mpi(min_size=2)
+def test_wait_tensor_waits_for_works_that_were_registered_in_flight(world, default_group):
+    """Every asynchronous call, for all of its output tensors; a wait drops the work's entries."""
+    rank, size = world.rank, world.size
+    right, left = (rank + 1) % size, (rank - 1) % size
+    mine, sums = torch.full((2000,), float(rank + 1)), torch.full((2000,), float(rank + 1))
+    rows, parts = torch.zeros(size, 2000), [torch.zeros(2000) for _ in range(size)]
+    received, sent = torch.zeros(2, 2000), []
+
+    def send(tag=0):
+        with allow_inflight_collective_as_graph_input_ctx(False):
+            sent.append(dist.isend(mine, right, tag=tag))
+
+    total = size * (size + 1) / 2
+    calls = {
+        "all_reduce": (lambda: dist.all_reduce(sums, async_op=True), [sums], total),
+        "all_gather": (lambda: dist.all_gather(parts, mine, async_op=True), parts, None),
+        "into_tensor": (
+            lambda: dist.all_gather_into_tensor(rows.view(-1), mine, async_op=True),
+            [rows],
+            None,
+        ),
+        "irecv": (lambda: dist.irecv(received[0], left), [received], None),
+    }
+    with allow_inflight_collective_as_graph_input_ctx():
+        for name, (call, outputs, expected) in calls.items():
+            work = call()
+            entries = registered()
+            if name == "irecv":
+                send()
+            for output in outputs:
+                ops.wait_tensor(output)
+            done = work.is_completed() and entries == len(outputs) and registered() == 0
+            if expected is not None:
+                done = done and bool((outputs[0] == expected).all())
+            agree(world, done, f"{name}: {entries} entries, then {registered()}")
+        # Two works of one storage: the wait for one neither waits for the other nor drops it.
+        first, second = (dist.irecv(row, left, tag=tag) for tag, row in enumerate(received))
+        send()
+        first.wait()
+        agree(world, registered() == 1, f"{registered()} entries of the second receive")
+        world.barrier()
+        send(tag=1)
+        ops.wait_tensor(received)
+        agree(world, second.is_completed() and registered() == 0, "the second receive")
+    for one in sent:
+        one.wait()
+    agree(world, bool((received == left + 1).all()), "what was received")
 
 
 @pytest.mark.slow
