@@ -38,6 +38,13 @@ class Management:
 
     _set_default_timeout = set_timeout
 
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: the numbers of all ranks begin at 0."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return the number of collectives that this rank has issued on the group."""
+        return self.native.issued
+
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Return whether ``allocate_tensor`` has memory for the group's collectives on a device."""
         return torch.device(device).type == "cpu" and self.native.allocates_node_memory

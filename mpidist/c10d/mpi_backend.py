@@ -140,9 +140,6 @@ class MpiBackend(Collectives, Management, Backend):
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
         """Do nothing, because MPI has connected the ranks."""
 
-    def _set_sequence_number_for_group(self) -> None:
-        pass
-
 
 def _answering(name: str) -> Callable[..., Work]:
     method = getattr(Collectives, name)

@@ -684,6 +684,12 @@ class ProcessGroup:
         return self._state.is_closed
 
     @property
+    def issued(self) -> int:
+        """Return how many collectives this rank has issued on the group, with those that wait."""
+        journal = self._state.journal
+        return journal.sequence + len(journal.queue)
+
+    @property
     def timeout_s(self) -> float | None:
         """Return the longest time of an operation until the watchdog reports it; None: no limit."""
         return self._state.timeout_s

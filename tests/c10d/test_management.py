@@ -22,6 +22,20 @@ def test_torchs_timeout_is_the_native_groups(world, default_group):
     agree(world, (seen, default_group.native.timeout_s) == (77, before), f"{seen}")
 
 
+def test_the_sequence_number_counts_the_collectives_of_a_group(world, default_group):
+    group, x = dist.new_group(), torch.ones(2)
+    backend = group._get_backend(torch.device("cpu"))
+    first = group._get_sequence_number_for_group()
+    for _ in range(3):
+        dist.all_reduce(x, group=group)
+    works = [dist.all_reduce(x, group=group, async_op=True) for _ in range(2)]
+    seen = [one._get_sequence_number_for_group() - first for one in (group, backend)]
+    for work in works:
+        work.wait()
+    agree(world, seen == [5, 5], f"{seen}")
+    dist.destroy_process_group(group)
+
+
 def test_a_split_group_has_the_given_ranks_names_and_timeout(world, default_group):
     """Only the method, because torch.distributed.split_group requires an accelerator."""
     evens = list(range(0, world.size, 2))[::-1]

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +18,7 @@ from tests.integration.training import (
     sgd,
     share,
 )
+from tests.tools.support import agree
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group", "device")]
 
@@ -47,6 +49,16 @@ def train(world, model, branch=None):
 def test_options(world, options):
     model = train(world, DistributedDataParallel(net(), **options))
     assert_trained(world, model.parameters(), reference(world.size))
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("ALLREDUCE", 1e-10), ("FP16_COMPRESS", 5e-3)])
+def test_built_in_hooks(world, kind, tolerance):
+    model = DistributedDataParallel(net())
+    model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, kind))
+    shown = model._get_ddp_logging_data()["comm_hook"]
+    agree(world, shown == f"BuiltinCommHookType.{kind}", shown)
+    train(world, model)
+    assert_trained(world, model.parameters(), reference(world.size), tolerance)
 
 
 def test_weights_of_rank_0_reach_all(world):

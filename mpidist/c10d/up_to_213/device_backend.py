@@ -48,6 +48,8 @@ class DeviceBackend:
         self.set_timeout = self._set_default_timeout = group.set_timeout
         self.supports_tensor_alloc = group.supports_tensor_alloc
         self.allocate_tensor = group.allocate_tensor
+        self._set_sequence_number_for_group = group._set_sequence_number_for_group
+        self._get_sequence_number_for_group = group._get_sequence_number_for_group
         self.abort, self.shutdown = group.abort, group.shutdown
 
     def shrink(
@@ -77,6 +79,3 @@ class DeviceBackend:
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
         """Do nothing, because MPI has connected the ranks."""
-
-    def _set_sequence_number_for_group(self) -> None:
-        pass

@@ -19,10 +19,8 @@ from mpidist.dynamo import untraced
 # Methods that torch calls on the default backend of its own groups.
 _FORWARDED = (
     "_enable_collectives_timing",
-    "_get_sequence_number_for_group",
     "_has_hooks",
     "_register_on_completion_hook",
-    "_set_sequence_number_for_group",
     "_wait_for_pending_works",
 )
 
