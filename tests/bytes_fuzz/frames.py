@@ -105,16 +105,13 @@ def check(case: bytes) -> bool:
             warnings.simplefilter("ignore")
             for read in (
                 key_value_table.request_of,
-                key_value_table.answer_of,
+                key_value_table.reply_of,
                 watchdog_messages.decoded,
             ):
                 try:
                     read(bytearray(case))
                 except FrameError:
                     pass
-                except ValueError:
-                    # The text of a server that could not serve the request.
-                    assert read is key_value_table.answer_of
             try:
                 found = frame.from_bytes(bytearray(case), data_only=True)
             except FrameError:

@@ -13,12 +13,15 @@ from typing import Any
 from mpidist.comm.serialization import frame
 from mpidist.errors import FrameError
 
-# One for each request under way, so that no thread receives the reply to another.
+# A request's number has one, so that no thread receives the reply to another. The reply repeats the
+# number: a request that an exception has left is answered all the same, under a tag that has come
+# to another one meanwhile.
 REPLY_TAGS = range(16, 16 + (1 << 14))
 BYE = "bye"  # a client's last request, without a reply
 WAIT = "wait"  # executed by the server, not by the table
 
 _MOST_SECONDS = 1e9
+_NUMBERS = range(1 << 63)
 
 
 class KeyValueTable:
@@ -36,14 +39,14 @@ class KeyValueTable:
         return self._values.get(key)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, 0 if not set; return the sum.
+        """Add to a number, 0 if not set or empty; return the sum.
 
         Raises:
             ValueError: The present value is not a number.
         """
-        held = self._values.get(key, b"0")
+        held = self._values.get(key, b"")
         try:
-            total = int(held) + amount
+            total = int(held or 0) + amount
         except ValueError:
             raise ValueError(
                 f"the store cannot add to {key!r}: its value, {len(held)} bytes, is no number"
@@ -135,27 +138,30 @@ _ARGUMENTS: dict[str, tuple[Callable[[object], bool], ...]] = {
 }
 
 
-def request(tag: int, verb: str, args: Sequence[object]) -> bytes:
+def reply_tag(number: int) -> int:
+    """Return the tag of the reply to a request."""
+    return REPLY_TAGS[number % len(REPLY_TAGS)]
+
+
+def request(number: int, verb: str, args: Sequence[object]) -> bytes:
     """Return the bytes of a request."""
-    return bytes(frame.to_bytes([tag, verb, list(args)], data_only=True))
+    return bytes(frame.to_bytes([number, verb, list(args)], data_only=True))
 
 
 def request_of(data: bytearray) -> tuple[int, str, list[Any]]:
-    """Return reply tag, verb and arguments of a request.
+    """Return number, verb and arguments of a request.
 
     Raises:
         FrameError: The bytes are not a request.
     """
     decoded = frame.from_bytes(data, data_only=True)
     if type(decoded) is not list or len(decoded) != 3:
-        raise FrameError("a request to the store is a tag, a verb and its arguments")
-    tag, verb, args = decoded
+        raise FrameError("a request to the store is a number, a verb and its arguments")
+    number, verb, args = decoded
     if type(verb) is not str or verb not in _ARGUMENTS:
         raise FrameError("a request to the store asks for an unknown verb")
-    if type(tag) is not int or (tag not in REPLY_TAGS and verb != BYE):
-        raise FrameError(
-            f"a request to the store, {verb}, asks for an answer under a tag that is none"
-        )
+    if type(number) is not int or number not in _NUMBERS:
+        raise FrameError(f"a request to the store, {verb}, has a number that is none")
     kinds = _ARGUMENTS[verb]
     if (
         type(args) is not list
@@ -163,25 +169,26 @@ def request_of(data: bytearray) -> tuple[int, str, list[Any]]:
         or not all(fits(arg) for fits, arg in zip(kinds, args, strict=True))
     ):
         raise FrameError(f"a request to the store, {verb}, has other arguments than that verb")
-    return tag, verb, args
+    return number, verb, args
 
 
-def reply(answer: object, problem: str | None = None) -> bytes:
-    """Return the bytes of a reply: the answer, or the error's text."""
-    return bytes(frame.to_bytes([answer, problem], data_only=True))
+def reply(number: int, answer: object, problem: str | None = None) -> bytes:
+    """Return the bytes of the reply to a request: the answer, or the error's text."""
+    return bytes(frame.to_bytes([number, answer, problem], data_only=True))
 
 
-def answer_of(data: bytearray) -> Any:
-    """Return the answer of a reply.
+def reply_of(data: bytearray) -> tuple[int, Any, str | None]:
+    """Return the request's number, the answer and the error's text of a reply.
 
     Raises:
         FrameError: The bytes are not a reply.
-        ValueError: The server refused the request.
     """
     decoded = frame.from_bytes(data, data_only=True)
-    if type(decoded) is not list or len(decoded) != 2 or type(decoded[1]) not in (str, type(None)):
-        raise FrameError("a reply of the store is an answer and a problem")
-    answer, problem = decoded
-    if problem is not None:
-        raise ValueError(problem)
-    return answer
+    if (
+        type(decoded) is not list
+        or len(decoded) != 3
+        or type(decoded[0]) is not int
+        or type(decoded[2]) not in (str, type(None))
+    ):
+        raise FrameError("a reply of the store is a number, an answer and a problem")
+    return decoded[0], decoded[1], decoded[2]

@@ -9,6 +9,7 @@ the store.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections import deque
@@ -32,13 +33,13 @@ from mpidist.comm.mpi import (
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import Mpi
 from mpidist.comm.store import key_value_table
-from mpidist.comm.store.key_value_table import BYE, REPLY_TAGS, WAIT
+from mpidist.comm.store.key_value_table import BYE, WAIT
 from mpidist.comm.store.store_server import END_TAG, REQUEST_TAG, StoreServer
 from mpidist.comm.watchdog import watchdog
 from mpidist.errors import CommTimeout, GroupError, MpidistError
 
-_DEFAULT_TIMEOUT_S = 300.0
 _REQUEST_S = 1.0  # longest time of one request of a wait
+_LONGEST_SLEEP_S = 1e-3  # between two looks for a reply
 _KEPT = 2  # stores of former worlds
 
 _lock = threading.Lock()
@@ -142,6 +143,10 @@ def _drop() -> None:
 runtime.belongs_to_world(_drop, _uses)
 
 
+class StoreTimeout(CommTimeout, dist.DistStoreError):
+    """A key of the store was not set in time."""
+
+
 class MPIStore(dist.Store):
     """The store on one rank; torch's C++ calls its methods.
 
@@ -151,7 +156,10 @@ class MPIStore(dist.Store):
 
     Attributes:
         is_used: A rendezvous has been given the store.
+        timeout: Longest wait for a key, which torch's C++ holds, and sets without a call of ours.
     """
+
+    timeout: timedelta
 
     def __init__(self, mpi: Mpi, world_ranks: Sequence[int]) -> None:
         super().__init__()
@@ -162,8 +170,9 @@ class MPIStore(dist.Store):
         self._world_ranks = tuple(world_ranks)
         self._others = [other for place, other in enumerate(world_ranks) if place != rank]
         self._numbers = itertools.count()
+        # Numbers of the requests whose replies have not been received.
+        self._unanswered: set[int] = set()
         self._uses = itertools.count()
-        self._timeout_s = _DEFAULT_TIMEOUT_S
         self._server = StoreServer(self._mpi, len(world_ranks)) if rank == 0 else None
         if self._server is None:
             runtime.close_at_exit(self, stage=2)
@@ -175,10 +184,18 @@ class MPIStore(dist.Store):
         return dist.PrefixStore(f"use{next(self._uses)}", self)
 
     def close(self, timeout_s: float) -> None:
-        """Send the server the end of this rank's requests."""
+        """Send the server the end of this rank's requests.
+
+        Waits at most ``timeout_s`` for replies to requests that an exception has left.
+        """
         if self._is_closed:
             return
         self._is_closed = True
+        deadline = time.monotonic() + timeout_s
+        while self._unanswered and time.monotonic() < deadline:
+            for number in list(self._unanswered):
+                self._receive(number)
+            time.sleep(_LONGEST_SLEEP_S)
         word = key_value_table.request(0, BYE, ())
         with mpi_errors.death_tolerated():
             self._mpi.Send((word, len(word), MPI.BYTE), 0, REQUEST_TAG)
@@ -195,10 +212,6 @@ class MPIStore(dist.Store):
     def leave_to_parent(self) -> None:
         """Refuse every later call; called in a forked child, which has no requests."""
         self._is_closed = self._is_childs = True
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of ``get`` and ``wait``."""
-        self._timeout_s = timeout.total_seconds()
 
     def set(self, key: str, value: str | bytes) -> None:
         """See torch.distributed.Store.set."""
@@ -244,12 +257,16 @@ class MPIStore(dist.Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """See torch.distributed.Store.wait.
 
+        Args:
+            keys: The keys.
+            timeout: None for the store's; 0 for no limit.
+
         Raises:
-            CommTimeout: A key was not set in time.
+            StoreTimeout: A key was not set in time.
             RankFailureError: The programs of all other ranks ended more than 2 s ago, or the first
                 rank, which keeps the table, has died.
         """
-        limit = self._timeout_s if timeout is None else timeout.total_seconds()
+        limit = (self.timeout if timeout is None else timeout).total_seconds() or math.inf
         deadline = time.monotonic() + limit
         # The wait is a series of short requests. Between them this rank checks for ranks that have
         # ended; which rank would set the key is unknown.
@@ -263,7 +280,7 @@ class MPIStore(dist.Store):
             if time.monotonic() > deadline:
                 ended = exited_ranks.among(self._others)
                 suffix = f"; world ranks {', '.join(map(str, ended))} exited" if ended else ""
-                raise CommTimeout(
+                raise StoreTimeout(
                     f"the store's keys {list(keys)} did not come within {limit:g} s{suffix}"
                 )
 
@@ -285,27 +302,44 @@ class MPIStore(dist.Store):
             raise GroupError("a store of mpi:// was called after this process left its world")
         if self._server is not None:
             return self._server.call(verb, args)
-        tag = REPLY_TAGS[next(self._numbers) % len(REPLY_TAGS)]
+        number = next(self._numbers)
         try:
-            reply = self._asked(key_value_table.request(tag, verb, args), tag)
+            return self._asked(number, key_value_table.request(number, verb, args))
         except Exception as error:
             if not mpi_errors.is_mpi_error(error):
                 raise
             where = f"the store's {verb}, which world rank {self._world_ranks[0]} answers"
             raise mpi_errors.explain(error, where, self._mpi, self._world_ranks) from error
-        return key_value_table.answer_of(reply)
 
-    def _asked(self, request: bytes, tag: int) -> bytearray:
-        """Send the server a request; return its reply."""
+    def _asked(self, number: int, request: bytes) -> Any:
+        """Send the server a request; return its answer.
+
+        Raises:
+            ValueError: The server refused the request.
+        """
+        self._unanswered.add(number)
         self._mpi.Send((request, len(request), MPI.BYTE), 0, REQUEST_TAG)
         # No timeout, because the server answers every request, a waiting one at its deadline, and
         # runs until all ranks have sent ``BYE``.
-        status, sleep_s = MPI.Status(), 20e-6
-        while (message := self._mpi.Improbe(0, tag, status)) is None:
+        sleep_s = 20e-6
+        while (reply := self._receive(number)) is None or reply[0] != number:
             time.sleep(sleep_s)
-            sleep_s = min(sleep_s * 1.2, 1e-3)
-        reply = bytearray(status.Get_count(MPI.BYTE))
-        message.Recv((reply, len(reply), MPI.BYTE))
+            sleep_s = min(sleep_s * 1.2, _LONGEST_SLEEP_S)
+        _, answer, problem = reply
+        if problem is not None:
+            raise ValueError(problem)
+        return answer
+
+    def _receive(self, number: int) -> tuple[int, Any, str | None] | None:
+        """Receive a reply under the tag of a request, if there is one: its own, or an older one."""
+        status = MPI.Status()
+        message = self._mpi.Improbe(0, key_value_table.reply_tag(number), status)
+        if message is None:
+            return None
+        data = bytearray(status.Get_count(MPI.BYTE))
+        message.Recv((data, len(data), MPI.BYTE))
+        reply = key_value_table.reply_of(data)
+        self._unanswered.discard(reply[0])
         return reply
 
 

@@ -31,7 +31,7 @@ class StoreServer:
         self._mpi = mpi
         self._table = KeyValueTable()
         self._changed = threading.Condition()
-        # Requests that wait for keys: rank, tag of the reply, keys, deadline.
+        # Requests that wait for keys: rank, number, keys, deadline.
         self._waiting: list[tuple[int, int, list[str], float]] = []
         # Replies under way; the server does not wait for their completion.
         self._sends: list[tuple[MPI.Request, bytes]] = []
@@ -117,7 +117,7 @@ class StoreServer:
         with agreement_lock.lock:
             message.Recv((request, len(request), MPI.BYTE))
         try:
-            tag, verb, args = key_value_table.request_of(request)
+            number, verb, args = key_value_table.request_of(request)
         except FrameError as error:
             _log.warning(
                 "the store drops a message of %d bytes of rank %d, which is no request: %s",
@@ -130,27 +130,28 @@ class StoreServer:
             self._clients.discard(source)
         elif verb == WAIT:
             keys, limit = args
-            self._waiting.append((source, tag, keys, time.monotonic() + limit))
+            self._waiting.append((source, number, keys, time.monotonic() + limit))
         else:
             try:
                 answer = self.call(verb, args)
             except ValueError as error:
-                self._reply(source, tag, None, str(error))
+                self._reply(source, number, None, str(error))
             else:
-                self._reply(source, tag, answer)
+                self._reply(source, number, answer)
 
     def _answer_waiting(self) -> None:
         now, waiting = time.monotonic(), []
-        for source, tag, keys, deadline in self._waiting:
+        for source, number, keys, deadline in self._waiting:
             with self._changed:
                 is_there = self._table.has(keys)
             if is_there or now > deadline:
-                self._reply(source, tag, is_there)
+                self._reply(source, number, is_there)
             else:
-                waiting.append((source, tag, keys, deadline))
+                waiting.append((source, number, keys, deadline))
         self._waiting = waiting
 
-    def _reply(self, rank: int, tag: int, answer: object, problem: str | None = None) -> None:
-        data = key_value_table.reply(answer, problem)
+    def _reply(self, rank: int, number: int, answer: object, problem: str | None = None) -> None:
+        data = key_value_table.reply(number, answer, problem)
+        tag = key_value_table.reply_tag(number)
         with mpi_errors.death_tolerated(), agreement_lock.lock:
             self._sends.append((self._mpi.Isend((data, len(data), MPI.BYTE), rank, tag), data))

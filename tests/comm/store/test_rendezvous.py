@@ -8,8 +8,10 @@ import weakref
 from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
-from mpidist.comm.store import rendezvous
+from mpidist.comm.store import key_value_table, rendezvous
+from mpidist.errors import CommTimeout
 from tests.tools.support import agree, raises_on_all
 
 
@@ -76,8 +78,44 @@ def test_a_wait_ends_at_its_timeout(group, store):
     def wait():
         store.wait(["never"], timedelta(seconds=0.2))
 
-    # C++ turns a CommTimeout into a RuntimeError.
-    raises_on_all(group, RuntimeError, wait, "did not come within")
+    raises_on_all(group, dist.DistStoreError, wait, "did not come within 0.2 s")
+    raises_on_all(group, CommTimeout, wait, "did not come within 0.2 s")
+
+
+@pytest.mark.mpi
+def test_torchs_timeout_of_a_store_ends_its_waits(group, store):
+    before = store.timeout
+    store.set_timeout(timedelta(seconds=0.3))
+    for call in (lambda: store.get("never"), lambda: store.wait(["never"])):
+        raises_on_all(group, dist.DistStoreError, call, "did not come within 0.3 s")
+    store.set_timeout(before)
+
+
+class Stop(BaseException):
+    """Raised by a handler of a signal."""
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_reply_to_a_call_that_was_left_is_not_another_ones(group, store, monkeypatch):
+    # Four tags, so that they come again at once.
+    for module in (rendezvous, key_value_table):
+        monkeypatch.setattr(module, "REPLY_TAGS", range(16, 20), raising=False)
+    group.barrier()
+    shared, sums = rendezvous.shared_store(), []
+    key = f"sum of {group.rank} at {time.time()}"
+
+    def stop(*_):
+        raise Stop
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with pytest.raises(Stop):
+        shared.wait(["never"])
+    signal.signal(signal.SIGALRM, handler)
+    time.sleep(1.5)  # the wait is one request of a second
+    sums = [shared.add(key, 1) for _ in range(12)]
+    agree(group, sums == list(range(1, 13)), f"{sums}")
+    agree(group, not shared._unanswered, f"{shared._unanswered}")
 
 
 @pytest.mark.mpi
