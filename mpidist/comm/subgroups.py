@@ -7,7 +7,6 @@ Every group has a communicator of its own. A child inherits its parent's timeout
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
@@ -54,7 +53,6 @@ class Subgroups(Generic[G]):
         # same on all its ranks.
         self._splits = 0
         self._clones = 0
-        self._creations: Counter[str] = Counter()  # by name and ranks
         self._creation = creation_barrier.CreationBarrier(
             state.mpi, state.comm.own_tag(Tag.GROUP_CREATION), state.world_ranks
         )
@@ -79,13 +77,14 @@ class Subgroups(Generic[G]):
         # Two threads may make two groups of the same ranks, in different orders on different ranks.
         identity = repr((key or name, ranks)).encode()
         digest = hashlib.blake2b(identity, digest_size=8).hexdigest()
-        self._creations[digest] += 1
-        creation_key = f"{digest}#{self._creations[digest]}"
         with state.journal.creating("new_group"), state.explained("new_group"):
-            self._creation.wait(where, creation_key, ranks, lambda missing: state.raise_failure())
+            number = self._creation.wait(
+                where, digest, ranks, lambda missing: state.raise_failure()
+            )
             mpi = creation_barrier.create_group(state.mpi, ranks, identity)
         members = tuple([state.world_ranks[rank] for rank in ranks])
-        return self._child(mpi, members, name, f"{state.key}/{creation_key}", timeout, on_timeout)
+        child_key = f"{state.key}/{digest}#{number}"
+        return self._child(mpi, members, name, child_key, timeout, on_timeout)
 
     def split(
         self,

@@ -5,12 +5,16 @@ give up. So the members synchronize by messages first: each sends a token to the
 answers all of them when the last token has arrived. Until then every member polls, and stops with
 an error when a member has exited or died or when the time is over. W members send 2·(W - 1)
 messages of 16 bytes.
+
+A member that gives up takes its token back, by a message, and the number of the wait is that of its
+next one: members whose calls fail at different times meet as soon as all of them wait.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import heapq
 import itertools
 import threading
 import time
@@ -31,7 +35,8 @@ from mpidist.comm.mpi.library import MPI, has_ulfm
 from mpidist.comm.mpi.nonblocking import Mpi
 from mpidist.errors import CommTimeout, RankFailureError
 
-_TOKEN_BYTES = 16
+_TOKEN_BYTES = 16  # the first one says whether it is sent or taken back
+_SENT, _TAKEN_BACK = b"\0", b"\1"
 _SPIN_S = 500e-6
 _CHECK_S = 20e-3  # between two checks for exited and dead members
 _LEAST_START_S = 60.0
@@ -41,16 +46,28 @@ _WORLD_TAG = 1  # on the world's own communicator, where nothing else is sent
 _lock = threading.Lock()
 _shrinking = threading.Lock()
 _world_barrier: CreationBarrier | None = None
-_calls: defaultdict[str, itertools.count[int]] = defaultdict(lambda: itertools.count(1))
 
 
 def _forget() -> None:
     global _world_barrier
     _world_barrier = None
-    _calls.clear()
 
 
 runtime.belongs_to_world(_forget)
+
+
+class _Numbers:
+    """Numbers of the waits of one subject; those of failed ones are given again."""
+
+    def __init__(self) -> None:
+        self._new = itertools.count(1)
+        self._returned: list[int] = []
+
+    def take(self) -> int:
+        return heapq.heappop(self._returned) if self._returned else next(self._new)
+
+    def give_back(self, number: int) -> None:
+        heapq.heappush(self._returned, number)
 
 
 class CreationBarrier:
@@ -69,6 +86,8 @@ class CreationBarrier:
         self._world_ranks = world_ranks
         self._receiving = threading.Lock()
         self._received: Counter[tuple[int, bytes]] = Counter()  # by sender and token
+        self._numbering = threading.Lock()
+        self._numbers: defaultdict[bytes, _Numbers] = defaultdict(_Numbers)
 
     def wait(
         self,
@@ -76,8 +95,8 @@ class CreationBarrier:
         subject: str,
         members: Sequence[int],
         check: Callable[[Sequence[int]], None],
-    ) -> None:
-        """Block until all members have called this method.
+    ) -> int:
+        """Block until all members have called this method equally often, failed calls not counted.
 
         Collective: over ``members`` (ranks of the communicator), with the same list and subject.
 
@@ -87,21 +106,47 @@ class CreationBarrier:
             check: Called some 50 times a second with the world ranks whose arrival is unknown;
                 raises to end the wait.
 
+        Returns:
+            The number of the wait, the same on all members.
+
         Raises:
             RankFailureError: A member's program ended more than 2 s ago, or it is dead (ULFM).
             BaseException: The error that ``check`` raised.
         """
-        token = _token(subject, members)
         others = [member for member in members if member != self._rank]
-        if not others:
-            return
-        if self._rank == members[0]:
-            self._receive_from(where, others, token, check)
-            for member in others:
-                self._send(member, token)
-        else:
-            self._send(members[0], token)
-            self._receive_from(where, [members[0]], token, check, others)
+        with self._numbering:
+            numbers = self._numbers[_token(subject, members)]
+            number = numbers.take()
+        try:
+            token = _token(f"{subject} {number}", members)
+            if self._rank == members[0]:
+                if others:
+                    self._receive_from(where, others, token, check)
+                for member in others:
+                    self._send(member, token)
+            else:
+                self._ask(where, members[0], token, check, others)
+        except BaseException:
+            with self._numbering:
+                numbers.give_back(number)
+            raise
+        return number
+
+    def _ask(
+        self,
+        where: str,
+        first: int,
+        token: bytes,
+        check: Callable[[Sequence[int]], None],
+        others: Sequence[int],
+    ) -> None:
+        self._send(first, token)
+        try:
+            self._receive_from(where, [first], token, check, others)
+        except BaseException:
+            # Or the first member, when it comes, would enter MPI's call for one that is not there.
+            self._send(first, token, _TAKEN_BACK)
+            raise
 
     def agree(self, where: str, subject: str, members: Sequence[int], vote: bool) -> bool:
         """Return whether all members vote for something.
@@ -142,7 +187,7 @@ class CreationBarrier:
 
         def missing() -> list[int]:
             got = self._received
-            return [one for one in senders if not any(got[one, each] for each in tokens)]
+            return [one for one in senders if not any(got[one, each] > 0 for each in tokens)]
 
         def are_received() -> bool:
             while self._receive():
@@ -163,7 +208,7 @@ class CreationBarrier:
     def _take(self, senders: Sequence[int], token: bytes) -> list[int]:
         """Take a received token of each sender; return those that had sent it."""
         with self._receiving:
-            found = [sender for sender in senders if self._received[sender, token]]
+            found = [sender for sender in senders if self._received[sender, token] > 0]
             for sender in senders:
                 self._received[sender, token] -= sender in found
                 if not self._received[sender, token]:
@@ -187,20 +232,21 @@ class CreationBarrier:
             message = mpi_errors.matched_probe(self._mpi, self._tag, status)
             if message is None:
                 return False
-            token = bytearray(_TOKEN_BYTES)
+            data = bytearray(_TOKEN_BYTES)
             source = status.Get_source()
-            message.Recv((token, _TOKEN_BYTES, MPI.BYTE))
-            self._received[source, bytes(token)] += 1
+            message.Recv((data, _TOKEN_BYTES, MPI.BYTE))
+            kind, token = bytes(data[:1]), bytes(data[1:])
+            self._received[source, token] += 1 if kind == _SENT else -1
             return True
 
-    def _send(self, dest: int, token: bytes) -> None:
+    def _send(self, dest: int, token: bytes, kind: bytes = _SENT) -> None:
         with mpi_errors.death_tolerated():
-            self._mpi.Send((token, _TOKEN_BYTES, MPI.BYTE), dest, self._tag)
+            self._mpi.Send((kind + token, _TOKEN_BYTES, MPI.BYTE), dest, self._tag)
 
 
 def _token(subject: str, members: Sequence[int]) -> bytes:
     named = repr((subject, list(members))).encode()
-    return hashlib.blake2b(named, digest_size=_TOKEN_BYTES).digest()
+    return hashlib.blake2b(named, digest_size=_TOKEN_BYTES - 1).digest()
 
 
 def start_limit(timeout_s: float | None) -> float | None:
@@ -326,6 +372,8 @@ def wait_for_world(
 ) -> str:
     """Block until all members have called this function equally often for one operation.
 
+    Calls that raised do not count, so a program may call again after a ``CommTimeout``.
+
     Collective: over ``members``, world ranks; over all ranks of the job if None.
 
     Returns:
@@ -343,7 +391,6 @@ def wait_for_world(
             _world_barrier = CreationBarrier(world.comm, _WORLD_TAG, range(world.size))
         ranks = list(range(world.size) if members is None else members)
         named = operation if members is None else f"{operation} of ranks {ranks}"
-        subject = f"{named} {next(_calls[named])}"
     where = f"rank {world.rank} of {world.size}: {operation}"
     awaited = world.everyone if members is None else rank_ranges.named(ranks)
     start = time.monotonic()
@@ -357,5 +404,4 @@ def wait_for_world(
             )
             raise CommTimeout(f"{where} waits for {awaited}; {reason} within {timeout_s:g} s")
 
-    _world_barrier.wait(where, subject, ranks, check)
-    return subject
+    return f"{named} {_world_barrier.wait(where, named, ranks, check)}"

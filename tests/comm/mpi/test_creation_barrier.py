@@ -3,6 +3,7 @@
 import threading
 import time
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 
@@ -94,6 +95,39 @@ def test_waits_end_at_their_timeouts(group):
     group.barrier()
     expected = f"rank {last} did not come" if group.rank == 0 else "rank 0 did not let it begin"
     agree(group, group.rank == last or expected in text, text)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_whose_waits_have_failed_meet_again(group):
+    """However often each has failed; who has given up lets no other one pass."""
+
+    def waits(limit):
+        try:
+            return creation_barrier.wait_for_world("a test of retries", limit)
+        except CommTimeout:
+            return None
+
+    for alone, failures in ((0, 1), (group.size - 1, 2)):
+        for place in (alone, group.size - 1 - alone):
+            seen = [waits(0.1) for _ in range(failures)] if group.rank == place else []
+            group.barrier()
+            agree(group, not any(seen), f"rank {place} passed: {seen}")
+        names = group.all_gather_object(waits(30))
+        agree(group, len(set(names)) == 1 and names[0] is not None, f"{names}")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_new_group_that_an_exception_has_left_is_made_by_the_next_call(group, monkeypatch):
+    if group.rank == 0:
+        with monkeypatch.context() as patch:
+            patch.setattr(group._state, "raise_failure", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                group.new_group(range(group.size), "left")
+    group.barrier()
+    made = group.new_group(range(group.size), "left")
+    keys = group.all_gather_object(made.key)
+    agree(group, len(set(keys)) == 1, f"{keys}")
+    made.close()
 
 
 @pytest.mark.mpi(min_size=2)
