@@ -197,9 +197,11 @@ def divide(tensor: torch.Tensor, plan: Reduction, size: int) -> None:
             torch.view_as_real(tensor).div_(size)
         elif tensor.dtype.is_floating_point:
             tensor.div_(size)
+        elif size > torch.iinfo(tensor.dtype).max:
+            # Rounded towards zero, as in NCCL, here and below. No type of 64 bits comes here.
+            tensor.copy_(torch.div(tensor.to(torch.int64), size, rounding_mode="trunc"))
         else:
-            # Rounded towards zero, as in NCCL; NumPy can divide the unsigned types that torch
-            # cannot.
+            # NumPy can divide the unsigned types that torch cannot.
             values = tensor.numpy()
             values -= np.fmod(values, size)
             values //= size

@@ -120,3 +120,14 @@ def test_unsigned_integers_are_scaled_modulo_their_range():
         factor = 2 ** (bits - 1) + 3
         reduce_op.scale(values, reduction(dtype, PremulSum(factor)))
         assert [int(v) for v in values.numpy()] == [v * factor % 2**bits for v in (0, 1, 200)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int64])
+@pytest.mark.parametrize("size", [3, 127, 128, 200, 300, 32768, 70000])
+def test_a_mean_of_integers_is_rounded_towards_zero_at_any_number_of_ranks(dtype, size):
+    info = torch.iinfo(dtype)
+    sums = [info.min, max(info.min, -size), -1 if info.min else 1, 0, min(info.max, size), info.max]
+    values = torch.tensor(sums, dtype=dtype)
+    reduce_op.divide(values, reduce_op.reduction(dtype, AVG), size)
+    expected = [abs(one) // size * (1 if one > 0 else -1) for one in sums]
+    assert values.tolist() == expected
