@@ -5,6 +5,10 @@ processes. The memory belongs to the node, not to a process: a new process of th
 process holds a shared lock on the folder; the last one that ends removes the folder, and ``mpidist
 clean`` those without a process. A forked child, which may outlive a killed rank, holds none.
 Nothing here communicates.
+
+The lock is on a file in the folder, and counts where the path still leads to that file, for which a
+process looks after it has the lock (``_locked``). A folder is removed under an exclusive lock, and
+the file last of all that is in it (``_remove``).
 """
 
 from __future__ import annotations
@@ -86,20 +90,60 @@ def remove_recordings(kept: int) -> None:
 
 def _removed_if_unused(folder: Path) -> bool:
     try:
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        lock = -1
-    try:
-        if lock != -1:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-        return True
+    if lock is not None:
+        _remove(folder)
+        os.close(lock)
+    return True
+
+
+def _locked(folder: Path, how: int) -> int | None:
+    """Return the open lock of a folder; None if the folder is not there, or removed meanwhile.
+
+    Args:
+        how: ``fcntl.LOCK_SH`` waits for a process that removes the folder.
+
+    Raises:
+        BlockingIOError: With ``fcntl.LOCK_NB``, another process holds the lock.
+        OSError: It cannot be opened.
+    """
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except FileNotFoundError:
+        return None
+    counts = False
+    try:
+        fcntl.flock(lock, how)
+        counts = _is_of(folder, lock)
     finally:
-        if lock != -1:
+        if not counts:
             os.close(lock)
+    return lock if counts else None
+
+
+def _is_of(folder: Path, lock: int) -> bool:
+    """Return whether an open file is the lock of the folder that is there now."""
+    try:
+        return os.path.samestat((folder / _LOCK).lstat(), os.fstat(lock))
+    except OSError:
+        return False
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder whose lock this process holds alone, as far as it can be removed."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.name == _LOCK:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+        (folder / _LOCK).unlink()
+        # Another process may have made a lock of its own.
+        folder.rmdir()
 
 
 class JobFolder:
@@ -120,31 +164,22 @@ class JobFolder:
             CheckpointError: The folder is another user's, or open to others.
             OSError: It cannot be made.
         """
-        if self._is_locked():
+        # Another program may have removed the folder, which is made anew then.
+        if self._lock != -1 and _is_of(self.path, self._lock):
             return
-        self.path.mkdir(mode=0o700, exist_ok=True)
-        self.require_own()
-        former = self._lock
-        self._lock = os.open(
-            self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-        )
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        lock = None
+        while lock is None:
+            with contextlib.suppress(FileExistsError):
+                self.path.mkdir(mode=0o700)
+            # Another process may remove it meanwhile.
+            with contextlib.suppress(FileNotFoundError):
+                self.require_own()
+                lock = _locked(self.path, fcntl.LOCK_SH)
+        former, self._lock = self._lock, lock
         if former != -1:
             os.close(former)
         runtime.close_at_exit(self, stage=3)
         forked_child.register(self)
-
-    def _is_locked(self) -> bool:
-        """Return whether this process holds the lock of the folder that is there now.
-
-        Another program may have removed the folder, which is made anew then.
-        """
-        if self._lock == -1:
-            return False
-        try:
-            return os.path.samestat((self.path / _LOCK).lstat(), os.fstat(self._lock))
-        except OSError:
-            return False
 
     def require_own(self) -> None:
         """Require a folder of this user alone.
@@ -180,8 +215,9 @@ class JobFolder:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             failure = runtime.unfinished()
             has_lost = failure is not None and bool(failure.dead)
-            if getattr(sys, "last_value", None) is None and not has_lost:
-                shutil.rmtree(self.path, ignore_errors=True)
+            has_failed = has_lost or getattr(sys, "last_value", None) is not None
+            if not has_failed and _is_of(self.path, lock):
+                _remove(self.path)
         os.close(lock)
 
 

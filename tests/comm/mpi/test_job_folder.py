@@ -1,6 +1,8 @@
 """Folder of a job in a node's memory: its owner, its lock and its end."""
 
+import fcntl
 import os
+import shutil
 
 import pytest
 
@@ -86,3 +88,92 @@ def test_a_forked_child_that_outlives_a_rank_does_not_keep_its_folder(memory, mo
         for file in (reading, writing, is_there, there):
             os.close(file)
         os.waitpid(child, 0)
+
+
+class Between:
+    """A lock that another process, which has just lost its core, takes later than it opens it.
+
+    Args:
+        happens: Called between the opening and the lock, once.
+    """
+
+    def __init__(self, monkeypatch, happens):
+        self._real, self._happens = fcntl.flock, happens
+        monkeypatch.setattr(job_folder.fcntl, "flock", self)
+
+    def __call__(self, file, how):
+        happens, self._happens = self._happens, None
+        if happens is not None:
+            happens()
+        self._real(file, how)
+
+
+def test_a_folder_that_its_last_process_removes_is_made_anew(memory, monkeypatch):
+    path = memory / f"mpidist-{os.geteuid()}-job"
+    first, second = JobFolder(path), JobFolder(path)
+    first.open()
+    Between(monkeypatch, lambda: first.close(0))
+    second.open()
+    assert clean() == ([], [path])
+    second.close(0)
+    assert not path.exists()
+
+
+def test_a_folder_that_is_cleaned_before_it_is_locked_is_made_anew(memory, monkeypatch):
+    path = memory / f"mpidist-{os.geteuid()}-job"
+    job, real = JobFolder(path), os.open
+    cleaned = []
+
+    def opens(file, *args, **kwargs):
+        if not cleaned and str(file).startswith(str(path)):
+            cleaned.append(True)
+            assert clean() == ([path], [])
+        return real(file, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", opens)
+    job.open()
+    assert cleaned and clean() == ([], [path])
+    job.close(0)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("removes", ["clean", "the last process"])
+def test_what_a_new_process_writes_is_not_removed_with_the_old(memory, monkeypatch, removes):
+    """While a folder without a process is removed, the job starts again."""
+    path = memory / f"mpidist-{os.geteuid()}-job"
+    first, second = JobFolder(path), JobFolder(path)
+    first.open()
+    (path / "recorder-0").write_text("old")
+    if removes == "clean":
+        os.close(first._lock)  # as the kernel does for a killed process
+        first._lock = -1
+    real, begun = os.unlink, []
+
+    def unlinks(file, *args, **kwargs):
+        real(file, *args, **kwargs)
+        # Where the lock has no name any more, and not before, another process may make one.
+        if not begun and not (path / "lock").exists():
+            begun.append(True)
+            second.open()
+            (path / "recorder-0").write_text("new")
+
+    monkeypatch.setattr(os, "unlink", unlinks)
+    if removes == "clean":
+        clean()
+    else:
+        first.close(0)
+    assert begun and (path / "recorder-0").read_text() == "new"
+    assert clean() == ([], [path])
+    second.close(0)
+
+
+def test_a_close_leaves_the_folder_of_others(memory):
+    """Where another program has removed the folder, and the job has started again."""
+    path = memory / f"mpidist-{os.geteuid()}-job"
+    first, second = JobFolder(path), JobFolder(path)
+    first.open()
+    shutil.rmtree(path)
+    second.open()
+    first.close(0)
+    assert clean() == ([], [path])
+    second.close(0)
