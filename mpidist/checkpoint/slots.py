@@ -48,13 +48,15 @@ class Slots:
     def found(self) -> dict[int, Manifest]:
         """Return the manifests of the slots that hold a commit, by slot.
 
+        The job's folder stays from then on, until this process ends.
+
         Raises:
             CheckpointError: The folder is another user's, or a manifest is damaged or of another
                 version.
         """
         if not self._job.path.exists():
             return {}
-        self._job.require_own()
+        self._job.open()
         held: dict[int, Manifest] = {}
         for slot in (0, 1):
             with contextlib.suppress(FileNotFoundError):

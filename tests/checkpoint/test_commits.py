@@ -438,9 +438,10 @@ _RUN = """
 
 
 @pytest.mark.slow
-def test_a_killed_job_goes_on_from_the_memory_of_its_node(tmp_path):
+@pytest.mark.parametrize("variable", ["MPIDIST_JOB", "PBS_JOBID"])
+def test_a_killed_job_goes_on_from_the_memory_of_its_node(tmp_path, variable):
     name = f"test-{tmp_path.name}-{id(tmp_path)}"
-    env = {"MPIDIST_JOB": name}
+    env = {variable: name}
 
     def started(folder, dies):
         text = _RUN.replace("FOLDER", repr(str(tmp_path / folder))).replace("DIES", str(dies))
@@ -458,6 +459,12 @@ def test_a_killed_job_goes_on_from_the_memory_of_its_node(tmp_path):
     ]
     assert not list(job_folder.MEMORY.glob(f"mpidist-*-{name}"))
     assert torch.tensor(resumed[0]["weights"][0]).isfinite().all()
+    # Of the killed start of a batch job, whose later starts have their own.
+    left = list(job_folder.MEMORY.glob(f"mpidist-*-{name}.*"))
+    assert len(left) == (variable == "PBS_JOBID")
+    for folder in left:
+        assert {path.name for path in folder.iterdir()} > {"recorder-0", "recorder-1"}
+        shutil.rmtree(folder)
 
 
 _SPARE = """

@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpidist.comm.mpi import closed_communicators, job_folder, launcher_env
+from mpidist.comm.mpi import closed_communicators, job_folder
+from mpidist.comm.mpi.job_folder import path_of
+from mpidist.comm.mpi.launcher_env import job_name, start_name
 from mpidist.comm.mpi.library import MPI
 
 MEMORY = "KiB of memory"
@@ -88,9 +90,9 @@ class Counts:
         return found
 
     def _entries(self) -> int:
-        job = job_folder.path_of(launcher_env.job_name(os.environ, ""))
+        names = {naming(os.environ, "") for naming in (job_name, start_name)}
         of_mpi = [name for name in os.listdir(job_folder.MEMORY) if name.startswith(self._prefixes)]
-        return len(of_mpi) + sum(1 for _ in job.rglob("*"))
+        return len(of_mpi) + sum(1 for job in names for _ in path_of(job).rglob("*"))
 
     def _memory(self) -> dict[str, int]:
         # What is free goes back, or the count is that of the largest tensors so far.

@@ -5,6 +5,8 @@ Pure: works before MPI starts.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -89,15 +91,11 @@ _DEVICE_PREFIXES = (
     "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF",
 )  # fmt: skip
 
-# Identify the job, also for processes that are started again in it; the first one that is set.
-_JOB_VARIABLES = (
-    "MPIDIST_JOB",
-    "SLURM_JOB_ID",
-    "PBS_JOBID",
-    "LSB_JOBID",
-    "FLUX_JOB_ID",
-    "PMIX_NAMESPACE",
-)
+_JOB, _STEP, _LAUNCH = "MPIDIST_JOB", "SLURM_STEP_ID", "PMIX_NAMESPACE"
+# Number of a batch system's job.
+_BATCH_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
+_LONGEST_NAME = 80
+_DIGEST_BYTES = 8
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
@@ -140,23 +138,52 @@ def from_environment(environ: Mapping[str, str]) -> Launch:
 
 def has_job_name(environ: Mapping[str, str]) -> bool:
     """Return whether a new launch in this environment is of the same job (pure)."""
-    return any(environ.get(name) for name in _JOB_VARIABLES if name != "PMIX_NAMESPACE")
+    return bool(_first(environ, _JOB, *_BATCH_JOBS))
 
 
 def job_name(environ: Mapping[str, str], otherwise: str) -> str:
-    """Return the name of a job in file names (pure).
+    """Return the name of a job in file names, the same for all of its starts (pure).
 
     Args:
         environ: Usually ``os.environ``.
         otherwise: The name of a job without one of its own.
     """
-    found = next((environ[name] for name in _JOB_VARIABLES if environ.get(name)), otherwise)
-    return in_file_names(found)
+    return in_file_names(_first(environ, _JOB, *_BATCH_JOBS, _LAUNCH) or otherwise)
+
+
+def start_name(environ: Mapping[str, str], otherwise: str) -> str:
+    """Return the name of one start of a job in file names (pure).
+
+    A batch job may start several programs at once, so its number does not tell them apart: Slurm's
+    step 0 of the job 4711 is 4711.0. A job of a name that the user gives is one.
+
+    Args:
+        environ: Usually ``os.environ``.
+        otherwise: The name of a start without one of its own.
+    """
+    batch_job = _first(environ, *_BATCH_JOBS)
+    if environ.get(_JOB) or not batch_job:
+        return job_name(environ, otherwise)
+    is_step = from_environment(environ).launcher == "srun"
+    start = _first(environ, *([_STEP] if is_step else []), _LAUNCH) or otherwise
+    return in_file_names(f"{batch_job}.{start}")
+
+
+def _first(environ: Mapping[str, str], *names: str) -> str:
+    """Return the first of these variables that is set and not empty; "" for none."""
+    return next((environ[name] for name in names if environ.get(name)), "")
 
 
 def in_file_names(job: str) -> str:
-    """Return a job's name as its files have it: "a b" is a_b (pure)."""
-    return re.sub(r"[^A-Za-z0-9.-]", "_", job)[:80]
+    """Return a job's name as its files have it: "a b" is a_b (pure).
+
+    A long name ends with a digest of all of it, so that two of one beginning stay different.
+    """
+    name = re.sub(r"[^A-Za-z0-9.-]", "_", job)
+    if len(name) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.blake2b(os.fsencode(job), digest_size=_DIGEST_BYTES).hexdigest()
+    return f"{name[: _LONGEST_NAME - len(digest) - 1]}-{digest}"
 
 
 def program_number(environ: Mapping[str, str]) -> int | None:

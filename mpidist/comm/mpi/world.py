@@ -31,8 +31,8 @@ from mpidist.errors import CommTimeout, GroupError, LaunchError, MpidistError
 
 # What each rank tells: first rank of its node, MPI's thread level, MPIDIST_TRUST,
 # MPIDIST_DETERMINISTIC, whether it has MPIDIST_TRACE, whether it uses another world, process id,
-# rank among all of the job, time, host, name of the job.
-_ROW = struct.Struct("<qqqqqqqqq64s80s")
+# rank among all of the job, time, host, names of the job and of this start of it.
+_ROW = struct.Struct("<qqqqqqqqq64s80s80s")
 _INT = struct.Struct("<q")
 _SLEEP_S = 1e-3  # between two tests whether all ranks have started
 
@@ -63,7 +63,8 @@ class World:
         first: Rank 0's rank among all of the job; None if those are the world's ranks.
         key: Begins the keys of the world's groups; the same on all ranks, and no other world's,
             before it, beside it or of an earlier start of the job.
-        job: Name of the job in file names, the same on all ranks.
+        job: Name of the job in file names, the same on all ranks and for all of its starts.
+        start: Name of this start of the job, the same on all ranks.
         pid: The process that joined the world.
     """
 
@@ -81,6 +82,7 @@ class World:
     first: int | None = None
     key: str = ""
     job: str = ""
+    start: str = ""
     pid: int = field(default_factory=os.getpid)
 
     @property
@@ -192,7 +194,7 @@ def _joined(comm: MPI.Comm, whole: MPI.Comm, launch: Launch, uses: Sequence[str]
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
     local_rank, local_size = node.Get_rank(), node.Get_size()
     with revocation.on_error(node):
-        nodes, processes, first, begun_ns, job, error = _gather_settings(
+        nodes, processes, first, begun_ns, names, error = _gather_settings(
             comm, node, whole.Get_rank(), uses
         )
     node.Free()
@@ -213,7 +215,7 @@ def _joined(comm: MPI.Comm, whole: MPI.Comm, launch: Launch, uses: Sequence[str]
         adds_in_rank_order=determinism.SETTING.code() in (determinism.ORDER, determinism.EXACT),
         processes=processes, first=None if comm.Get_size() == whole.Get_size() else first,
         # No process begins two worlds as rank 0 at one time.
-        key=f"world{first}-{begun_ns:x}", job=job,
+        key=f"world{first}-{begun_ns:x}", job=names[0], start=names[1],
     )  # fmt: skip
 
 
@@ -225,10 +227,11 @@ def number_alike(keys: Iterable[int]) -> tuple[int, ...]:
 
 def _gather_settings(
     comm: MPI.Comm, node: MPI.Comm, own: int, uses: Sequence[str]
-) -> tuple[tuple[int, ...], tuple[Process, ...], int, int, str, MpidistError | None]:
+) -> tuple[tuple[int, ...], tuple[Process, ...], int, int, list[str], MpidistError | None]:
     """Return each rank's node number and process, and the error that all ranks must raise.
 
-    Before the error stand rank 0's rank among all of the job, its time and its name of the job.
+    Before the error stand rank 0's rank among all of the job, its time, and its names of the job
+    and of this start.
 
     Collective: over both communicators.
 
@@ -238,17 +241,19 @@ def _gather_settings(
     first = bytearray(_INT.pack(comm.Get_rank()))
     node.Bcast((first, len(first), MPI.BYTE), 0)
     host = socket.gethostname().encode()
-    job = launcher_env.job_name(os.environ, f"{socket.gethostname()}-{os.getpid()}").encode()
+    otherwise = f"{socket.gethostname()}-{os.getpid()}"
+    job = launcher_env.job_name(os.environ, otherwise).encode()
+    start = launcher_env.start_name(os.environ, otherwise).encode()
     settings = trust.SETTING.code(), determinism.SETTING.code(), bool(tracing.file())
     level = MPI.Query_thread()
     mine = _ROW.pack(
         *_INT.unpack(first), level, *settings, bool(uses), os.getpid(), own, time.time_ns(), host,
-        job,
+        job, start,
     )  # fmt: skip
     gathered = bytearray(len(mine) * comm.Get_size())
     comm.Allgather((mine, len(mine), MPI.BYTE), (gathered, len(mine), MPI.BYTE))
     facts = zip(*_ROW.iter_unpack(gathered), strict=True)
-    nodes, levels, trusts, orders, traces, users, pids, job_ranks, times, hosts, jobs = facts
+    nodes, levels, trusts, orders, traces, users, pids, job_ranks, times, hosts, jobs, starts = facts
     names = [host.rstrip(b"\0").decode(errors="replace") for host in hosts]
     problem = (
         thread_level_problem(levels)
@@ -265,8 +270,9 @@ def _gather_settings(
             f"{where} is called while groups of another world are open on {ranks} of the new "
             f"one{what}; close them first"
         )
-    processes, job_of_first = tuple(map(Process, pids, names)), jobs[0].rstrip(b"\0").decode()
-    return number_alike(nodes), processes, job_ranks[0], times[0], job_of_first, error
+    processes = tuple(map(Process, pids, names))
+    of_first = [name.rstrip(b"\0").decode() for name in (jobs[0], starts[0])]
+    return number_alike(nodes), processes, job_ranks[0], times[0], of_first, error
 
 
 def _everyone(is_job: bool) -> str:

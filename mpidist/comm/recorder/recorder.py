@@ -168,7 +168,7 @@ def _opened(chosen: Settings, world: runtime.World | None) -> Recorder:
     if world is not None:
         try:
             path = _file(chosen.folder, world)
-            return Ring(path, world.job, world.rank, world.size, chosen.slots, world.key)
+            return Ring(path, world.start, world.rank, world.size, chosen.slots, world.key)
         except (OSError, MpidistError) as error:
             _log.warning(
                 "rank %d: the recorder has no file, so its entries end with the process: %s",
@@ -181,7 +181,7 @@ def _opened(chosen: Settings, world: runtime.World | None) -> Recorder:
 def _file(folder: Path | None, world: runtime.World) -> Path:
     """Return the file of this process, whose name is free."""
     if folder is None:
-        job = job_folder.of_job(world.job)
+        job = job_folder.of_job(world.start)
         job.open()
         job_folder.remove_recordings(_DEAD_JOBS)
         folder = job.path

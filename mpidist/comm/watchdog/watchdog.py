@@ -259,7 +259,7 @@ class Watchdog:
             alive = {rank: world.processes[rank] for rank in {world.rank, *named}}
             runtime.write_stderr(
                 text
-                + watchdog_report.how_to_read(world.job, recorder.of_process().path)
+                + watchdog_report.how_to_read(world.start, recorder.of_process().path)
                 + linger.commands(self._linger_s, alive)
             )
             peers.printed[subject] = time.monotonic()
@@ -384,7 +384,7 @@ class Watchdog:
             runtime.write_stderr(
                 text
                 + flight_record.how_to_read(file, self.world.rank)
-                + watchdog_report.how_to_read(self.world.job, recorder.of_process().path)
+                + watchdog_report.how_to_read(self.world.start, recorder.of_process().path)
                 + self._commands(group, named)
             )
             peers.printed[subject] = time.monotonic()

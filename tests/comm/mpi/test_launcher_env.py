@@ -8,10 +8,12 @@ from mpidist.comm.mpi.launcher_env import (
     Launch,
     device_settings,
     from_environment,
+    in_file_names,
     job_name,
     library_problem,
     program_number,
     singleton_problem,
+    start_name,
     without_launcher,
 )
 
@@ -154,3 +156,35 @@ def test_a_job_is_named_by_the_first_variable_that_is_set():
     assert job_name({"SLURM_JOB_ID": "7", "PMIX_NAMESPACE": "x"}, "here") == "7"
     assert job_name({"MPIDIST_JOB": "../a b", "SLURM_JOB_ID": "7"}, "here") == ".._a_b"
     assert job_name({"SLURM_JOB_ID": ""}, "node3-77") == "node3-77"
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1"}, "7.1"),
+        # By mpirun in a step of one task.
+        (
+            {
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "SLURM_JOB_ID": "7",
+                "SLURM_STEP_ID": "1",
+                "PMIX_NAMESPACE": "prterun-a-9@1",
+            },
+            "7.prterun-a-9_1",
+        ),
+        ({"PBS_JOBID": "7.server", "PMI_SIZE": "2"}, "7.server.node3-77"),
+        ({"SLURM_JOB_ID": "7"}, "7.node3-77"),
+        ({"PMIX_NAMESPACE": "x"}, "x"),
+        ({"MPIDIST_JOB": "run", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1"}, "run"),
+        ({}, "node3-77"),
+    ],
+)
+def test_starts_of_one_batch_job_have_names_of_their_own(environ, name):
+    assert start_name(environ, "node3-77") == name
+
+
+def test_long_names_of_one_beginning_stay_different():
+    names = ["n" * 90 + end for end in "ab"]
+    first, second = (job_name({"MPIDIST_JOB": name}, "") for name in names)
+    assert first != second and len(first) == len(second) == 80
+    assert in_file_names(names[0]) == first and in_file_names("n" * 80) == "n" * 80

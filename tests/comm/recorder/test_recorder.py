@@ -23,7 +23,7 @@ from tests.tools.support import short_job
 @pytest.fixture
 def world(monkeypatch, tmp_path):
     """Return the world of a process that has just joined it."""
-    joined = SimpleNamespace(job="job", rank=1, size=4, key="a")
+    joined = SimpleNamespace(start="job", rank=1, size=4, key="a")
     ranks = SimpleNamespace(Get_rank=lambda: 3)
     monkeypatch.delenv(recorder.ENV_RECORDER, raising=False)
     monkeypatch.setattr(job_folder, "MEMORY", tmp_path / "memory")
@@ -54,7 +54,7 @@ def test_the_file_is_in_the_jobs_folder_and_follows_the_process_to_its_next_worl
     made = recorder.of_process()
     assert made.path == tmp_path / "memory" / f"mpidist-{os.geteuid()}-job" / "recorder-3"
     assert recorder.of_process() is made
-    next_world = SimpleNamespace(job="job", rank=0, size=3, key="b")
+    next_world = SimpleNamespace(start="job", rank=0, size=3, key="b")
     recorder.runtime.world = lambda: next_world
     assert recorder.of_process() is made
     (read,) = recording.recordings("job")

@@ -31,7 +31,9 @@ def dog(monkeypatch, clock):
     monkeypatch.setattr(watchdog.runtime, "abort", said.aborted.append)
     # Another test may have had this process join a world.
     monkeypatch.setattr(watchdog.recorder, "of_process", Off)
-    world = SimpleNamespace(watchdogs=None, size=1, rank=0, first=None, job="", processes=PROCESSES)
+    world = SimpleNamespace(
+        watchdogs=None, size=1, rank=0, first=None, start="", processes=PROCESSES
+    )
     made = watchdog.Watchdog(world)
     return made, said
 
