@@ -86,9 +86,15 @@ def in_allocation(environ: Mapping[str, str]) -> bool:
 
 
 def is_one_node(request: Request, environ: Mapping[str, str]) -> bool:
-    """Return whether all ranks will be on this node."""
-    nodes = environ.get("SLURM_JOB_NUM_NODES", "1") if in_allocation(environ) else "1"
-    return not request.hosts and not request.hostfile and nodes == "1"
+    """Return whether all ranks are known to be on this node.
+
+    In other batch systems than Slurm mpirun alone knows the nodes.
+    """
+    if request.hosts or request.hostfile:
+        return False
+    if in_allocation(environ):
+        return environ.get("SLURM_JOB_NUM_NODES", "1") == "1"
+    return not any(map(environ.get, _OTHER_ALLOCATIONS))
 
 
 def has_children(request: Request, environ: Mapping[str, str]) -> bool:
@@ -97,5 +103,4 @@ def has_children(request: Request, environ: Mapping[str, str]) -> bool:
     They are the ranks of this node, and the srun that has started the daemons of others. By ssh, or
     in other batch systems, a daemon is no child of mpirun.
     """
-    others = request.hosts or request.hostfile or any(map(environ.get, _OTHER_ALLOCATIONS))
-    return in_allocation(environ) or not others
+    return in_allocation(environ) or is_one_node(request, environ)

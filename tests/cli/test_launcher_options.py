@@ -87,6 +87,9 @@ def test_mpirun_between_nodes_exports_the_variables_that_ranks_read():
     assert options[options.index("--host") :] == [
         "--host", "a,b:2", "--hostfile", "hosts", "-x", "MPIDIST_DEBUG", "-x", "OMP_NUM_THREADS",
     ]  # fmt: skip
+    nodes = {"PBS_NODEFILE": "/var/spool/nodes", **environ}
+    options = mpirun_options(Request(PROGRAM), site(), nodes, 9, {})
+    assert options == ["-n", "9", "--bind-to", "none", "-x", "MPIDIST_DEBUG"]
 
 
 def test_mpiexec():
