@@ -28,7 +28,12 @@ ENDED = (
 )
 UNKNOWN = "UNKNOWN"
 _COMMAND_S = 60.0
-_FIELD = re.compile(r"(?:^|\s)(\w[\w/:]*)=(\S*)")
+# In the lines of ``scontrol show job``. A path has a line of its own, and may have spaces.
+_TASK = re.compile(r"^JobId=(\S+)(.*?)(?=^JobId=|\Z)", re.MULTILINE | re.DOTALL)
+_STATE, _STDOUT, _STDERR = (
+    re.compile(rf"^\s*{name}={value}", re.MULTILINE)
+    for name, value in (("JobState", r"(\S+)"), ("StdOut", "(.*)"), ("StdErr", "(.*)"))
+)
 
 
 class Job:
@@ -124,16 +129,16 @@ class Job:
 
     def _states(self) -> list[str]:
         """Return the states of the job's tasks; empty if Slurm knows the job no more."""
-        shown = _run("scontrol", "--oneliner", "show", "job", self.id)
-        lines = [dict(_FIELD.findall(line)) for line in shown.stdout.splitlines()]
-        tasks = [fields for fields in lines if "JobState" in fields]
-        for fields in tasks:
-            output = fields.get("StdOut", "")
-            # The line of tasks that have not begun has the file of none.
-            if output and not re.search(r"%|4294967294", output):
-                self._outputs[fields["JobId"]] = (output, fields.get("StdErr") or output)
-        if tasks:
-            return [fields["JobState"] for fields in tasks]
+        shown = _run("scontrol", "show", "job", self.id)
+        states = []
+        for task, text in _TASK.findall(shown.stdout):
+            state, output, error = (one.search(text) for one in (_STATE, _STDOUT, _STDERR))
+            states += [state[1]] if state else []
+            # Tasks that have not begun have the file of none.
+            if output and output[1] and not re.search(r"%|4294967294", output[1]):
+                self._outputs[task] = (output[1], error[1] if error and error[1] else output[1])
+        if states:
+            return states
         if shown.returncode == 0 or "nvalid job id" not in shown.stderr:
             raise LaunchError(
                 f"scontrol show job {self.id} ended with {shown.returncode}: "
@@ -157,7 +162,7 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
             words,
             capture_output=True,
             encoding="utf-8",
-            errors="replace",
+            errors="surrogateescape",
             timeout=_COMMAND_S,
             check=False,
         )

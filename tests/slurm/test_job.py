@@ -22,10 +22,18 @@ def says(tmp_path, monkeypatch):
     return put
 
 
-def shown(*states, output=""):
-    lines = [f"JobId={number} JobState={state} StdErr={output} StdOut={output}"
-             for number, state in enumerate(states, 1)]  # fmt: skip
-    return "\n".join(f"echo '{line}'" for line in lines)
+def shown(*states, name="train", output="", error=None):
+    """Return a script that prints as scontrol does, a line for each path."""
+    lines = [f"""JobId={number} JobName={name}
+   UserId=me(1000) GroupId=me(1000) MCS_label=N/A
+   JobState={state} Reason=None Dependency=(null)
+   Command=/jobs/train.sh
+   StdErr={output if error is None else error}
+   StdIn=/dev/null
+   StdOut={output}
+   TresPerNode=gres:gpu:1
+""" for number, state in enumerate(states, 1)]  # fmt: skip
+    return "\n".join(f"cat << 'END'\n{line}\nEND" for line in lines)
 
 
 def test_a_state_is_slurms_and_of_an_array_that_of_the_slowest(says):
@@ -61,7 +69,7 @@ def test_waiting_ends_with_the_job_or_the_limit(says, tmp_path):
         Job(7).wait(0.05, poll_s=0.01)
     count = tmp_path / "count"
     says("scontrol", f'echo x >> {count}; (( $(wc -l < {count}) > 3 )) && s=FAILED || s=PENDING; '
-                     'echo "JobId=7 JobState=$s"')  # fmt: skip
+                     'printf "JobId=7 JobName=a\\n   JobState=$s\\n"')  # fmt: skip
     assert Job(7).wait(poll_s=0.01) == "FAILED"
 
 
@@ -73,6 +81,25 @@ def test_the_log_is_read_and_found_after_the_job_is_forgotten(says, tmp_path):
     log.write_text("loss 1\n")
     says("scontrol", GONE)
     assert job.stdout() == job.stderr() == "loss 1\n"
+
+
+@pytest.mark.parametrize("folder", ["my runs", "a StdErr=b JobState=FAILED", "Läufe", "it's"])
+def test_a_log_is_found_in_any_folder(says, tmp_path, folder):
+    log, error = (tmp_path / folder / f"x.{kind}" for kind in ("out", "err"))
+    log.parent.mkdir()
+    log.write_text("loss 1\n")
+    error.write_text("warned\n")
+    says("scontrol", shown("RUNNING", output=log, error=error))
+    job = Job(7)
+    assert (job.state, job.paths()) == ("RUNNING", [log])
+    assert (job.stdout(), job.stderr()) == ("loss 1\n", "warned\n")
+
+
+def test_a_jobs_name_is_no_field_of_it(says):
+    says("scontrol", shown("RUNNING", name="x JobState=COMPLETED StdOut=/etc/hostname"))
+    assert Job(7).state == "RUNNING" and Job(7).paths() == []
+    says("scontrol", shown("RUNNING", name="$(printf '\\377')").replace("<< 'END'", "<< END"))
+    assert Job(7).state == "RUNNING"  # a byte that is no text
 
 
 def test_cancelling_calls_scancel(says, tmp_path):
