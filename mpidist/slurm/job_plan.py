@@ -8,6 +8,7 @@ for nodes.
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -86,7 +87,8 @@ def planned(
             f"{file}: no such file; --env names the site's env.sh, and {folder / _ENV} is one to "
             "copy"
         )
-    script = (folder / f"{name}.sbatch").read_text(encoding="utf-8")
+    # As the arguments, whose bytes it is to carry whatever the locale.
+    script = os.fsdecode((folder / f"{name}.sbatch").read_bytes())
     site_values = job_script.values_of(_read(file))
     shipped_values = job_script.values_of(_read(folder / _ENV))
     require_known(options.settings, {*site_values, *shipped_values})

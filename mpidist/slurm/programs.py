@@ -199,10 +199,11 @@ def main(arguments: Sequence[str]) -> int:
     """Print the programs of a job for its script; return the exit status.
 
     Args:
-        arguments: Number of the job's ranks, the interpreter's words as a shell reads them, and the
+        arguments: Number of the job's ranks, number of the interpreter's words, these, and the
             command line of the programs.
     """
-    ranks, python, *words = arguments
+    ranks, count, *rest = arguments
+    python, words = rest[: int(count)], rest[int(count) :]
     try:
         programs = divided(parse(words), int(ranks))
         for program in programs:
@@ -211,7 +212,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"mpidist: {error}", file=sys.stderr)
         return _STATUS_OF_ERROR
     for program in programs:
-        print(program.ranks, shlex.join(command(located(program), shlex.split(python))))
+        line = f"{program.ranks} {shlex.join(command(located(program), python))}\n"
+        # The bytes of the command line, whatever the locale.
+        sys.stdout.buffer.write(os.fsencode(line))
     return 0
 
 

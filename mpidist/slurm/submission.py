@@ -185,11 +185,10 @@ def _sbatch(plan: JobPlan, *options: str, is_captured: bool) -> subprocess.Compl
             "with --dry-run"
         )
     try:
-        return subprocess.run(
+        done = subprocess.run(
             [sbatch, *options],
-            input=plan.text,
-            encoding="utf-8",
-            errors="replace",
+            # The bytes of the arguments, whatever the locale.
+            input=os.fsencode(plan.text),
             env=job_script.without_overrides(os.environ, plan.options.header),
             timeout=_SUBMIT_S,
             check=False,
@@ -200,3 +199,5 @@ def _sbatch(plan: JobPlan, *options: str, is_captured: bool) -> subprocess.Compl
         raise LaunchError(
             f"{' '.join(['sbatch', *options])} did not answer within {_SUBMIT_S:g} s{taken}"
         ) from None
+    out, err = ((said or b"").decode(errors="replace") for said in (done.stdout, done.stderr))
+    return subprocess.CompletedProcess(done.args, done.returncode, out, err)

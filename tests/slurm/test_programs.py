@@ -131,14 +131,14 @@ def test_the_interpreter_runs_python_and_a_container_all(here):
 
 def test_the_job_script_reads_ranks_and_shell_words(here, capsys):
     arguments = ["two words/sim", "it's", "$HOME", '"q"', "*", ":", "-n", "2", "train.py"]
-    assert programs.main(["3", "/the\\ venv/python ", *arguments]) == 0
+    assert programs.main(["3", "1", "/the venv/python", *arguments]) == 0
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert lines == [
         ["1", f"{here}/two words/sim", "it's", "$HOME", '"q"', "*"],
         ["2", "/the venv/python", f"{here}/train.py"],
     ]
-    assert programs.main(["3", "python", "sim", ":", "gone.py"]) == 2
-    assert programs.main(["3", "python", "-n", "3", "sh", ":", "gone.py"]) == 2
-    assert programs.main(["3", "python", "sh", ":", "-n", "1", "gone.py"]) == 2
+    assert programs.main(["3", "1", "python", "sim", ":", "gone.py"]) == 2
+    assert programs.main(["3", "1", "python", "-n", "3", "sh", ":", "gone.py"]) == 2
+    assert programs.main(["3", "1", "python", "sh", ":", "-n", "1", "gone.py"]) == 2
     out, told = capsys.readouterr()
     assert not out and "mpidist: gone.py: no such file from here" in told

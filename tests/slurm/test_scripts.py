@@ -26,7 +26,8 @@ SHELL = [*SCRIPTS, FOLDER / "env.sh", FOLDER / "job.sh"]
 FINDS = """\
 set -euo pipefail
 # Slurm runs a copy of this script: env.sh and job.sh are in the folder of the original.
-MPIDIST_SLURM="""
+if [[ ! ${MPIDIST_SLURM:-} ]]; then
+"""
 
 # Of the script whose programs may use no GPU.
 CPU_RANKS = """\
@@ -174,12 +175,61 @@ def test_the_launcher_fits_the_library_and_slurm(tmp_path, offered, setting, pri
     assert printed in f"{done.stdout}{done.stderr}"
 
 
-def test_several_programs_are_started_by_either_launcher(tmp_path):
+@pytest.mark.parametrize("folder", ["jobs", "my jobs"])
+@pytest.mark.parametrize(
+    "words", [(), ("train.py", "--name", "a  b"), ("train.py", "two\nlines", "c")]
+)
+def test_the_folder_of_a_script_is_found_by_its_command(tmp_path, folder, words):
+    """As scontrol prints it: the path and the arguments, with a space between each two."""
+    text = between((FOLDER / "ddp.sbatch").read_text())
+    finds = text[text.index("if [[ ! ${MPIDIST_SLURM") : text.index("for part in")]
+    script = f"{tmp_path}/{folder}/ddp.sbatch"
+    printed = "\n".join(["JobId=7 JobName=x", f"   Command={' '.join((script, *words))}",
+                         "   WorkDir=/w", "", "JobId=8", "   Command=/another"])  # fmt: skip
+    job = f"set -euo pipefail; SLURM_JOB_ID=7; unset MPIDIST_SLURM\n{finds}\necho $MPIDIST_SLURM"
+    fake = tmp_path / "scontrol"
+    fake.write_text(f"#!/bin/bash\nprintf '%s' {shlex.quote(printed)}\n")
+    fake.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", job, "x", *words], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert done.stdout == f"{tmp_path}/{folder}\n", done
+
+
+@pytest.mark.parametrize("name", ["sweep.txt", "lr=1.txt", "-n.txt", "two words.txt"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_task_of_an_array_has_the_words_of_its_line(tmp_path, name, end):
+    _, body = (FOLDER / "array.sbatch").read_text().split('/job.sh"\n')
+    (tmp_path / name).write_bytes(f"--lr 1{end}--lr 2 --name a{end}{end}".encode())
+    start = """set -euo pipefail
+LAUNCHER=(srun) PYTHON=(python)
+say() { :; }
+die() { printf '%s ' "$@"; exit 2; }
+run_ranks() { printf '<%s>' "$@"; }
+"""
+
+    def of(task):
+        done = subprocess.run(
+            ["bash", "-c", f"SLURM_ARRAY_TASK_ID={task}\n{start}{body}", "array", name, "t.py"],
+            capture_output=True, text=True, timeout=60, cwd=tmp_path, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        return done.returncode, done.stdout
+
+    assert of(1) == (0, "<srun><python><t.py><--lr><1>")
+    assert of(2) == (0, "<srun><python><t.py><--lr><2><--name><a>")
+    for task in (0, 3, 4):
+        status, said = of(task)
+        assert status == 2 and f"{name} has no line {task}" in said and "--array=1-3" in said
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_several_programs_are_started_by_either_launcher(tmp_path, locale):
     _, body = (FOLDER / "couple.sbatch").read_text().split('/job.sh"\n')
-    folder = tmp_path / "two words"
+    folder = tmp_path / "two words ä"
     folder.mkdir()
     for name in ("simulate", "train"):
-        (folder / name).write_text('#!/bin/bash\nprintf "%s|" "${MPIDIST_APPNUM:-}" "$@"\n')
+        (folder / name).write_text('#!/bin/bash\nprintf "%s|" "${MPIDIST_APPNUM:-}" "$IN" "$@"\n')
         (folder / name).chmod(0o755)
     # The ranks of srun's file, one after the other as Slurm reads its single quotes.
     start = """
@@ -190,35 +240,37 @@ run_ranks() {
     while read -r ranks line; do echo "$ranks: $(eval "$line")"; done < "$4"
 }
 """
-    words = ["-n", "1", "two words/simulate", "it's", '%t "$HOME"', "::", "two words/train", "*"]
+    simulate, train = (f"{folder.name}/{name}" for name in ("simulate", "train"))
+    words = ["-n", "1", simulate, "it's", '%t "$HOME"', "::", train, "*"]
     for launcher, spare, expected in (
         (
             "srun",
             1,
-            '--ntasks=4 --multi-prog\n0: 0|it\'s|%t "$HOME"|\n1-3: 1|*|',
+            '--ntasks=4 --multi-prog\n0: 0|b ä|it\'s|%t "$HOME"|\n1-3: 1|b ä|*|',
         ),
         (
             "/bin/mpirun",
             0,
-            f'</bin/mpirun><-n><1><{folder}/simulate><it\'s><%t "$HOME"><:><-n><3>'
-            f"<{folder}/train><*>",
+            f'</bin/mpirun><-n><1><env><IN=b ä><{folder}/simulate><it\'s><%t "$HOME"><:><-n><3>'
+            f"<env><IN=b ä><{folder}/train><*>",
         ),
     ):
         job = (
             "set -euo pipefail; unset SLURM_NTASKS\n"
-            f"LAUNCHER=({launcher}) PYTHON=({shlex.quote(sys.executable)})\n"
+            # As a container's, which is before any program.
+            f"LAUNCHER=({launcher}) PYTHON=(env 'IN=b ä' {shlex.quote(sys.executable)})\n"
             f"SLURM_JOB_NUM_NODES={2 + spare} SLURM_NTASKS_PER_NODE=2 MPIDIST_SPARE_NODES={spare}\n"
             f"{start}{body}"
         )
         done = subprocess.run(
             ["bash", "-c", job, "couple", *words],
             capture_output=True, text=True, timeout=60, cwd=tmp_path,
-            env={**os.environ, "TMPDIR": str(tmp_path)},
+            env={**os.environ, "TMPDIR": str(tmp_path), "LC_ALL": locale},
         )  # fmt: skip
         assert done.returncode == 0 and done.stdout.rstrip("\n").endswith(expected), done
-        assert f"ranks 1-3: '{folder}/train' '*'" in done.stdout
+        assert f"ranks 1-3: env 'IN=b ä' '{folder}/train' '*'" in done.stdout
     # The file of srun is removed.
-    assert [path.name for path in tmp_path.iterdir()] == ["two words"]
+    assert [path.name for path in tmp_path.iterdir()] == ["two words ä"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)

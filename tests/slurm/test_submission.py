@@ -1,6 +1,7 @@
 """Submission by commands of Slurm: sinfo, sbatch, and the function of the Python API."""
 
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -45,6 +46,14 @@ def test_sbatch_gets_the_text_and_its_status_is_passed_on(commands, monkeypatch,
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match=r"sbatch was not found.*--dry-run"):
         submission.call_sbatch(plan)
+
+
+def test_sbatch_gets_the_bytes_of_an_argument(commands, tmp_path):
+    commands("sbatch", f"cat > {tmp_path}/job; echo 7")
+    slurm.submit("ddp", "train.py", os.fsdecode(b"--name=caf\xe9"), "--also=caf\u00e9")
+    lines = (tmp_path / "job").read_bytes().splitlines()
+    line = next(line for line in lines if line.startswith(b"set -- "))
+    assert line.endswith(b"'--name=caf\xe9' " + os.fsencode("'--also=caf\u00e9'"))
 
 
 @pytest.mark.parametrize("text", ["exit 1", "echo nonsense", "true"])
