@@ -16,7 +16,7 @@ import torch
 from torch.distributed.distributed_c10d import Work
 
 from mpidist.c10d.reductions import Options
-from mpidist.c10d.work import ENDED, TorchReceive, TorchWork, WorkList
+from mpidist.c10d.work import ENDED, TorchWork, WorkList
 from mpidist.comm.algorithms.reduce_op import ReduceOp as NativeReduceOp
 from mpidist.comm.execution.work import Work as NativeWork
 from mpidist.comm.group import ProcessGroup
@@ -46,7 +46,7 @@ class Calls:
         self.native = native
         self.all_reduce_at_once = native.all_reduce_at_once
         self.flags: deque[Work] = deque(maxlen=_FLAGS)
-        self._batch: list[NativeWork | WorkList] | None = None
+        self._batch: list[NativeWork | RequestWork | WorkList] | None = None
 
     def call(
         self, method: Callable[..., Any], result: object, opts: Options | None, *args: object
@@ -64,8 +64,11 @@ class Calls:
             return ENDED
         return self.started(native, result)
 
-    def started(self, native: NativeWork | WorkList, result: object) -> Work:
-        """Return torch's work for a native one, which an asynchronous call has started."""
+    def started(self, native: NativeWork | RequestWork | WorkList, result: object) -> Work:
+        """Return torch's work for a native one, collective or message, that has been started.
+
+        All works of the group pass here, so a batch misses none.
+        """
         if self._batch is not None:
             self._batch.append(native)
         return TorchWork(native, result)
@@ -74,11 +77,7 @@ class Calls:
         """Return torch's work for the native work of a send."""
         if native.is_success():
             return ENDED  # MPI has taken a short message; saves an object of C++
-        return TorchWork(native, tensors)
-
-    def receive(self, native: RequestWork, tensors: object) -> Work:
-        """Return torch's work for the native work of a receive."""
-        return TorchReceive(native, tensors)
+        return self.started(native, tensors)
 
     def begin_batch(self) -> None:
         """Make the calls from here on parts of a batch."""

@@ -235,11 +235,11 @@ class Collectives:
         tensor = tensors[0]
         if tensor.requires_grad:
             tensor = untracked(tensor)
-        return self.calls.receive(self.native.irecv(tensor, src, tag), tensors)
+        return self.calls.started(self.native.irecv(tensor, src, tag), tensors)
 
     def recv_anysource(self, tensors: TensorList, tag: int = 0) -> Work:
         """See irecv."""
-        return self.calls.receive(self.native.irecv(untracked(tensors[0]), None, tag), tensors)
+        return self.calls.started(self.native.irecv(untracked(tensors[0]), None, tag), tensors)
 
 
 # torch has an operator for each method.

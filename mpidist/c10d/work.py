@@ -58,8 +58,19 @@ class TorchWork(Work):
         self._registered = work_registry.enter(self, result) if work_registry.is_used() else None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """See Work.wait."""
-        ended = self._native.wait(timeout)
+        """See Work.wait.
+
+        The group's timeout withdraws receives; after ``timeout`` they stay posted.
+        """
+        try:
+            ended = self._native.wait(timeout)
+        except CommTimeout:
+            # torch's recv and its coalescing manager drop the handle, and a receive that stays
+            # posted would match the message of the next receive.
+            if seconds(timeout) is None:
+                for message in _messages(self._native):
+                    message.cancel()
+            raise
         if self._registered:
             tensors, self._registered = self._registered, None
             work_registry.leave(tensors)
@@ -101,8 +112,8 @@ class TorchWork(Work):
             # An exception raised in a callback is an error for C++, too. Future.set_exception marks
             # an error for Python only, and torch's reducer would take the exception for tensors.
             self._future = ended.then(partial(_outcome, self._native, self._result))
-            if isinstance(self._native, RequestWork):
-                # MPI has no completion callbacks, so the future of a message is returned complete.
+            # MPI has no completion callbacks, so the future of messages is returned complete.
+            if _messages(self._native):
                 self.wait()
             self._native.get_future().add_done_callback(lambda native: ended.set_result(None))
         return self._future
@@ -120,55 +131,44 @@ def _outcome(
     return result
 
 
-@untraced
-class TorchReceive(TorchWork):
-    """``torch.distributed.Work`` of a receive, which is canceled at the group's timeout."""
-
-    __slots__ = ()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """See RequestWork.wait.
-
-        The group's timeout cancels the receive; after ``timeout`` the receive stays posted.
-        """
-        try:
-            return TorchWork.wait(self, timeout)
-        except CommTimeout:
-            # torch's recv drops the handle, and a receive that stays posted would match the message
-            # of the next receive.
-            if seconds(timeout) is None and isinstance(self._native, RequestWork):
-                self._native.cancel()
-            raise
-
-
 class WorkList:
-    """Several works as one."""
+    """Several works as one.
+
+    Attributes:
+        works: The works.
+    """
 
     def __init__(self, works: Sequence[NativeWork | RequestWork | WorkList]) -> None:
-        self._works = works
+        self.works = works
         self.tensors: list[torch.Tensor] = [tensor for work in works for tensor in work.tensors]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for all works."""
-        for work in self._works:
+        for work in self.works:
             work.wait(timeout)
         return True
 
     def is_completed(self) -> bool:
         """Return whether all works have completed."""
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self.works)
 
     def exception(self) -> BaseException | None:
         """Return the error of the first failed work, or None."""
-        return next(
-            (error for work in self._works if (error := work.exception()) is not None), None
-        )
+        return next((error for work in self.works if (error := work.exception()) is not None), None)
 
     def source_rank(self) -> int:
         """Return -1, because the works may have several senders."""
         return -1
 
     def get_future(self) -> NativeFuture[Sequence[torch.Tensor]]:
-        """Return the last work's future."""
-        # A group completes its works in order.
-        return self._works[-1].get_future() if self._works else completed([])
+        """Return the last collective's future."""
+        # A group completes its collectives in order. Messages have ended before (``TorchWork``).
+        collectives = [work for work in self.works if not isinstance(work, RequestWork)]
+        return collectives[-1].get_future() if collectives else completed([])
+
+
+def _messages(work: NativeWork | RequestWork | WorkList) -> list[RequestWork]:
+    """Return the messages among works, which nobody completes but a thread that waits for them."""
+    if isinstance(work, WorkList):
+        return [message for each in work.works for message in _messages(each)]
+    return [work] if isinstance(work, RequestWork) else []

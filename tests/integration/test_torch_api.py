@@ -1,5 +1,6 @@
 """Every collective of torch.distributed on mpidist's backend."""
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from mpidist.errors import CommTimeout
 from tests.tools.support import agree, raises_on_all, reduced
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.usefixtures("default_group")]
@@ -299,6 +301,39 @@ class TestCoalescingManager:
         with _coalescing_manager(device=device, async_ops=async_ops):
             pass
         self.after(world)
+
+
+@pytest.mark.parametrize("async_ops", [False, True])
+def test_the_coalescing_manager_waits_for_messages(world, async_ops):
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    got, reduced_too = torch.zeros(1 << 20), mine(world.rank)
+    dist.barrier()
+    if world.rank == world.size - 1:
+        time.sleep(0.2)
+    # With a device, or the messages are no part of torch's batch.
+    with _coalescing_manager(device=torch.device("cpu"), async_ops=async_ops) as manager:
+        dist.irecv(got, before)
+        dist.all_reduce(reduced_too)
+        dist.isend(torch.full((1 << 20,), world.rank + 5.0), after)
+    if async_ops:
+        manager.wait()
+    same(world, got, torch.full((1 << 20,), before + 5.0), "message")
+    same(world, reduced_too, reduced(parts(world), "sum"), "sum")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_batch_past_the_groups_timeout_withdraws_its_receives(world):
+    group = dist.new_group(timeout=timedelta(seconds=0.2))
+    lost, got = torch.zeros(4), torch.zeros(4)
+    if world.rank == 0:
+        with pytest.raises(CommTimeout), _coalescing_manager(group, torch.device("cpu")):
+            dist.irecv(lost, 1, group)
+    dist.barrier()
+    if world.rank < 2:
+        dist.send(torch.ones(4), 0, group) if world.rank else dist.recv(got, 1, group)
+    ok = world.rank != 0 or (lost.tolist() == [0] * 4 and got.tolist() == [1] * 4)
+    agree(world, ok, f"{lost} {got}")
+    dist.destroy_process_group(group)
 
 
 def test_functional_collectives(world):
