@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from mpidist.comm.coupling.link import Link
-from mpidist.comm.coupling.messages import LEAVES, unpack
+from mpidist.comm.coupling.messages import unpack
 from mpidist.comm.coupling.outlet import parts
 from mpidist.comm.coupling.places import Places
 from mpidist.comm.mpi import runtime
@@ -43,7 +45,10 @@ class Inlet:
     def __init__(self, link: Link, depth: int, timeout_s: float | None) -> None:
         self._link = link
         self._timeout_s = timeout_s
-        self._samples: queue.SimpleQueue[Sample | BaseException | None] = queue.SimpleQueue()
+        # Samples, and behind them the end (None) or an error, which stays; and a word for each to
+        # the threads that wait. A thread takes a sample when nothing can keep it any more.
+        self._samples: deque[Sample | BaseException | None] = deque()
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._places = Places()
         self._senders = set(link.partners)
         # A request and the leave of one sender must not overtake each other.
@@ -51,8 +56,7 @@ class Inlet:
         self._is_leaving = self._stops = False
         for sender in link.partners:
             link.ask(sender, depth)
-        self._at_exit = _Stop(self)
-        runtime.close_at_exit(self._at_exit)
+        link.at_exit = self._leave
         self._thread = threading.Thread(
             target=runtime.guard_thread(self._run), name="mpidist-inlet", daemon=True
         )
@@ -75,21 +79,14 @@ class Inlet:
             raise GroupError(f"{self._link.where}: get on an inlet that is closed")
         limit_s = self._timeout_s if timeout_s == -1.0 else timeout_s
         try:
-            found = self._wait(limit_s)
+            found = self._next(limit_s)
         except queue.Empty:
             raise CommTimeout(
                 f'{self._link.where}: get from "{self._link.program}": no sample within '
                 f"{limit_s:g} s"
             ) from None
-        if found is None or isinstance(found, BaseException):
-            # For the next call, and for other threads that wait.
-            self._samples.put(found)
-            if found is None:
-                return None
+        if isinstance(found, BaseException):
             raise found
-        with self._asking:
-            if found.source in self._senders:
-                self._link.ask(found.source, 1)
         return found
 
     def __iter__(self) -> Iterator[Sample]:
@@ -107,12 +104,10 @@ class Inlet:
         Raises:
             CommTimeout: A sender has not noticed it in time.
         """
-        if self._is_leaving:
-            return
         with self._asking:
             self._is_leaving = True
-            for sender in self._senders:
-                self._link.ask(sender, LEAVES)
+            for sender in self._link.partners:
+                self._link.leave(sender)
         limit_s = self._timeout_s if timeout_s == -1.0 else timeout_s
         with self._link.waiting("close"):
             self._thread.join(limit_s)
@@ -122,21 +117,56 @@ class Inlet:
                 f"did not notice it within {limit_s:g} s"
             )
 
-    def _wait(self, limit_s: float | None) -> Sample | BaseException | None:
+    def _next(self, limit_s: float | None) -> Sample | BaseException | None:
+        """Take the next sample, or look at what stays.
+
+        Raises:
+            queue.Empty: None in time.
+        """
+        found, is_taken = None, False
         try:
-            return self._samples.get_nowait()
+            while not is_taken:
+                limit_s = self._wait(limit_s)
+                with self._asking:
+                    if self._samples:
+                        found = self._samples[0]
+                        if not isinstance(found, Sample):
+                            self._news.put(None)  # for other threads that wait
+                            return found
+                        if found.source in self._senders:
+                            self._link.ask(found.source, 1)
+                        # Without a call, as in ``link``.
+                        del self._samples[0]
+                        is_taken = True
+        except BaseException:
+            if is_taken:
+                self._samples.appendleft(found)
+            self._news.put(None)
+            raise
+        return found
+
+    def _wait(self, limit_s: float | None) -> float | None:
+        """Wait for news; return the rest of the time."""
+        start = time.monotonic()
+        try:
+            self._news.get_nowait()
         except queue.Empty:
             with self._link.waiting("get"):
-                return self._samples.get(timeout=limit_s)
+                self._news.get(timeout=limit_s)
+        return None if limit_s is None else max(limit_s - (time.monotonic() - start), 0.0)
+
+    def _add(self, found: Sample | BaseException | None) -> None:
+        self._samples.append(found)
+        self._news.put(None)
 
     def _run(self) -> None:
         try:
             while self._senders and not self._stops:
                 self._receive()
         except Exception as error:
-            self._samples.put(error)
+            self._add(error)
         else:
-            self._samples.put(None)
+            self._add(None)
 
     def _receive(self) -> None:
         link, found = self._link, None
@@ -159,21 +189,19 @@ class Inlet:
         if head is None:
             with self._asking:
                 self._senders.discard(sender)
-                if not self._is_leaving:
-                    link.ask(sender, LEAVES)
+                link.leave(sender)
             return
         tensors = [self._places.tensor(form) for form in head.forms]
-        if link.receive(sender, parts(tensors), lambda: self._stops) and not self._is_leaving:
-            self._samples.put(Sample(tuple(tensors), head.label, sender))
+        is_complete = link.receive(sender, parts(tensors), tensors, lambda: self._stops)
+        if is_complete and not self._is_leaving:
+            self._add(Sample(tuple(tensors), head.label, sender))
 
-
-class _Stop:
-    """End of an inlet's thread before the end of MPI, without a word to the senders."""
-
-    def __init__(self, inlet: Inlet) -> None:
-        self._inlet = inlet
-
-    def close(self, timeout_s: float) -> None:
-        """End the thread."""
-        self._inlet._stops = True
-        self._inlet._thread.join(timeout_s)
+    def _leave(self, timeout_s: float) -> None:
+        """Leave, and end the thread, before the end of MPI."""
+        try:
+            with self._asking:
+                for sender in self._link.partners:
+                    self._link.leave(sender)
+        finally:
+            self._stops = True
+            self._thread.join(timeout_s)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpidist.comm.coupling.link import Link
+from mpidist.comm.coupling.link import Link, Transfer
 from mpidist.comm.coupling.messages import (
     DTYPES,
     LEAVES,
@@ -36,10 +36,11 @@ class Outlet:
     def __init__(self, link: Link) -> None:
         self._link = link
         # Readers and the samples that they have room for, in the order of the requests.
-        self._asked: deque[tuple[int, int]] = deque()
-        self._readers = set(link.partners)
+        self._asked: deque[list[int]] = deque()
+        self._readers = set(link.partners)  # have not left
         self._silent = set(link.partners)  # have never asked
         self._is_closed = False
+        link.at_exit = self.close
 
     def put(self, *tensors: torch.Tensor | np.ndarray, label: int = 0, wait: bool = True) -> bool:
         """Send a sample to the reader that has waited longest.
@@ -58,8 +59,9 @@ class Outlet:
 
         Raises:
             TypeError, ValueError: No tensor, or none that can be sent, or the label is no int64.
-            CommTimeout: No reader has asked in time; or one has, and has not received the sample,
-                whose memory must then not be changed.
+            CommTimeout: No reader has asked in time; or one has, and has not received the sample.
+                It will, as after any other exception that leaves the wait (of a handler of a
+                signal): its memory is kept and must not be changed.
             RankFailureError: A process of the other program has died (ULFM).
             GroupError: The outlet is closed.
         """
@@ -72,19 +74,21 @@ class Outlet:
         if not -MOST_NUMBER - 1 <= number <= MOST_NUMBER:
             raise ValueError(f"{self._link.where}: put needs a label that is an int64; got {label}")
         numbers = pack(Head(number, tuple(Form(t.dtype, tuple(t.shape)) for t in held)))
-        self._take_requests()
         if wait:
             self._link.until(
-                self._may_go_on,
+                lambda: self._is_asked() or not self._readers,
                 "put",
                 "no reader asked for a sample",
             )
-        if not self._asked:
+        if not self._is_asked():
             return False
-        reader, samples = self._asked.popleft()
-        if samples > 1:
-            self._asked.appendleft((reader, samples - 1))
-        self._link.send(reader, numbers, parts(held), held)
+        turn, sample = self._asked[0], Transfer(held)
+        try:
+            self._link.send(turn[0], numbers, parts(held), sample)
+        finally:
+            # Without a call, see ``link``: a sample that has been begun is one that was asked for.
+            if sample.requests:
+                turn[1] -= 1
         return True
 
     def close(self, timeout_s: float | None = -1.0) -> None:
@@ -99,46 +103,40 @@ class Outlet:
             CommTimeout: A reader has not received it in time; the text names those that have opened
                 no inlet.
         """
-        if self._is_closed:
-            return
         self._is_closed = True
-        self._take_requests()
-        for reader in self._readers:
+        for reader in self._link.partners:
             self._link.end(reader)
-        ended, self._readers = self._readers, set()
-        self._link.until(
-            lambda: self._take_leaves(ended), "close", lambda: self._problem(ended), timeout_s
-        )
+        self._link.until(self._have_left, "close", self._problem, timeout_s)
 
-    def _may_go_on(self) -> bool:
+    def _is_asked(self) -> bool:
         self._take_requests()
-        return bool(self._asked) or not self._readers
+        while self._asked and not self._asked[0][1]:
+            self._asked.popleft()
+        return bool(self._asked)
+
+    def _have_left(self) -> bool:
+        self._take_requests()
+        return not self._readers
 
     def _take_requests(self) -> None:
-        while (request := self._request()) is not None:
+        link = self._link
+        while (request := link.request()) is not None:
             reader, samples = request
-            if samples != LEAVES:
-                self._asked.append((reader, samples))
-            elif reader in self._readers:
-                self._readers.remove(reader)
-                self._asked = deque(each for each in self._asked if each[0] != reader)
-                self._link.end(reader)
+            self._silent.discard(reader)
+            if samples == LEAVES:
+                link.end(reader)
+                self._readers.discard(reader)
+                for turn in self._asked:
+                    turn[1] *= turn[0] != reader
+                link.unserved = None
+            else:
+                # Without a call, see ``link``.
+                self._asked += ([reader, samples],)
+                link.unserved = None
 
-    def _take_leaves(self, readers: set[int]) -> bool:
-        while readers and (request := self._request()) is not None:
-            if request[1] == LEAVES:
-                readers.discard(request[0])
-        return not readers
-
-    def _request(self) -> tuple[int, int] | None:
-        request = self._link.request()
-        if request is not None:
-            self._silent.discard(request[0])
-        return request
-
-    def _problem(self, readers: set[int]) -> str:
+    def _problem(self) -> str:
         """Return what ``close`` waits for: readers that have not come yet, or are still there."""
-        silent = sorted(readers & self._silent)
+        silent = sorted(self._readers & self._silent)
         if silent:
             return f"{rank_ranges.named(silent)} opened no inlet"
         return "a reader did not leave"
@@ -158,9 +156,12 @@ def _contiguous(where: str, value: Any) -> torch.Tensor:
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{where}: put sends no masks; give filled() of a masked array")
     if isinstance(value, np.ndarray):
-        # Torch has no strides below zero, and warns of memory that must not be written.
+        # Torch refuses strides below zero and those that are no multiple of an element, which numpy
+        # calls contiguous in an axis of one element; and it warns of memory that must not be
+        # written.
         array = np.ascontiguousarray(value).reshape(value.shape)
-        value = torch.from_numpy(array if array.flags.writeable else array.copy())
+        is_odd = any(one < 0 or one % array.itemsize for one in array.strides)
+        value = torch.from_numpy(array.copy() if is_odd or not array.flags.writeable else array)
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{where}: put needs tensors or arrays; got {type(value).__name__}")
     tensor = value.detach()

@@ -9,7 +9,7 @@ import torch
 import mpidist.comm
 from mpidist.errors import DisagreementError
 from tests.comm.coupling.programs import two
-from tests.tools.support import agree, raises_on_all
+from tests.tools.support import agree, raises_on_all, short_job
 
 more_ranks = pytest.mark.mpi(min_size=2)
 
@@ -97,3 +97,38 @@ def test_wrong_groups_are_refused_everywhere(group, job):
         "was refused in the processes [0]" if job.rank else f"processes for a job of {job.size}"
     )
     agree(group, expected in str(caught), f"expected {expected!r}; got {caught!r}")
+
+
+_WITHOUT_CLOSE = """
+import torch
+
+from mpidist.comm.coupling.coupling import couple
+
+
+def main():
+    # The last reference goes with the function.
+    coupled = couple({"make": 1, "take": 1, "also": 1})
+    if coupled.program == "make":
+        outlet = coupled.outlet("take")
+        for label in range(3):
+            outlet.put(torch.zeros(10), label=label)
+    elif coupled.program == "take":
+        print("took", *[sample.label for sample in coupled.inlet("make")])
+        outlet, count = coupled.outlet("also"), 0
+        while outlet.put(torch.zeros(10)):
+            count += 1
+        print("also took", count > 1)
+    else:
+        inlet = coupled.inlet("take")
+        inlet.get(), inlet.get()
+
+
+main()
+"""
+
+
+@pytest.mark.slow
+def test_programs_that_end_without_close_say_so():
+    done = short_job(3, _WITHOUT_CLOSE)
+    assert done.returncode == 0, done.stderr
+    assert "took 0 1 2" in done.stdout and "also took True" in done.stdout, done.stdout
