@@ -252,8 +252,8 @@ def _gather_settings(
     )  # fmt: skip
     gathered = bytearray(len(mine) * comm.Get_size())
     comm.Allgather((mine, len(mine), MPI.BYTE), (gathered, len(mine), MPI.BYTE))
-    facts = zip(*_ROW.iter_unpack(gathered), strict=True)
-    nodes, levels, trusts, orders, traces, users, pids, job_ranks, times, hosts, jobs, starts = facts
+    (nodes, levels, trusts, orders, traces, users, pids, job_ranks, times, hosts, jobs, starts
+    ) = zip(*_ROW.iter_unpack(gathered), strict=True)  # fmt: skip
     names = [host.rstrip(b"\0").decode(errors="replace") for host in hosts]
     problem = (
         thread_level_problem(levels)
