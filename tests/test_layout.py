@@ -24,6 +24,7 @@ COVERED_BY = {
     "c10d/calls": "c10d/test_process_group.py",
     "c10d/collectives": "integration/test_torch_api.py",
     "c10d/generation": "c10d/test_mixed.py",
+    "c10d/work_registry": "c10d/test_functional.py",
     "c10d/up_to_213/batches": "c10d/up_to_213/test_mixed.py",
     "c10d/up_to_213/device_backend": "c10d/test_mpi_backend.py",
     "c10d/up_to_213/functional": "c10d/test_functional.py",
