@@ -29,6 +29,7 @@ _HOMES = {
     "local_rank": "mpi.runtime",
     "world": "mpi.runtime",
     "capabilities": "discovery.capability",
+    "without_launcher": "mpi.launcher_env",
 }
 __all__ = list(_HOMES)
 

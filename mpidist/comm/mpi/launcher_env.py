@@ -74,7 +74,7 @@ _LIBRARY_OF_LAUNCHER = {
 _LAUNCHER_PREFIXES = (
     "OMPI_", "PMIX", "PRTE", "PMI_", "HYDI", "HYDRA_", "MPI_LOCAL", "MPIEXEC_",
     "MPICH_INTERFACE_HOSTNAME", "MV2_COMM_WORLD_", "PALS_", "FLUX_", "SLURM", "PBS_", "LSB_",
-    "PE_HOSTFILE", "MPIDIST_APPNUM",
+    "PE_HOSTFILE", "MPIDIST_APPNUM", "MPIDIST_RANK_MARK",
 )  # fmt: skip
 # Prefixes of the user's own settings among them: the library's location, and the components that
 # carry messages and reductions.
@@ -99,7 +99,10 @@ _DIGEST_BYTES = 8
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a job that a rank starts.
+    """Return the environment for a program or job that a rank starts.
+
+    ``subprocess.run(command, env=without_launcher(os.environ))``: the program is a world of one, or
+    has what its own launcher says.
 
     Args:
         environ: Usually ``os.environ``.
@@ -134,6 +137,11 @@ def from_environment(environ: Mapping[str, str]) -> Launch:
         if mark in environ:
             return Launch(launcher, *(_number(environ.get(name)) for name in names))
     return Launch("python", None, None)
+
+
+def is_rank(environ: Mapping[str, str]) -> bool:
+    """Return whether these are a rank's variables, of a launcher that MPI knows (pure)."""
+    return from_environment(environ).launcher not in ("python", "torchrun")
 
 
 def has_job_name(environ: Mapping[str, str]) -> bool:

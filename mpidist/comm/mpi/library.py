@@ -25,10 +25,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from mpidist.comm.mpi import cuda_context, launcher_env
+from mpidist.comm.mpi import cuda_context, launcher_env, rank_mark
 from mpidist.errors import LaunchError, MpidistError
 
-_NOT_MPIS = ("python", "torchrun")  # launchers whose processes are not ranks
 _TRANSPORTS = "OMPI_MCA_btl"
 _SETS_TRANSPORTS = re.compile(r"^\s*btl\s*=", re.MULTILINE)
 SHARED_MEMORY = "/dev/shm"
@@ -143,7 +142,7 @@ def load(makes_context: bool = True) -> ModuleType:
 
     Raises:
         LaunchError: No MPI library was found, or a library that the launcher cannot start; the
-            message says how to get one.
+            message says how to get one. Or a rank has started this program without a launcher.
         MpidistError: This process was forked from one in which MPI runs, or started by
             multiprocessing in a rank.
     """
@@ -156,16 +155,19 @@ def load(makes_context: bool = True) -> ModuleType:
             )
         # The process has the rank's variables: MPI would treat it as the rank itself, and crash or
         # hang.
-        if (
-            multiprocessing.parent_process() is not None
-            and launcher_env.from_environment(os.environ).launcher not in _NOT_MPIS
-        ):
+        if multiprocessing.parent_process() is not None and launcher_env.is_rank(os.environ):
             raise MpidistError(
                 "this process was started by multiprocessing within an MPI rank: it is no rank of "
                 "the job and cannot use MPI. In the place of torch.multiprocessing.spawn(run, "
                 "nprocs=N), start 'mpirun -n N python ...' or 'srun -n N python ...' and call "
                 "run(rank) in each rank; else keep collectives and calls in the parent, or give "
                 "the process a group of torch's own (Gloo)"
+            )
+        if _pid_of_start is None and rank_mark.is_of_parent(os.environ):
+            raise LaunchError(
+                "a rank of a job has started this program, which is no rank itself: MPI would take "
+                "it for that rank, and hang. If it is to be a job of its own, the rank starts it "
+                "with env=mpidist.comm.without_launcher(os.environ)"
             )
         configure_environment()
         try:
@@ -185,6 +187,7 @@ def load(makes_context: bool = True) -> ModuleType:
                 raise
             raise no_library(error) from error
         _pid_of_start = os.getpid()
+        rank_mark.leave(os.environ)
         return module
 
 
