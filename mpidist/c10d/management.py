@@ -79,7 +79,13 @@ class Management:
 
 @untraced
 class GroupManagement(Management):
-    """torch's methods that manage a group alone."""
+    """torch's methods that manage a group alone, and copies: what holds a group shares it."""
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return self
 
     def split_group(
         self,

@@ -746,6 +746,13 @@ class ProcessGroup:
             ended = self._messages.drop_unreceived(tag)
             closed_communicators.add(self._state.mpi, tag, self._comm.children(), ended)
 
+    def __copy__(self) -> ProcessGroup:
+        """Return the group itself: a copy of what holds it is on the same group."""
+        return self
+
+    def __deepcopy__(self, memo: object) -> ProcessGroup:
+        return self
+
     def __repr__(self) -> str:
         state = "closed" if self._state.is_closed else "failed" if self._state.failure else "open"
         return f'ProcessGroup("{self.name}", rank {self.rank} of {self.size}, {state})'

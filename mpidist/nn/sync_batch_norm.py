@@ -181,7 +181,6 @@ class SyncBatchNorm(_BatchNorm):
 
     def __deepcopy__(self, memo: dict[int, object]) -> SyncBatchNorm:
         """Copy everything except the group, which the copy shares."""
-        memo[id(self.process_group)] = self.process_group
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))

@@ -1,5 +1,6 @@
 """Timeouts, splitting and names of a group, by torch's functions."""
 
+import copy
 from datetime import timedelta
 
 import pytest
@@ -34,6 +35,15 @@ def test_the_sequence_number_counts_the_collectives_of_a_group(world, default_gr
         work.wait()
     agree(world, seen == [5, 5], f"{seen}")
     dist.destroy_process_group(group)
+
+
+def test_copies_of_a_layer_are_on_its_group(world, default_group):
+    for group in (world, default_group):
+        layer = torch.nn.Linear(2, 2)
+        layer.group = group
+        for copied in (copy.deepcopy(layer), copy.copy(layer)):
+            agree(world, copied.group is group)
+        agree(world, copy.copy(group) is group)
 
 
 def test_a_split_group_has_the_given_ranks_names_and_timeout(world, default_group):
