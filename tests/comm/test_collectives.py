@@ -1,6 +1,7 @@
 """Collectives that move data: dtypes, uneven and empty parts, strided tensors, large counts."""
 
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 
 from mpidist.comm.algorithms import movement
 from mpidist.comm.memory import buffer
-from tests.tools.support import agree
+from mpidist.errors import MpidistError
+from tests.tools.support import agree, raises_on_all
 
 pytestmark = pytest.mark.mpi
 
@@ -228,3 +230,28 @@ def test_lists_that_hold_the_own_part_already(group, numel):
     agree(
         group, torch.equal(whole, torch.arange(1.0, group.size + 1).view(-1, 1).expand(-1, numel))
     )
+
+
+def test_a_traced_collective_is_refused_also_where_it_has_run_before(group):
+    def summed(x):
+        y = x * 2
+        group.all_reduce(y)
+        return y
+
+    def gathered(x):
+        rows = [torch.zeros_like(x) for _ in range(group.size)]
+        group.all_gather(rows, x)
+        return torch.cat(rows)
+
+    x = torch.ones(2, 3)
+    for function in (summed, gathered):
+        for _ in range(3):
+            function(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of each number that it reads
+            raises_on_all(
+                group,
+                MpidistError,
+                lambda function=function: torch.jit.trace(function, (x,), check_trace=False),
+                "was called within torch.jit.trace",
+            )

@@ -26,6 +26,7 @@ from mpidist.comm.execution.work import Work
 from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import Event, device_at, device_of
 from mpidist.comm.mpi import autograd_mode, nonblocking
+from mpidist.errors import MpidistError
 from mpidist.future import Future
 
 _ENV_DEBUG = "MPIDIST_DEBUG"  # "1": debug mode
@@ -134,6 +135,13 @@ class Execution:
         state = self.state
         if state.is_closed or state.failure is not None:
             state.require_usable(operation.name)
+        # Fast paths know operations by their shapes, which are no numbers in a trace.
+        if torch._C._is_tracing():
+            raise MpidistError(
+                f"{state.where(operation.name)} was called within torch.jit.trace, which would "
+                "keep the results of this call as constants: trace a module that does not "
+                "communicate, or use torch.compile"
+            )
         if self.checks_nan:
             self.require_no_nan(operation.name, operation.inputs)
         if torch_profiler._is_profiler_enabled:

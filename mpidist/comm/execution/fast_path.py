@@ -354,6 +354,7 @@ class FastPath:
             or not isinstance(op, str)
             or dtype.is_complex
             or not has_memory(tensor)
+            or torch._C._is_tracing()  # refused by the normal path
         ):
             return None
         # Views of one memory may take turns.
