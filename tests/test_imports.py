@@ -29,6 +29,7 @@ LAYERS = [
         "future",
         "progress_bar",
         "saved_file",
+        "shared_place",
         "shipped",
         "state_scalars",
         "torch_futures",

@@ -297,9 +297,11 @@ def clean() -> None:
 
     removed, used = job_folder.clean()
     for folder in removed:
-        print(f"removed {folder}")
+        print(f"removed {folder}" if not folder.exists() else f"left a part of {folder}")
     for folder in used:
         print(f"left {folder}, which a process uses")
+    for line in job_folder.strange_folders():
+        print(f"left {line}")
 
 
 trace = typer.Typer(
@@ -376,6 +378,7 @@ def report(
     """
     from mpidist.cli import report as page
     from mpidist.cli.tables import console
+    from mpidist.comm.mpi import job_folder
     from mpidist.reports import findings, job_files
 
     jobs = job_files.jobs() if folder is None else []
@@ -387,6 +390,8 @@ def report(
         keeps |= bool(found)
         page.print_report(world, found, last, to)
     page.print_jobs([each for each in jobs if each.folder != folder], to)
+    for line in job_folder.strange_folders():
+        print(f"mpidist: not read: {line}", file=sys.stderr)
     if torch is not None:
         from mpidist.reports import flight_recorder
 

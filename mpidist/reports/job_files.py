@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from mpidist import shared_place
 from mpidist.comm.mpi import job_folder, launcher_env, rank_ranges
 from mpidist.comm.recorder.recording import Recording, read_folder
 from mpidist.comm.watchdog import thread_stacks
@@ -21,6 +22,7 @@ from mpidist.reports.job import ELSEWHERE, ENDED, RUNS, STOPPED, Job
 
 _ASK_S = 2.0  # longest wait for the stacks of living processes
 _LOOK_S = 0.02
+_MOST_BYTES = 1 << 28  # of a file
 _NUMBER = signal.SIGUSR2
 
 
@@ -112,9 +114,12 @@ def _job(found: dict[int, Recording], host: str, left_out: Sequence[str]) -> Job
 def stacks_of(each: Recording) -> list[Stack]:
     """Return the stacks that a process has written last."""
     with contextlib.suppress(OSError):
-        text = path_beside(each.path).read_text(encoding="utf-8", errors="replace")
-        return thread_stacks.parsed(text)
+        return thread_stacks.parsed(_stacks_text(each, is_own=False))
     return []
+
+
+def _stacks_text(each: Recording, is_own: bool) -> str:
+    return shared_place.text_of(path_beside(each.path), _MOST_BYTES, is_own=is_own)
 
 
 def _recordings(folder: Path) -> tuple[dict[str, dict[int, Recording]], list[str]]:
@@ -162,7 +167,10 @@ def _ask(recordings: Iterable[Recording]) -> None:
     waiting = [each for each in recordings if _can_be_asked(each)]
     for each in waiting:
         with contextlib.suppress(OSError):
-            os.truncate(path_beside(each.path), 0)
+            path = path_beside(each.path)
+            file = shared_place.opened(path, _MOST_BYTES, writes=True)
+            with open(file, "wb", buffering=0) as stacks:
+                stacks.truncate(0)
             os.kill(each.pid, _NUMBER)
     end = time.monotonic() + _ASK_S
     while waiting and time.monotonic() < end:
@@ -171,14 +179,22 @@ def _ask(recordings: Iterable[Recording]) -> None:
 
 
 def _can_be_asked(each: Recording) -> bool:
-    """Return whether the signal has the process write its stacks; it ends one without a handler."""
+    """Return whether the signal has the process write its stacks; it ends one without a handler.
+
+    Files of another user may name any process of this one.
+    """
+    try:
+        for path in (each.path, path_beside(each.path)):
+            os.close(shared_place.opened(path, _MOST_BYTES))
+    except OSError:
+        return False
     caught = int(_field(each.pid, "SigCgt:") or "0", 16)
-    return bool(caught >> (_NUMBER - 1) & 1) and path_beside(each.path).exists()
+    return bool(caught >> (_NUMBER - 1) & 1)
 
 
 def _has_answered(each: Recording) -> bool:
     try:
-        text = path_beside(each.path).read_text(encoding="utf-8", errors="replace")
+        text = _stacks_text(each, is_own=True)
     except OSError:
         return True
     # A process whose Python lock is kept writes no table.

@@ -125,7 +125,7 @@ def test_what_is_left_out_of_a_folder_is_said(make):
     assert sorted(job.recordings) == [0, 1] and job.unknown == (2, 3)
     assert job.left_out == [
         f"{folder}/recorder-2 is no recording of mpidist",
-        f"{folder}/recorder-5: Illegal seek",
+        f"{folder}/recorder-5: It is no regular file",
         "rank 3 of job before, in the same folder",
     ]
     for rank in (0, 1, 3):

@@ -18,10 +18,11 @@ import errno
 import fcntl
 import os
 import shutil
-import stat
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+from mpidist import shared_place
 from mpidist.comm.mpi import forked_child, runtime
 from mpidist.errors import CheckpointError
 
@@ -34,7 +35,19 @@ _LEFT_PARTS, _LEFT_BYTES = 16, 64 << 20
 
 def jobs_folders() -> list[Path]:
     """Return the folders of this user's jobs in this node's memory."""
-    return sorted(MEMORY.glob(f"mpidist-{os.geteuid()}-*"))
+    return [path for path, problem in _named_like_jobs() if not problem]
+
+
+def strange_folders() -> list[str]:
+    """Return a line on each folder of such a name that others own or may write."""
+    return [f"{path}, which {problem}" for path, problem in _named_like_jobs() if problem]
+
+
+def _named_like_jobs() -> Iterator[tuple[Path, str]]:
+    for path in sorted(MEMORY.glob(f"mpidist-{os.geteuid()}-*")):
+        # Another process may remove it meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            yield path, shared_place.problem_of_folder(path)
 
 
 def path_of(job: str) -> Path:
@@ -187,12 +200,10 @@ class JobFolder:
         Raises:
             CheckpointError: It is another user's, open to others, or a link.
         """
-        status = self.path.lstat()
-        is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-        if not is_own or stat.S_IMODE(status.st_mode) & 0o077:
+        if problem := shared_place.problem_of_folder(self.path, is_private=True):
             raise CheckpointError(
-                f"{self.path} is no folder of this user alone, and may hold anything; {ADVICE}, or "
-                "set MPIDIST_JOB to another name"
+                f"{self.path} is no folder of this user alone, and may hold anything: it "
+                f"{problem}; remove it, or set MPIDIST_JOB to another name"
             )
 
     def leave_to_parent(self) -> None:

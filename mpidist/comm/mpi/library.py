@@ -16,7 +16,6 @@ import pwd
 import re
 import shutil
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
@@ -81,10 +80,11 @@ def start_settings(environ: MutableMapping[str, str]) -> Iterator[None]:
 
 
 def home(environ: Mapping[str, str]) -> str:
-    """Return the home folder for an MPI that needs one: ``HOME``, else the user's, else ``/tmp``.
+    """Return the home folder for an MPI that needs one: ``HOME``, else the user's, else ``/``.
 
     A service or a container may start a process without ``HOME``, or as a user without an entry in
-    the system's table. Open MPI reads the variable alone, and ends without it.
+    the system's table. Open MPI reads the variable alone, and ends without it. It takes parameters
+    from there, and through them libraries to load: so it is no folder in which others may write.
     """
     if environ.get("HOME"):
         return environ["HOME"]
@@ -92,7 +92,7 @@ def home(environ: Mapping[str, str]) -> str:
         found = pwd.getpwuid(os.geteuid()).pw_dir
     except KeyError:
         found = ""
-    return found if found and Path(found).is_dir() else tempfile.gettempdir()
+    return found if found and Path(found).is_dir() else "/"
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpidist import shared_place
 from mpidist.comm.mpi import job_folder, launcher_env
 from mpidist.comm.mpi.process_start import start_ticks
 from mpidist.comm.recorder import file_format
@@ -18,7 +19,7 @@ from mpidist.comm.recorder.file_format import HEADER, HEADER_BYTES, SLOT, SLOT_B
 from mpidist.errors import RecordingError
 
 _PREFIX = "recorder-"
-_LARGEST = 1 << 32  # bytes of a file that is read
+_LARGEST = 1 << 28  # bytes of a file that is read
 
 
 class Kind(str, Enum):
@@ -175,8 +176,8 @@ def read(path: Path) -> Recording:
         RecordingError: It is no recording, of another version, or cut.
         OSError: It cannot be read.
     """
-    # A pipe of this name would wait for its writer.
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    # Of whichever user: somebody else may have collected the files.
+    file = shared_place.opened(path, _LARGEST, is_own=False)
     try:
         header = _header(path, os.pread(file, HEADER_BYTES, 0), os.fstat(file).st_size)
         slots_bytes = (header.slots + header.kept) * SLOT_BYTES
@@ -216,7 +217,8 @@ def recordings(job: str | None = None) -> list[Recording]:
         return max(found, key=_last_start, default=[])
     if os.sep in job:
         return read_all(Path(job))
-    return read_all(job_folder.path_of(launcher_env.in_file_names(job)))
+    path = job_folder.path_of(launcher_env.in_file_names(job))
+    return read_all(path) if path in job_folder.jobs_folders() else []
 
 
 def read_all(folder: Path) -> list[Recording]:

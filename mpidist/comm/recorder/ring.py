@@ -29,6 +29,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from mpidist import shared_place
 from mpidist.comm.mpi.process_start import start_ticks
 from mpidist.comm.recorder import file_format
 from mpidist.comm.recorder.file_format import (
@@ -484,8 +485,7 @@ class _Part:
 def _mapped(path: Path | None, length: int) -> mmap.mmap:
     if path is None:
         return mmap.mmap(-1, length)
-    path.unlink(missing_ok=True)
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    file = shared_place.made(path, os.O_RDWR)
     try:
         with naming(path):
             # Reserved here, because a store to memory that cannot be had kills the process.

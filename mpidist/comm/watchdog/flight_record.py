@@ -25,6 +25,7 @@ import torch
 
 from mpidist import torch_version, whole_file
 from mpidist.comm.execution.op_status import Journal, Recorded
+from mpidist.comm.mpi import library
 from mpidist.comm.recorder.collective_begins import Form
 
 FORMAT = "2.10"  # version of the form, as torch 2.13 to 2.15 write it
@@ -121,13 +122,16 @@ def record_of(
 def path(rank: int, environ: Mapping[str, str], first: int | None = None) -> Path:
     """Return the file of a rank: a prefix and the rank, by torch's variables and default.
 
+    Without ``HOME``, where torch takes ``/tmp``, it is the user's home: torch's analyzer unpickles
+    the files, and in ``/tmp`` another user may have made the folder.
+
     Args:
         first: ``World.first``. The ranks of another world have the same numbers; torchfrtrace reads
             all files of a folder that have the prefix anywhere in their names.
     """
     prefix = next((environ[name] for name in _ENV_PREFIX if environ.get(name)), None)
     if prefix is None:
-        cache = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME", "/tmp"), ".cache")
+        cache = environ.get("XDG_CACHE_HOME") or os.path.join(library.home(environ), ".cache")
         prefix = os.path.join(cache, "torch", "comm_lib_trace_rank_")
     if first is not None:
         prefix = f"{prefix[:-1]}-world{first}{prefix[-1]}"

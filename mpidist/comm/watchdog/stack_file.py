@@ -19,12 +19,12 @@ import threading
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from mpidist import shared_place
 from mpidist.comm.mpi import forked_child
 from mpidist.comm.watchdog import dump_signal, thread_stacks
 
 _NUMBER = signal.SIGUSR2
 _PREFIX = "stacks"
-_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def path_beside(recorder: Path) -> Path:
@@ -45,7 +45,7 @@ class StackFile:
     Not installed outside the main thread, or where the file cannot be made.
 
     Args:
-        path: Of the file, in a folder of this user alone.
+        path: Of the file, which is replaced.
 
     Attributes:
         is_installed: The signal writes the stacks.
@@ -60,7 +60,8 @@ class StackFile:
         if threading.current_thread() is not threading.main_thread():
             return
         with contextlib.suppress(OSError):
-            self._file = open(os.open(path, _FLAGS, 0o600), "ab", buffering=0)  # noqa: SIM115
+            made = shared_place.made(path, os.O_WRONLY | os.O_APPEND)
+            self._file = open(made, "ab", buffering=0)  # noqa: SIM115
             # faulthandler's record of an earlier file may be of a handler that was replaced since.
             handler = signal.getsignal(_NUMBER)
             faulthandler.unregister(_NUMBER)

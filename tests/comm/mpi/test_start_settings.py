@@ -1,6 +1,5 @@
 """Settings of Open MPI's start, by the launcher's variables; pure."""
 
-import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -80,19 +79,19 @@ def test_a_transport_of_the_user_or_the_site_stays(tmp_path, where, text, is_set
     assert "OMPI_MCA_btl" not in environ
 
 
-def test_a_missing_home_is_the_users_or_the_temporary_folder(monkeypatch, tmp_path):
+def test_a_missing_home_is_the_users_or_the_root_folder(monkeypatch, tmp_path):
     assert home({"HOME": "/mine"}) == "/mine"
     entry = SimpleNamespace(pw_dir=str(tmp_path))
     monkeypatch.setattr("pwd.getpwuid", lambda uid: entry)
     assert home({}) == home({"HOME": ""}) == str(tmp_path)
     entry.pw_dir = "/nonexistent"
-    assert home({}) == tempfile.gettempdir()
+    assert home({}) == "/"
 
     def unknown(uid):
         raise KeyError(uid)
 
     monkeypatch.setattr("pwd.getpwuid", unknown)
-    assert home({}) == tempfile.gettempdir()
+    assert home({}) == "/"
 
 
 @pytest.mark.parametrize("environ", [{}, {"HOME": ""}, {"HOME": "/mine"}])

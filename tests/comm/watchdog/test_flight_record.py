@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mpidist.comm.execution.op_status import Journal
+from mpidist.comm.mpi import library
 from mpidist.comm.watchdog import flight_record
 from tests.tools.support import printed, python, short_job, started
 
@@ -106,6 +107,9 @@ def test_the_file_has_torchs_place_and_name():
     assert flight_record.path(3, named, first=2) == Path("/a/b-world2_3")
     assert flight_record.path(0, home, 0).name == "comm_lib_trace_rank-world0_0"
     assert flight_record.path(0, home) == Path("/home/u/.cache/torch/comm_lib_trace_rank_0")
+    # Not in /tmp, where another user may have made the folder.
+    without = flight_record.path(0, {})
+    assert without.is_relative_to(library.home({})) and not without.is_relative_to("/tmp")
     home["XDG_CACHE_HOME"] = "/scratch"
     assert flight_record.path(0, home) == Path("/scratch/torch/comm_lib_trace_rank_0")
     assert flight_record.is_written_on_timeout({})
