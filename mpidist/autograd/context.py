@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.autograd.graph import Node
 
@@ -34,6 +34,17 @@ WORKER_SHIFT = 48
 MAX_COUNT = (1 << WORKER_SHIFT) - 1
 SMART = 1 << (WORKER_SHIFT - 1)  # bit of a pass's number: SMART mode
 MODES = ("fast", "smart")
+
+
+class _Receives(dict[Node, Receive]):
+    """Received messages of one context, by node."""
+
+    def __missing__(self, node: Node) -> NoReturn:
+        raise MpidistError(
+            "a tensor that was received in another autograd context was used in this one: its "
+            "gradient belongs to a message of that context. Use it in its own context, or detach() "
+            "it"
+        )
 
 
 class Context:
@@ -62,7 +73,7 @@ class Context:
         self.callees: set[int] = set()
         self.callers: set[int] = set()
         self.sends: dict[int, Send] = {}
-        self.receives: dict[Node, Receive] = {}
+        self.receives: dict[Node, Receive] = _Receives()
         self.gradients = Gradients()
         self.reductions: dict[Reducer, Reduction] = {}
         self.parts: dict[int, Any] = {}

@@ -276,3 +276,38 @@ def test_a_worker_that_leaves_during_a_pass_fails_it_at_once(group, mode):
         f"{raised!r}",
     )
     agree(group, not int(autograd._get_debug_info()["num_autograd_contexts"]), "contexts are left")
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("hops", [0, 1])
+def test_a_tensor_of_an_earlier_context_is_named(group, workers, to, mode, hops):
+    """A hidden state that is not detached; here, or on the worker that has kept it."""
+    w = torch.ones(2, requires_grad=True)
+    with autograd.context() as context:
+        kept = rpc.rpc_sync(to, twice, args=(w,)) if hops == 0 else None
+        if hops:
+            rpc.rpc_sync(to, keep, args=(group.rank, w))
+    group.barrier()
+    with autograd.context() as context:
+        result = kept * w if hops == 0 else rpc.rpc_sync(to, use_kept, args=(group.rank, w))
+        with pytest.raises(RuntimeError, match="received in another autograd context") as caught:
+            autograd.backward(context, [result.sum()], mode=mode)
+    agree(group, "detach()" in str(caught.value) and "object at 0x" not in str(caught.value))
+    _kept.clear()
+
+
+_kept = {}
+
+
+def twice(x):
+    return x * 2
+
+
+def keep(caller, x):
+    _kept[caller] = x * 1
+
+
+def use_kept(caller, x):
+    return _kept[caller] * x
