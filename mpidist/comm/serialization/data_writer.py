@@ -49,7 +49,9 @@ _TABLED = frozenset({torch.Tensor, torch.nn.Parameter, np.ndarray, bytearray})
 _CONTAINERS = frozenset({tuple, list, dict, OrderedDict, set, frozenset})
 _MARKS = [Ext(OBJECT, NUMBER.pack(number)) for number in range(64)]
 _SHORT = 4  # items of a list that are written one by one, whatever they are
-_UNENCODABLE = (OverflowError, UnicodeEncodeError)
+# Raised by ``encode`` for objects of MessagePack's own types that it cannot hold.
+UNENCODABLE = (OverflowError, UnicodeEncodeError, msgspec.EncodeError)
+_MOST_BYTES = (1 << 32) - 1  # of a str, bytes, or what is written as one object in another
 
 
 class Inexact(Exception):
@@ -85,19 +87,18 @@ def dumps(
             has the place.
         Inexact: ``is_exact``, and the object is not so.
     """
-    if type(obj) in NATIVE:
-        try:
-            return encode(obj)
-        except _UNENCODABLE:
-            return encode(_checked(obj))
     before = len(objects)
-    writer = Writer(objects, extend, checks_tensors, is_exact)
     try:
-        return _encoded(writer.convert(obj))
-    except _UNENCODABLE:
+        if type(obj) in NATIVE:
+            return encode(obj)
+        return _encoded(Writer(objects, extend, checks_tensors, is_exact).convert(obj))
+    except UNENCODABLE:
         del objects[before:]
+    try:
         writer = Writer(objects, extend, checks_tensors, is_exact, is_careful=True)
         return _encoded(writer.convert(obj))
+    except msgspec.EncodeError:
+        raise NotPlainData("more than 4 GiB in one object are no plain data") from None
 
 
 def _encoded(written: object) -> bytes:
@@ -343,6 +344,8 @@ def _at_key(error: NotPlainData, keys: list[Hashable]) -> NotPlainData:
 def _checked(obj: object) -> object:
     if type(obj) is int and not -(1 << 63) <= obj < 1 << 64:
         return Ext(INTEGER, obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True))
+    if type(obj) is bytes and len(obj) > _MOST_BYTES:
+        raise NotPlainData(f"bytes of {len(obj) / (1 << 30):.1f} GiB are no plain data")
     if type(obj) is str:
         try:
             obj.encode()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -34,7 +35,7 @@ from mpidist.comm.serialization.data_writer import Ext, Inexact
 from mpidist.comm.serialization.inline_rows import COUNTS_OF_ONE
 from mpidist.comm.serialization.tensor_format import HOST, Buffer, Part, Tabled
 from mpidist.errors import FrameError, NotPlainData
-from mpidist.rpc.names import callee
+from mpidist.rpc.names import callee, services
 from mpidist.rpc.names.allowlist import Allowed, Refused
 from mpidist.rpc.values import pickles
 from mpidist.rpc.values.data_values import (
@@ -61,7 +62,6 @@ LONE_MARK = _write(_MARKS[0])
 LONE_ARGUMENT = _write(_MARKS[:1])
 # Raised for objects that are not written as data.
 NOT_WRITTEN = (NotAReference, Inexact, NotPlainData)
-_UNWRITABLE = (OverflowError, UnicodeEncodeError)  # by MessagePack's own types
 _POSITIONAL = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
 
 Args: TypeAlias = Iterable[Any] | None
@@ -223,7 +223,7 @@ def _encode_lone(obj: Any) -> Content | None:
     if kind in NATIVE:
         try:
             return Content(PLAIN, _write(obj))
-        except _UNWRITABLE:
+        except data_writer.UNENCODABLE:
             return None
     if kind is Tensor:
         row = inline_rows.inline_row(obj)
@@ -285,7 +285,7 @@ def _encode_arguments(args: tuple[Any, ...], kwargs: Kwargs, is_data_only: bool)
         extensions = ExtensionWriter(is_data_only)
         _convert(items, skeleton, objects, extensions, not is_data_only)
         return _with_tables(Content(flags, _write(skeleton)), objects, extensions, is_data_only)
-    except _UNWRITABLE:
+    except data_writer.UNENCODABLE:
         before = (list(kwargs),) if kwargs else ()
         return _encode_object(flags, [*before, *items], is_data_only)
     except RecursionError:
@@ -365,9 +365,11 @@ def _argument_name(function: Any, path: str, positional: int, keywords: list[str
     if type(function) is callee.Method:
         return f"argument {number - 1}{rest}"  # without the reference
     try:
-        parameters = list(inspect.signature(function).parameters.values())[: number + 1]
+        parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         parameters = []  # a builtin function
+    if type(function) is FunctionType and function in services.names:
+        del parameters[0]  # the sender's rank, which the caller does not give
     if number < len(parameters) and parameters[number].kind in _POSITIONAL:
         return f"argument {parameters[number].name!r}{rest}"
     return f"argument {number}{rest}"

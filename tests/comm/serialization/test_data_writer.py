@@ -106,3 +106,13 @@ def test_a_callers_kinds_are_written_by_the_caller():
     with pytest.raises(NotPlainData):
         dumps([max], [], extend)
     assert written(len, extend=lambda obj: (FIRST_OWN, b"raw")) == Ext(FIRST_OWN, b"raw")
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_what_is_too_long_is_refused_with_the_place(is_exact):
+    # Zeros that are not touched take no memory.
+    long = bytes(1 << 32)
+    for obj, place in ((long, ""), ([1, long], "[1]"), ({"a": (1, [long])}, "['a'][1][0]")):
+        with pytest.raises(NotPlainData, match=r"bytes of 4\.0 GiB are no plain data") as caught:
+            dumps(obj, [], is_exact=is_exact)
+        assert caught.value.place == place

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from mpidist.errors import FrameError
+from mpidist.errors import FrameError, NotPlainData
+from mpidist.rpc import worker_gather
+from mpidist.rpc.names import callee
 from mpidist.rpc.values import codec
 from tests.rpc.round_trips import READER, Marked, decoded, described, encode_call, memory_of, over
 
@@ -346,3 +348,32 @@ def test_names_of_arguments_may_be_of_a_class_of_their_own():
 def test_what_cannot_be_keywords_is_refused_at_the_caller(args, kwargs, words):
     with pytest.raises(TypeError, match=words):
         encode_call(args, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("encode", "place"),
+    [
+        (lambda big, reader: codec.encode(big, reader), "the result or value"),
+        (lambda big, reader: codec.encode([1, big], reader), r"the result or value\[1\]"),
+        (lambda big, reader: encode_call((1, big), {}, reader), "argument 'kwargs'"),
+        (lambda big, reader: encode_call((), {"x": [big]}, reader), r"argument 'x'\[0\]"),
+    ],
+)
+def test_bytes_too_long_for_data_are_pickled_or_refused(monkeypatch, encode, place):
+    big, pickled = bytes(1 << 32), []
+    # Not by pickle itself, which copies them.
+    monkeypatch.setattr(codec, "encode_pickled", pickled.append)
+    encode(big, None)
+    assert len(pickled) == 1
+    with pytest.raises(NotPlainData, match=rf"^{place}: bytes of 4\.0 GiB.*w reads data only"):
+        encode(big, "w")
+    assert len(pickled) == 1
+
+
+def test_what_a_service_is_not_given_as_data_is_named():
+    arguments = (1, 2, ("w0", "w1"), Other(3))
+    name = callee.wire_name(worker_gather.put_part)[1]
+    with pytest.raises(NotPlainData, match=r"^argument 'obj': "):
+        codec.encode_function(worker_gather.put_part, name, arguments, {}, "w1")
+    with pytest.raises(NotPlainData, match=r"^argument 'generation': "):
+        codec.encode_function(worker_gather.put_part, name, (Other(3),), {}, "w1")
