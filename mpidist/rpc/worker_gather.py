@@ -46,7 +46,7 @@ class _Absence:
         self.reason = reason
 
 
-@services.service
+@services.service("the transfer of an object of _all_gather")
 def put_part(
     source: int,
     /,

@@ -141,6 +141,10 @@ def test_timeouts_surface_at_first_use(group, workers, to):
             use()
     patient = rpc.remote(to, waits_for_gate, args=(2,))
     if group.size > 1:
+        # What the user has not called himself is named by what it is for.
+        with pytest.raises(CommTimeout, match=r"type of a reference's value.*remote\(\)") as late:
+            patient.remote(timeout=0.05).bit_length()
+        assert "type_of" not in str(late.value)
         with pytest.raises(CommTimeout):
             patient.to_here(timeout=0.05)
     rpc.rpc_sync(to, open_gate)

@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 
+import mpidist.rpc as rpc
 from mpidist.comm.recorder import recorder
 from mpidist.errors import DisagreementError, MpidistError
 from mpidist.trace import merge, record, timeline
@@ -157,6 +158,23 @@ def test_file_that_cannot_be_written_raises_on_all_ranks(group, folder):
         text = raises_on_all(group, OSError, record(path).__enter__, "cannot be written by rank 0")
         assert str(folder) in text
     group.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_calls_of_several_init_rpc_have_an_arrow_each(group, folder):
+    path, to = folder / "calls.json", (group.rank + 1) % group.size
+    with record(path):
+        for turn in range(3):
+            rpc.init_rpc(f"worker{group.rank}", group=group)
+            for _ in range(turn + 1):
+                rpc.rpc_sync(to, abs, args=(-1,))
+            rpc.shutdown()
+    ok, names = True, []
+    if group.rank == 0:
+        events = json.loads(path.read_text())["traceEvents"]
+        names = [event["name"] for event in events if event["ph"] == "s"]
+        ok = names.count("call") == names.count("answer") == 6 * group.size
+    agree(group, ok, str(names))
 
 
 @pytest.mark.mpi(min_size=2)

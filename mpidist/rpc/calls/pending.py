@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from mpidist.rpc.calls.reader import Reader
 from mpidist.rpc.calls.wire import Wire
 from mpidist.rpc.constants import UNSET_RPC_TIMEOUT
 from mpidist.rpc.message import Kind
-from mpidist.rpc.names import callee
+from mpidist.rpc.names import callee, services
 from mpidist.rpc.options import seconds
 from mpidist.rpc.threads import interceptor
 from mpidist.rpc.threads.call import AsyncCall, Call, Creation, RpcFuture
@@ -30,6 +31,9 @@ from mpidist.rpc.worker import Workers
 
 _EXCEPTION = int(Kind.EXCEPTION)
 _NEVER = float("inf")
+# Of calls, unique in the process and not only for one agent: an entry of the recorder has the
+# number, by which a trace over several ``init_rpc`` finds the handler of each call.
+_numbers = itertools.count(1)
 
 # Open calls from which on a thread that issues more lets others be answered first, and seconds
 # without an answer after which it goes on.
@@ -84,7 +88,7 @@ class PendingCalls:
         self._entries = CallEntries("call")
         self._begin, self._end = self._entries.begin, self._entries.end
         self._world_ranks = workers.world_ranks
-        self._numbers = itertools.count(1)
+        self._numbers = _numbers
         self._pending: dict[int, Call] = {}  # by number
         # Calls with a future, from before they are pending until behind its callbacks.
         self._futures: set[Call] = set()
@@ -406,9 +410,11 @@ class PendingCalls:
         if isinstance(what, str):
             return what
         function = call.function
-        name = (
-            callee.display_name(what) or getattr(function, "__qualname__", None) or repr(function)
-        )
+        if type(function) is FunctionType and function in services.titles:
+            name = services.titles[function]
+        else:
+            named = callee.display_name(what) or getattr(function, "__qualname__", None)
+            name = named or repr(function)
         text = f"remote {name}" if call.is_creation else name
         return f"{text} on {self._workers.infos[call.to].name}"
 

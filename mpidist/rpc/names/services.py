@@ -15,14 +15,23 @@ from mpidist.errors import MpidistError
 F = TypeVar("F", bound=Callable[..., object])
 
 names: dict[Callable[..., object], str] = {}
+titles: dict[Callable[..., object], str] = {}
 _functions: dict[str, Callable[..., object]] = {}
 
 
-def service(function: F) -> F:
-    """Register a function as a service under its own name."""
-    names[function] = function.__name__
-    _functions[function.__name__] = function
-    return function
+def service(title: str) -> Callable[[F], F]:
+    """Register a function as a service under its own name.
+
+    Args:
+        title: What a call of it does, for messages to users, who have not called it themselves.
+    """
+
+    def register(function: F) -> F:
+        names[function], titles[function] = function.__name__, title
+        _functions[function.__name__] = function
+        return function
+
+    return register
 
 
 def resolve(name: str) -> Callable[..., object]:

@@ -24,13 +24,13 @@ def call_method(name: str, rref: object, /, *args: object, **kwargs: object) -> 
     return functions.deferred_result(method, result) if hasattr(method, functions.MARK) else result
 
 
-@services.service
+@services.service("the query for the type of a reference's value, which its remote() makes")
 def type_of(source: int, /, rref: object) -> type:
     """Return the type of an owned value."""
     return type(_owned(rref)[0])
 
 
-@services.service
+@services.service("the query for a method of a reference's value, which its remote() makes")
 def has_method(source: int, /, rref: object, name: str) -> bool:
     """Return whether an owned value has an attribute.
 

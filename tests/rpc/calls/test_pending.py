@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import threading
 from types import SimpleNamespace
@@ -70,7 +71,8 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def calls(clock):
+def calls(clock, monkeypatch):
+    monkeypatch.setattr(pending_module, "_numbers", itertools.count(1))
     workers = Workers([WorkerInfo(f"worker{rank}", rank) for rank in range(3)], 0, [10, 11, 12])
     wire, polling, dropped = Wire(), Polling(), []
     made = PendingCalls(workers, wire, wire, polling, DEFAULT_S, (), None, dropped.append)
@@ -96,6 +98,13 @@ def test_every_request_has_a_number_of_its_own_and_is_registered_before_it_is_se
     made = [started(calls) for _ in range(3)]
     assert [call.sequence for call in made] == [1, 2, 3] and seen == [(1, 1), (2, 2), (3, 3)]
     assert calls.started == 3 and calls.creations() == 0
+
+
+def test_no_two_agents_of_a_process_give_a_number_twice(calls):
+    """The recorder's entries of both may be in one trace."""
+    wire, polling = Wire(), Polling()
+    other = PendingCalls(calls.workers, wire, wire, polling, DEFAULT_S, (), None, None)
+    assert [started(one).sequence for one in (calls, other, calls)] == [1, 2, 3]
 
 
 def test_pending_calls_time_out_in_any_order(calls, clock):
