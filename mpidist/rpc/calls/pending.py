@@ -33,7 +33,7 @@ _EXCEPTION = int(Kind.EXCEPTION)
 _NEVER = float("inf")
 # Of calls, unique in the process and not only for one agent: an entry of the recorder has the
 # number, by which a trace over several ``init_rpc`` finds the handler of each call.
-_numbers = itertools.count(1)
+_numbers = itertools.count()
 
 # Open calls from which on a thread that issues more lets others be answered first, and seconds
 # without an answer after which it goes on.
@@ -56,7 +56,7 @@ class PendingCalls:
 
     Attributes:
         rpc_timeout: As above; may be changed.
-        started: The number of the last call.
+        started: The number of the last call; at first one that no call has.
         is_stopped: RPC has ended on this worker: calls are rejected.
         stop_reason: Why, for errors.
     """
@@ -73,7 +73,7 @@ class PendingCalls:
         drop: Callable[[Incoming], None],
     ) -> None:
         self.rpc_timeout = rpc_timeout
-        self.started = 0
+        self.started = next(_numbers)
         self.is_stopped = False
         self.stop_reason = "RPC was shut down"
         self._workers = workers

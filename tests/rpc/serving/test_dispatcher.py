@@ -288,7 +288,7 @@ def test_a_creation_whose_error_cannot_be_read_ends_no_thread(group, workers, to
     def unreadable(call):
         raise FrameError("no error can be read")
 
-    monkeypatch.setattr(agent.references, "_error_of", unreadable)
+    monkeypatch.setattr(agent.calls, "_error_of", unreadable)
     kept = rpc.remote(to, len, args=(5,), timeout=CALL_S)
     with pytest.raises((FrameError, RRefError), match="can be read"):
         kept._get_future().wait()
