@@ -304,7 +304,9 @@ class ProcessGroup:
         Blocks: until the tensor may be changed; for long messages, until the receive has started.
 
         Raises:
-            CommTimeout: The group's timeout has passed.
+            CommTimeout: The group's timeout has passed. As after any exception that leaves the call
+                (of a handler of a signal), the message may be under way: its memory is kept and
+                must not be changed.
         """
         if torch_profiler._is_profiler_enabled:
             send = profiling.messaging(self._messages.send, self._state, "send", tensor, dst)
@@ -316,7 +318,9 @@ class ProcessGroup:
         """Receive into ``tensor`` from rank ``src``, or from any if None; return the sender's rank.
 
         Raises:
-            CommTimeout: No message within the group's timeout; the receive is withdrawn.
+            CommTimeout: No message within the group's timeout; the receive is withdrawn. As after
+                any exception that leaves the call, the tensor holds the whole message, or the next
+                receive gets it.
             MpidistError: The message is longer or shorter than the tensor. A longer one does not
                 change the tensor.
         """
@@ -344,23 +348,7 @@ class ProcessGroup:
 
     def batch_isend_irecv(self, operations: Sequence[P2POp]) -> list[RequestWork]:
         """Start messages of any order; all receives are posted before the first send."""
-        for operation in operations:
-            if operation.op not in ("isend", "irecv"):
-                raise ValueError(
-                    f'{self.where("batch_isend_irecv")} needs op "isend" or "irecv"; got '
-                    f"{operation.op!r}"
-                )
-            if operation.op == "isend" and operation.peer is None:
-                raise ValueError(f"{self.where('batch_isend_irecv')} needs a peer for a send")
-        works: dict[int, RequestWork] = {}
-        for place, item in enumerate(operations):
-            if item.op == "irecv":
-                works[place] = self.irecv(item.tensor, item.peer, item.tag)
-        for place, item in enumerate(operations):
-            if item.op == "isend":
-                assert item.peer is not None
-                works[place] = self.isend(item.tensor, item.peer, item.tag)
-        return [works[place] for place in range(len(operations))]
+        return self._messages.batch(operations)
 
     # --- objects ---
 
@@ -419,6 +407,8 @@ class ProcessGroup:
         Not collective.
 
         Raises:
+            CommTimeout: No object, or not all of it, within the group's timeout. As after any
+                exception that leaves the call, the next one returns the object.
             FrameError: The message is a pickle, and data is asked for; or it is not an object. The
                 message is received.
         """

@@ -36,12 +36,17 @@ class Interrupts:
             self.count += 1
             raise Interrupted
 
-    def left(self, call, *args, **named):
-        """Call a function; return whether it was left, and its result."""
-        self._is_armed = True
+    def left(self, call):
+        """Call a function of no arguments; return whether it was left, and its result.
+
+        Python runs no handler between the return of such a function, and of one of Python that it
+        returns the result of, and the storing of the result.
+        """
         with contextlib.suppress(Interrupted):
+            self._is_armed = True
             signal.setitimer(signal.ITIMER_REAL, self._random.uniform(1e-6, self._longest_s))
-            result = call(*args, **named)
+            result = call()
             self._is_armed = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
             return False, result
         return True, None

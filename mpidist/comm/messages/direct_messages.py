@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import islice, repeat
 from typing import Any
 
 import torch
@@ -55,13 +56,20 @@ class DirectMessage:
         nbytes: Of the tensor; -1 if messages of this length may come in pieces.
         pattern: See ``posted_receives.Posted``.
         shape: Of the tensor.
+        probes: Iterator of matched probes for it, which fill ``status``. Between a call and the
+            storing of its result Python may run a handler of a signal, which may raise; not between
+            the step of an iterator and that.
         space: The memory, as MPI is given it.
+        spaces: A tuple of it, to be mapped.
+        status: Sender and length of the last message that was matched.
     """
 
-    __slots__ = ("begin", "dtype", "nbytes", "pattern", "shape", "space")
+    __slots__ = (
+        "begin", "dtype", "nbytes", "pattern", "probes", "shape", "space", "spaces", "status",
+    )  # fmt: skip
 
     def __init__(
-        self, tensor: torch.Tensor, address: int, pattern: Pattern, begin: BeginNext
+        self, tensor: torch.Tensor, address: int, pattern: Pattern, begin: BeginNext, mpi: Mpi
     ) -> None:
         nbytes = tensor.nbytes
         self.begin = begin
@@ -70,6 +78,9 @@ class DirectMessage:
         self.pattern = pattern
         self.shape = tensor.shape
         self.space = MPI.buffer.fromaddress(address, nbytes), nbytes, MPI.BYTE
+        self.spaces = (self.space,)
+        self.status = MPI.Status()
+        self.probes = map(mpi.Improbe, repeat(pattern[0]), repeat(pattern[1]), repeat(self.status))
 
 
 class DirectMessages:
@@ -85,7 +96,7 @@ class DirectMessages:
         start_send: Starts the send of a prepared message's ``space`` to a rank, with a tag.
     """
 
-    __slots__ = ("_entries", "_highest_tag", "_known", "_longest", "_probe", "_size", "start_send")
+    __slots__ = ("_entries", "_highest_tag", "_known", "_longest", "_mpi", "_size", "start_send")
 
     def __init__(
         self, mpi: Mpi, comm: Communicator, entries: MessageEntries, is_open: bool
@@ -95,7 +106,7 @@ class DirectMessages:
         self._entries = entries
         # Looked up once, because each attribute access costs 30 ns.
         self.start_send: Callable[[Buffer, int, int], Request] = mpi.Isend
-        self._probe = mpi.Improbe
+        self._mpi = mpi
         # By operation, address, peer and tag, the last of each.
         self._known: dict[tuple[str, int, int | None, int], DirectMessage] = {}
 
@@ -152,32 +163,24 @@ class DirectMessages:
             return None
         begin = self._entries.prepared(kind, operation, tensor, peer, tag)
         pattern = (MPI.ANY_SOURCE if peer is None else peer, tag)
-        message = DirectMessage(tensor, address, pattern, begin)
+        message = DirectMessage(tensor, address, pattern, begin, self._mpi)
         if len(self._known) >= _KEPT:
             self._known.clear()
         self._known[key] = message
         return message
 
-    def match(self, src: int, tag: int, status: MPI.Status) -> MPI.Message | MatchedMessage | None:
-        """Match a message that arrives soon; None if it is late.
-
-        Args:
-            src: The sender's rank, or ``MPI.ANY_SOURCE``.
-            tag: The message's tag.
-            status: Filled with sender and length.
-        """
-        probe = self._probe
-        for _ in range(_PROBES):
-            message = probe(src, tag, status)
-            if message is not None:
-                return message
+    def match(self, message: DirectMessage) -> MPI.Message | MatchedMessage | None:
+        """Match a message that arrives soon; None if it is late."""
+        probes = message.probes
+        for found in islice(probes, _PROBES):
+            if found is not None:
+                return found
         end_s = time.monotonic() + _SPIN_S
         while time.monotonic() < end_s:
             os.sched_yield()
-            for _ in range(_PROBES):
-                message = probe(src, tag, status)
-                if message is not None:
-                    return message
+            for found in islice(probes, _PROBES):
+                if found is not None:
+                    return found
         return None
 
 
@@ -225,46 +228,63 @@ class DirectReceive(RequestWork):
         self._source, known = sender, self._message
         try:
             if received == known.nbytes:
-                self._request = message.Irecv(known.space)
+                for request in map(message.Irecv, known.spaces):
+                    self._request = request
                 return
             # The receive of a message of another length, or of one that comes in pieces.
             other = PostedReceive(self._queue, known.space, sender, self.pattern[1], None, None)
             other.start(message, sender, received)
             self._kept = self._request = other
-        except Exception as error:
+        except (MPI.Exception, MpidistError) as error:
             self.error = error
+
+    def is_started(self) -> bool:
+        """See ``Posted``."""
+        return self._request is not None or self.error is not None
 
     def cancel(self) -> None:
         """See RequestWork.cancel."""
-        if self._done:
-            return
-        self._queue.withdraw(self)
-        if self._request is not None:
-            with contextlib.suppress(Exception):
-                backoff.until(partial(is_over, self._request))
-        self._done = True
-        self._state.recorder.fail(self._entry)
-        self._error = self._error or CommTimeout(f"{self.where} was withdrawn")
+        self._wait_turn()
+        try:
+            if self._done:
+                return
+            self._queue.withdraw(self)
+            if self._request is not None:
+                with contextlib.suppress(Exception):
+                    backoff.until(partial(is_over, self._request))
+            self._error = self._error or CommTimeout(f"{self.where} was withdrawn")
+            self._done = True
+            self._state.recorder.fail(self._entry)
+        finally:
+            self._turn.append(None)
 
     def _test(self) -> bool:
         # The steps of RequestWork._test in one call.
-        if self._request is None and self.error is None:
-            self._queue.match(self)
         try:
+            del self._turn[0]
+        except IndexError:
+            return self._done
+        try:
+            if self._done:
+                return True
+            if self._request is None and self.error is None:
+                self._queue.match(self)
             if self.error is not None:
                 raise self.error
             if self._request is None or not self._request.Test():
                 return False
             if self._kept is not None:
                 self._require_length(self._request)
-        except Exception as error:
+            self._done = True
+            if self._peer is None:
+                self._name_sender()
+            self._state.recorder.end(self._entry)
+        except (MPI.Exception, MpidistError) as error:
             self._fail(error)
-            return True
-        self._done = True
-        if self._peer is None:
-            self._name_sender()
-        self._state.recorder.end(self._entry)
-        if self._future is not None:
+        finally:
+            has_future = self._future is not None
+            self._turn.append(None)
+        if has_future:
             self._complete_future()
         return True
 

@@ -11,6 +11,8 @@ import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -31,11 +33,18 @@ from mpidist.comm.messages.direct_messages import (
 from mpidist.comm.messages.message_entries import MessageEntries
 from mpidist.comm.messages.message_pieces import PieceTransfers
 from mpidist.comm.messages.posted_receives import PostedReceive, ReceiveQueue
-from mpidist.comm.messages.request_work import RequestWork, orphans, release_orphans
-from mpidist.comm.mpi import mpi_errors
+from mpidist.comm.messages.request_work import (
+    RequestWork,
+    Series,
+    leave,
+    orphans,
+    release_orphans,
+)
+from mpidist.comm.mpi import backoff, mpi_errors
 from mpidist.comm.mpi.library import MPI
+from mpidist.comm.mpi.mpi_errors import is_over
 from mpidist.comm.mpi.nonblocking import Request
-from mpidist.errors import CommTimeout
+from mpidist.errors import CommTimeout, MpidistError
 
 Tensor = torch.Tensor
 
@@ -87,16 +96,21 @@ class Messages:
         if not message:
             self.isend("send", tensor, dst, tag).wait()
             return
-        entry = message.begin(0)
+        entry, request = message.begin(0), None
         try:
             request = self._direct.start_send(message.space, dst, tag)
             if request.Test() or ends_soon(request):
                 self._entries.end(entry)
                 return
+            work = RequestWork(self._state, "send", tensor, request, dst, None, entry)
         except MPI.Exception as error:
             self._entries.fail(entry)
             raise self._state.message_error(error, "send") from None
-        RequestWork(self._state, "send", tensor, request, dst, None, entry).wait()
+        except BaseException:
+            self._entries.fail(entry)
+            leave(request, tensor)
+            raise
+        work.wait()
 
     def recv(self, tensor: Tensor, src: int | None, tag: int) -> int:
         """Receive a tensor; see ``ProcessGroup.recv``."""
@@ -116,6 +130,7 @@ class Messages:
                 return sender
         else:
             entry = 0
+        # A function of Python hands its result over without a handler of a signal in between.
         work = self.irecv("recv", tensor, src, tag, waits=True, entry=entry)
         try:
             work.wait()
@@ -125,25 +140,48 @@ class Messages:
 
     def _receive_soon(self, tensor: Tensor, src: int | None, message: DirectMessage) -> int | None:
         """Receive a message that arrives soon; return the sender's rank, None if it is late."""
-        status, (source, tag) = MPI.Status(), message.pattern
+        status, matched, request = message.status, None, None
         try:
-            matched = self._direct.match(source, tag, status)
+            matched = self._direct.match(message)
             if matched is None:
                 return None
             sender, received = status.Get_source(), status.Get_count(MPI.BYTE)
             if received != message.nbytes:
                 # A message of another length, which is an error; or one that comes in pieces.
-                receive = PostedReceive(self.receives, message.space, sender, tag, None, None)
+                receive = PostedReceive(
+                    self.receives, message.space, sender, message.pattern[1], None, None
+                )
                 receive.start(matched, sender, received)
                 _Receive(self._state, "recv", tensor, (receive,), src).wait()
                 return sender
-            request = matched.Irecv(message.space)
-            if request.Test() or ends_soon(request):
-                return sender
+            for request in map(matched.Irecv, message.spaces):
+                if request.Test() or ends_soon(request):
+                    return sender
+            RequestWork(self._state, "recv", tensor, request, sender).wait()
         except MPI.Exception as error:
             raise self._state.message_error(error, "recv") from None
-        RequestWork(self._state, "recv", tensor, request, sender).wait()
+        except BaseException as error:
+            # Of a handler of a signal, which may run behind each call of MPI.
+            if not isinstance(error, MpidistError):
+                self._end_left(matched, request, message, tensor, status)
+            raise
         return sender
+
+    def _end_left(
+        self, matched: Any, request: Request | None, message: DirectMessage, tensor: Tensor,
+        status: MPI.Status,
+    ) -> None:  # fmt: skip
+        """End a receive that an exception has left: a matched message is received whole."""
+        space = None
+        if request is None and matched is not None and matched != MPI.MESSAGE_NULL:
+            if status.Get_count(MPI.BYTE) != message.nbytes:
+                space = bytearray(status.Get_count(MPI.BYTE))
+                request = matched.Irecv((space, len(space), MPI.BYTE))
+            else:
+                request = matched.Irecv(message.space)
+        if request is not None:
+            leave(request, (tensor, space))
+            backoff.until(partial(is_over, request))
 
     def isend(self, operation: str, tensor: Tensor, dst: int, tag: int) -> RequestWork:
         """Start a send.
@@ -159,19 +197,16 @@ class Messages:
         if message:
             if orphans:
                 release_orphans()
-            entry = message.begin(0)
+            entry, request = message.begin(0), None
             try:
                 request = self._direct.start_send(message.space, dst, tag)
-            except BaseException:
+                return RequestWork(state, operation, tensor, request, dst, None, entry)
+            except BaseException as error:
                 self._entries.fail(entry)
+                if not isinstance(error, MPI.Exception):
+                    leave(request, tensor)
                 raise
-            return RequestWork(state, operation, tensor, request, dst, None, entry)
-        where = state.where(operation)
-        arguments.tensor(where, tensor, "tensor")
-        arguments.rank(where, dst, "dst", self._state.size)
-        arguments.tag(where, tag, self._comm.max_tag)
-        if self._checks_nan:
-            nan_check.require_none(where, (tensor,))
+        self._require(state.where(operation), tensor, dst, tag, "dst")
         release_orphans()
         entry = self._entries.send(operation, tensor, dst, tag)
         try:
@@ -181,6 +216,53 @@ class Messages:
             raise
         return RequestWork(state, operation, tensor, request, dst, kept, entry)
 
+    def batch(self, operations: Sequence[P2POp]) -> list[RequestWork]:
+        """Start messages; see ``ProcessGroup.batch_isend_irecv``."""
+        where = self._state.where("batch_isend_irecv")
+        # All are looked at before the first is started: a batch that is refused leaves none behind.
+        for each in operations:
+            if each.op not in ("isend", "irecv"):
+                raise ValueError(f'{where} needs op "isend" or "irecv"; got {each.op!r}')
+            if each.op == "isend" and each.peer is None:
+                raise ValueError(f"{where} needs a peer for a send")
+            self._require(
+                where, each.tensor, each.peer, each.tag, "src" if each.op == "irecv" else "dst"
+            )
+        works: dict[int, RequestWork] = {}
+        try:
+            for place, each in enumerate(operations):
+                if each.op == "irecv":
+                    works[place] = self.irecv(each.op, each.tensor, each.peer, each.tag)
+            for place, each in enumerate(operations):
+                if each.op == "isend":
+                    assert each.peer is not None
+                    works[place] = self.isend(each.op, each.tensor, each.peer, each.tag)
+        except BaseException:
+            for work in works.values():
+                work.cancel()
+            raise
+        return [works[place] for place in range(len(operations))]
+
+    def _require(self, where: str, tensor: Tensor, peer: int | None, tag: int, name: str) -> None:
+        """Require the arguments of a message.
+
+        Args:
+            name: Of the peer: ``"dst"`` of a send, ``"src"`` of a receive.
+        """
+        arguments.tensor(where, tensor, "tensor")
+        if name == "src":
+            arguments.writable(where, tensor, "tensor")
+        if peer is not None:
+            arguments.rank(where, peer, name, self._state.size)
+        elif tensor.nbytes > buffer.MAX_COUNT:
+            raise ValueError(
+                f"{where} from any source takes at most {buffer.MAX_COUNT} bytes; got "
+                f"{tensor.nbytes}; name src"
+            )
+        arguments.tag(where, tag, self._comm.max_tag)
+        if name == "dst" and self._checks_nan:
+            nan_check.require_none(where, (tensor,))
+
     def _start_send(self, tensor: Tensor, dst: int, tag: int) -> tuple[Request, object]:
         """Start the send of any tensor; return its request, and the memory that MPI works on."""
         staged = device_p2p.to_send_in_pieces(tensor)
@@ -189,13 +271,17 @@ class Messages:
             if parts is not None:
                 return _as_one(parts), staged
         memory, device = device_p2p.to_send(tensor)
-        requests = [
-            start_request(
-                device, self._state.mpi.Isend, buffer.byte_range(memory, start, length), dst, tag
-            )
-            for start, length in buffer.pieces(memory.nbytes)
-        ]
-        return _as_one(requests), memory
+        spaces = [buffer.byte_range(memory, *span) for span in buffer.pieces(memory.nbytes)]
+        # In one call in C, within which no handler of a signal runs: all pieces, or none.
+        start, series = self._state.mpi.Isend, Series([])
+        if device is not None:
+            start = partial(start_request, device, start)
+        try:
+            series.requests.extend(map(start, spaces, repeat(dst), repeat(tag)))
+        except BaseException:
+            leave(series, memory)
+            raise
+        return _as_one(series.requests), memory
 
     def irecv(
         self,
@@ -222,37 +308,38 @@ class Messages:
                 release_orphans()
             entry = entry or message.begin(0)
             receive = DirectReceive(state, operation, tensor, src, message, self.receives, entry)
-            self.receives.add(receive, waits)
+            try:
+                self.receives.add(receive, waits)
+            except BaseException:
+                receive.cancel()
+                raise
             return receive
-        where = self._state.where(operation)
-        arguments.tensor(where, tensor, "tensor")
-        arguments.writable(where, tensor, "tensor")
-        if src is not None:
-            arguments.rank(where, src, "src", self._state.size)
-        arguments.tag(where, tag, self._comm.max_tag)
+        self._require(self._state.where(operation), tensor, src, tag, "src")
         release_orphans()
         memory, device, arrive = device_p2p.to_receive(tensor)
-        spans = list(buffer.pieces(memory.nbytes))
-        if src is None and len(spans) > 1:
-            raise ValueError(
-                f"{where} from any source takes at most {buffer.MAX_COUNT} bytes; got "
-                f"{memory.nbytes}; name src"
-            )
+        spans = buffer.pieces(memory.nbytes)
         entry = entry or self._entries.receive(operation, tensor, src, tag)
         source = MPI.ANY_SOURCE if src is None else src
         target = device_p2p.target_of(arrive, tensor)
         receives = [
-            self.receives.post(
+            PostedReceive(
+                self.receives,
                 buffer.byte_range(memory, start, length),
                 source,
                 tag,
-                waits,
                 device,
                 None if target is None else (target, start),
             )
             for start, length in spans
         ]
-        return _Receive(self._state, operation, tensor, receives, src, memory, arrive, entry)
+        work = _Receive(self._state, operation, tensor, receives, src, memory, arrive, entry)
+        try:
+            for posted in receives:
+                self.receives.add(posted, waits)
+        except BaseException:
+            work.cancel()
+            raise
+        return work
 
     def drop_unreceived(self, end: int) -> set[int]:
         """Drop the messages that have arrived, with a ResourceWarning for each of the user's.
@@ -310,13 +397,18 @@ class _Receive(RequestWork):
         self._events: list[Event] = []
 
     def cancel(self) -> None:
-        if not self._done:
+        self._wait_turn()
+        try:
+            if self._done:
+                return
             with contextlib.suppress(Exception):
                 self._request.Cancel()
                 self._request.Wait()
+            self._error = self._error or CommTimeout(f"{self.where} was withdrawn")
             self._done = True
             self._state.recorder.fail(self._entry)
-            self._error = self._error or CommTimeout(f"{self.where} was withdrawn")
+        finally:
+            self._turn.append(None)
 
     def _store(self) -> None:
         fits = True
@@ -333,24 +425,4 @@ class _Receive(RequestWork):
 
 
 def _as_one(requests: Sequence[Request]) -> Request:
-    return requests[0] if len(requests) == 1 else _Series(requests)
-
-
-class _Series:
-    """Requests of one tensor past MPI's count limit, as one request."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self._requests: list[Any] = list(requests)
-
-    def Test(self, status: MPI.Status | None = None) -> bool:
-        while self._requests and self._requests[0].Test(status):
-            self._requests.pop(0)
-        return not self._requests
-
-    def Wait(self, status: MPI.Status | None = None) -> None:
-        for request in self._requests:
-            request.Wait()
-
-    def Cancel(self) -> None:
-        for request in self._requests:
-            request.Cancel()
+    return requests[0] if len(requests) == 1 else Series(requests)

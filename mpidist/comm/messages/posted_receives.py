@@ -19,6 +19,8 @@ import itertools
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from itertools import repeat
 from typing import Protocol, TypeAlias
 
 from mpidist.comm.memory.buffer import Buffer
@@ -28,7 +30,7 @@ from mpidist.comm.messages import receive_poller
 from mpidist.comm.messages.message_pieces import HEAD_BYTES, Head, PieceTransfers, Target
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.nonblocking import MatchedMessage, Mpi, Request
-from mpidist.errors import GroupError
+from mpidist.errors import GroupError, MpidistError
 
 _PAUSE_S = 5e-4  # of a blocking wait between two tests
 _PROBES = 8
@@ -36,6 +38,7 @@ _PROBES = 8
 _FEW_PATTERNS = 4
 # Above so many, a thread that waits for one message starts the receives of all that have arrived.
 _MANY_PATTERNS = 64
+_KEPT = 1 << 12  # iterators of probes
 
 Pattern: TypeAlias = tuple[int, int]  # source, or MPI.ANY_SOURCE, and tag
 
@@ -55,6 +58,9 @@ class Posted(Protocol):
 
     def start(self, message: MPI.Message | MatchedMessage, sender: int, received: int) -> None:
         """Start MPI's receive of the matched message, ``received`` bytes long; raise nothing."""
+
+    def is_started(self) -> bool:
+        """Return whether MPI's receive has been started, or has failed."""
 
 
 class PostedReceive:
@@ -117,7 +123,7 @@ class PostedReceive:
             return True
         try:
             return self._request is not None and bool(self._request.Test())
-        except Exception as error:
+        except (MPI.Exception, MpidistError) as error:
             self.error = error
             return True
 
@@ -137,10 +143,18 @@ class PostedReceive:
         try:
             if received == HEAD_BYTES and self._queue.pieces is not None:
                 self._request = self._queue.pieces.receive(self, message, sender)
+            elif self.device is None:
+                for request in map(message.Irecv, (space,)):
+                    self._request = request
             else:
                 self._request = start_request(self.device, message.Irecv, space)
-        except Exception as error:
+        # An error of CUDA is a RuntimeError.
+        except (MPI.Exception, MpidistError, RuntimeError) as error:
             self.error = error
+
+    def is_started(self) -> bool:
+        """See ``Posted``."""
+        return self._request is not None or self.error is not None
 
 
 class ReceiveQueue:
@@ -164,37 +178,23 @@ class ReceiveQueue:
         self._has_any_source = False  # a receive from any source was ever posted
         self._lock = threading.Lock()
         # Looked up once, because each attribute access in a message's path costs 30 ns.
-        self._enter, self._leave = self._lock.acquire, self._lock.release
+        self._leave = self._lock.release
+        # Attempts to acquire it, as steps of an iterator: between a call and the storing of its
+        # result Python may run a handler of a signal, which may raise.
+        self._turns = map(self._lock.acquire, repeat(False))
         self._next_number = itertools.count().__next__
         self._status = MPI.Status()  # guarded by the lock
+        self._probes: dict[Pattern, Iterator[MPI.Message | MatchedMessage | None]] = {}
         self.is_watched = self.is_in_use = False
 
-    def post(
-        self,
-        space: Buffer,
-        source: int,
-        tag: int,
-        waits: bool,
-        device: Device | None = None,
-        target: tuple[Target, int] | None = None,
-    ) -> PostedReceive:
+    def add(self, receive: Posted, waits: bool) -> None:
         """Post a receive.
 
         Args:
-            space: Memory, its length in bytes, ``MPI.BYTE``.
             waits: The calling thread waits for the receive next, and probes the queue meanwhile.
-            device: Device of the memory; None for the host.
-            target: Device memory for pieces of a staged message, and the offset there.
         """
-        receive = PostedReceive(self, space, source, tag, device, target)
-        self.add(receive, waits)
-        return receive
-
-    def add(self, receive: Posted, waits: bool) -> None:
-        """Post a receive; see ``post``."""
         pattern, self.is_in_use = receive.pattern, True
-        self._enter()
-        try:
+        with self._lock:
             receive.number = self._next_number()
             same = self._posted.get(pattern)
             if same is None:
@@ -203,8 +203,6 @@ class ReceiveQueue:
                 same.append(receive)
             if pattern[0] < 0:
                 self._has_any_source = True
-        finally:
-            self._leave()
         # No probe here, which would cost as much as all else: the thread that waits probes, and
         # the poller within milliseconds.
         if not waits and not self.is_watched:
@@ -217,7 +215,11 @@ class ReceiveQueue:
             receive: If given, its thread waits, and only messages of its source and tag are probed
                 for, unless many receives are posted.
         """
-        if not self._posted or not self._enter(False):
+        if not self._posted:
+            return False
+        for has_turn in self._turns:
+            if has_turn:
+                break
             return False
         try:
             count = len(self._posted)
@@ -233,8 +235,9 @@ class ReceiveQueue:
     def withdraw(self, receive: Posted) -> None:
         """Remove a receive that no message has matched."""
         with self._lock:
-            if receive.number >= 0:
+            if receive.number >= 0 or not receive.is_started():
                 receive.error = GroupError("the receive was withdrawn")
+            if receive.number >= 0:
                 receive.number = -1
                 self._trim(receive.pattern, self._posted[receive.pattern])
 
@@ -280,7 +283,7 @@ class ReceiveQueue:
             Whether any was started; None if the first message that has arrived is for none of them
             or MPI refuses the question, and each pattern must be probed for.
         """
-        posted, status, has_matched = self._posted, self._status, False
+        posted, status, has_matched = self._posted, MPI.Status(), False
         try:
             while posted and self._mpi.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
                 source, tag = status.Get_source(), status.Get_tag()
@@ -302,31 +305,74 @@ class ReceiveQueue:
                 call where a thread waits for the only receive.
         """
         (source, tag), posted, status = pattern, self._posted, self._status
-        has_matched, probe = False, self._mpi.Improbe
-        while (same := posted.get(pattern)) is not None:
+        has_matched, probing = False, self._probes.get(pattern)
+        if probing is None:
+            probing = self._probing(pattern)
+        while pattern in posted:
+            message = receive = None
             try:
-                message = probe(source, tag, status)
-                while message is None and probes > 1:
+                for message in probing:
+                    if message is not None or probes <= 1:
+                        break
                     probes -= 1
-                    message = probe(source, tag, status)
-            except Exception as error:
+                if message is None:
+                    break
+                sender, taken, same = source, pattern, posted[pattern]
+                if self._has_any_source:
+                    sender = status.Get_source()
+                    taken, same = self._first(sender, tag)
+                receive = same[0]
+                receive.start(message, sender, status.Get_count(MPI.BYTE))
+                # Up to the trim without a call, and so without a handler of a signal.
+                receive.number = -1
+                del same[0]
+                if not same:
+                    del posted[taken]
+                elif same[0].number < 0:
+                    self._trim(taken, same)
+            except MPI.Exception as error:
                 self._fail(pattern, error)
                 break
-            if message is None:
-                break
-            sender, taken = source, pattern
-            if self._has_any_source:
-                sender = status.Get_source()
-                taken, same = self._first(sender, tag)
-            receive = same.popleft()
-            receive.number = -1
-            if not same:
-                del posted[taken]
-            elif same[0].number < 0:
-                self._trim(taken, same)
-            receive.start(message, sender, status.Get_count(MPI.BYTE))
+            except BaseException:
+                # Of a handler of a signal, which may run behind each call.
+                if message is not None:
+                    self._end_left(message, receive, pattern, status)
+                raise
             has_matched, probes = True, 1
         return has_matched
+
+    def _end_left(
+        self,
+        message: MPI.Message | MatchedMessage,
+        receive: Posted | None,
+        pattern: Pattern,
+        status: MPI.Status,
+    ) -> None:
+        """Start the receive of a matched message that an exception has left."""
+        sender = status.Get_source()
+        if receive is None:
+            taken, same = self._first(sender, pattern[1])
+            receive = same[0]
+        else:
+            taken = receive.pattern
+        if not receive.is_started():
+            receive.start(message, sender, status.Get_count(MPI.BYTE))
+        if receive.number >= 0:
+            receive.number = -1
+            self._trim(taken, self._posted[taken])
+
+    def _probing(self, pattern: Pattern) -> Iterator[MPI.Message | MatchedMessage | None]:
+        """Return an iterator of matched probes for a source and tag, which fill the status.
+
+        Between a call and the storing of its result Python may run a handler of a signal, which may
+        raise; not between the step of an iterator and that.
+        """
+        if len(self._probes) >= _KEPT:
+            self._probes.clear()
+        source, tag = pattern
+        probing = map(self._mpi.Improbe, repeat(source), repeat(tag), repeat(self._status))
+        self._probes[pattern] = probing
+        return probing
 
     def _first(self, source: int, tag: int) -> tuple[Pattern, deque[Posted]]:
         """Return where the receive is that was posted first of those that accept a message."""

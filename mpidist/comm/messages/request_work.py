@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -16,13 +17,13 @@ from mpidist.comm.execution import profiling
 from mpidist.comm.execution.group_state import GroupState
 from mpidist.comm.execution.work import seconds
 from mpidist.comm.memory.stream import Event
-from mpidist.comm.messages.matched_receive import MatchedReceive
 from mpidist.comm.messages.receive_poller import match_all
 from mpidist.comm.mpi import backoff, exited_ranks
+from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.mpi_errors import is_over
-from mpidist.comm.mpi.nonblocking import Request
+from mpidist.comm.mpi.nonblocking import Request, keep
 from mpidist.dynamo import untraced
-from mpidist.errors import CommTimeout
+from mpidist.errors import CommTimeout, MpidistError
 from mpidist.future import Future
 
 # A wait tests without a pause first, because most messages on a node arrive within this time; then
@@ -35,7 +36,8 @@ _TESTS = 8
 
 # Requests whose handles were dropped before the end, and the memory that MPI works on.
 orphans: deque[tuple[Request, object]] = deque()
-_releasing = threading.Lock()
+# Re-entrant: a handler of a signal may raise between its acquisition and the block.
+_releasing = threading.RLock()
 
 
 def release_orphans() -> None:
@@ -43,19 +45,36 @@ def release_orphans() -> None:
     if not orphans or not _releasing.acquire(blocking=False):
         return
     try:
+        # A request stays in the queue while it is tested: an exception may leave the test.
         for _ in range(len(orphans)):
-            request, memory = orphans.popleft()
-            if not is_over(request):
-                orphans.append((request, memory))
+            if is_over(orphans[0][0]):
+                orphans.popleft()
+            else:
+                orphans.rotate(-1)
     finally:
         _releasing.release()
+
+
+def leave(request: Request | None, memory: object) -> None:
+    """Keep the memory of a message that an exception has left until its end.
+
+    Args:
+        request: None if the exception came between MPI's call and its result: the memory is kept as
+            long as the process lives.
+    """
+    if request is None:
+        keep([memory])
+    else:
+        orphans.append((request, memory))
 
 
 @untraced
 class RequestWork:
     """Handle of a message; the thread that waits for it calls MPI.
 
-    If the handle is dropped before the end, the message stays under way and its memory alive.
+    If the handle is dropped before the end, the message stays under way and its memory alive. One
+    thread at a time calls MPI for it: MPI frees a request that it ends. Errors are MPI's and the
+    library's; an exception of a signal's handler leaves the handle as it is.
 
     Args:
         state: The state of the message's group.
@@ -71,7 +90,7 @@ class RequestWork:
     # have ended before: each attribute of a handle costs a message 30 ns.
     __slots__ = (
         "_done", "_entry", "_error", "_events", "_future", "_kept", "_peer", "_request",
-        "_source", "_state",
+        "_source", "_state", "_turn",
         "operation", "tensor",
     )  # fmt: skip
 
@@ -80,7 +99,7 @@ class RequestWork:
         state: GroupState,
         operation: str,
         tensor: torch.Tensor | None,
-        request: Request | MatchedReceive | None,
+        request: Request | None,
         peer: int | None,
         kept: object = None,
         entry: int = 0,
@@ -98,13 +117,20 @@ class RequestWork:
         self._error: BaseException | None = None
         self._source = -1
         self._future: Future[Sequence[torch.Tensor]] | None = None
+        # Empty while a thread calls MPI for the message. To delete the item is one step for other
+        # threads, and no call, behind which a handler of a signal may raise.
+        self._turn = [None]
 
     def __del__(self) -> None:
-        if not self._done:
-            if self._entry:
-                self._state.recorder.end(self._entry)
-            if self._request is not None:
-                orphans.append((self._request, (self._kept, self.tensor)))
+        try:
+            if self._done:
+                return
+        except AttributeError:  # an exception has left __init__; the caller has the request
+            return
+        if self._entry:
+            self._state.recorder.end(self._entry)
+        if self._request is not None:
+            orphans.append((self._request, (self._kept, self.tensor)))
 
     @property
     def tensors(self) -> Sequence[Any]:
@@ -160,11 +186,15 @@ class RequestWork:
 
     def get_future(self) -> Future[Sequence[torch.Tensor]]:
         """Return a future of the tensors, complete when ``wait`` returns."""
-        if self._future is None:
-            self._future = Future(self._events)
-            if self._done:
-                self._complete_future()
-        return self._future
+        self._wait_turn()
+        try:
+            if self._future is None:
+                self._future = Future(self._events)
+                if self._done:
+                    self._complete_future()
+            return self._future
+        finally:
+            self._turn.append(None)
 
     def source_rank(self) -> int:
         """Return the sender's rank in the group once a receive has ended, else -1."""
@@ -172,20 +202,37 @@ class RequestWork:
 
     def _test(self) -> bool:
         try:
+            del self._turn[0]
+        except IndexError:
+            return self._done
+        try:
+            if self._done:
+                return True
             if not self._request.Test():
                 return False
             self._store()
-        except Exception as error:
+            self._done = True
+            if self._entry:
+                if self._peer is None:
+                    self._name_sender()
+                self._state.recorder.end(self._entry)
+        except (MPI.Exception, MpidistError) as error:
             self._fail(error)
-            return True
-        self._done = True
-        if self._entry:
-            if self._peer is None:
-                self._name_sender()
-            self._state.recorder.end(self._entry)
-        if self._future is not None:
+        finally:
+            has_future = self._future is not None
+            self._turn.append(None)
+        if has_future:
             self._complete_future()
         return True
+
+    def _wait_turn(self) -> None:
+        """Wait until no other thread calls MPI for the message, and keep others from it."""
+        while True:
+            try:
+                del self._turn[0]
+                return
+            except IndexError:
+                os.sched_yield()
 
     def _name_sender(self) -> None:
         state = self._state
@@ -196,7 +243,6 @@ class RequestWork:
         self._done = True
         if self._entry:
             self._state.recorder.fail(self._entry)
-        self._complete_future()
 
     def _store(self) -> None:
         """Store the data of a message that has ended."""
@@ -240,3 +286,30 @@ class RequestWork:
     def _check(self, peers: Sequence[int]) -> None:
         if exited_ranks.all_ended(peers) and not self._test():
             raise exited_ranks.failure(self.where, peers)
+
+
+class Series:
+    """Requests of one message past MPI's count limit, or of one object, as one request.
+
+    Attributes:
+        requests: Those that have not ended.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests: list[Any] = list(requests)
+
+    def Test(self, status: MPI.Status | None = None) -> bool:
+        """See MPI_Test."""
+        while self.requests and self.requests[0].Test(status):
+            self.requests.pop(0)
+        return not self.requests
+
+    def Wait(self, status: MPI.Status | None = None) -> None:
+        """See MPI_Wait."""
+        for request in self.requests:
+            request.Wait()
+
+    def Cancel(self) -> None:
+        """See MPI_Cancel."""
+        for request in self.requests:
+            request.Cancel()

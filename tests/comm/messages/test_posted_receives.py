@@ -33,6 +33,13 @@ def test_receives_match_in_the_order_of_posting(group):
     agree(group, ok, str(got))
 
 
+def post(queue, source, tag):
+    space = bytearray(4), 4, None
+    receive = posted_receives.PostedReceive(queue, space, source, tag, None, None)
+    queue.add(receive, waits=True)
+    return receive
+
+
 class _Silent:
     """A communicator without messages, or whose first is another's."""
 
@@ -54,7 +61,7 @@ def test_posting_and_testing_probe_for_one_pattern(group):
     """With a probe for each posted pattern at each call, 2000 receives of 2000 tags took 30 s."""
     mpi = _Silent()
     queue = posted_receives.ReceiveQueue(mpi)
-    receives = [queue.post((bytearray(4), 4, None), 0, tag, waits=True) for tag in range(100)]
+    receives = [post(queue, 0, tag) for tag in range(100)]
     assert not any(receive.Test() for receive in receives)
     # By the tests alone, because the thread that posts waits next: each of its own pattern, and
     # one question for all.
@@ -68,7 +75,7 @@ def test_behind_the_message_of_another_each_pattern_is_probed_for(group):
     mpi = _Silent()
     mpi.other_tag = 5000
     queue = posted_receives.ReceiveQueue(mpi)
-    receives = [queue.post((bytearray(4), 4, None), 0, tag, waits=True) for tag in range(100)]
+    receives = [post(queue, 0, tag) for tag in range(100)]
     assert not queue.match() and (mpi.probes, mpi.questions) == (100, 1)
     assert not receives[7].Test() and (mpi.probes, mpi.questions) == (101, 2)
 
@@ -131,8 +138,8 @@ def test_the_work_of_a_receive_does_not_grow_with_those_posted(group, monkeypatc
         for tag in range(count):
             # From one sender, from any, and one of the same pattern that is withdrawn.
             source = MPI.ANY_SOURCE if tag % 2 else 3
-            receives.append(queue.post((bytearray(4), 4, None), source, tag, True))
-            queue.post((bytearray(4), 4, None), 3, tag, True).Cancel()
+            receives.append(post(queue, source, tag))
+            post(queue, 3, tag).Cancel()
         mpi.tags, mpi.sender = list(range(count)), 3
         assert all(receive.Test() for receive in reversed(receives)) and queue.is_empty()
         return _Counted.looks
