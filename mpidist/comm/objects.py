@@ -24,7 +24,7 @@ from mpidist.comm.execution.operation import Operation, Tensors
 from mpidist.comm.memory import buffer
 from mpidist.comm.memory.buffer_pool import zeroed
 from mpidist.comm.messages import object_messages
-from mpidist.comm.messages.object_messages import ObjectReceiver, accepted
+from mpidist.comm.messages.object_messages import accepted
 from mpidist.comm.mpi import trust
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
@@ -179,11 +179,10 @@ def _gather(
     if comm.rank != root:
         object_messages.send(comm, message, root, Tag.OBJECT_COLLECTIVE)
         return []
-    receiver = ObjectReceiver()
     return [
         object_messages.copied(message)
         if peer == root
-        else receiver.receive(comm, peer, Tag.OBJECT_COLLECTIVE)[:2]
+        else object_messages.receive(comm, peer, Tag.OBJECT_COLLECTIVE)
         for peer in range(comm.size)
     ]
 
@@ -197,7 +196,7 @@ def _scatter(
 ) -> Received:
     """Return this rank's message."""
     if messages is None:
-        return ObjectReceiver().receive(comm, root, Tag.OBJECT_COLLECTIVE)[:2]
+        return object_messages.receive(comm, root, Tag.OBJECT_COLLECTIVE)
     for peer, message in enumerate(messages):
         if peer != root:
             object_messages.send(comm, message, peer, Tag.OBJECT_COLLECTIVE)

@@ -8,29 +8,29 @@ Source: MPI-4.1 §3.8.2 and §3.8.3 (matching probe, matched receives).
 
 from __future__ import annotations
 
-import contextlib
-
 from mpidist.comm.memory.buffer import Buffer
-from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
-from mpidist.comm.mpi.nonblocking import Request
+from mpidist.comm.mpi.nonblocking import MatchedMessage, Mpi, Request
 from mpidist.errors import FrameError
 
 
 class MatchedReceive:
-    """Receive of one message, with the methods of a request that ``RequestWork`` calls.
+    """Receive of one message.
 
     Args:
-        space: Memory of the announced length.
+        space: Memory of the announced length; None if there is none.
     """
 
-    def __init__(self, comm: Communicator, space: memoryview, source: int, tag: int) -> None:
-        self._mpi = comm.mpi
+    def __init__(
+        self, mpi: Mpi, space: memoryview | None, nbytes: int, source: int, tag: int
+    ) -> None:
+        self._mpi = mpi
         self._space = space
+        self._announced = nbytes
         self._source_and_tag = source, tag
         self._status = MPI.Status()
+        self._message: MPI.Message | MatchedMessage | None = None
         self._request: Request | None = None
-        self._sent = space.nbytes
 
     def receive(self) -> None:
         """Receive the message, of whatever length, with blocking calls of MPI."""
@@ -39,38 +39,34 @@ class MatchedReceive:
 
     def Test(self) -> bool:
         """Return whether the message, of whatever length, is received."""
+        # Each result is stored by the step of an iterator that has it: after an exception of a
+        # signal's handler the next test goes on.
         if self._request is None:
-            message = self._mpi.Improbe(*self._source_and_tag, self._status)
-            if message is None:
-                return False
-            self._request = message.Irecv(self._matched())
+            if self._message is None:
+                source, tag = self._source_and_tag
+                for message in map(self._mpi.Improbe, (source,), (tag,), (self._status,)):
+                    self._message = message
+                if self._message is None:
+                    return False
+            for request in map(self._message.Irecv, (self._matched(),)):
+                self._request = request
+        assert self._request is not None
         return bool(self._request.Test())
 
-    def post(self) -> None:
-        """Post the receive, because the sender may wait for it; no thread tests it any more."""
-        # The caller raises its own error, also if the sender has died.
-        with contextlib.suppress(Exception):
-            if not self.Test() and self._request is None:
-                self._request = self._mpi.Irecv(
-                    (self._space, self._space.nbytes, MPI.BYTE), *self._source_and_tag
-                )
-
-    def require_announced(self) -> None:
-        """Compare the lengths of the message and of the memory.
-
-        Raises:
-            FrameError: They differ.
-        """
-        if self._sent != self._space.nbytes:
-            raise FrameError(
-                f"rank {self._source_and_tag[0]} sent {self._sent} bytes of an object that "
-                f"announces {self._space.nbytes}"
-            )
+    def problem(self) -> FrameError | None:
+        """Return the error of a message that has another length than announced."""
+        sent = self._status.Get_count(MPI.BYTE)
+        if sent == self._announced:
+            return None
+        return FrameError(
+            f"rank {self._source_and_tag[0]} sent {sent} bytes of an object that announces "
+            f"{self._announced}"
+        )
 
     def _matched(self) -> Buffer:
-        self._sent = self._status.Get_count(MPI.BYTE)
-        if self._sent != self._space.nbytes:
+        sent = self._status.Get_count(MPI.BYTE)
+        if self._space is None or sent != self._announced:
             # Kept as long as the request.
-            self._other = bytearray(self._sent)
-            return self._other, self._sent, MPI.BYTE
-        return self._space, self._sent, MPI.BYTE
+            self._other = bytearray(sent)
+            return self._other, sent, MPI.BYTE
+        return self._space, sent, MPI.BYTE
