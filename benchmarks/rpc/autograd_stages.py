@@ -46,7 +46,7 @@ _WRAPPED = (
     ("mpidist.rpc.calls.wire", "Wire.post", "header"),
     ("mpidist.comm.transport.transport", "Transport.send", "message to MPI"),
     ("mpidist.rpc.threads.polling", "Polling.wait", WAITING),
-    ("mpidist.rpc.threads.polling", "Polling.poll_once", WAITING),
+    ("mpidist.rpc.threads.polling", "Polling.note_call", WAITING),
     ("mpidist.rpc.calls.reader", "Reader.decode_answer", "result from bytes"),
     ("mpidist.rpc.calls.reader", "Reader.decode_call", "arguments from bytes"),
     ("mpidist.rpc.serving.requests", "Request.run", "request"),
@@ -133,9 +133,9 @@ def install() -> None:
 
 def install_in_agent() -> None:
     """Wrap the one function of MPI that sends, after ``init_rpc``."""
-    transport: Any = current.require().dispatcher._transport
-    _undo.append((transport, "_isend", transport._isend))
-    transport._isend = _stamped(_NUMBERS[MPI], transport._isend)
+    sends: Any = current.require().dispatcher._transport._sends
+    _undo.append((sends, "isend", sends.isend))
+    sends.isend = _stamped(_NUMBERS[MPI], sends.isend)
 
 
 def remove() -> None:

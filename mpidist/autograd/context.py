@@ -106,7 +106,6 @@ class Context:
 
 class _ThreadState(threading.local):
     context: Context | None = None
-    waits = False  # in ``backward``
 
 
 thread_state = _ThreadState()

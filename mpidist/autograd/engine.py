@@ -126,7 +126,7 @@ class Engine:
         if what == Notice.DONE:
             self.initiator.complete_part(source, number, key, *rest)
         elif what == Notice.FAILED:
-            self.initiator.fail_part(agent, source, number, key, *rest)
+            return _task(self.initiator.fail_part, agent, source, number, key, *rest)
         elif what == Notice.STOP:
             if found is not None:
                 self._parts.stop(found, key)
@@ -197,5 +197,4 @@ def _own_rank() -> int:
 
 
 def _task(function: Callable[..., None], *args: object) -> Task:
-    # A thread that polls in backward() runs the task itself; any other leaves it to the pool.
-    return Task(partial(function, *args), not thread_state.waits)
+    return Task(partial(function, *args))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from mpidist.autograd.context import SMART, Context, Contexts, thread_state, unknown_context
+from mpidist.autograd.context import SMART, Context, Contexts, unknown_context
 from mpidist.autograd.control_messages import Notice, notify, notify_all
 from mpidist.autograd.dependencies import ROOTS, Plan
 from mpidist.autograd.parts import Parts, plan_of
@@ -165,7 +165,6 @@ class Initiator:
         me = agent.workers.me.id
         key = self._contexts.make_id(me) | (SMART if mode == "smart" else 0)
         running = self._passes[key] = Pass(key, number, me)
-        before, thread_state.waits = thread_state.waits, True
         with recorder.recorded("backward", "backward", key):
             try:
                 start = (self.parts, running, context, retain, plan_of(context, edges), roots)
@@ -186,7 +185,6 @@ class Initiator:
                     notify_all(running.survey.asked - {me}, Notice.STOP, number, key)
                 raise
             finally:
-                thread_state.waits = before
                 del self._passes[key]
                 self._surveying.pop(key, None)
 

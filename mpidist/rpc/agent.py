@@ -81,7 +81,7 @@ class Agent:
         self.gil_waits: list[float] | None = None  # seconds; None: not measured
         self.dispatcher = Dispatcher(transport)
         self.polling = Polling(
-            self.dispatcher.poll, options.num_worker_threads, f"rpc-{workers.me.name}"
+            self.dispatcher, options.num_worker_threads, f"rpc-{workers.me.name}"
         )
         self.wire = _make_wire(transport, workers, options, device_maps)
         devices = _devices(workers, options, device_maps)

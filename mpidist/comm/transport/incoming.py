@@ -39,6 +39,7 @@ class Incoming:
         section: The packed parts; 0 if they are the first payload, None once unpacked.
         is_continued: The sender's next eager message with payloads belongs to the same message.
         damage: The reason why its parts cannot be read, else None.
+        number: Of its eager message, for ``Transport.take``.
     """
 
     __slots__ = (
@@ -56,7 +57,7 @@ class Incoming:
             "preamble",
             "action",
         ),
-        *("arrive", "receives", "section", "is_continued", "damage"),
+        *("arrive", "receives", "section", "is_continued", "damage", "number"),
     )
 
     def __init__(
@@ -82,6 +83,7 @@ class Incoming:
         self.section: Part | int | None = None
         self.is_continued = False
         self.damage: FrameError | None = None
+        self.number = -1
 
     @property
     def is_complete(self) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 
 import torch
 
 from mpidist.comm.memory.device_request import start_request
+from mpidist.comm.memory.stream import Device
 from mpidist.comm.messages import device_p2p
 from mpidist.comm.mpi import agreement_lock, mpi_errors
 from mpidist.comm.mpi.library import MPI
@@ -39,8 +41,17 @@ class Sends:
         self.test_at = MAX_PENDING
         self.isend = isend
         self._eager_tag, self._payload_tag = eager_tag, payload_tag
-        self._lock = threading.Lock()
+        self._byte = MPI.BYTE
+        self._lock = threading.RLock()  # reentrant: a signal's handler may send within any call
         self._testing = threading.Lock()
+
+    def start_one(self, to: int, message: bytes) -> None:
+        """Send an eager message that has no payloads."""
+        # One call into C starts the send and keeps its request and memory: an exception that a
+        # signal's handler raises comes before the call or behind it.
+        spec = (message, self._byte)
+        sent = map(self.isend, (spec,), (to,), (self._eager_tag,))
+        self.pending.extend(zip(sent, (message,), strict=False))
 
     def start(self, to: int, messages: Sequence[bytes], payloads: Sequence[Part]) -> None:
         """Send the eager messages of one message and its payloads.
@@ -53,13 +64,24 @@ class Sends:
         ]
         # The receiver posts receives in the order of eager messages, so no payload of another
         # message may be sent in between, and none may be announced.
+        kept: list[Part] = [*messages]
+        specs: list[object] = [(message, self._byte) for message in messages]
+        devices: list[Device | None] = [None] * len(messages)
+        for memory, device in ready:
+            pieces = pieces_of(memory)
+            specs += pieces
+            kept += [memory] * len(pieces)
+            devices += [device] * len(pieces)
+        tags = [self._eager_tag] * len(messages)
+        tags += [self._payload_tag] * (len(specs) - len(messages))
+        starts: Iterable[Request]
+        if any(devices):
+            starts = map(start_request, devices, repeat(self.isend), specs, repeat(to), tags)
+        else:
+            starts = map(self.isend, specs, repeat(to), tags)
         with self._lock:
-            for message in messages:
-                self.pending.append((self.isend([message, MPI.BYTE], to, self._eager_tag), message))
-            for memory, device in ready:
-                for piece in pieces_of(memory):
-                    request = start_request(device, self.isend, piece, to, self._payload_tag)
-                    self.pending.append((request, memory))
+            # One call into C, as in ``start_one``: no part of a message is left out.
+            self.pending.extend(zip(starts, kept, strict=False))
 
     def test(self) -> None:
         """Remove completed sends; a send to a failed rank counts as completed.
@@ -67,17 +89,17 @@ class Sends:
         Any thread may call it; it does nothing while another thread does.
         """
         pending = self.pending
-        if not self._testing.acquire(blocking=False):
+        if self._testing.locked():
             return
-        try:
-            while pending and pending[0][0].Test():
+        with self._testing:
+            try:
+                # Interrupted in between, the next test of the same request succeeds at once.
+                while pending and pending[0][0].Test():
+                    pending.popleft()
+            except Exception as error:
+                if not mpi_errors.is_mpi_error(error) or not mpi_errors.is_failure(error):
+                    raise
                 pending.popleft()
-        except Exception as error:
-            if not mpi_errors.is_mpi_error(error) or not mpi_errors.is_failure(error):
-                raise
-            pending.popleft()
-        finally:
-            self._testing.release()
 
     def reclaim(self) -> None:
         """Test the sends, and again when twice as many are pending: a few tests for each send.

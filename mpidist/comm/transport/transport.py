@@ -13,12 +13,20 @@ with ``damage``, because its kind and sequence are still valid.
 
 No call blocks. One thread at a time may ``poll``; any number may ``send``. All ranks may send to
 all at the same time, whatever the size, because a rank that polls also receives.
+
+A signal's handler may raise, and a handler or a finalizer may call again, between any two steps of
+the main thread. So a call of MPI and the record of what it has done are one call into C: the start
+of a receive, its completion, and a send. Messages are numbered, and a message is taken up by one
+assignment. ``peek`` and ``take`` may be interrupted; ``poll`` belongs to threads of the library,
+where no handler of a signal runs.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import compress, filterfalse, islice, repeat
+from operator import methodcaller
 
 from mpidist.comm.group import ProcessGroup
 from mpidist.comm.memory.buffer_pool import BufferPool
@@ -41,6 +49,8 @@ from mpidist.comm.transport.sends import MAX_PENDING, Sends
 from mpidist.errors import FrameError, RankFailureError
 
 _RECEIVES = 4  # posted at a time
+_start = methodcaller("Start")
+_PEEKED_NOTHING, _PEEKED_OTHER = (False, None), (True, None)
 
 
 class Transport:
@@ -66,16 +76,21 @@ class Transport:
         self._incomplete: list[Incoming] = []
         self._eager_count = 0  # eager messages received while payloads are under way
         self._posted: list[eager_receives.EagerReceive] = []
-        self._next = 0  # index of the receive that the next eager message completes
-        self._consumed: Restartable | None = None  # the receive that was read last
+        # The number of the next eager message to take up, which completes the posted receive of
+        # that index modulo their count; the number of the last message that has arrived; the
+        # receive that was started last; and the error of a test.
+        self._number = 0
+        self._arrived: deque[int] = deque((-1,), maxlen=1)
+        self._started: deque[Restartable] = deque(maxlen=1)
+        self._error: Exception | None = None
         self._dead: set[int] = set()
         self._is_closed = self.is_revoked = False
         if group is not None:
             self._mpi = group._comm.plain
-            self._isend, self._byte = self._mpi.Isend, MPI.BYTE
+            self._byte = MPI.BYTE
             self._eager_tag = group._comm.own_tag(Tag.EAGER)
             self._payload_tag = group._comm.own_tag(Tag.PAYLOAD)
-            self._sends = Sends(self._isend, self._eager_tag, self._payload_tag)
+            self._sends = Sends(self._mpi.Isend, self._eager_tag, self._payload_tag)
             self._sending = self._sends.pending
             self._status = MPI.Status()
             self._payloads = PayloadReceives(self._mpi, self._payload_tag, self._memory)
@@ -88,7 +103,9 @@ class Transport:
         """
         if self.group is not None and not self._posted:
             self._posted = eager_receives.post_receives(self._mpi, self._eager_tag, _RECEIVES)
-            self._next, self._consumed = 0, None
+            self._number = 0
+            self._arrived.append(-1)
+            self._started.append(self._posted[-1][0])
 
     def send(
         self,
@@ -134,7 +151,7 @@ class Transport:
                 Incoming(to, kind, flags, sequence, context, data, FIXED_BYTES, len(data))
             )
         else:
-            self._sending.append((self._isend([message, self._byte], to, self._eager_tag), message))
+            self._sends.start_one(to, message)
             if len(self._sending) >= self._sends.test_at:
                 self._sends.reclaim()
 
@@ -170,29 +187,21 @@ class Transport:
         """
         if self._loopback or not self._posted:
             return self._loopback.popleft() if self._loopback else None
-        # The receive is posted again only now, because every MPI call releases the GIL: getting it
-        # back from a main thread that computes takes half a millisecond.
-        if self._consumed is not None:
-            self._consumed.Start()
-            self._consumed = None
         if self._incomplete and self._eager_count:
             # One test after each message: a sender whose next message is always ready must not
             # delay the payloads of other senders.
             place = self._eager_count % len(self._incomplete)
             if (complete := self._finish(place)) is not None:
                 return complete
-        request, space, test = self._posted[self._next]
-        status = self._status
-        try:
-            while not test(status):
-                tests -= 1
-                if tests <= 0:
-                    return self._progress() if self._sending or self._incomplete else None
-        except Exception as error:
-            raise self._translated(error, request) from error
+        if not self._has_arrived(tests):
+            return self._progress() if self._sending or self._incomplete else None
         # Receives complete in the order of posting, which is the order of each sender's messages.
-        self._next = (self._next + 1) % _RECEIVES
-        self._consumed = request
+        request, space, _ = self._posted[self._number % _RECEIVES]
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise self._translated(error, request) from error
+        status = self._status
+        self._number += 1
         if self._incomplete:
             self._eager_count += 1
         data = space[: status.Get_count(self._byte)]
@@ -208,21 +217,91 @@ class Transport:
             return self._accept(source, data, fields)
         return Incoming(source, kind, flags, sequence, context, data, FIXED_BYTES, nbytes)
 
+    def peek(self, tests: int = 1) -> tuple[bool, Incoming | None]:
+        """Test up to ``tests`` times for a message, and leave it to ``take`` or ``poll``.
+
+        Returns:
+            Whether there is something for ``poll``; and the next message if ``take`` may take it
+            up: one that has no payloads, and that nothing precedes.
+        """
+        if self._loopback or self._incomplete:
+            return _PEEKED_OTHER
+        if not self._posted or not self._has_arrived(tests):
+            if self._sending:
+                self._sends.test()
+            return _PEEKED_NOTHING
+        number, status = self._number, self._status
+        if self._error is not None or self._arrived[0] != number:
+            return _PEEKED_OTHER
+        data = self._posted[number % _RECEIVES][1][: status.Get_count(self._byte)]
+        nbytes = len(data)
+        if nbytes < FIXED_BYTES:
+            return _PEEKED_OTHER
+        fields = FIXED.unpack_from(data)
+        kind, flags, payloads, generation, sequence, context, header, packed = fields
+        if payloads or generation != self.generation or nbytes != FIXED_BYTES + header + packed:
+            return _PEEKED_OTHER
+        if packed:
+            incoming, _ = eager_message.decode(status.Get_source(), data, fields)
+            unpack_parts(incoming)
+            if incoming.damage is not None:
+                return _PEEKED_OTHER
+        else:
+            incoming = Incoming(
+                status.Get_source(), kind, flags, sequence, context, data, FIXED_BYTES, nbytes
+            )
+        incoming.number = number
+        return True, incoming
+
+    def take(self, incoming: Incoming) -> None:
+        """Take up the message that ``peek`` has returned, if it is still there."""
+        number = incoming.number
+        if self._number == number:
+            self._number = number + 1
+
+    def _has_arrived(self, tests: int) -> bool:
+        """Test for the next eager message; whether it, or an error of the test, is there."""
+        number, posted, arrived = self._number, self._posted, self._arrived
+        if arrived[0] == number or self._error is not None:
+            return True
+        # The receive is posted again only now, because every MPI call releases the GIL: getting it
+        # back from a main thread that computes takes half a millisecond.
+        consumed = posted[(number - 1) % _RECEIVES][0]
+        if self._started[0] is not consumed:
+            start = filterfalse(_start, (consumed,))
+            # Asked again: a call of a signal's handler may have come in between. It cannot between
+            # a comparison and the call behind it.
+            if self._number == number and self._started[0] is not consumed:
+                self._started.extend(start)
+        test = posted[number % _RECEIVES][2]
+        found = islice(compress(repeat(number), map(test, repeat(self._status, tests))), 1)
+        try:
+            if self._number == number and arrived[0] != number:
+                arrived.extend(found)
+        except Exception as error:
+            if not mpi_errors.is_mpi_error(error):
+                raise
+            self._error = error
+            return True
+        return arrived[0] == self._number
+
     def close(self, timeout_s: float) -> None:
         """Withdraw the receives, so that MPI can finalize; a second call has no effect."""
         if self._is_closed:
             return
         self._is_closed = True
         receives, self._posted = self._posted, []
-        in_order = receives[self._next :] + receives[: self._next]
+        first = self._number % _RECEIVES
+        in_order = receives[first:] + receives[:first]
         if in_order:
-            eager_receives.withdraw(self._mpi, self._eager_tag, in_order, self._consumed, timeout_s)
+            last = in_order[-1][0]
+            idle = None if self._started[0] is last else last
+            eager_receives.withdraw(self._mpi, self._eager_tag, in_order, idle, timeout_s)
 
     def take_turns(self) -> None:
         """Hold the lock of agreements in each send from now on; see ``agreement_lock``."""
         if self.group is not None:
-            self._isend = agreement_lock.holding(self._isend)
-            self._sends.isend = self._isend
+            self._sends.isend = agreement_lock.holding(self._sends.isend)
 
     def _accept(self, source: int, data: bytearray, fields: tuple[int, ...]) -> Incoming | None:
         generation = fields[3]
@@ -282,12 +361,11 @@ class Transport:
             return error
         if revocation.is_revoked(self._mpi):
             # No message comes or goes any more.
-            self._posted, self._consumed, self.is_revoked = [], None, True
+            self._posted, self.is_revoked = [], True
             others = [rank for rank in range(self.size) if rank != self.rank]
             return RankFailureError("the group of the workers was revoked", others)
         if request is not None and not mpi_errors.is_pending(error):
-            request.Start()
-            self._next = (self._next + 1) % _RECEIVES
+            self._number += 1
         if not mpi_errors.is_failure(error):
             return FrameError(f"a message of rank {self._status.Get_source()} was refused: {error}")
         dead = mpi_errors.acknowledged_deaths(self._mpi)

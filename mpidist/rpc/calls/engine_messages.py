@@ -62,7 +62,10 @@ class EngineMessages:
         self._wire.post_one_way(to, kind, prefix, content, context)
 
     def handle(self, incoming: Incoming) -> Action | None:
-        """Pass a complete message to the engine, on the polling thread; return the rest to do."""
+        """Pass a complete message to the engine, on the polling thread; return the rest to do.
+
+        Gradients, whose decoding may run users' code, are decoded by the action.
+        """
         engine = interceptor.engine
         action: Action | None = None
         if engine is None:
@@ -71,22 +74,28 @@ class EngineMessages:
                 self._workers.me,
                 incoming.kind,
             )
-        else:
+        elif incoming.kind == Kind.AUTOGRAD_NOTICE:
             try:
-                obj = self._decode(incoming)
+                obj = self._reader.decode(incoming, incoming.start, False)
                 action = engine.handle_one_way(
                     incoming.source, incoming.kind, incoming.context, obj
                 )
             except Exception:
                 self._log(incoming.source)
+        else:
+            action = Task(partial(self._receive_gradients, engine, incoming))
         if action is None:
             self._count()
             return None
         return Task(partial(self._run, incoming.source, action.run), action.may_block)
 
+    def _receive_gradients(self, engine: interceptor.Interceptor, incoming: Incoming) -> None:
+        obj = self._decode(incoming)
+        action = engine.handle_one_way(incoming.source, incoming.kind, incoming.context, obj)
+        if action is not None:
+            action.run()
+
     def _decode(self, incoming: Incoming) -> object:
-        if incoming.kind == Kind.AUTOGRAD_NOTICE:
-            return self._reader.decode(incoming, incoming.start, False)
         numbers = message.unpack_gradients(incoming.data, incoming.start, incoming.end)
         return (
             *numbers,

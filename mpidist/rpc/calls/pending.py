@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +38,7 @@ _numbers = itertools.count()
 # without an answer after which it goes on.
 _MANY = 512
 _NO_ANSWER_S = 0.02  # longer than an idle worker sleeps between polls
+_LOOK_S = 2e-4  # between two looks at the number of open calls
 
 
 class PendingCalls:
@@ -147,7 +147,7 @@ class PendingCalls:
         call = AsyncCall(to, name, timeout_s, self._result_of, self._end_future, function)
         future = RpcFuture(self.wait, call, self._devices)
         self.start(call, kind, name, content)
-        self._polling.poll_once()
+        self._polling.note_call()
         self.pace()
         return future
 
@@ -197,32 +197,34 @@ class PendingCalls:
         self.started = call.sequence = sequence = next(self._numbers)
         signature, peer = self._entries[call.what], self._world_ranks[to]
         call.entry = self._begin(signature, 0, 0, peer, sequence)
-        if type(call) is not Call:
-            self._futures.add(call)
-        self._pending[sequence] = call
-        if call.deadline < self._next_deadline:
-            # Not stored here: another thread may store a later one at the same time.
-            self._is_searched = False
-        # Behind the registration: a thread that stops RPC, or finds that a worker has left, records
-        # that first and fails the registered calls afterwards. So one of the two sees the other.
-        if self.is_stopped or to in self._workers.left:
-            self._refuse(call)
-            return
         try:
-            engine = interceptor.engine
-            self._post(
-                to,
-                kind,
-                sequence,
-                0 if engine is None else engine.current_context(),
-                prefix,
-                content,
-            )
+            if type(call) is not Call:
+                self._futures.add(call)
+            self._pending[sequence] = call
+            if call.deadline < self._next_deadline:
+                # Not stored here: another thread may store a later one at the same time.
+                self._is_searched = False
+            # Behind the registration: a thread that stops RPC, or finds that a worker has left,
+            # records that first and fails the registered calls afterwards. So one of the two sees
+            # the other.
+            is_refused = self.is_stopped or to in self._workers.left
+            if not is_refused:
+                engine = interceptor.engine
+                self._post(
+                    to,
+                    kind,
+                    sequence,
+                    0 if engine is None else engine.current_context(),
+                    prefix,
+                    content,
+                )
         except BaseException:
             self._pending.pop(sequence, None)
             self._futures.discard(call)
             self._entries.fail(call.entry)
             raise
+        if is_refused:
+            self._refuse(call)
 
     def _refuse(self, call: Call) -> None:
         if self._pending.pop(call.sequence, None) is None:
@@ -252,13 +254,12 @@ class PendingCalls:
         pending, clock = self._pending, time.monotonic
         left, since = len(pending), clock()
         while len(pending) > _MANY // 2 and not self.is_stopped:
-            self._polling.poll_once()
+            self._polling.summon()
+            time.sleep(_LOOK_S)
             if len(pending) < left:
                 left, since = len(pending), clock()
             elif clock() - since > _NO_ANSWER_S:
                 break
-            else:
-                os.sched_yield()
         self._pace_at = len(pending) + _MANY
 
     # Waiting.
@@ -399,10 +400,10 @@ class PendingCalls:
     def _run_action(self, action: Action | None) -> None:
         if action is None:
             return
-        if action.may_block and not self.is_stopped:
-            self._polling.pool.submit(action)
-        else:
+        if self.is_stopped:  # the pool ends
             action.run()
+        else:
+            self._polling.pool.submit(action)
 
     def _describe(self, call: Call) -> str:
         """Return the name of a call for messages to users."""

@@ -1,7 +1,8 @@
 """Dispatch of arrived messages by kind, on the polling thread and in the order of arrival.
 
 Forks, deletes and the entries of calls of ``remote`` depend on that order and are handled at once.
-All other work is returned as an action.
+All other work is returned as an action. A thread that waits for the answer to its own call takes up
+that answer alone (``poll_answer``), where it depends on no order.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from mpidist.rpc.calls import engine_messages
 from mpidist.rpc.calls.pending import PendingCalls
 from mpidist.rpc.calls.references import References
 from mpidist.rpc.message import (
+    ANNOUNCED,
     AUTOGRAD,
     FIRST_ONE_WAY,
     FIRST_REMOTE,
@@ -28,10 +30,13 @@ from mpidist.rpc.message import (
 )
 from mpidist.rpc.serving.requests import EngineRequest, FetchRequest, RemoteRequest, Request, Server
 from mpidist.rpc.threads import interceptor
+from mpidist.rpc.threads.call import Call
 from mpidist.rpc.threads.log import logger
 from mpidist.rpc.threads.pool import HANDLED, Action
 
 _MOST_MESSAGES = 16  # handled without a look at what is due
+# Plain integers, as in ``requests``.
+_ANSWERS = frozenset({int(Kind.RESULT), int(Kind.EXCEPTION)})
 _COUNTED = frozenset({Kind.RREF_FORK, Kind.RREF_USER_DELETE}) | engine_messages.KINDS
 
 
@@ -49,6 +54,7 @@ class Dispatcher:
         self._messages = 0  # since the last look at what is due
         self._transport = transport
         self._receive = transport.poll
+        self._peek = transport.peek
         self._agent: Server
         self._calls: PendingCalls
         self._references: References
@@ -73,6 +79,42 @@ class Dispatcher:
         """Hold the lock of agreements in each later test and send; see ``agreement_lock``."""
         self._transport.take_turns()
         self._receive = agreement_lock.holding(self._receive)
+        self._peek = agreement_lock.holding(self._peek)
+
+    def poll_answer(self, call: Call, tests: int) -> bool | None:
+        """Test at most ``tests`` times for the answer to a call, and give it to the call.
+
+        The thread that waits for the call may be interrupted at each step: see ``transport``.
+
+        Returns:
+            Whether the call is done; False for a message that needs ``poll``, None for no message.
+        """
+        has_arrived, incoming = self._peek(tests)
+        if not has_arrived:
+            return None
+        if (
+            incoming is None
+            or incoming.sequence != call.sequence
+            or incoming.source != call.to
+            or incoming.kind not in _ANSWERS
+            or incoming.flags & (REFERENCES | ANNOUNCED)
+        ):
+            return False
+        if incoming.flags & AUTOGRAD:
+            try:
+                self._agent.reader.unpack_preamble(incoming)
+            except FrameError:
+                return False
+        # In this order: interrupted in between, the next poll drops the message, and no call that
+        # waits for it is left.
+        self._messages += 1
+        self._calls.complete(incoming)
+        self._transport.take(incoming)
+        return call.done
+
+    def is_due(self) -> bool:
+        """Return whether ``do_what_is_due`` has something to do."""
+        return bool(self._references.deletes) or self._calls.has_expired()
 
     def poll(self, tests: int) -> Action | None:
         """Test for a message at most ``tests`` times and handle it.
@@ -84,10 +126,10 @@ class Dispatcher:
         try:
             # On busy cores each poll may find a message, for as long as the others go on calling.
             if self._messages >= _MOST_MESSAGES:
-                self._do_what_is_due()
+                self.do_what_is_due()
             incoming = self._receive(tests)
             if incoming is None:
-                return HANDLED if self._do_what_is_due() else None
+                return HANDLED if self.do_what_is_due() else None
             self._messages += 1
             kind = incoming.kind
             if incoming.is_new:
@@ -124,7 +166,7 @@ class Dispatcher:
             self._reject(incoming, FrameError(f"{text} cannot be taken up: {error!r}"))
         return HANDLED
 
-    def _do_what_is_due(self) -> bool:
+    def do_what_is_due(self) -> bool:
         """Send the queued deletes, and fail calls whose time is over; return whether any was sent.
 
         Between messages and at the latest after ``_MOST_MESSAGES``: deletes that come together are

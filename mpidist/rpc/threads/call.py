@@ -20,7 +20,8 @@ from mpidist.rpc.threads import interceptor
 from mpidist.rpc.threads.pool import CALLBACKS, Action
 
 _RawFuture = torch._C.Future
-_parking = threading.Lock()
+# Reentrant: a signal's handler or a finalizer may wait within any call.
+_parking = threading.RLock()
 _EXCEPTION = int(Kind.EXCEPTION)
 T = TypeVar("T")
 
@@ -39,12 +40,10 @@ class Call:
         entry: Number of its entry in the recorder.
         done: An answer or an error is there; for a call with a future, the future is complete.
         latches: One for each thread that sleeps until the call is done.
-        action_number: While its thread leads (``polling``): the number of the action that the
-            thread runs, else 0.
+        leads: Its thread may poll for the answer (``polling``).
     """
 
     __slots__ = (
-        "action_number",
         "deadline",
         "done",
         "entry",
@@ -52,6 +51,7 @@ class Call:
         "function",
         "incoming",
         "latches",
+        "leads",
         "sequence",
         "timeout_s",
         "to",
@@ -77,7 +77,7 @@ class Call:
         self.error: BaseException | None = None
         self.done = False
         self.latches: tuple[threading.Lock, ...] = ()
-        self.action_number = 0
+        self.leads = False
 
     def finish(self) -> None:
         """Mark the call as done, and wake the threads that wait for it."""
@@ -136,6 +136,8 @@ class Call:
 class AsyncCall(Call):
     """A call with a future. As an action it completes the future, and so runs users' callbacks.
 
+    Also callbacks that are not known here: those behind a future of C++ (``collect_all``).
+
     Args:
         to: See ``Call``.
         what: See ``Call``.
@@ -163,7 +165,7 @@ class AsyncCall(Call):
 
     @property
     def may_block(self) -> bool:  # type: ignore[override]
-        """Return whether completing the future runs users' code."""
+        """Return whether completing the future runs callbacks that are known to be users'."""
         future = self.future
         return future is not None and future.has_callbacks
 
@@ -209,7 +211,7 @@ class AsyncCall(Call):
 
 
 class RpcFuture(torch.futures.Future):
-    """A ``torch.futures.Future`` whose waiting thread polls for the answer.
+    """A ``torch.futures.Future`` whose waiting thread has the answer polled for.
 
     Attributes:
         call: None once the future is complete.
@@ -269,7 +271,7 @@ class RpcFuture(torch.futures.Future):
             call.finish()
 
 
-# Guards the choice of the thread that decodes a creation's answer and completes its future.
+# Guards the choice of the thread that completes a creation's future, and of the error it is given.
 _completing = threading.RLock()
 
 
@@ -338,22 +340,26 @@ class Creation(Call):
 
     def reason(self) -> BaseException | None:
         """Return why the creation has failed, once it is done; None if the value exists."""
-        with _completing:
-            if self.incoming is not None and self.error is None:
-                try:
-                    self.error = self._error_of(self)
-                except Exception as error:
-                    # An unreadable answer must not end this thread, which serves all calls.
-                    self.error = error
+        # Without a lock: decoding runs users' code. Two threads may decode, and one error is kept.
+        if self.incoming is not None and self.error is None:
+            try:
+                error = self._error_of(self)
+            except Exception as failure:
+                # An unreadable answer must not end this thread, which serves all calls.
+                error = failure
+            with _completing:
+                self.error = self.error or error
                 self.incoming = None
-            return self.error
+        return self.error
 
     def future(self) -> torch.futures.Future:
         """Return a future that completes when the owner has answered, with None or its error."""
         with _completing:
+            is_new = self._future is None
             if self._future is None:
                 self._open_future = self._future = torch.futures.Future()
-        if self.done:
+        # A future that others may have callbacks on is completed by an action, or where it is made.
+        if is_new and self.done:
             self._complete_future()
         return self._future
 
@@ -365,9 +371,9 @@ class Creation(Call):
     def _complete_future(self) -> None:
         with _completing:
             future, self._open_future = self._open_future, None
-            if future is None:
-                return
-            error = self.reason()
+        if future is None:
+            return
+        error = self.reason()
         if error is None:
             torch_futures.set_result(future, None)
         else:

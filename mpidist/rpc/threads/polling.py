@@ -1,20 +1,29 @@
 """Leader/followers: one thread at a time, the leader, polls MPI for messages.
 
-The pattern is Schmidt et al., POSA2, "Leader/Followers". A message that asks for work becomes an
-action (``pool``); the leader runs it or submits it to the pool. The leader is one of:
+The pattern is Schmidt et al., POSA2, "Leader/Followers". A message that asks for work, and the
+answer to a call with a future, become an action (``pool``). **Actions run in threads of the pool
+alone** (``_run``): a thread that waits for an answer may hold locks of its user, which the code of
+an action takes. The leader is one of:
 
-- **A caller**: a thread that waits for the answer to a call. It takes the lead from a pool thread,
-  polls until its answer arrives, and then promotes the next waiting caller. It submits actions that
-  may block to the pool. After 3 ms of polling without its answer it gives up the lead and sleeps.
-- **A pool thread**, when no caller leads. It runs actions itself; a request whose function is not
-  known to be quick (``InlinePolicy``) goes back to the pool. Without messages it polls for 50 µs
-  without a pause, then yields its core between polls, and after 0.5 ms sleeps between polls: at
-  most 3 ms, and 5 ms after a second. It also sleeps while a user's thread issues calls in quick
-  succession, because that thread polls once after each call (``poll_once``).
+- **A caller**: a thread that waits for the answer to its own call. It takes the lead from a pool
+  thread, polls until its answer arrives, takes up this message alone, and then promotes the next
+  waiting caller. It leaves any other message to a pool thread, which takes the lead, and sleeps
+  until its call is done; likewise after 3 ms of polling without its answer. Threads that wait for
+  anything else (a future, the end of a backward pass) sleep from the beginning.
+- **A pool thread**, when no caller leads. It takes up all messages and runs actions itself; a
+  request whose function is not known to be quick (``InlinePolicy``) goes back to the pool. Without
+  messages it polls for 50 µs without a pause, then yields its core between polls, and after 0.5 ms
+  sleeps between polls: at most 3 ms, and 5 ms after a second. It also sleeps while a user's thread
+  issues asynchronous calls in quick succession. A thread that waits wakes it (``summon``).
 
 One pool thread is the **follower**. Every 2 ms (a tick) it becomes the leader if there is none, or
-if the leader has been in the same action since the last tick. After eight ticks without messages it
-sleeps until the leader runs an action. All other pool threads wait for work.
+if the leader has been in the same action since the last tick, or is a caller that has not polled
+since (an exception may have ended its wait anywhere). After eight ticks without messages it sleeps
+until the leader runs an action. All other pool threads wait for work.
+
+A signal's handler or a finalizer may call within a poll of its own thread. A caller's poll is
+interruptible at each step, so that the thread polls for the inner call; a thread that is taking up
+messages for all cannot, and the inner call raises an error at once.
 
 The tick is long because waking a second thread takes the GIL from the first one, which costs it 10
 to 50 µs. Measurements: docs/decisions/0008.
@@ -28,10 +37,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
-from mpidist.rpc.threads.call import Call
+from mpidist.errors import MpidistError
+from mpidist.rpc.threads.call import AsyncCall, Call
 from mpidist.rpc.threads.pool import HANDLED, Action, Pool, PoolThread, here
 
 # A pool thread that leads without messages: polls, then yields its core, then sleeps. The longest
@@ -58,6 +68,31 @@ _TESTS_PER_POLL = 16
 
 _NEVER = float("inf")
 
+_WITHIN = (
+    "a finalizer (or a handler of a signal or of logging) has interrupted the thread that takes up "
+    "this worker's messages, and waits for an answer, which could not arrive: call rpc_async or "
+    "remote there, and do not wait"
+)
+
+
+class Source(Protocol):
+    """Messages of one worker, tested by one thread at a time."""
+
+    def poll(self, tests: int) -> Action | None:
+        """Test for a message, at most so many times; return its action, or None for no message."""
+
+    def poll_answer(self, call: Call, tests: int) -> bool | None:
+        """Test for a message, and take it up if it answers the call; interruptible.
+
+        Returns whether the call is done; False for a message that needs ``poll``, None for none.
+        """
+
+    def is_due(self) -> bool:
+        """Return whether ``do_what_is_due`` has something to do."""
+
+    def do_what_is_due(self) -> object:
+        """Do what ``poll`` does between messages."""
+
 
 class Polling:
     """The threads of one agent, of which one at a time polls.
@@ -66,8 +101,7 @@ class Polling:
     under the poll lock.
 
     Args:
-        poll: Tests for a message, at most so many times; returns its action, or None if none has
-            arrived. Called by one thread at a time.
+        source: The worker's messages.
         threads: The maximum number of actions that may block and run at once. Actions that wait
             for an answer do not count.
         name: A part of the threads' names.
@@ -81,13 +115,15 @@ class Polling:
         is_stopping: Polling ends.
     """
 
-    def __init__(self, poll: Callable[[int], Action | None], threads: int, name: str) -> None:
-        self.pool = Pool(threads, name, self._follow_and_lead)
+    def __init__(self, source: Source, threads: int, name: str) -> None:
+        self.pool = Pool(threads, name, self._follow_and_lead, self._lead)
         self.leader: PoolThread | Call | None = None
         self.parked: deque[Call] = deque()
         self.is_follower_asleep = self.is_stopping = False
-        self._poll = poll
-        self._poll_lock = threading.Lock()
+        self._source = source
+        # Reentrant for calls of signals' handlers and finalizers within a poll.
+        self._poll_lock = threading.RLock()
+        self._is_taking = False  # its holder is in ``Source.poll``
         self._action_numbers = itertools.count(1)
 
         # Calls of users' threads.
@@ -96,11 +132,14 @@ class Polling:
 
         # What the follower looks at.
         self._caller_terms = 0  # the number of times that a caller has led
+        self._caller_polls = 0  # the number of polls of callers
         self._is_idle = False  # the leader is a pool thread without a message for 0.5 ms
         self._following = 0  # threads within ``_follow``
         self._following_lock = threading.Lock()  # for the number
         self._follower_lock = threading.Lock()  # held by the one that follows
         self._wake = threading.Semaphore(0)  # of the follower
+        self._nap = threading.Lock()  # held; released to wake the leader
+        self._nap.acquire()
 
     def start(self) -> None:
         """Start the first leader and the first follower."""
@@ -127,8 +166,8 @@ class Polling:
 
     # Callers: threads that issue calls, and wait for their answers.
 
-    def poll_once(self) -> None:
-        """Poll once, after a user's thread has issued a call; during a burst the leader pauses."""
+    def note_call(self) -> None:
+        """Note that a thread has issued an asynchronous call; during a burst the leader pauses."""
         # Two threads of one process that both poll take the GIL from each other at each poll, which
         # costs more than the calls. A handler does not pause the leader, which serves the others.
         if here.thread is not None:
@@ -137,22 +176,27 @@ class Polling:
         if now - self._issued_at < _BURST_GAP_S:
             self._burst_at = now
         self._issued_at = now
-        if self._poll_lock.acquire(blocking=False):
-            try:
-                action = self._poll(1)
-            finally:
-                self._poll_lock.release()
-            if action is not None and action is not HANDLED:
-                if action.may_block:
-                    self.pool.submit(action)
-                else:
-                    action.run()
+
+    def summon(self) -> None:
+        """Have a pool thread lead now, without a pause."""
+        self._burst_at = 0.0
+        if isinstance(self.leader, PoolThread):
+            with contextlib.suppress(RuntimeError):  # released by another thread
+                self._nap.release()
+        else:
+            self.pool.submit_leader()
 
     def wait(self, call: Call) -> None:
         """Wait until a call is done, or its deadline has passed, or polling has stopped.
 
         Blocks: until one of these; ``call.done`` tells them apart.
+
+        Raises:
+            MpidistError: The thread itself is taking up a message: see the module.
         """
+        if self._poll_lock._is_owned():  # type: ignore[attr-defined]
+            self._poll_within(call)
+            return
         thread = here.thread
         action_number = 0
         if thread is not None:
@@ -161,9 +205,13 @@ class Polling:
             action_number, thread.action_number = thread.action_number, 0
             self.pool.leave(thread)
 
+        # Other calls have no answer that their thread could take up.
+        call.leads = call.sequence >= 0 and not isinstance(call, AsyncCall)
+        if thread is not None and not call.leads and self.leader is thread:
+            self.leader = None
         leads_until = _NEVER
         while not call.done:
-            if not isinstance(self.leader, Call):
+            if call.leads and not isinstance(self.leader, Call):
                 end = self._lead_as_caller(call, thread, leads_until)
                 if end is None:
                     break
@@ -171,13 +219,12 @@ class Polling:
             now = time.monotonic()
             if now >= call.deadline or self.is_stopping:
                 break
-            timeout_s = min(call.deadline - now, 1.0)
-            if now < leads_until:
-                call.park(timeout_s, partial(self._offer, call))
-                with contextlib.suppress(ValueError):
-                    self.parked.remove(call)
-            else:
-                call.park(timeout_s)
+            call.leads = call.leads and now < leads_until
+            if not call.leads and not isinstance(self.leader, Call):
+                self.summon()
+            call.park(min(call.deadline - now, 1.0), partial(self._offer, call))
+            with contextlib.suppress(ValueError):
+                self.parked.remove(call)
 
         if self.parked:
             # This thread may have been promoted at the moment in which its answer arrived.
@@ -196,23 +243,25 @@ class Polling:
             call: Represents the caller.
             thread: The calling thread, if it is the pool's.
             leads_until: The end of the caller's time (``time.monotonic``), which begins with its
-                first empty polls, and again after each action that it runs; infinite before.
+                first empty polls; infinite before.
 
         Returns:
-            The end of the caller's time as it is now; None if the call is done.
+            The end of the caller's time as it is now, 0 if a pool thread must poll; None if the
+            call is done.
         """
         was_leading = thread is not None and self.leader is thread
         self.leader = call
         if self.is_follower_asleep:
             self._wake_follower()
-        poll, lock, rounds = self._poll, self._poll_lock, 0
+        poll_answer, lock, rounds = self._source.poll_answer, self._poll_lock, 0
         try:
             while not call.done:
                 with lock:
                     if self.leader is not call or call.done:
                         break
-                    action = poll(_TESTS_PER_POLL)
-                if action is None:
+                    self._caller_polls += 1
+                    is_answer = poll_answer(call, _TESTS_PER_POLL)
+                if is_answer is None:
                     rounds += 1
                     if rounds > _CALLER_SPINS:
                         now = time.monotonic()
@@ -221,15 +270,9 @@ class Polling:
                         if now > leads_until or self.is_stopping:
                             break
                         os.sched_yield()
-                elif action is not HANDLED:
-                    if action.may_block:
-                        self.pool.submit(action)
-                    else:
-                        call.action_number = next(self._action_numbers)
-                        action.run()
-                        call.action_number = 0
-                        # A backward pass is one long wait with many short actions.
-                        leads_until, rounds = _NEVER, 0
+                elif not is_answer:
+                    leads_until = 0.0
+                    break
         finally:
             if self.leader is call:
                 self.leader = thread if was_leading and call.done else None
@@ -238,13 +281,55 @@ class Polling:
                 self.promote()
         return None if call.done else leads_until
 
+    def _poll_within(self, call: Call) -> None:
+        """Wait for a call within a poll of the same thread, which holds the poll lock."""
+        if self._is_taking:
+            raise MpidistError(_WITHIN)
+        while not call.done and not self.is_stopping and time.monotonic() < call.deadline:
+            self._caller_polls += 1
+            is_answer = self._source.poll_answer(call, _TESTS_PER_POLL)
+            if is_answer is None:
+                os.sched_yield()
+            elif not is_answer and (action := self._take(1)) is not None:
+                self._run(action)
+
+    def _take(self, tests: int) -> Action | None:
+        """Poll for all; the calling thread holds the poll lock."""
+        self._is_taking = True
+        try:
+            return self._source.poll(tests)
+        finally:
+            self._is_taking = False
+
+    def _run(self, action: Action) -> None:
+        """Run what a message asks for: in the calling thread if this is the pool's leader.
+
+        This decides alone which thread runs an action, and so completes a future.
+        """
+        me = here.thread
+        if action is HANDLED:
+            return
+        if me is None or self.leader is not me or (action.may_block and self.pool.is_full()):
+            self.pool.submit(action)
+            return
+        # The follower counts the action as running once it finds it stuck: most end before.
+        me.action_number = next(self._action_numbers)
+        if self.is_follower_asleep:
+            self._wake_follower()
+        action.run()
+        me.action_number = 0
+        if me.is_counted:
+            self.pool.leave(me)
+
     def _offer(self, call: Call) -> bool:
-        """Offer a thread that will sleep for promotion; return whether there is a leader."""
+        """Offer a thread that will sleep for promotion; return whether it may sleep."""
         self.parked.append(call)
-        return self.leader is not None
+        if self.leader is None and not call.leads:
+            self.summon()
+        return self.leader is not None or not call.leads
 
     def promote(self) -> None:
-        """Wake one parked caller if there is no leader, so that it need not wait for a tick."""
+        """Have one parked caller polled for if there is no leader: it need not wait for a tick."""
         parked = self.parked
         while parked and self.leader is None:
             try:
@@ -252,7 +337,10 @@ class Polling:
             except IndexError:
                 return
             if not call.done:
-                call.wake()
+                if call.leads:
+                    call.wake()
+                else:
+                    self.summon()
                 return
 
     # Pool threads.
@@ -280,7 +368,7 @@ class Polling:
         """
         with self._follower_lock:
             last_action = idle_ticks = 0
-            last_term = -1
+            last_term = last_poll = -1
             while not self.is_stopping:
                 time.sleep(_TICK_S)
                 leader = self.leader
@@ -292,6 +380,15 @@ class Polling:
                         return
                     last_term = self._caller_terms
                     continue
+                if isinstance(leader, Call):
+                    if self._caller_polls == last_poll:
+                        self.leader = me
+                        return
+                    last_poll = self._caller_polls
+                    if self._source.is_due():
+                        with self._poll_lock:
+                            self._source.do_what_is_due()
+                    continue
                 if leader.action_number != 0 and leader.action_number == last_action:
                     self._count_stuck(leader, last_action)
                     self.leader = me
@@ -302,44 +399,44 @@ class Polling:
                     self._sleep_behind(leader)
                     idle_ticks = 0
 
-    def _count_stuck(self, leader: PoolThread | Call, action_number: int) -> None:
+    def _count_stuck(self, leader: PoolThread, action_number: int) -> None:
         """Count the leader's action among those that run, so that the pool keeps its limit."""
-        if isinstance(leader, PoolThread) and not leader.is_counted:
+        if not leader.is_counted:
             self.pool.enter(leader)
             # The action may have ended in between, when the thread was not counted.
             if leader.action_number != action_number:
                 self.pool.leave(leader)
 
-    def _sleep_behind(self, leader: PoolThread | Call) -> None:
+    def _sleep_behind(self, leader: PoolThread) -> None:
         """Sleep until the leader, if it polls without messages, runs an action."""
         self.is_follower_asleep = True
         # A thread that runs an action or takes the lead records that first, and reads
         # is_follower_asleep afterwards: so one of the two threads sees the other.
-        is_polling = isinstance(leader, PoolThread) and not leader.action_number
-        if self.leader is leader and is_polling:
+        if self.leader is leader and not leader.action_number:
             self._wake.acquire()
         self.is_follower_asleep = False
 
     def _wake_follower(self) -> None:
         if self.is_follower_asleep:
-            self.is_follower_asleep = False
+            # In this order: interrupted in between, the follower is woken once more.
             self._wake.release()
+            self.is_follower_asleep = False
 
     def _lead(self, me: PoolThread) -> None:
-        """Poll as a pool thread until the lead is lost."""
-        clock, poll, lock = time.monotonic, self._poll, self._poll_lock
+        """Take the lead, and poll as a pool thread until it is lost."""
+        clock, take, lock = time.monotonic, self._take, self._poll_lock
+        self.leader = me
         since, rounds, tests = clock(), 0, _TESTS_PER_POLL
         while self.leader is me and not self.is_stopping:
             if clock() - self._burst_at < _BURST_PAUSE_S:
-                time.sleep(_BURST_PAUSE_S)
+                self._nap.acquire(timeout=_BURST_PAUSE_S)
                 continue
             with lock:
-                action = poll(tests) if self.leader is me else None
+                action = take(tests) if self.leader is me else None
             if action is not None:
                 rounds = 0
                 tests = _TESTS_PER_POLL
-                if action is not HANDLED:
-                    self._run_inline(me, action)
+                self._run(action)
                 # A traceback that somebody keeps, of an action before it, holds this frame.
                 action = None
                 continue
@@ -356,19 +453,7 @@ class Polling:
             else:
                 self._is_idle = True
                 tests = 1
-                time.sleep(min(idle / 8, _SLEEP_S) if idle < _LONG_IDLE_S else _LONG_SLEEP_S)
+                pause_s = min(idle / 8, _SLEEP_S) if idle < _LONG_IDLE_S else _LONG_SLEEP_S
+                if self._nap.acquire(timeout=pause_s):
+                    rounds, tests = 0, _TESTS_PER_POLL
         self._is_idle = False
-
-    def _run_inline(self, me: PoolThread, action: Action) -> None:
-        """Run an action on the leading pool thread; submit it if the pool is full."""
-        if action.may_block and self.pool.is_full():
-            self.pool.submit(action)
-            return
-        # The follower counts the action as running once it finds it stuck: most end before.
-        me.action_number = next(self._action_numbers)
-        if self.is_follower_asleep:
-            self._wake_follower()
-        action.run()
-        me.action_number = 0
-        if me.is_counted:
-            self.pool.leave(me)

@@ -41,7 +41,7 @@ class Action(Protocol):
 
     @property
     def may_block(self) -> bool:
-        """Return whether the action runs users' code."""
+        """Return whether the action may take long, and so counts toward the limit of its lane."""
 
     def run(self) -> object:
         """Run the action."""
@@ -85,7 +85,8 @@ class _Here(threading.local):
 
 
 here = _Here()
-_FOLLOW = Task(lambda: None)  # in the queue: follow and lead
+# In the queue: follow and lead; lead at once.
+_FOLLOW, _LEAD = Task(lambda: None, False), Task(lambda: None, False)
 
 
 class Pool:
@@ -96,24 +97,37 @@ class Pool:
             answer do not count.
         name: A part of the threads' names.
         follow: Follows and leads in the calling thread; returns when enough others do.
+        lead: Leads in the calling thread; returns when the lead is lost.
     """
 
-    def __init__(self, limit: int, name: str, follow: Callable[[PoolThread], None]) -> None:
+    def __init__(
+        self,
+        limit: int,
+        name: str,
+        follow: Callable[[PoolThread], None],
+        lead: Callable[[PoolThread], None],
+    ) -> None:
         self._limit = limit
         self._name = name
         self._follow = follow
-        self._lock = threading.Lock()  # guards the next four
+        self._lead = lead
+        # Guards the next four. Reentrant: a signal's handler may submit within any call.
+        self._lock = threading.RLock()
         self._running = [0, 0]  # by lane
         # Actions beyond the limit, by lane.
         self._backlog: tuple[deque[Action], deque[Action]] = (deque(), deque())
         self._idle = 0  # threads that wait, minus items in the queue
         self._threads: list[threading.Thread] = []
-        self._queue: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
+        # Actions, and whether each counts toward the limit.
+        self._queue: queue.SimpleQueue[tuple[Action, bool] | None] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._is_stopping = False
 
     def submit(self, action: Action) -> None:
         """Run an action on a thread; beyond the limit, once another action has ended."""
+        if not action.may_block:
+            self._enqueue(action, False)
+            return
         lane = action.lane
         with self._lock:
             if self._running[lane] >= self._limit and not self._is_stopping:
@@ -124,7 +138,11 @@ class Pool:
 
     def submit_follower(self) -> None:
         """Let a thread follow and lead."""
-        self._enqueue(_FOLLOW)
+        self._enqueue(_FOLLOW, False)
+
+    def submit_leader(self) -> None:
+        """Let a thread lead at once."""
+        self._enqueue(_LEAD, False)
 
     def is_full(self) -> bool:
         """Return whether the limit of running handlers is reached."""
@@ -191,14 +209,14 @@ class Pool:
             alive[0].join(min(0.1, timeout_s))
         return True
 
-    def _enqueue(self, action: Action) -> None:
+    def _enqueue(self, action: Action, is_counted: bool = True) -> None:
         with self._lock:
             self._idle -= 1
             needs_thread = self._idle < 0
             self._idle += needs_thread
         # A new thread gets its action from the queue, not as an argument: a Thread object keeps
         # its arguments alive until it ends.
-        self._queue.put(action)
+        self._queue.put((action, is_counted))
         if needs_thread:
             self._start_thread()
         # Behind the put: so this thread or the one that stops the pool sees the action.
@@ -237,15 +255,17 @@ class Pool:
     def _run_actions(self) -> None:
         """Run one action after the other: the body of each thread."""
         thread = here.thread = PoolThread()
-        while (action := self._queue.get()) is not None and not self._is_stopping:
+        while (item := self._queue.get()) is not None and not self._is_stopping:
+            action, thread.is_counted = item
+            thread.lane = action.lane
             if action is _FOLLOW:
-                thread.lane = HANDLERS
                 self._follow(thread)
+            elif action is _LEAD:
+                self._lead(thread)
             else:
-                thread.lane, thread.is_counted = action.lane, True
                 action.run()
             # The arguments of the action would live until the next action.
-            del action
+            del action, item
             with self._lock:
                 self._idle += 1
             if thread.is_counted:

@@ -41,7 +41,7 @@ def parts():
 @pytest.fixture
 def transport():
     answer = SimpleNamespace(kind=int(Kind.RESULT), is_new=False, receives=0, damage=None)
-    return SimpleNamespace(poll=lambda tests: answer)
+    return SimpleNamespace(poll=lambda tests: answer, peek=None)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from collections import deque
 
 import pytest
 
+from mpidist.errors import MpidistError
 from mpidist.rpc.threads import polling as module
 from mpidist.rpc.threads.call import Call
 from mpidist.rpc.threads.polling import Polling
@@ -17,11 +18,31 @@ from mpidist.rpc.threads.pool import HANDLED, Task
 from tests.rpc.limits import soon
 
 
+def sent(timeout_s=0.0, make=Call):
+    """Return a call as if its request had been sent: its thread polls for the answer."""
+    call = make(0, "x", timeout_s)
+    call.sequence = 1
+    return call
+
+
+class Answer:
+    """An answer; the thread that waits for its call takes it up, else ``poll`` does."""
+
+    may_block = False
+
+    def __init__(self, call):
+        self.call = call
+
+    def run(self):
+        self.call.finish()
+
+
 class Source:
-    """Source of a polling thread's actions, filled by the test."""
+    """Source of a polling thread's actions and answers, filled by the test."""
 
     def __init__(self):
         self.actions = []
+        self.due = []
         self.pollers = set()
         self.at_once = 0
         self.errors = []
@@ -32,14 +53,54 @@ class Source:
             self.errors.append((self.at_once, tests))
         self.pollers.add(threading.current_thread().name)
         found = self.actions.pop(0) if self.actions else None
+        if isinstance(found, Answer):
+            found.run()
+            found = HANDLED
         self.at_once -= 1
         return found
+
+    def poll_answer(self, call, tests):
+        self.pollers.add(threading.current_thread().name)
+        if not self.actions:
+            return None
+        if not isinstance(self.actions[0], Answer) or self.actions[0].call is not call:
+            return False
+        self.actions.pop(0).run()
+        return True
+
+    def is_due(self):
+        return bool(self.due)
+
+    def do_what_is_due(self):
+        self.due.pop()()
+
+
+class Only(Source):
+    """Source whose messages are those that one function finds, for ``poll`` and answers alike."""
+
+    def __init__(self, find):
+        super().__init__()
+        self.find = find
+
+    def poll(self, tests):
+        found = self.find()
+        if isinstance(found, Answer):
+            found.run()
+            return HANDLED
+        return found
+
+    def poll_answer(self, call, tests):
+        found = self.find()
+        if found is None:
+            return None
+        found.run()
+        return call.done
 
 
 @pytest.fixture
 def polled():
     source = Source()
-    polling = Polling(source.poll, 2, "test")
+    polling = Polling(source, 2, "test")
     polling.start()
     yield source, polling
     assert polling.stop(5) and not source.errors
@@ -90,16 +151,25 @@ def test_no_more_actions_run_at_once_than_the_pool_has_threads(polled):
     assert soon(lambda: polling.pool.counts()[2] == 0) and crowd.ended == 9 and crowd.most == 2
 
 
-def test_a_waiting_thread_polls_and_submits_what_may_block(polled):
+@pytest.mark.parametrize("may_block", [True, False])
+@pytest.mark.parametrize("has_answer", [True, False])
+def test_a_waiting_thread_takes_up_its_own_answer_alone(polled, may_block, has_answer):
+    """Whatever else arrives runs in the pool, though the waiting thread holds its user's lock."""
     source, polling = polled
-    call, ran_in = Call(0, "x", 5), []
-    source.actions.append(Task(lambda: ran_in.append(threading.current_thread().name)))
-    source.actions.append(HANDLED)
-    source.actions.append(Task(call.finish, False))
-    polling.wait(call)
-    assert soon(lambda: ran_in)
-    assert call.done and ran_in[0] != threading.current_thread().name
-    late = Call(0, "x", 0.05)
+    lock, me = threading.Lock(), threading.current_thread().name
+    for _ in range(20):
+        call, ran_in = sent(60) if has_answer else Call(0, "x", 60), []
+
+        def act(call=call, ran_in=ran_in):
+            ran_in.append(threading.current_thread().name)
+            with lock:
+                pass
+
+        with lock:
+            source.actions += [Task(act, may_block), HANDLED, Answer(call)]
+            polling.wait(call)
+        assert call.done and soon(lambda ran_in=ran_in: ran_in) and ran_in[0] != me
+    late = sent(0.05)
     polling.wait(late)
     assert not late.done
 
@@ -107,7 +177,7 @@ def test_a_waiting_thread_polls_and_submits_what_may_block(polled):
 def test_a_leader_whose_handler_waits_for_long_is_not_counted_as_running(polled):
     """The leader stops polling after 3 ms and sleeps; the follower finds it in one action."""
     source, polling = polled
-    calls = [Call(0, "x", 20) for _ in range(2)]
+    calls = [sent(20) for _ in range(2)]
     begun, ended = [], []
     for call in calls:
         source.actions.append(
@@ -118,14 +188,14 @@ def test_a_leader_whose_handler_waits_for_long_is_not_counted_as_running(polled)
     for event in ran:
         polling.pool.submit(Task(event.set))
     assert all(event.wait(60) for event in ran)
-    source.actions.extend(Task(call.finish, False) for call in calls)
+    source.actions.extend(Answer(call) for call in calls)
     assert soon(lambda: len(ended) == 2) and soon(lambda: polling.pool.counts()[2] == 0)
 
 
 def test_more_handlers_may_wait_than_may_run(polled):
     """Calls nest deeper than the pool has threads: more handlers wait at once than may run."""
     source, polling = polled
-    calls = [Call(0, "x", 20) for _ in range(5)]
+    calls = [sent(20) for _ in range(5)]
     entered, left = [], []
 
     def wait_for(call):
@@ -136,7 +206,7 @@ def test_more_handlers_may_wait_than_may_run(polled):
     source.actions.extend(Task(lambda call=call: wait_for(call)) for call in calls)
     assert soon(lambda: len(entered) == 5), len(entered)
     assert left == []
-    source.actions.extend(Task(call.finish, False) for call in calls)
+    source.actions.extend(Answer(call) for call in calls)
     assert soon(lambda: left == [True] * 5), left
     assert soon(lambda: polling.pool.counts()[2] == 0)
 
@@ -160,17 +230,21 @@ def test_a_caller_promotes_the_next_without_a_follower(monkeypatch, seed):
     rng = random.Random(seed)
     waiting, ended, lock = [], [], threading.Lock()
 
-    def poll(tests):
+    def find():
         with lock:
             if not waiting or rng.random() < 0.3:
                 return None
-            return Task(waiting.pop(rng.randrange(len(waiting))).finish, False)
+            call = waiting.pop(rng.randrange(len(waiting)))
+            # The answers to others' calls are taken up as well: there are no other threads.
+            return Task(call.finish, False)
 
-    polling = Polling(poll, 2, "test")
+    source = Only(find)
+    source.poll_answer = lambda call, tests: (one := find()) and (one.run() or call.done or None)
+    polling = Polling(source, 2, "test")
 
     def call_often():
         for _ in range(50):
-            call = Patient(0, "x", 0)
+            call = sent(make=Patient)
             with lock:
                 waiting.append(call)
             polling.wait(call)
@@ -205,8 +279,8 @@ class Interrupted(deque):
 
 @pytest.mark.parametrize("meanwhile", ["ends before", "promotes"])
 def test_a_lead_that_is_freed_while_a_thread_goes_to_sleep_is_not_lost(meanwhile):
-    call = Patient(0, "x", 0)
-    polling = Polling(lambda tests: Task(call.finish, False), 1, "test")
+    call = sent(make=Patient)
+    polling = Polling(Only(lambda: Answer(call)), 1, "test")
     polling.parked = Interrupted(polling, meanwhile)
     polling.leader = Call(1, "another that polls", 0)
     thread = threading.Thread(target=polling.wait, args=(call,), daemon=True)
@@ -217,8 +291,8 @@ def test_a_lead_that_is_freed_while_a_thread_goes_to_sleep_is_not_lost(meanwhile
 
 def test_a_promoted_thread_that_has_its_answer_promotes_another():
     """Promotion and answer wake the thread at the same time; another parked thread must lead."""
-    first, second = Patient(0, "x", 0), Patient(0, "y", 0)
-    polling = Polling(lambda tests: Task(second.finish, False), 1, "test")
+    first, second = sent(make=Patient), sent(make=Patient)
+    polling = Polling(Only(lambda: Answer(second)), 1, "test")
     polling.leader = leader = Call(1, "another that polls", 0)
     threads = [
         threading.Thread(target=polling.wait, args=(one,), daemon=True) for one in (first, second)
@@ -242,7 +316,7 @@ def test_many_threads_wait_while_the_pool_polls_too(polled):
 
     def wait_often():
         for _ in range(20):
-            calls.append(call := Call(0, "x", 20))
+            calls.append(call := sent(20))
             polling.wait(call)
 
     threads = [threading.Thread(target=wait_often) for _ in range(16)]
@@ -250,29 +324,76 @@ def test_many_threads_wait_while_the_pool_polls_too(polled):
         thread.start()
     while any(thread.is_alive() for thread in threads):
         if calls:
-            source.actions.append(Task(calls.pop(rng.randrange(len(calls))).finish, False))
+            source.actions.append(Answer(calls.pop(rng.randrange(len(calls)))))
         time.sleep(0)
     assert not calls and soon(lambda: not source.actions)
 
 
-def test_a_thread_that_issues_calls_polls_once(polled):
+def test_what_is_due_is_done_while_a_caller_leads(polled, monkeypatch):
     source, polling = polled
-    ran = []
+    monkeypatch.setattr(module, "_CALLER_POLLS_S", 60)
+    call = sent(60)
+    source.due.append(lambda: source.actions.append(Answer(call)))
+    polling.wait(call)
+    assert call.done and not source.due
 
-    def note(what):
-        ran.append((what, threading.current_thread() is threading.main_thread()))
 
-    for _ in range(1000):  # the leader may be faster
-        source.actions.append(Task(lambda: note("at once"), False))
-        polling.poll_once()
-        if ("at once", True) in ran:
-            break
-    assert ("at once", True) in ran
-    for _ in range(50):
-        source.actions.append(Task(lambda: note("may block")))
-        polling.poll_once()
-    assert soon(lambda: not source.actions and polling.pool.counts()[2] == 0)
-    assert ("may block", False) in ran and ("may block", True) not in ran
+def test_a_lead_that_an_exception_has_lost_is_taken(polled):
+    """The exception of a signal's handler may leave the lead with a call that nobody waits for."""
+    source, polling = polled
+    polling.leader = sent()
+    done = threading.Event()
+    source.actions.append(Task(done.set))
+    assert done.wait(60)
+
+
+def test_a_call_within_a_poll_of_its_thread(polled, monkeypatch):
+    """A signal's handler or a finalizer calls while its thread polls for an answer."""
+    source, polling = polled
+    monkeypatch.setattr(module, "_CALLER_POLLS_S", 60)
+    inner, outer, ran_in = sent(60), sent(60), []
+    poll_answer = source.poll_answer
+
+    def interrupted(call, tests):
+        source.poll_answer = poll_answer
+        source.actions += [
+            Task(lambda: ran_in.append(threading.current_thread().name), False),
+            Answer(inner),
+        ]
+        polling.wait(inner)
+        source.actions.append(Answer(outer))
+        return None
+
+    source.poll_answer = interrupted
+    polling.wait(outer)
+    assert inner.done and outer.done
+    assert soon(lambda: ran_in) and ran_in[0] != threading.current_thread().name
+
+
+def test_a_call_within_the_taking_up_of_a_message_is_refused(polled):
+    """A finalizer that runs where a pool thread takes up messages for all cannot wait there."""
+    source, polling = polled
+    errors = []
+
+    def finalize():
+        try:
+            polling.wait(sent(60))
+        except MpidistError as error:
+            errors.append(str(error))
+
+    class Finalized:
+        def run(self):
+            finalize()
+
+    poll = source.poll
+
+    def taking(tests):
+        source.poll = poll
+        Finalized().run()
+        return HANDLED
+
+    source.poll = taking
+    assert soon(lambda: errors) and "finalizer" in errors[0]
 
 
 def test_a_thread_knows_whether_it_leads(polled):
@@ -301,8 +422,8 @@ def test_what_an_action_holds_is_free_as_soon_as_it_has_run(polled):
         return held
 
     def wait_with(action):
-        call = Call(0, "x", 5)
-        source.actions += [action, Task(call.finish, False)]
+        call = sent(5)
+        source.actions += [action, Answer(call)]
         del action
         polling.wait(call)
 
@@ -314,9 +435,9 @@ def test_what_an_action_holds_is_free_as_soon_as_it_has_run(polled):
 
 
 def test_a_wait_ends_with_the_polling():
-    polling = Polling(lambda tests: None, 1, "test")
+    polling = Polling(Only(lambda: None), 1, "test")
     polling.start()
-    call = Call(0, "x", 0)
+    call = sent()
     waiting = threading.Thread(target=polling.wait, args=(call,))
     waiting.start()
     assert polling.stop(5)
@@ -326,7 +447,7 @@ def test_a_wait_ends_with_the_polling():
 
 def test_stop_reports_a_handler_that_does_not_end():
     source, gate = Source(), threading.Event()
-    polling = Polling(source.poll, 1, "test")
+    polling = Polling(source, 1, "test")
     polling.start()
     entered = threading.Event()
     source.actions.append(Task(lambda: (entered.set(), gate.wait(60))))

@@ -20,7 +20,7 @@ def follow(turn):
 
 @pytest.fixture
 def pool():
-    made = Pool(2, "test", follow)
+    made = Pool(2, "test", follow, follow)
     yield made
     assert made.stop(5, lambda: None)
     assert not [
@@ -29,7 +29,7 @@ def pool():
 
 
 def test_what_waits_for_a_place_runs_in_its_order():
-    pool = Pool(1, "test", follow)
+    pool = Pool(1, "test", follow, follow)
     gate, ran = threading.Event(), []
     pool.submit(Task(lambda: gate.wait(60)))
     for number in range(20):
@@ -48,6 +48,16 @@ def test_no_more_run_at_once_than_the_limit(pool):
     crowd.gate.set()
     assert soon(lambda: pool.counts()[2] == 0) and crowd.ended == 7 and crowd.most == 2
     assert pool.counts()[0] <= 3  # threads are used again
+
+
+def test_what_does_not_block_runs_beside_the_limit(pool):
+    crowd, done = Crowd(), threading.Event()
+    for _ in range(3):
+        pool.submit(crowd.task())
+    pool.submit(Task(done.set, False))
+    assert done.wait(60) and crowd.ended == 0 and soon(lambda: pool.counts()[2] == 3)
+    crowd.gate.set()
+    assert soon(lambda: pool.counts()[2] == 0) and crowd.ended == 3
 
 
 def test_an_action_that_waits_is_not_counted_until_its_wait_ends(pool):
@@ -95,9 +105,11 @@ def test_nothing_of_an_action_is_kept(pool):
 
 def test_a_thread_that_follows_ends_when_others_do():
     turns = []
-    pool = Pool(1, "test", turns.append)
+    pool = Pool(1, "test", turns.append, turns.append)
     pool.submit_follower()
     assert soon(lambda: turns) and not turns[0].is_counted
+    pool.submit_leader()
+    assert soon(lambda: len(turns) == 2) and not turns[1].is_counted
     done = threading.Event()
     pool.submit(Task(done.set))
     assert done.wait(60) and soon(lambda: pool.counts()[2] == 0)
@@ -106,7 +118,7 @@ def test_a_thread_that_follows_ends_when_others_do():
 
 def test_stop_wakes_followers_and_reports_threads_in_user_code():
     woken, gate, entered = threading.Semaphore(0), threading.Event(), threading.Event()
-    pool = Pool(1, "test", lambda turn: woken.acquire())
+    pool = Pool(1, "test", lambda turn: woken.acquire(), follow)
     pool.submit_follower()
     pool.submit(Task(lambda: (entered.set(), gate.wait(60))))
     assert entered.wait(60)
@@ -116,7 +128,7 @@ def test_stop_wakes_followers_and_reports_threads_in_user_code():
 
 
 def test_a_thread_that_stops_the_pool_does_not_wait_for_itself():
-    pool = Pool(1, "test", follow)
+    pool = Pool(1, "test", follow, follow)
     stopped = []
     pool.submit(Task(lambda: stopped.append(pool.stop(5, lambda: None))))
     assert soon(lambda: stopped) and stopped == [True]
