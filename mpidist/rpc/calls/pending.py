@@ -326,6 +326,19 @@ class PendingCalls:
             call.wake()
         return HANDLED
 
+    def confirm(self, incoming: Incoming) -> bool:
+        """Complete the call of ``remote`` that an answer without a value belongs to.
+
+        Returns:
+            False if users' code would follow: ``complete`` must take up the answer.
+        """
+        call = self._pending.get(incoming.sequence)
+        if not isinstance(call, Creation) or call.to != incoming.source or not call.confirm():
+            return False
+        if self._pending.pop(incoming.sequence, None) is not None:
+            self._end(call.entry)
+        return True
+
     def fail_to(self, rank: int) -> None:
         """Fail the calls to a worker that has left."""
         for call in self._remove_where(lambda call: call.to == rank):

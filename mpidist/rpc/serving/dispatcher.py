@@ -37,6 +37,7 @@ from mpidist.rpc.threads.pool import HANDLED, Action
 _MOST_MESSAGES = 16  # handled without a look at what is due
 # Plain integers, as in ``requests``.
 _ANSWERS = frozenset({int(Kind.RESULT), int(Kind.EXCEPTION)})
+_REMOTE_DONE = int(Kind.REMOTE_DONE)
 _COUNTED = frozenset({Kind.RREF_FORK, Kind.RREF_USER_DELETE}) | engine_messages.KINDS
 
 
@@ -84,12 +85,22 @@ class Dispatcher:
     def poll_answer(self, call: Call, tests: int) -> bool | None:
         """Test at most ``tests`` times for the answer to a call, and give it to the call.
 
+        Answers to calls of ``remote`` in front of it, from which no action follows, are taken up.
         The thread that waits for the call may be interrupted at each step: see ``transport``.
 
         Returns:
             Whether the call is done; False for a message that needs ``poll``, None for no message.
         """
         has_arrived, incoming = self._peek(tests)
+        while (
+            incoming is not None
+            and incoming.kind == _REMOTE_DONE
+            and not incoming.flags
+            and self._calls.confirm(incoming)
+        ):
+            self._messages += 1
+            self._transport.take(incoming)
+            has_arrived, incoming = self._peek(tests)
         if not has_arrived:
             return None
         if (

@@ -323,6 +323,17 @@ class Creation(Call):
             self.incoming = incoming
         return self._end()
 
+    def confirm(self) -> bool:
+        """Complete the call if no action follows from that; return whether none does.
+
+        Interruptible at each step: ``complete`` does the same afterwards.
+        """
+        if self._on_end is not None or self._future is not None:
+            return False
+        self.finish()
+        # A future that was made meanwhile is left to the action of ``complete``.
+        return self._future is None
+
     def fail(self, error: BaseException) -> Action | None:
         """See ``Call``."""
         self.error = error

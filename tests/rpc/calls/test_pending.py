@@ -462,6 +462,22 @@ def test_creations_are_counted_until_the_owner_has_answered(calls, clock):
         elsewhere.future().wait()
 
 
+def test_a_creation_is_confirmed_unless_an_action_follows(calls):
+    _, _, _, plain = calls.references.create(1, len, ((),), {}, 5.0)
+    _, _, _, awaited = calls.references.create(1, len, ((),), {}, 5.0)
+    future = awaited.future()
+    stranger = answer(plain, kind=Kind.REMOTE_DONE, source=2)
+    assert not calls.confirm(stranger) and not plain.done
+    assert calls.confirm(answer(plain, kind=Kind.REMOTE_DONE)) and plain.done
+    assert not calls.confirm(answer(plain, kind=Kind.REMOTE_DONE))  # it is over
+    arrived = answer(awaited, kind=Kind.REMOTE_DONE)
+    assert not calls.confirm(arrived) and not awaited.done and len(calls) == 1
+    calls.complete(arrived).run()
+    assert future.done() and plain.future().done() and not len(calls)
+    call = started(calls)
+    assert not calls.confirm(answer(call)) and not call.done
+
+
 def open_calls(calls, count):
     for _ in range(count):
         started(calls, timeout_s=0)
