@@ -103,7 +103,7 @@ def test_a_folder_of_another_user_keeps_nobody_from_cleaning_and_recording(
         ]
         monkeypatch.setattr(logging.getLogger("mpidist"), "propagate", True)
         monkeypatch.setattr(recorder.runtime, "close_at_exit", lambda owner, stage: None)
-        world = SimpleNamespace(job="own", rank=0, size=1, key="a")
+        world = SimpleNamespace(start="own", rank=0, size=1, key="a")
         ranks = SimpleNamespace(Get_rank=lambda: 0)
         monkeypatch.setattr(recorder.runtime, "processes_of_job", lambda: ranks)
         made = recorder._opened(recorder.Settings(), world)

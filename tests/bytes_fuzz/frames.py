@@ -51,7 +51,7 @@ def samples() -> list[bytes]:
         (0, "bye", ()),
     ):
         made.append(bytearray(key_value_table.request(tag, verb, args)))
-    made.append(bytearray(key_value_table.reply(b"value")))
+    made.append(bytearray(key_value_table.reply(1, b"value")))
     entry = Entry("group", "key", 3, "barrier", (2, 3), "float32", 1.5, 0)
     history = History(3, (Call("all_reduce", (2, 3), "float32"), Call("barrier")))
     for kind, content in (

@@ -328,11 +328,13 @@ class Creation(Call):
 
         Interruptible at each step: ``complete`` does the same afterwards.
         """
-        if self._on_end is not None or self._future is not None:
+        if self._on_answer is not None or self._future is not None:
             return False
         self.finish()
         # A future that was made meanwhile is left to the action of ``complete``.
-        return self._future is None
+        if is_over := self._future is None:
+            self._on_end(self)
+        return is_over
 
     def fail(self, error: BaseException) -> Action | None:
         """See ``Call``."""

@@ -232,11 +232,11 @@ class Pool:
         ends = 0  # of threads in users' code, which end by them later
         with contextlib.suppress(queue.Empty):
             while True:
-                action = self._queue.get_nowait()
-                if action is None:
+                item = self._queue.get_nowait()
+                if item is None:
                     ends += 1
-                elif action.lane == CALLBACKS:
-                    rest.append(action)
+                elif item[0].lane == CALLBACKS:
+                    rest.append(item[0])
         for _ in range(ends):
             self._queue.put(None)
         for action in rest:
@@ -270,8 +270,8 @@ class Pool:
                 self._idle += 1
             if thread.is_counted:
                 self.leave(thread)
-        if action is not None:
-            self._queue.put(action)
+        if item is not None:
+            self._queue.put(item)
             self._run_rest()
 
 

@@ -150,7 +150,7 @@ class Completion:
 
 
 def test_completions_that_the_threads_have_left_run_at_the_stop_and_requests_do_not():
-    pool, gate, entered, ran = Pool(1, "test", follow), threading.Event(), threading.Event(), []
+    pool, gate, entered, ran = Pool(1, "test", follow, follow), threading.Event(), threading.Event(), []
     pool.submit(Completion(lambda: (entered.set(), gate.wait(60), ran.append("first"))))
     assert entered.wait(60)
     for number in range(3):
@@ -168,7 +168,7 @@ def test_completions_that_the_threads_have_left_run_at_the_stop_and_requests_do_
 
 def test_each_completion_runs_once_whichever_thread_stops_the_pool():
     for _ in range(30):
-        pool, ran = Pool(2, "test", follow), []
+        pool, ran = Pool(2, "test", follow, follow), []
         made = [Completion(partial(ran.append, number)) for number in range(40)]
         threads = [
             threading.Thread(target=submit, args=(pool, part)) for part in (made[:20], made[20:])
