@@ -1,7 +1,9 @@
 """Future with the names of ``torch.futures.Future`` and without a dependency on torch.
 
 It differs from torch's in two ways: ``wait`` takes a timeout, and an exception in a callback is not
-lost: the future that ``then`` returned raises it, or it is printed with its traceback.
+lost: the future that ``then`` returned raises it, or it is printed with its traceback. What a
+signal handler raises in a callback, or ``sys.exit``, leaves the call of the main thread that runs
+the callbacks, behind the last of them.
 
 A value on a device may be set before the device has computed it. Such a future carries events of
 the device's streams; the thread that reads the value makes its own stream wait for them.
@@ -128,7 +130,7 @@ class Future(Generic[T]):
                     self._callbacks = []
                 self._callbacks.append(callback)
                 return
-        _call(callback, self)
+        _call_all((callback,), self)
 
     def helped_by(self, help: Callable[[Future[T]], object]) -> None:
         """Have a thread that waits without a limit call ``help(self)`` first.
@@ -154,6 +156,8 @@ class Future(Generic[T]):
                 value = callback(parent)
             except BaseException as error:
                 made.pop().set_exception(error)
+                if _is_interrupt(error):
+                    raise
             else:
                 if self._fence is not None:
                     events.append(self._fence())
@@ -188,8 +192,7 @@ class Future(Generic[T]):
             callbacks, self._callbacks = self._callbacks, None
             if self._latch is not None:
                 self._latch.release()
-        for callback in callbacks or ():
-            _call(callback, self)
+        _call_all(callbacks or (), self)
 
     def __del__(self) -> None:
         # A failure that no thread has retrieved must be printed.
@@ -213,11 +216,27 @@ def completed(value: T) -> Future[T]:
     return future
 
 
-def _call(callback: Callable[[Future[T]], object], future: Future[T]) -> None:
-    try:
-        callback(future)
-    except BaseException as error:
-        # The completing thread must go on to other callbacks, so the exception is printed and not
-        # raised.
-        sys.stderr.write(f"mpidist: a future's callback {callback!r} raised\n")
-        traceback.print_exception(type(error), error, error.__traceback__)
+def _call_all(callbacks: Sequence[Callable[[Future[T]], object]], future: Future[T]) -> None:
+    interrupt: BaseException | None = None
+    for callback in callbacks:
+        try:
+            callback(future)
+        except BaseException as error:
+            # The completing thread must go on to other callbacks, and none must lose an exception.
+            if _is_interrupt(error):
+                interrupt = interrupt or error
+                continue
+            sys.stderr.write(f"mpidist: a future's callback {callback!r} raised\n")
+            traceback.print_exception(type(error), error, error.__traceback__)
+    if interrupt is not None:
+        try:
+            raise interrupt
+        finally:
+            del interrupt
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Return whether an exception is the main thread's, and not one that ends a computation."""
+    return (
+        not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
+    )

@@ -75,6 +75,31 @@ def test_an_exception_nobody_asked_about_is_reported(capsys):
     assert "never retrieved" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_an_interrupt_in_a_callback_leaves_the_main_threads_call(capsys, kind, is_complete):
+    """Behind all callbacks; ``then``'s future has it, too."""
+    future: Future[int] = Future()
+    ran: list[int] = []
+
+    def interrupted(parent):
+        raise kind("from a handler")
+
+    if is_complete:
+        future.set_result(3)
+        for add in (future.add_done_callback, future.then):
+            with pytest.raises(kind, match="from a handler"):
+                add(interrupted)
+        return
+    future.add_done_callback(interrupted)
+    after = future.then(interrupted)
+    future.add_done_callback(lambda parent: ran.append(parent.value()))
+    with pytest.raises(kind, match="from a handler"):
+        future.set_result(3)
+    assert future.wait() == 3 and ran == [3] and isinstance(after.exception(), kind)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_raising_callback_is_reported_and_the_others_run(capsys):
     future: Future[int] = Future()
     future.add_done_callback(lambda f: 1 // 0)
