@@ -4,7 +4,9 @@ SIGINT and SIGTERM, where the process handles them, are noted in the same way.
 
 Python runs a handler in the main thread, between two instructions of Python: not while that thread
 waits in MPI. The interpreter writes the signal's number into a pipe at once, and the watchdog's
-thread reads the pipe. A forked child, whose signals are not the rank's, writes none into it.
+thread reads the pipe. An event loop that ends (``asyncio.run``) leaves the interpreter without a
+pipe: the handler then writes the number, and takes the pipe again. A forked child, whose signals
+are not the rank's, writes none into it.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class DumpSignal:
             os.close(reading)
             os.close(writing)
             return
-        signal.signal(_NUMBER, ignore)
+        signal.signal(_NUMBER, self._handle)
         self._reading, self._writing, self.is_installed = reading, writing, True
         forked_child.register(self)
 
@@ -62,7 +64,7 @@ class DumpSignal:
                 numbers += data
         self.interrupts += not _INTERRUPTS.isdisjoint(numbers)
         # A handler of the user's that was installed later has taken the signal.
-        return _NUMBER in numbers and signal.getsignal(_NUMBER) is ignore
+        return _NUMBER in numbers and signal.getsignal(_NUMBER) == self._handle
 
     def leave_to_parent(self) -> None:
         """Have signals written nowhere; called in a forked child."""
@@ -70,6 +72,18 @@ class DumpSignal:
         former = signal.set_wakeup_fd(-1)
         if former not in (-1, self._writing):
             signal.set_wakeup_fd(former)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Have the interpreter write signals into the pipe, and write this one if it has not."""
+        if not self.is_installed:
+            return
+        former = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        if former == self._writing:
+            return
+        if former != -1:
+            signal.set_wakeup_fd(former)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writing, bytes((number,)))
 
 
 def ignore(number: int, frame: FrameType | None) -> None:

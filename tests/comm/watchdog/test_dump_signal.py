@@ -1,5 +1,6 @@
 """The request for a flight record by SIGUSR2."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -70,6 +71,20 @@ def test_the_pipe_of_an_event_loop_stays():
     assert not made.is_installed and signal.set_wakeup_fd(-1) == writing
     os.close(reading)
     os.close(writing)
+
+
+def test_a_signal_behind_an_event_loop_arrives():
+    made = DumpSignal()
+
+    async def handle_another() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: None)
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    for _ in range(2):
+        asyncio.run(handle_another())
+        assert made.has_arrived(), "within the loop"
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert made.has_arrived() and not made.has_arrived()
 
 
 def test_other_threads_install_nothing():
