@@ -36,7 +36,7 @@ ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchm
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-rest check installs lint format unit promises-jobs slow torch-newest torch-versions slurm timing long repeat conformance peers fuzz fuzz-bytes chaos soak gpu gpu-wheels bench bench-link dist docs clean distclean
+.PHONY: help demo test test-all test-rest check installs lint format unit promises-jobs slow torch-newest torch-versions slurm timing long repeat conformance peers fuzz fuzz-bytes interrupt-fuzz chaos soak gpu gpu-wheels bench bench-link dist docs clean distclean
 
 help:
 	@echo 'make demo     digits on two ranks, then the next word on two trainers and an embedding server; look into demo-output/'
@@ -57,6 +57,7 @@ help:
 	@echo 'make peers    programs and tests of others (SOURCES=folder of their checkouts) on mpidist, with their own backend beside it;'
 	@echo '              prints a table, and keeps it in docs/peers.md (PEERS="--only examples --match rnn": some); an hour'
 	@echo 'make fuzz     random programs, and a tenth as many random models, against references (COUNT=1000 RANKS=3 SEED=0 WITHOUT=)'
+	@echo 'make interrupt-fuzz  signal handlers that raise in collectives, at random moments (SECONDS=300 SEED=0)'
 	@echo 'make fuzz-bytes  damaged and random messages, tables, frames and files, for all that reads foreign bytes (CASES=1000000 SEED=0)'
 	@echo 'make chaos    trainings whose ranks are killed at random times, against undisturbed ones (RUNS=200 SEED=0); half an hour'
 	@echo 'make soak     all parts mixed by a seed, for an hour (SECONDS=3600 RANKS=3 SEED=0): threads, descriptors, communicators,'
@@ -202,6 +203,14 @@ FUZZ := $(FUZZ_RUN) -n $(RANKS) $(PY) -m tests.fuzz
 fuzz: $(READY) $(FUZZ_READY)
 	$(FUZZ) programs --seed $(SEED) --count $(COUNT) --without=$(WITHOUT)
 	$(FUZZ) models --seed $(SEED) --count $$(( ($(COUNT) + 9) / 10 )) --without=$(WITHOUT)
+
+# A signal handler raises in a collective at a random moment. Freed memory has other bytes than it had.
+ifeq ($(origin SECONDS),command line)
+INTERRUPT_S := $(SECONDS)
+endif
+INTERRUPT_S ?= 300
+interrupt-fuzz: $(READY) $(FUZZ_READY)
+	MALLOC_PERTURB_=165 $(FUZZ_RUN) -n 2 $(PY) -m tests.interrupt_fuzz --seconds $(INTERRUPT_S) --seed $(SEED)
 
 # Each seed is a training whose ranks are killed and stopped from outside; its result is the undisturbed one's.
 RUNS ?= 200

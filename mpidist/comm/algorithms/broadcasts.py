@@ -13,7 +13,6 @@ also where its wait was left by an exception, or later data would come into its 
 
 from __future__ import annotations
 
-import math
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,7 +21,6 @@ from typing import Any, TypeAlias
 import torch
 
 from mpidist.comm.memory import buffer
-from mpidist.comm.mpi import backoff
 from mpidist.comm.mpi.communicator import Communicator
 from mpidist.comm.mpi.library import MPI
 from mpidist.comm.mpi.matched_probe import LengthError
@@ -162,10 +160,6 @@ class _Broadcasts:
         while self.failure is None and self._unread and self._unread[0].begin_data():
             self._unread.popleft()
 
-    def has_before(self, broadcast: Broadcast) -> bool:
-        """Return whether the data of an earlier one have not begun."""
-        return bool(self._unread) and self._unread[0] is not broadcast
-
     def _look(self) -> None:
         if not self.is_whole and self.failure is None:
             self.failure = GroupError(
@@ -203,14 +197,6 @@ class Broadcast:
             self._failure = self._group.failure
         self._guarded(self._test_data)
         return self.is_over
-
-    def Wait(self, status: MPI.Status | None = None) -> None:
-        """See MPI_Wait: in MPI, or by tests if there are other broadcasts to advance."""
-        group = self._group
-        if not self.Test() and len(group.begun) == 1 and not group.has_before(self):
-            self._guarded(self._wait)
-        else:
-            backoff.until(self.Test, spin_s=0, yield_s=math.inf)
 
     @property
     def is_over(self) -> bool:
@@ -308,14 +294,6 @@ class Broadcast:
         for start, length in buffer.pieces(nbytes):
             space = buffer.byte_range(tensor, start, length)
             self._data.append((self._group.data.Ibcast(space, self._root), tensor))
-
-    def _wait(self) -> None:
-        while self.heads and self._failure is None:
-            self.heads[0][0].Wait()
-            self._read_heads()
-        for request, _ in self._data:
-            request.Wait()
-        self._test_data()
 
     def _test_data(self) -> None:
         while self._data and not self.heads and self._data[-1][0].Test():

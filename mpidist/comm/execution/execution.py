@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import warnings
@@ -26,6 +27,7 @@ from mpidist.comm.execution.work import Work
 from mpidist.comm.memory.fence import StreamFence
 from mpidist.comm.memory.stream import Event, device_at, device_of
 from mpidist.comm.mpi import autograd_mode, nonblocking
+from mpidist.comm.mpi.communicator import Communicator
 from mpidist.errors import MpidistError
 from mpidist.future import Future
 
@@ -54,6 +56,7 @@ class Execution:
         self.state = state
         self.progress = progress
         self._comm = comm
+        progress.left = _left_of(weakref.ref(state))
         # On several nodes the group's thread sleeps in long waits, and leaves its core to others.
         self._comm_of_thread = comm if comm.is_single_node else comm.sleeping()
         if state.on_timeout == RAISE:
@@ -236,9 +239,13 @@ class Execution:
                 return execute(comm, inputs, outputs, *operation.args)
             with mode:
                 return execute(comm, inputs, outputs, *operation.args)
-        except Exception as error:
+        except BaseException as error:
             is_failed = True
-            state.raise_explained(error, operation.name)
+            if not keeps_place(operation.execute, self._comm, error):
+                state.leave(error, operation.name, operation)
+            if isinstance(error, Exception):
+                state.raise_explained(error, operation.name)
+            raise
         finally:
             journal.leave(number, is_failed)
 
@@ -250,6 +257,16 @@ class Execution:
         """
         text = str(error).removeprefix(self.state.where("")).replace(";", ",")
         self.launch(Operation(operation, refuse, facts=((fingerprint.REFUSAL, text),)))
+
+
+def keeps_place(execute: object, comm: Communicator, error: BaseException) -> bool:
+    """Return whether an executor that an exception has left keeps its group's order and memory.
+
+    Operations within ``in_order`` are the group's own. An interrupt may come between two of them.
+    """
+    if execute is movement.broadcast:
+        return broadcasts.applies(comm)
+    return execute in (call, call_on_device) and isinstance(error, Exception)
 
 
 def _upcoming_broadcast(progress: Progress, place: int) -> tuple[Tensors, int] | None:
@@ -283,6 +300,21 @@ def _broadcast_of(item: tuple[object, Callable[[], object]]) -> Operation | None
     if isinstance(operation, Operation) and operation.execute is movement.broadcast:
         return operation
     return None
+
+
+def _left_of(
+    state: weakref.ref[GroupState],
+) -> Callable[[BaseException], BaseException]:
+    """Return a function that fails a group whose queued operation an interrupt has left."""
+
+    def left(interrupt: BaseException) -> BaseException:
+        held = state()
+        if held is None:
+            return interrupt
+        held.leave(interrupt, held.journal.operation)
+        return copy.copy(held.failure or interrupt)
+
+    return left
 
 
 def _check_of(state: weakref.ref[GroupState]) -> Callable[[], None]:

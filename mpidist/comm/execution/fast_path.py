@@ -28,7 +28,7 @@ from mpidist.comm.algorithms import (
 )
 from mpidist.comm.algorithms.reduce_op import ReduceOp
 from mpidist.comm.execution.arguments import has_memory
-from mpidist.comm.execution.execution import Execution
+from mpidist.comm.execution.execution import Execution, keeps_place
 from mpidist.comm.execution.op_status import IDLE, described_as
 from mpidist.comm.execution.operation import Operation
 from mpidist.comm.execution.progress import here
@@ -238,7 +238,7 @@ class FastPath:
 
     def find(self, tensor: torch.Tensor, op: ReduceOp) -> Reduction | None:
         """Return the prepared call of a tensor; None if the fast path does not apply to it."""
-        if torch_profiler._is_profiler_enabled or not tensor.is_cpu:
+        if not self._is_open or torch_profiler._is_profiler_enabled or not tensor.is_cpu:
             return None
         try:
             address, shape = tensor.data_ptr(), tensor.shape
@@ -292,6 +292,7 @@ class FastPath:
                 operation.name,
                 run or partial(_execute, operation.execute, self._comm, args),
                 described_as(operation.name, inputs, outputs),
+                operation.execute,
             ),
             run is None,
             tuple([places[id(tensor)] for tensor in inputs]),
@@ -304,16 +305,25 @@ class FastPath:
         return call
 
     def _recorded(
-        self, name: str, execute: Callable[..., object], described: Described
+        self,
+        name: str,
+        execute: Callable[..., object],
+        described: Described,
+        executor: Callable[..., object] | None = None,
     ) -> Callable[..., None]:
-        """Return ``execute`` with its entries in the journal and the recorder."""
+        """Return ``execute`` with its entries in the journal and the recorder.
+
+        Args:
+            name: The collective's name.
+            execute: Executes it.
+            described: It, without its tensors' memory.
+            executor: The function of ``algorithms`` that ``execute`` calls or stands for.
+        """
         # In cells, as twelve attributes of objects take a tenth of a call.
-        journal, raise_explained = self._journal, self._state.raise_explained
+        journal, state, comm = self._journal, self._state, self._comm
         begin, note = journal.begins[described], journal.ended.append
         end, fail = self._state.recorder.end, self._state.recorder.fail
 
-        # ``held`` is what ``nonblocking.keep_buffers`` finds in this frame: MPI may still write
-        # there when a wait has ended by the group's failure.
         def run(
             tensor: torch.Tensor | None, held: Sequence[torch.Tensor] | None, *operands: object
         ) -> None:
@@ -328,8 +338,10 @@ class FastPath:
                 journal.tensor = IDLE
                 note(described)
                 fail(number)
+                if not keeps_place(executor, comm, error):
+                    state.leave(error, name, execute, tensor, held, operands)
                 if isinstance(error, Exception):
-                    raise_explained(error, name)
+                    state.raise_explained(error, name)
                 raise
             journal.tensor = IDLE
             note(described)

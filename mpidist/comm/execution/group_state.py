@@ -181,6 +181,36 @@ class GroupState:
             # Its traceback holds this frame, and the group through those of the callers.
             del error, explained
 
+    def leave(self, error: BaseException, operation: str, *held: object) -> None:
+        """Handle an exception that leaves a collective before its end, as far as is known.
+
+        MPI may go on to work on the collective's requests, and other ranks wait for this one's
+        part: what MPI may use is kept as long as the process lives, and the group fails. An error
+        of MPI itself is ``explain``'s. Nothing is left by an answer of the algorithm, which comes
+        behind its last message, nor by a refusal of arguments, which comes before its first.
+
+        Args:
+            error: Being handled.
+            operation: The collective's name.
+            held: Its tensors, and owners of other memory of it.
+        """
+        answers = (LengthError, DisagreementError, TypeError, ValueError)
+        if self.failure is None and isinstance(error, answers):
+            return
+        nonblocking.keep_memory_of(error, self.comm, held)
+        if mpi_errors.is_mpi_error(error):
+            return
+        runtime.note_failure()
+        if self.failure is None:
+            self.fail(
+                GroupError(
+                    f"{self.where(operation)} was left by {type(error).__name__} before its end; "
+                    "other ranks may wait in it, so this group can do no more on this rank. Make "
+                    "another one"
+                )
+            )
+            self.revoke()
+
     def message_error(self, error: Exception, operation: str) -> Exception:
         """Return the user's error for an error of a message, which fails no group."""
         return self.explain(error, operation, is_collective=False)
@@ -211,9 +241,8 @@ class GroupState:
                 backoff.until(
                     lambda: self.failure is not None, timeout_s=_NEWS_S, longest_s=_SLEEP_S
                 )
-            if self.failure is not None and (is_stray or isinstance(error, MpidistError)):
-                nonblocking.keep_buffers(error)
-                runtime.note_failure()
+                if self.failure is not None:
+                    runtime.note_failure()
         if not mpi_errors.is_mpi_error(error):
             return error
         if self.failure is not None:

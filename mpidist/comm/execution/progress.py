@@ -98,6 +98,8 @@ class Progress:
     Attributes:
         items: Queued operations that no thread executes yet; popped under ``lock``.
         popped: The one that is executed, None between two; changed under ``lock``.
+        left: Called with an interrupt that has left the execution of an operation by a thread that
+            waits for it; returns the error of the operation.
         lock: Held while a collective is executed. Re-entrant, because callbacks in the group's
             thread issue collectives.
     """
@@ -105,6 +107,7 @@ class Progress:
     def __init__(self, name: str) -> None:
         self.items: deque[tuple[Completion, Execute]] = deque()
         self.popped: tuple[Completion, Execute] | None = None
+        self.left: Callable[[BaseException], BaseException] = _as_it_is
         self._running = 0  # popped operations that have not ended; changed under ``lock``
         self._name = name
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False ends the thread
@@ -217,12 +220,13 @@ class Progress:
 
     def _help_with_next(self) -> None:
         self._running += 1
-        completion, execute = self.popped = self.items.popleft()
+        completion, execute = self.items[0]
         try:
+            self.popped = self.items.popleft()
             result, error = _outcome(execute)
         except BaseException as interrupt:  # an interrupt of this thread
             self._running -= 1
-            completion.set_exception(interrupt)
+            completion.set_exception(self.left(interrupt))
             raise
         finally:
             self.popped = None
@@ -328,6 +332,10 @@ class Progress:
             # directly.
             self._running -= 1
         _set(completion, *outcome)
+
+
+def _as_it_is(error: BaseException) -> BaseException:
+    return error
 
 
 def _complete(completion: Completion, execute: Execute) -> None:

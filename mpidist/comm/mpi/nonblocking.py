@@ -2,9 +2,10 @@
 
 A synchronous call on one rank matches an asynchronous one on another, but MPI does not match a
 blocking collective with a non-blocking one (MPI-4.1 §6.12): between nodes all are non-blocking.
-Waits differ. The caller's thread waits inside MPI. A group's own thread runs during the backward
-pass, where MPI's polling would take half of a core, so it sleeps between tests: 50 µs, and up to
-a millisecond in a wait of many; a transfer between nodes takes milliseconds.
+Waits differ. The caller's thread tests without sleeping, in Python, which runs the program's signal
+handlers meanwhile. A group's own thread runs during the backward pass, where polling would take
+half of a core, so it sleeps between tests: 50 µs, and up to a millisecond in a wait of many; a
+transfer between nodes takes milliseconds.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ NONBLOCKING = {
     )
 }  # fmt: skip
 
-# Requests of abandoned calls and their buffers: MPI may write there as long as the process lives.
+# Requests that nobody waits for and their memory: MPI may write there as long as the process lives.
 _abandoned: list[object] = []
 
 
@@ -172,8 +173,8 @@ class _Probe:
 
 
 def wait_spinning(request: Request | _Probe, status: MPI.Status | None = None) -> None:
-    """Wait inside MPI, which polls without a pause."""
-    request.Wait(status)
+    """Test a request until it is complete; let other threads and processes run between tests."""
+    backoff.until(lambda: request.Test(status), yield_s=math.inf)
 
 
 def wait_sleeping(request: Request | _Probe, status: MPI.Status | None = None) -> None:
@@ -208,6 +209,13 @@ def keep(requests: Iterable[object]) -> None:
     _abandoned.extend(requests)
 
 
-def keep_buffers(error: BaseException) -> None:
-    """Keep alive the local variables of a traceback: an abandoned request and its buffers."""
-    _abandoned.append([dict(frame.f_locals) for frame, _ in traceback.walk_tb(error.__traceback__)])
+def keep_memory_of(error: BaseException, *held: object) -> None:
+    """Keep alive what MPI may use of an operation that an exception has left before its end.
+
+    Args:
+        error: Being handled by the operation's executor: the local variables of the frames that it
+            has left are requests and memory of their own.
+        held: The operation's tensors, and owners of other memory.
+    """
+    frames = [dict(frame.f_locals) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    _abandoned.append((frames, held))

@@ -253,15 +253,22 @@ def test_a_call_that_is_left_keeps_its_tensors(world, monkeypatch):
     }
     with pytest.raises(MpidistError, match="left"):
         group.all_gather_into_tensor(target, source)
-    found = {
-        id(item)
-        for frames in kept
-        for local in frames
-        for value in local.values()
-        for item in (value if isinstance(value, list) else [value])
-    }
+    ((_, (_, (_, _, tensors, _))),) = kept
+    found = {id(tensor) for tensor in tensors}
     group.close()
     agree(world, {id(source), id(target)} <= found)
+
+
+def test_a_path_that_was_closed_finds_nothing(world):
+    """Also where another thread has prepared a call meanwhile."""
+    group, tensor = world.clone("closed path"), torch.ones(2)
+    group.all_reduce(tensor)
+    path = group._fast_path
+    found, calls = path.find(tensor, SUM), dict(path._calls)
+    path.close()
+    path._calls.update(calls)
+    agree(world, found is not None and path.find(tensor, SUM) is None)
+    group.close()
 
 
 def test_the_groups_thread_prepares_nothing_between_nodes(world, monkeypatch):
