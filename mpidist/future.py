@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from mpidist.dynamo import untraced
@@ -63,7 +64,7 @@ class Future(Generic[T]):
     ) -> None:
         self._events = events
         self._fence = fence
-        self._help: Callable[[Future[T]], object] | None = None
+        self._help: Callable[[Any], object] | None = None
         self._done = False
         self._value: Any = None
         self._exception: BaseException | None = None
@@ -87,7 +88,7 @@ class Future(Generic[T]):
         """
         if self._help is not None and timeout_s is None and not self._done:
             self._help(self)
-        if not self._done and not self._sleep(-1 if timeout_s is None else max(timeout_s, 0.0)):
+        if not self._done and not self.sleep(-1 if timeout_s is None else max(timeout_s, 0.0)):
             raise CommTimeout(f"no result after {timeout_s:g} s")
         return self.value()
 
@@ -112,15 +113,53 @@ class Future(Generic[T]):
         if self._help is not None and not self._done:
             self._help(self)
         if not self._done:
-            self._sleep(-1)
+            self.sleep(-1)
+
+    def sleep(self, timeout_s: float) -> bool:
+        """Wait until complete, at most ``timeout_s`` seconds unless it is -1; return whether it is.
+
+        The threads that wait wake each other up.
+        """
+        with _callbacks_lock:
+            if self._done:
+                return True
+            if self._latch is None:
+                self._latch = threading.Lock()
+                self._latch.acquire()
+            latch = self._latch
+        if not latch.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            return False
+        latch.release()
+        return True
 
     def set_result(self, value: T) -> None:
         """Complete with a value and run the callbacks in this thread."""
-        self._complete(value, None)
+        run = self.end(value, None)
+        if run is not None:
+            run()
 
     def set_exception(self, exception: BaseException) -> None:
         """Complete with an exception and run the callbacks in this thread."""
-        self._complete(None, exception)
+        run = self.end(None, exception)
+        if run is not None:
+            run()
+
+    def end(self, value: Any, error: BaseException | None) -> Callable[[], None] | None:
+        """Complete without the callbacks.
+
+        Returns:
+            Runs those that were added before; None if there are none. Later ones run at once, in
+            the thread that adds them.
+        """
+        with _callbacks_lock:
+            if self._done:
+                raise RuntimeError("the future is complete already")
+            self._value, self._exception = value, error
+            self._done = True
+            callbacks, self._callbacks = self._callbacks, None
+            if self._latch is not None:
+                self._latch.release()
+        return None if callbacks is None else partial(_call_all, callbacks, self)
 
     def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
         """Call ``callback(self)`` on completion, in the completing thread, or now if complete."""
@@ -132,7 +171,11 @@ class Future(Generic[T]):
                 return
         _call_all((callback,), self)
 
-    def helped_by(self, help: Callable[[Future[T]], object]) -> None:
+    def ends(self, waited: object) -> bool:
+        """Return whether a thread that waits for ``waited`` waits for this future."""
+        return waited is self
+
+    def helped_by(self, help: Callable[[Any], object]) -> None:
         """Have a thread that waits without a limit call ``help(self)`` first.
 
         The function may complete the future in that thread.
@@ -148,6 +191,7 @@ class Future(Generic[T]):
         events: list[Event] = []
         made: list[Future[S]] = [Future(events, self._fence)]
         result = made[0]
+        result._help = self._help
 
         def run(parent: Future[T]) -> None:
             # Popped, because the frames in an exception's traceback would keep alive the future
@@ -165,34 +209,6 @@ class Future(Generic[T]):
 
         self.add_done_callback(run)
         return result
-
-    def _sleep(self, timeout_s: float) -> bool:
-        """Wait until complete, at most ``timeout_s`` seconds unless it is -1; return whether it is.
-
-        The threads that wait wake each other up.
-        """
-        with _callbacks_lock:
-            if self._done:
-                return True
-            if self._latch is None:
-                self._latch = threading.Lock()
-                self._latch.acquire()
-            latch = self._latch
-        if not latch.acquire(timeout=timeout_s):
-            return False
-        latch.release()
-        return True
-
-    def _complete(self, value: Any, exception: BaseException | None) -> None:
-        with _callbacks_lock:
-            if self._done:
-                raise RuntimeError("the future is complete already")
-            self._value, self._exception = value, exception
-            self._done = True
-            callbacks, self._callbacks = self._callbacks, None
-            if self._latch is not None:
-                self._latch.release()
-        _call_all(callbacks or (), self)
 
     def __del__(self) -> None:
         # A failure that no thread has retrieved must be printed.

@@ -185,6 +185,29 @@ class Delayed(nn.Module):
         return x
 
 
+def test_callbacks_that_call_each_others_groups_end(world):
+    one, other = world.clone("one"), world.clone("other")
+    results, called, both = [torch.ones(8), torch.ones(8)], [], threading.Barrier(2)
+
+    def calling(group, result):
+        def callback(future):
+            both.wait(60)
+            group.all_reduce(result)
+
+        return callback
+
+    # No operation ends before its callback is added.
+    with one._progress.lock, other._progress.lock:
+        for group, peer, result in zip((one, other), (other, one), results, strict=True):
+            work = group.all_reduce(torch.ones(4), async_op=True)
+            called.append(work.get_future().then(calling(peer, result)))
+    for future in called:
+        future.wait(60)
+    agree(world, all(result.eq(world.size).all() for result in results), f"{results}")
+    one.close()
+    other.close()
+
+
 def fingerprint(model):
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().tobytes()
 

@@ -48,7 +48,7 @@ class Execution:
     Attributes:
         is_debug: Debug mode.
         checks_nan: Operations look for NaN in what this rank contributes.
-        helps: Threads that wait execute the queue.
+        helps: Threads that wait execute what they wait for.
     """
 
     def __init__(self, state: GroupState, progress: Progress, debug: bool | None = None) -> None:
@@ -206,13 +206,14 @@ class Execution:
     def _submit(
         self, completion: Future[Any] | Work, execute: Callable[[], object], operation: Operation
     ) -> None:
-        submit = self.progress.submit
+        submit, help = self.progress.submit, self.progress.attend
         if torch_profiler._is_profiler_enabled:
             # A profile keeps one row for each thread: the operations, and the waits for them.
             submit = profiling.queueing(submit, self.state, operation)
         elif self.helps and operation.device is None:
             # On a device the group's thread overlaps with the host.
-            completion.helped_by(self.progress.help)
+            help = self.progress.help
+        completion.helped_by(help)
         submit(completion, execute)
 
     def _execute_for_work(self, operation: Operation) -> Tensors:
@@ -221,8 +222,9 @@ class Execution:
 
     def _execute(self, operation: Operation) -> Any:
         state = self.state
-        if state.failure is not None:
-            state.raise_failure()
+        # Under the lock, which a thread that closes the group holds.
+        if state.is_closed or state.failure is not None:
+            state.require_usable(operation.name)
         inputs, outputs, journal = operation.inputs, operation.outputs, state.journal
         number, is_failed = journal.enter(operation.name, inputs, outputs), False
         try:
@@ -288,7 +290,7 @@ def _upcoming_broadcast(progress: Progress, place: int) -> tuple[Tensors, int] |
         operation = _broadcast_of(progress.items[place])
     except IndexError:
         return None
-    if operation is None or before[0].has_callbacks():
+    if operation is None or before[0] is None or before[0].has_callbacks():
         return None
     (root,) = operation.args
     return operation.inputs or operation.outputs, root

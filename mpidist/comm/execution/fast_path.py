@@ -9,7 +9,7 @@ empty and its lock free, the calling thread calls MPI without the checks and the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -39,6 +39,7 @@ from mpidist.comm.mpi.library import MPI
 from mpidist.comm.recorder.collective_begins import Described
 
 _CACHED = 256  # calls
+_CLOSED = ("closed",)  # in place of the queue: it is never empty
 _STRIDED = torch.strided
 
 _PLAIN = (int, str, type(None))
@@ -122,12 +123,14 @@ class FastPath:
         if not self._comm.is_single_node:
             # The group's thread sleeps while it waits; a prepared call does not.
             self._enter = self._enter_outside_its_thread
-        self._queued = progress.items
-        self._help = progress.help if execution.helps else None
+        # Looked up under the lock: who ends an operation, or closes the group, holds it.
+        self._queued: Sized = progress.items
+        self._help = progress.help if execution.helps else progress.attend
 
     def close(self) -> None:
-        """Return False from every later call."""
+        """Return False from every later call, and from those that have not entered yet."""
         self._is_open = False
+        self._queued = _CLOSED
         self.forget()
 
     def forget(self) -> None:
@@ -169,9 +172,11 @@ class FastPath:
             inputs = [tensors[place] for place in call.inputs]
             outputs = call.outputs
             operands = inputs, inputs if outputs is None else [tensors[place] for place in outputs]
-        if self._queued or not self._enter(False):
+        if not self._enter(False):
             return False
         try:
+            if self._queued:
+                return False
             call.run(None if call.shown is None else tensors[call.shown], tensors, *operands)
         finally:
             self._leave()
@@ -187,9 +192,11 @@ class FastPath:
             nothing was done.
         """
         call = self.find(tensor, op)
-        if call is None or self._queued or not self._enter(False):
+        if call is None or not self._enter(False):
             return False
         try:
+            if self._queued:
+                return False
             if call.takes_tensors:
                 call.run(tensor, None, tensor)
             else:
@@ -207,14 +214,11 @@ class FastPath:
         run = self._recorded(name, execute, described_as(name, (), ()))
 
         def at_once() -> bool:
-            if (
-                not self._is_open
-                or torch_profiler._is_profiler_enabled
-                or self._queued
-                or not self._enter(False)
-            ):
+            if not self._is_open or torch_profiler._is_profiler_enabled or not self._enter(False):
                 return False
             try:
+                if self._queued:
+                    return False
                 run(None, None)
             finally:
                 self._leave()

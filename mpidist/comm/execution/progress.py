@@ -8,11 +8,15 @@ one on another. An operation issued by the group's own thread (by a future's cal
 at once, ahead of the queue: the operation with the callback has ended, and the callbacks of all
 ranks have the same place in the order.
 
-A thread that waits for a queued operation executes the queue up to it, unless the group's thread
-does so already or a callback is due, which the group's thread alone runs. Waking the group's thread
-takes longer than a short collective, so after a run of operations that were all executed in this
-way the thread is not woken: it looks at the queue every millisecond by itself, until it has to
-execute an operation or none has come for a while.
+A thread that waits executes the operation that it waits for if that is the first of the queue, and
+no other. Waking the group's thread takes longer than a short collective, so after a run of
+operations that were all executed in this way the thread is not woken: it looks at the queue every
+millisecond by itself, until it has to execute an operation or none has come for a while.
+
+An operation ends, and its callbacks are taken, while the lock is held. The group's thread alone
+runs them, before the next operation; a callback that is added later runs at once, in the thread
+that adds it. Where callbacks wait for each other's groups, in a circle, each of these groups goes
+on with its queue meanwhile.
 
 In a thread within ``at_once``, every operation has ended when the call that issues it returns,
 asynchronous or not.
@@ -26,7 +30,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 from mpidist.comm.mpi import backoff, runtime
 from mpidist.errors import GroupError
@@ -39,6 +43,8 @@ _HELPED = 16
 _LOOK_S = 1e-3
 # It sleeps until it is woken once no operation has been executed so long.
 _LINGER_S = 0.1
+# A callback that waits looks so often whether other groups' callbacks wait for its group.
+_CIRCLE_S = 2e-3
 # Of open and closed groups.
 _all: WeakRegistry[Progress] = WeakRegistry()
 
@@ -48,9 +54,11 @@ class _Here(threading.local):
 
     Attributes:
         is_at_once: The thread is within ``at_once``.
+        progress: The group whose thread this is; None in other threads.
     """
 
     is_at_once = False
+    progress: Progress | None = None
 
 
 # Read without a call where a prepared operation is queued.
@@ -79,14 +87,21 @@ class Completion(Protocol):
     def done(self) -> bool:
         """Return whether it is complete."""
 
+    def ends(self, waited: Any) -> bool:
+        """Return whether a thread that waits for ``waited`` waits for this operation."""
+
     def has_callbacks(self) -> bool:
         """Return whether completing would run callbacks."""
 
-    def set_result(self, value: Any) -> None:
-        """Complete with what the operation has returned."""
+    def end(self, value: Any, error: BaseException | None) -> Callable[[], None] | None:
+        """Complete with what the operation has returned, or with its error.
 
-    def set_exception(self, exception: BaseException) -> None:
-        """Complete with the operation's error."""
+        Returns:
+            Runs the callbacks that were added before; None if there are none.
+        """
+
+    def sleep(self, timeout_s: float) -> bool:
+        """Wait until complete, at most ``timeout_s`` seconds; return whether it is."""
 
     def wait_quietly(self) -> None:
         """Wait until complete and raise nothing."""
@@ -96,17 +111,18 @@ class Progress:
     """Queue and thread of one group.
 
     Attributes:
-        items: Queued operations that no thread executes yet; popped under ``lock``.
+        items: Queued operations that no thread executes yet; popped under ``lock``. First may stand
+            callbacks of an ended one, without a completion, which another thread has executed.
         popped: The one that is executed, None between two; changed under ``lock``.
         left: Called with an interrupt that has left the execution of an operation by a thread that
             waits for it; returns the error of the operation.
-        lock: Held while a collective is executed. Re-entrant, because callbacks in the group's
-            thread issue collectives.
+        lock: Held while a collective is executed, and by the group's thread while it runs
+            callbacks. Re-entrant, because these issue collectives.
     """
 
     def __init__(self, name: str) -> None:
-        self.items: deque[tuple[Completion, Execute]] = deque()
-        self.popped: tuple[Completion, Execute] | None = None
+        self.items: deque[tuple[Completion | None, Execute]] = deque()
+        self.popped: tuple[Completion | None, Execute] | None = None
         self.left: Callable[[BaseException], BaseException] = _as_it_is
         self._running = 0  # popped operations that have not ended; changed under ``lock``
         self._name = name
@@ -117,7 +133,9 @@ class Progress:
         # The thread that executes an operation, and its acquisitions of the lock.
         self._executing_id: int | None = None
         self._depth = 0
-        self._is_helped = False  # a thread that waits executes the queue
+        # The group for whose operation the group's thread waits: by a callback, or by a function
+        # of ``in_order``.
+        self._awaits: Progress | None = None
         self._start_lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._thread_id: int | None = None
@@ -135,6 +153,13 @@ class Progress:
         """Return whether this is the group's thread."""
         return self._thread_id == threading.get_ident()
 
+    def is_idle(self) -> bool:
+        """Return whether no operation and no callback is queued or under way."""
+        if self.pending or not self.lock.acquire(blocking=False):
+            return False
+        self.lock.release()
+        return not self.pending
+
     def try_enter(self) -> bool:
         """Acquire the lock for a synchronous call, unless it must wait behind other operations.
 
@@ -145,7 +170,11 @@ class Progress:
         own_id = threading.get_ident()
         if own_id == self._thread_id or own_id == self._executing_id:
             self.lock.acquire()
-        elif self.items or not self.lock.acquire(blocking=False):
+        elif not self.lock.acquire(blocking=False):
+            return False
+        elif self.items:
+            # Looked up under the lock: what ends meanwhile leaves its callbacks here.
+            self.lock.release()
             return False
         self._depth += 1
         self._executing_id = own_id
@@ -162,22 +191,29 @@ class Progress:
         """Queue ``execute``, and complete with its result or its error.
 
         In the group's own thread, ``execute`` has ended when this returns.
+
+        Raises:
+            GroupError: The group is closed.
         """
-        if self._closed:
-            raise GroupError(f'group "{self._name}" is closed')
         if self._thread_id == threading.get_ident():
             with self.lock:
                 _complete(completion, execute)
             return
         if self._thread is None:
             self._start()
-        # In this order: the thread looks for items after it has decided to sleep until it is woken.
-        self.items.append((completion, execute))
+        # In this order: the thread looks for items after it has decided to sleep until it is woken,
+        # and ends once it finds none after it was closed.
+        item = (completion, execute)
+        self.items.append(item)
+        if self._closed:
+            self._withdraw(item)
         if self._wakes_thread():
             self._wakes.put(True)
 
     def _start(self) -> None:
         with self._start_lock:
+            if self._closed:
+                self._refuse()
             if self._thread is None:
                 thread = threading.Thread(
                     target=runtime.guard_thread(self._run),
@@ -187,53 +223,92 @@ class Progress:
                 thread.start()
                 self._thread = thread
 
-    def help(self, completion: Completion) -> None:
-        """Execute what is queued up to ``completion`` in this thread, which waits for it.
-
-        Returns early where the group's thread executes, or is to run a callback.
-        """
-        own_id = threading.get_ident()
-        if self._thread_id == own_id:
-            return
-        items, acquire, is_done = self.items, self.lock.acquire, False
-        self._is_helped = True
+    def _withdraw(self, item: tuple[Completion, Execute]) -> None:
         try:
-            while not is_done and acquire(False):
-                self._depth += 1
-                self._executing_id = own_id
-                try:
-                    first = items[0][0] if items else None
-                    # Most waits are for the next operation.
-                    if first is not completion and completion.done():
-                        is_done = True
-                        break
-                    if first is None or first.has_callbacks():
-                        break
-                    self._help_with_next()
-                finally:
-                    self.leave()
-                is_done = first is completion or completion.done()
-        finally:
-            self._is_helped = False
-            if not is_done or (items and self._wakes_thread()):
-                self._wakes.put(True)
+            self.items.remove(item)
+        except ValueError:
+            return  # the thread executes it before it ends
+        self._refuse()
 
-    def _help_with_next(self) -> None:
+    def _refuse(self) -> NoReturn:
+        raise GroupError(f'group "{self._name}" is closed')
+
+    def help(self, completion: Completion) -> None:
+        """Execute the operation that this thread waits for, if it is the first of the queue.
+
+        Else the group's thread executes it. In the thread of a group see ``attend``.
+        """
+        if here.progress is not None:
+            self.attend(completion)
+            return
+        is_left = True
+        if self.lock.acquire(False):
+            self._depth += 1
+            self._executing_id = threading.get_ident()
+            try:
+                first = self.items[0][0] if self.items else None
+                if first is not None and first.ends(completion):
+                    is_left = self._help_with_next()
+            finally:
+                self.leave()
+        if is_left:
+            self._wakes.put(True)
+
+    def _help_with_next(self) -> bool:
+        """Execute the first operation; return whether its callbacks are left to the thread."""
         self._running += 1
         completion, execute = self.items[0]
+        assert completion is not None
         try:
             self.popped = self.items.popleft()
-            result, error = _outcome(execute)
+            outcome = _outcome(execute)
         except BaseException as interrupt:  # an interrupt of this thread
-            self._running -= 1
-            completion.set_exception(self.left(interrupt))
+            if self._end(completion, None, self.left(interrupt)):
+                self._wakes.put(True)
             raise
-        finally:
-            self.popped = None
         self._helped += 1
         self._helped_at = time.monotonic()
+        return self._end(completion, *outcome)
+
+    def _end(self, completion: Completion, result: Any, error: BaseException | None) -> bool:
+        """Complete an operation, under the lock; put its callbacks first. Return whether any is."""
+        self.popped = None
+        # Counted down first: a thread that waits may ask whether an operation is pending.
         self._running -= 1
-        _set(completion, result, error)
+        run = completion.end(result, error)
+        if run is not None:
+            self.items.appendleft((None, run))
+        return run is not None
+
+    def attend(self, completion: Completion) -> None:
+        """Wait until complete in the thread of a group, this one or another; else do nothing."""
+        own = here.progress
+        if own is not None:
+            own._wait_within(self, completion)
+
+    def _wait_within(self, other: Progress, completion: Completion) -> None:
+        """Wait in the group's thread, within an operation or a callback, for another's operation.
+
+        Where the callbacks of that group wait for this one, its operations go on meanwhile.
+        """
+        before, self._awaits = self._awaits, other
+        try:
+            while not completion.sleep(_CIRCLE_S):
+                # Within an operation its own end comes first.
+                if not here.is_at_once and self._is_in_circle():
+                    self._execute_next()
+        finally:
+            self._awaits = before
+
+    def _is_in_circle(self) -> bool:
+        seen: list[Progress] = []
+        other = self._awaits
+        while other is not None and other not in seen:
+            if other is self:
+                return True
+            seen.append(other)
+            other = other._awaits
+        return False
 
     def _wakes_thread(self) -> bool:
         return not self._looks or self._helped < _HELPED
@@ -252,15 +327,21 @@ class Progress:
     def close(self, timeout_s: float) -> None:
         """Stop the thread after the queued operations; end the job if they do not end in time.
 
+        Any number of threads may call it; each returns when the queue is empty. In the group's
+        thread (a callback's call) the queue has been executed when this returns.
+
         Blocks: at most ``timeout_s`` seconds.
         """
-        if self._closed or self._thread_id == threading.get_ident():
-            return
-        self._closed = True
-        thread = self._thread
+        with self._start_lock:
+            self._closed = True
+            thread = self._thread
         if thread is None:
             return
         self._wakes.put(False)
+        if self.is_own_thread():
+            while self.items and not here.is_at_once:
+                self._execute_next()
+            return
         thread.join(timeout_s)
         if thread.is_alive():
             runtime.abort(
@@ -278,6 +359,7 @@ class Progress:
 
     def _run(self) -> None:
         self._thread_id = threading.get_ident()
+        here.progress = self
         goes_on = True
         seen: object = None
         first: object = None
@@ -293,8 +375,7 @@ class Progress:
                     continue
             # The sleep keeps no operation, and so no tensors, alive.
             seen = first = None
-            # A thread that helps wakes this one if it leaves something.
-            while self.items and not self._is_helped:
+            while self.items:
                 self._execute_next()
 
     def _first(self) -> object:
@@ -313,25 +394,26 @@ class Progress:
         return 0.0 if self.items else None
 
     def _execute_next(self) -> None:
+        """Execute the first of the queue, and the callbacks of its end; in the group's thread."""
         with self.lock:
             if not self.items:
                 return  # a waiting thread has executed it
             self._running += 1
-            completion, execute = self.popped = self.items.popleft()
             self._helped = 0
-            outcome = _outcome(execute)
-            self.popped = None
-            if completion.has_callbacks():
-                # Callbacks may issue collectives, which precede those of other threads.
-                try:
-                    _set(completion, *outcome)
-                finally:
-                    self._running -= 1
-                return
-            # Counted down first, so that the thread that waits can issue its next operation
-            # directly.
+            completion, execute = self.popped = self.items.popleft()
+            if completion is None:
+                self._run_callbacks(execute)
+            elif self._end(completion, *_outcome(execute)):
+                self._running += 1
+                self._run_callbacks(self.items.popleft()[1])
+
+    def _run_callbacks(self, run: Execute) -> None:
+        # What they issue precedes the queue: the lock is held.
+        self.popped = None
+        try:
+            run()
+        finally:
             self._running -= 1
-        _set(completion, *outcome)
 
 
 def _as_it_is(error: BaseException) -> BaseException:
@@ -339,7 +421,8 @@ def _as_it_is(error: BaseException) -> BaseException:
 
 
 def _complete(completion: Completion, execute: Execute) -> None:
-    _set(completion, *_outcome(execute))
+    """Execute and complete what no other thread knows yet, so without callbacks."""
+    completion.end(*_outcome(execute))
 
 
 def _outcome(execute: Execute) -> tuple[Any, BaseException | None]:
@@ -349,17 +432,10 @@ def _outcome(execute: Execute) -> tuple[Any, BaseException | None]:
         return None, error
 
 
-def _set(completion: Completion, result: Any, error: BaseException | None) -> None:
-    if error is not None:
-        completion.set_exception(error)
-    else:
-        completion.set_result(result)
-
-
 def _settle(timeout_s: float | None) -> None:
     # A callback in one group's thread may issue an operation of another group.
     backoff.until(
-        lambda: not any(one.pending for one in _all.alive()),
+        lambda: all(one.is_idle() for one in _all.alive()),
         timeout_s=timeout_s,
         longest_s=1e-3,
     )

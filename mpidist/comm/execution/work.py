@@ -19,23 +19,23 @@ from mpidist.future import Future
 
 
 def seconds(timeout: float | timedelta | None) -> float | None:
-    """Convert torch's forms of a timeout to seconds; None and zero mean no timeout.
+    """Convert torch's forms of a timeout to seconds; None, zero and too long mean no timeout.
 
     torch's C++ passes zero to ``Work.wait`` for no timeout (``kNoTimeout``), and reads zero so in
-    ``init_process_group``.
+    ``init_process_group``. Too long is what no lock can wait for, 292 years (``timedelta.max``).
 
     Raises:
         TypeError: Neither a number, a timedelta, nor None.
-        ValueError: Negative.
+        ValueError: Negative, or not a number.
     """
     if timeout is None:
         return None
     value = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"timeout must be seconds, a timedelta or None; got {timeout!r}")
-    if value < 0:
+    if not value >= 0:
         raise ValueError(f"timeout must not be negative; got {value:g} s")
-    return float(value) or None
+    return float(value) if 0 < value < threading.TIMEOUT_MAX else None
 
 
 # Guards the race between completing and making the future; held for a few instructions only.
@@ -140,9 +140,10 @@ class Work:
         with _lock:
             future = self._future
             if future is None:
+                # Complete before another thread can add a callback to it.
+                if self._done:
+                    made.set_result(self.tensors)
                 future = self._future = made
-        if future is made and self._done:
-            made.set_result(self.tensors)
         return future
 
     def source_rank(self) -> int:
@@ -158,17 +159,24 @@ class Work:
         future = self._future
         return future is not None and future.has_callbacks()
 
-    def set_result(self, value: Sequence[torch.Tensor]) -> None:
-        """Complete without an error; ``value`` is ``tensors``."""
+    def ends(self, waited: object) -> bool:
+        """Return whether a thread that waits for ``waited`` waits for this operation."""
+        return waited is self or (waited is self._future and waited is not None)
+
+    def sleep(self, timeout_s: float) -> bool:
+        """Wait until complete, at most ``timeout_s`` seconds; return whether it is."""
+        return self._done or self.get_future().sleep(timeout_s)
+
+    def end(
+        self, value: Sequence[torch.Tensor] | None, error: BaseException | None
+    ) -> Callable[[], None] | None:
+        """Complete with ``tensors`` or an error; see ``Future.end``."""
+        if error is not None:
+            return self.get_future().end(None, error)
         with _lock:
             future = self._future
             self._done = future is None
-        if future is not None:
-            future.set_result(value)
-
-    def set_exception(self, exception: BaseException) -> None:
-        """Complete with an error."""
-        self.get_future().set_exception(exception)
+        return None if future is None else future.end(value, None)
 
     def _wait_for_future(self, limit: float | None) -> None:
         future = self.get_future()

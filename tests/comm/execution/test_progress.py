@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from mpidist import future as future_module
 from mpidist.comm.execution import progress as progress_module
 from mpidist.comm.execution.progress import Progress, at_once, is_at_once
 from mpidist.errors import GroupError
@@ -181,13 +182,25 @@ def helped(progress, ran, count):
         assert time.monotonic() < deadline, (progress._helped, progress._looks)
 
 
-def test_a_waiting_thread_executes_the_queue_up_to_its_operation(progress, held):
+def test_a_waiting_thread_executes_what_it_waits_for_if_that_is_next(progress, held):
     ran = []
     futures = [submit(progress, ran, name) for name in "abc"]
-    futures[1].wait()
+    for one in futures[:2]:
+        one.wait()
     here = threading.current_thread().name
     assert ran == [("a", here), ("b", here)]
     assert futures[0].done() and not futures[2].done() and progress.pending == 1
+
+
+def test_a_waiting_thread_executes_no_operation_that_it_does_not_wait_for(progress):
+    ran = []
+    with progress.lock:
+        submit(progress, ran, "ahead")
+        last = submit(progress, ran, "last")
+        progress.help(last)
+        assert ran == []
+    last.wait()
+    assert ran[0] == ("ahead", "mpidist-test") and ran[1][0] == "last"
 
 
 def test_a_thread_does_not_execute_what_is_queued_behind_an_ended_operation(progress, held):
@@ -206,15 +219,104 @@ def test_what_a_waiting_thread_leaves_is_executed(progress):
     assert [name for name, _ in ran] == ["first", "behind"] and progress.pending == 0
 
 
-def test_an_operation_with_a_callback_is_executed_by_the_groups_thread(progress):
+def test_a_callback_runs_in_the_groups_thread_whoever_executes_the_operation(progress, held):
     ran, first = [], Future()
     first.helped_by(progress.help)
-    with progress.lock:  # the callback is added before the operation ends
-        progress.submit(first, lambda: ran.append(threading.current_thread().name))
-        first.add_done_callback(lambda future: ran.append(threading.current_thread().name))
+
+    def operation():
+        ran.append(threading.current_thread().name)
+        # Added by another thread while the operation is executed.
+        first.add_done_callback(lambda future: issue())
+
+    def issue():
+        ran.append(threading.current_thread().name)
+        submit(progress, ran, "of the callback")
+
+    progress.submit(first, operation)
     first.wait()
-    submit(progress, [], "behind").wait()
-    assert ran == ["mpidist-test", "mpidist-test"]
+    behind = submit(progress, ran, "behind")
+    assert not progress.is_idle() and ran == [threading.current_thread().name]
+    progress.lock.release()
+    try:
+        behind.wait(60)
+    finally:
+        progress.lock.acquire()
+    assert ran[1:] == [
+        "mpidist-test", ("of the callback", "mpidist-test"), ("behind", "mpidist-test")
+    ]  # fmt: skip
+
+
+class _Slow:
+    """A lock that the threads of groups come late to acquire."""
+
+    def __init__(self, lock):
+        self._lock = lock
+
+    def __enter__(self):
+        if threading.current_thread().name.startswith("mpidist-"):
+            time.sleep(0.2)
+        self._lock.acquire()
+
+    def __exit__(self, *error):
+        self._lock.release()
+
+
+def test_a_callback_that_is_added_at_the_end_precedes_later_operations(progress, monkeypatch):
+    """The group's thread has executed the operation, and completes it."""
+    ran, executed = [], threading.Event()
+    first, second = Future(), Future()
+    monkeypatch.setattr(future_module, "_callbacks_lock", _Slow(future_module._callbacks_lock))
+
+    def issue(future):
+        inner = Future()
+        progress.run(inner, partial(ran.append, "of the callback"))
+
+    progress.submit(first, executed.set)
+    executed.wait(60)
+    time.sleep(0.05)
+    first.add_done_callback(issue)
+    progress.run(second, partial(ran.append, "issued afterwards"))
+    first.wait(60)
+    progress.submit(last := Future(), lambda: None)
+    last.wait(60)
+    assert ran == ["of the callback", "issued afterwards"]
+
+
+def test_callbacks_that_call_each_others_groups_end():
+    one, other, ran = Progress("one"), Progress("other"), []
+    both = threading.Barrier(2)
+
+    def calling(progress, name):
+        def callback(future):
+            both.wait(60)
+            inner = Future()
+            inner.helped_by(progress.attend)
+            progress.run(inner, partial(ran.append, name))
+
+        return callback
+
+    called = []
+    with one.lock, other.lock:
+        for progress, peer in ((one, other), (other, one)):
+            end = Future()
+            progress.submit(end, lambda: None)
+            called.append(end.then(calling(peer, peer._name)))
+    for end in called:
+        end.wait(60)
+    one.close(60)
+    other.close(60)
+    assert sorted(ran) == ["one", "other"] and one.is_idle() and other.is_idle()
+
+
+def test_a_callback_may_wait_for_what_is_queued_behind_it(progress):
+    ran, first = [], Future()
+    with progress.lock:
+        progress.submit(first, lambda: None)
+        behind = submit(progress, ran, "behind")
+        last = submit(progress, ran, "last")
+        first.add_done_callback(lambda future: (behind.wait(), ran.append("callback")))
+    last.wait(60)
+    assert ran == [("behind", "mpidist-test"), "callback", ("last", "mpidist-test")]
 
 
 class _Noted:
@@ -290,3 +392,60 @@ def test_close_executes_what_is_queued():
     last = submit(order, ran, "last")
     order.close(60)
     assert last.done() and ran[-1][0] == "last"
+
+
+def test_close_waits_for_what_is_queued_behind_what_a_waiting_thread_executes(monkeypatch):
+    order, ran, gate, started = Progress("test"), [], threading.Event(), threading.Event()
+    # The group's thread sleeps meanwhile, and no operation wakes it.
+    monkeypatch.setattr(progress_module, "_LINGER_S", 60.0)
+    helped(order, ran, progress_module._HELPED)
+    monkeypatch.setattr(progress_module, "_LOOK_S", 60.0)
+    time.sleep(0.1)
+    first = Future()
+    first.helped_by(order.help)
+    order.submit(first, lambda: (started.set(), gate.wait(60)))
+    works = [submit(order, ran, number) for number in range(2)]
+    waiting = threading.Thread(target=first.wait)
+    waiting.start()
+    started.wait(60)
+    closing = threading.Thread(target=order.close, args=(60,))
+    closing.start()
+    time.sleep(0.05)
+    gate.set()
+    for thread in (closing, waiting):
+        thread.join(60)
+    assert all(one.done() for one in works) and [name for name, _ in ran[-2:]] == [0, 1]
+
+
+def test_an_operation_that_comes_while_another_thread_closes_is_executed_or_refused():
+    for _ in range(100):
+        order, gate = Progress("test"), threading.Barrier(2)
+        order.submit(Future(), lambda: None)
+        late, refused = Future(), []
+
+        def closing(order=order, gate=gate):
+            gate.wait(60)
+            order.close(60)
+
+        thread = threading.Thread(target=closing)
+        thread.start()
+        gate.wait(60)
+        try:
+            order.submit(late, lambda: "executed")
+        except GroupError as error:
+            refused.append(error)
+        thread.join(60)
+        assert refused or late.wait(60) == "executed"
+        assert order.pending == 0 and not (refused and late.done())
+
+
+def test_a_callback_that_closes_its_group_executes_the_queue_first():
+    order, ran = Progress("test"), []
+    first = Future()
+    with order.lock:
+        order.submit(first, lambda: None)
+        behind = submit(order, ran, "behind")
+        first.add_done_callback(lambda future: (order.close(60), ran.append("closed")))
+    behind.wait(60)
+    order._thread.join(60)
+    assert ran == [("behind", "mpidist-test"), "closed"] and not order._thread.is_alive()
