@@ -30,6 +30,15 @@ def test_a_wait_ends_at_its_timeout_and_leaves_the_future_as_it_was():
     assert future.wait(0.0) == 1
 
 
+@pytest.mark.parametrize("limit", [float("inf"), 1e300, 8.64e13])
+def test_a_wait_may_last_longer_than_a_lock_can(limit):
+    future: Future[int] = Future()
+    completing = threading.Timer(0.05, future.set_result, (1,))
+    completing.start()
+    assert future.wait(limit) == 1
+    completing.join()
+
+
 def test_exceptions_are_raised_by_wait_and_value():
     future: Future[int] = Future()
     future.set_exception(KeyError("k"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,7 +20,7 @@ from mpidist.comm.execution.group_settings import GroupSettings
 from mpidist.comm.execution.group_state import GroupState
 from mpidist.comm.execution.operation import Facts, Operation, Tensors
 from mpidist.comm.execution.progress import Progress
-from mpidist.comm.execution.work import Work
+from mpidist.comm.execution.work import Work, seconds
 from mpidist.comm.messages.object_messages import ObjectMessages
 from mpidist.comm.messages.p2p import Messages, P2POp
 from mpidist.comm.messages.request_work import RequestWork
@@ -76,6 +77,8 @@ class ProcessGroup:
     def __init__(self, comm: Communicator, settings: GroupSettings) -> None:
         self._comm = comm
         self._progress = Progress(settings.name)
+        self._closing = threading.Lock()
+        self._closer: int | None = None  # the thread that holds it
         self._state = state = GroupState(comm, settings, self._progress.items)
         self.name, self.key = state.name, state.key
         self.rank, self.size, self.world_ranks = state.rank, state.size, state.world_ranks
@@ -686,7 +689,7 @@ class ProcessGroup:
 
     @timeout_s.setter
     def timeout_s(self, value: float | None) -> None:
-        self._state.timeout_s = value
+        self._state.timeout_s = seconds(value)
 
     def where(self, operation: str) -> str:
         """Return the beginning of a message about ``operation``."""
@@ -721,20 +724,42 @@ class ProcessGroup:
 
         Messages that have arrived and were not received are dropped, with a ResourceWarning;
         messages that arrive later are dropped as well, because the communicator is freed after the
-        last member has closed the group (``closed_communicators``). A second call has no effect.
+        last member has closed the group (``closed_communicators``). A second call has no effect;
+        that of another thread returns when the group is closed. A synchronous call under way in
+        another thread ends before.
 
         Collective: over the group; no rank waits for another.
         """
-        if self._state.is_closed:
+        # A callback does not wait for the thread that closes, which waits for the callback; nor does
+        # a signal's handler, which interrupts that thread.
+        here = threading.get_ident()
+        waits = not (self._progress.is_own_thread() or self._closer == here)
+        if not self._closing.acquire(blocking=waits):
             return
-        self._progress.close(timeout_s)
-        self._state.close()
+        self._closer = here
+        try:
+            if not self._state.is_closed:
+                self._close(timeout_s)
+        finally:
+            self._closer = None
+            self._closing.release()
+
+    def _close(self, timeout_s: float) -> None:
+        progress, state = self._progress, self._state
+        progress.close(timeout_s)
+        # A failed group's call may never return.
+        is_free = state.failure is None and progress.lock.acquire(timeout=timeout_s)
+        try:
+            state.close()
+        finally:
+            if is_free:
+                progress.lock.release()
         node_memory.drop(self._comm)
         self._messages.receives.close()
-        if self._state.failure is None and not MPI.Is_finalized():
+        if state.failure is None and not MPI.Is_finalized():
             tag = self._comm.own_tag(Tag.GROUP_END)
             ended = self._messages.drop_unreceived(tag)
-            closed_communicators.add(self._state.mpi, tag, self._comm.children(), ended)
+            closed_communicators.add(state.mpi, tag, self._comm.children(), ended)
 
     def __copy__(self) -> ProcessGroup:
         """Return the group itself: a copy of what holds it is on the same group."""

@@ -1,11 +1,14 @@
 """Creation, division and end of groups; the monitored barrier."""
 
 import threading
+import time
+from datetime import timedelta
 
 import pytest
 import torch
 
 from mpidist.comm import monitored_barrier
+from mpidist.comm.mpi import closed_communicators
 from mpidist.errors import CommTimeout, GroupError
 from tests.tools.support import agree
 
@@ -45,6 +48,71 @@ def test_closing_waits_for_queued_operations(group):
         (t == i * group.size).all() for i, t in enumerate(tensors)
     )
     agree(group, ok)
+
+
+def test_a_timeout_of_zero_is_none_however_it_is_set(group):
+    child = group.clone("patient")
+    for zero in (0, 0.0, timedelta(0), None, timedelta.max):
+        child.timeout_s = zero
+        assert child.timeout_s is None
+    child.timeout_s = timedelta(minutes=1)
+    assert child.timeout_s == 60
+    for wrong in (-1, float("nan")):
+        with pytest.raises(ValueError, match="timeout must not"):
+            child.timeout_s = wrong
+    child.close()
+
+
+def test_threads_that_close_a_group_at_once_close_it_once(group):
+    for _ in range(3):
+        child, tensor, errors = group.clone("shared"), torch.ones(1000), []
+
+        def close(child=child, errors=errors):
+            try:
+                child.close()
+                assert child.is_closed
+            except BaseException as error:
+                errors.append(error)
+
+        # The queue is not empty while both close.
+        with child._progress.lock:
+            work = child.all_reduce(tensor, async_op=True)
+            threads = [threading.Thread(target=close) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            time.sleep(0.05)
+        for thread in threads:
+            thread.join(60)
+        entries = closed_communicators.kept().count(child._state.mpi)
+        ok = work.is_completed() and bool(tensor.eq(group.size).all())
+        agree(group, ok and not errors and entries == 1, f"{errors} {entries}")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("way", ["prepared", "launched"])
+def test_closing_waits_for_a_synchronous_call_of_another_thread(group, way):
+    child, is_late = group.clone("shared"), group.rank == 0
+    tensor = torch.ones(4) if way == "prepared" else torch.ones(4, 2).t()
+    child.all_reduce(tensor)
+    done = []
+
+    def reduce():
+        child.all_reduce(tensor)
+        done.append("reduced")
+
+    thread = threading.Thread(target=reduce)
+    if is_late:
+        time.sleep(0.2)
+    thread.start()
+    if is_late:
+        thread.join(60)
+    while child.journal.sequence < 2:
+        time.sleep(1e-3)
+    child.close()
+    done.append("closed")
+    thread.join(60)
+    ok = done == ["reduced", "closed"] and bool(tensor.eq(group.size**2).all())
+    agree(group, ok, f"{done} {tensor}")
 
 
 @pytest.mark.mpi(min_size=2)

@@ -162,7 +162,7 @@ def test_a_wait_for_another_thread_is_recorded(world):
     def complete():
         while not recording.recordings("job"):  # the wait has not begun
             time.sleep(1e-3)
-        work.set_result(())
+        work.end((), None)
 
     thread = threading.Thread(target=complete)
     thread.start()
