@@ -46,7 +46,7 @@ class Calls:
         self.native = native
         self.all_reduce_at_once = native.all_reduce_at_once
         self.flags: deque[Work] = deque(maxlen=_FLAGS)
-        self._batch: list[NativeWork | RequestWork | WorkList] | None = None
+        self._batch: deque[NativeWork | RequestWork | WorkList] | None = None
 
     def call(
         self, method: Callable[..., Any], result: object, opts: Options | None, *args: object
@@ -69,8 +69,12 @@ class Calls:
 
         All works of the group pass here, so a batch misses none.
         """
-        if self._batch is not None:
-            self._batch.append(native)
+        batch = self._batch
+        if batch is not None:
+            # An exception that leaves torch's manager does not end the batch.
+            while batch and _needs_no_wait(batch[0]):
+                batch.popleft()
+            batch.append(native)
         return TorchWork(native, result)
 
     def sent(self, native: RequestWork, tensors: object) -> Work:
@@ -81,11 +85,11 @@ class Calls:
 
     def begin_batch(self) -> None:
         """Make the calls from here on parts of a batch."""
-        self._batch, self.all_reduce_at_once = [], _refuse
+        self._batch, self.all_reduce_at_once = deque(), _refuse
 
     def end_batch(self) -> Work:
         """Return one work for the calls of the batch."""
-        works, self._batch = self._batch or [], None
+        works, self._batch = self._batch or (), None
         self.all_reduce_at_once = self.native.all_reduce_at_once
         return TorchWork(WorkList(works), [])
 
@@ -130,6 +134,15 @@ def answered(work: Work) -> Work:
     if asked is not None:
         asked.give(work)
     return work
+
+
+def _needs_no_wait(work: NativeWork | RequestWork | WorkList) -> bool:
+    """Return whether a work has ended, without an error, on the host."""
+    return (
+        work.is_completed()
+        and work.exception() is None
+        and not any(tensor.is_cuda for tensor in work.tensors)
+    )
 
 
 def _refuse(tensor: torch.Tensor, op: NativeReduceOp) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -132,20 +134,41 @@ def _outcome(
 
 
 class WorkList:
-    """Several works as one.
+    """Several works as one; lists among them are flattened.
 
     Attributes:
         works: The works.
     """
 
-    def __init__(self, works: Sequence[NativeWork | RequestWork | WorkList]) -> None:
-        self.works = works
-        self.tensors: list[torch.Tensor] = [tensor for work in works for tensor in work.tensors]
+    def __init__(self, works: Iterable[NativeWork | RequestWork | WorkList]) -> None:
+        self.works: list[NativeWork | RequestWork] = []
+        for work in works:
+            self.works += work.works if isinstance(work, WorkList) else (work,)
+        self.tensors: list[torch.Tensor] = [
+            tensor for work in self.works for tensor in work.tensors
+        ]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for all works."""
+        """Wait for all works, at most ``timeout`` together.
+
+        Raises:
+            CommTimeout: Not all have ended within ``timeout``; the operations continue.
+        """
+        limit = seconds(timeout)
+        if limit is None:
+            for work in self.works:
+                work.wait()
+            return True
+        deadline = time.monotonic() + limit
         for work in self.works:
-            work.wait(timeout)
+            # Zero would be no limit.
+            left = max(deadline - time.monotonic(), sys.float_info.min)
+            try:
+                work.wait(left)
+            except CommTimeout:
+                if work.is_completed():
+                    raise  # the operation's own
+                raise CommTimeout(f"{work.where} did not end within {limit:g} s") from None
         return True
 
     def is_completed(self) -> bool:
@@ -169,6 +192,5 @@ class WorkList:
 
 def _messages(work: NativeWork | RequestWork | WorkList) -> list[RequestWork]:
     """Return the messages among works, which nobody completes but a thread that waits for them."""
-    if isinstance(work, WorkList):
-        return [message for each in work.works for message in _messages(each)]
-    return [work] if isinstance(work, RequestWork) else []
+    works = work.works if isinstance(work, WorkList) else (work,)
+    return [each for each in works if isinstance(each, RequestWork)]

@@ -730,8 +730,8 @@ class ProcessGroup:
 
         Collective: over the group; no rank waits for another.
         """
-        # A callback does not wait for the thread that closes, which waits for the callback; nor does
-        # a signal's handler, which interrupts that thread.
+        # A callback does not wait for the thread that closes, which waits for the callback; nor
+        # does a signal's handler, which interrupts that thread.
         here = threading.get_ident()
         waits = not (self._progress.is_own_thread() or self._closer == here)
         if not self._closing.acquire(blocking=waits):

@@ -133,3 +133,21 @@ def test_a_merge_with_remote_ranks_is_refused(world, default_group):
         lambda: default_group.merge_remote_group(store, 8),
         "start all ranks in one job",
     )
+
+
+def test_an_exception_in_torchs_manager_leaves_no_works_behind(world, default_group):
+    group = dist.group.WORLD
+    with (
+        pytest.raises(KeyError, match="of the program"),
+        distributed_c10d._coalescing_manager(device=torch.device("cpu")),
+    ):
+        raise KeyError("of the program")
+    distributed_c10d._world.pg_coalesce_state.pop(group, None)
+    try:
+        for _ in range(100):
+            tensor = torch.ones(1000)
+            dist.all_reduce(tensor)
+        kept = len(group.calls._batch)
+    finally:
+        group.calls.end_batch().wait()
+    agree(world, kept <= 1 and bool(tensor.eq(world.size).all()), f"{kept}")

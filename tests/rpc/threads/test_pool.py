@@ -150,7 +150,8 @@ class Completion:
 
 
 def test_completions_that_the_threads_have_left_run_at_the_stop_and_requests_do_not():
-    pool, gate, entered, ran = Pool(1, "test", follow, follow), threading.Event(), threading.Event(), []
+    pool, ran = Pool(1, "test", follow, follow), []
+    gate, entered = threading.Event(), threading.Event()
     pool.submit(Completion(lambda: (entered.set(), gate.wait(60), ran.append("first"))))
     assert entered.wait(60)
     for number in range(3):
