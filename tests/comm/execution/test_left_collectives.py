@@ -101,6 +101,8 @@ def test_a_later_wait_raises_the_failure_and_not_the_interrupt(world, leaves, mo
     group = world.clone("waited for", on_timeout="raise")
     # The thread that waits executes the operation: the group's thread would go on with it.
     monkeypatch.setattr(group._progress, "_wakes_thread", lambda: False)
+    monkeypatch.setattr(group._execution, "helps", True)
+    monkeypatch.setattr(group._fast_path, "_help", group._progress.help)
     if group.rank == 0:
         works = [group.all_reduce(torch.ones(3), async_op=True) for _ in range(2)]
         leaves(works[0].wait)
