@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterable
 
@@ -11,9 +10,6 @@ import torch
 from mpidist.autograd.fence import Fence
 
 Tensor = torch.Tensor
-
-# References to a gradient without other owners: pair, loop variable, argument of getrefcount.
-_HOLDERS = 3
 
 
 class Gradients:
@@ -27,9 +23,9 @@ class Gradients:
     def add(self, found: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Add gradients of leaves.
 
-        The first gradient of a leaf becomes the sum if it has no other references and the leaf's
-        layout; otherwise it is copied. Later gradients are added in place, or out of place if the
-        sum is sparse.
+        The first gradient of a leaf is copied, in the leaf's layout: a node may return a tensor
+        that is not its own result, for example a parameter, or one for two leaves. Later gradients
+        are added in place, or out of place if the sum is sparse.
 
         Source: ``torch/csrc/autograd/functions/accumulate_grad.h``, without a graph of the
         gradients.
@@ -39,14 +35,9 @@ class Gradients:
             self._fence.block_current_streams()
             for leaf, gradient in found:
                 old = sums.get(leaf)
-                # A node may return a tensor that is not its own result, for example a parameter.
-                if gradient.requires_grad:
-                    gradient = gradient.detach().clone()
+                gradient = gradient.detach()
                 if old is None:
-                    is_alone = sys.getrefcount(gradient) <= _HOLDERS
-                    sums[leaf] = (
-                        gradient if is_alone and _fits(gradient, leaf) else _copy(gradient, leaf)
-                    )
+                    sums[leaf] = _copy(gradient, leaf)
                 elif old.layout is torch.strided:
                     old.add_(gradient)
                 else:
@@ -66,18 +57,6 @@ class Gradients:
 
 def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided
-
-
-def _fits(gradient: Tensor, leaf: Tensor) -> bool:
-    if gradient.layout is torch.sparse_coo:
-        return gradient._indices().is_contiguous() and gradient._values().is_contiguous()
-    if not _is_dense(gradient):
-        return True
-    if not _is_dense(leaf) or leaf.is_contiguous():
-        return gradient.is_contiguous()
-    return gradient.stride() == leaf.stride() or (
-        not _is_non_overlapping_and_dense(leaf) and gradient.is_contiguous()
-    )
 
 
 def _is_non_overlapping_and_dense(leaf: Tensor) -> bool:
