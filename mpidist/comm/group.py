@@ -351,7 +351,7 @@ class ProcessGroup:
 
     def batch_isend_irecv(self, operations: Sequence[P2POp]) -> list[RequestWork]:
         """Start messages of any order; all receives are posted before the first send."""
-        return self._messages.batch(operations)
+        return self._messages.batch(operations, self.isend, self.irecv)
 
     # --- objects ---
 

@@ -216,8 +216,13 @@ class Messages:
             raise
         return RequestWork(state, operation, tensor, request, dst, kept, entry)
 
-    def batch(self, operations: Sequence[P2POp]) -> list[RequestWork]:
-        """Start messages; see ``ProcessGroup.batch_isend_irecv``."""
+    def batch(
+        self,
+        operations: Sequence[P2POp],
+        isend: Callable[[Tensor, int, int], RequestWork],
+        irecv: Callable[[Tensor, int | None, int], RequestWork],
+    ) -> list[RequestWork]:
+        """Start messages by the group's methods; see ``ProcessGroup.batch_isend_irecv``."""
         where = self._state.where("batch_isend_irecv")
         # All are looked at before the first is started: a batch that is refused leaves none behind.
         for each in operations:
@@ -232,11 +237,11 @@ class Messages:
         try:
             for place, each in enumerate(operations):
                 if each.op == "irecv":
-                    works[place] = self.irecv(each.op, each.tensor, each.peer, each.tag)
+                    works[place] = irecv(each.tensor, each.peer, each.tag)
             for place, each in enumerate(operations):
                 if each.op == "isend":
                     assert each.peer is not None
-                    works[place] = self.isend(each.op, each.tensor, each.peer, each.tag)
+                    works[place] = isend(each.tensor, each.peer, each.tag)
         except BaseException:
             for work in works.values():
                 work.cancel()

@@ -106,15 +106,15 @@ def test_a_synchronous_call_waits_behind_the_queue(execution):
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_an_error_leaves_the_group_in_order(execution, async_op):
+def test_an_answer_of_the_algorithm_leaves_the_group_in_order(execution, async_op):
     def fail(*_):
-        raise KeyError("the culprit")
+        raise ValueError("the culprit")
 
     def call():
         work = execution.launch(Operation("name", fail), async_op=async_op)
         work.wait(60)
 
-    with pytest.raises(KeyError, match="the culprit"):
+    with pytest.raises(ValueError, match="the culprit"):
         call()
     assert execution.state.journal.tensor is IDLE
     ran = []
