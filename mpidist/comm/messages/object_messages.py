@@ -216,12 +216,14 @@ class ObjectReceiver:
             where: Beginning of an error's text.
         """
         state, found = self._state, None
-        peers = state.peers_of(src)
+        peers, source = state.peers_of(src), MPI.ANY_SOURCE if src is None else src
 
         def has_come() -> bool:
             nonlocal found
             with self._lock:
-                self._take(MPI.ANY_SOURCE if src is None else src)
+                self._take(source)
+                if not self._objects:
+                    return False
                 chosen = next((one for one in self._objects if src in (None, one.source)), None)
                 rest = [one for one in self._objects if one is not chosen]
                 # Without a call, as in ``Incoming``.
@@ -236,7 +238,8 @@ class ObjectReceiver:
             if not backoff.until(has_come, check, state.timeout_s, _SPIN_S, _SPIN_S):
                 raise CommTimeout(f"{where}: no object came within {state.timeout_s:g} s")
             assert found is not None
-            RequestWork(state, "recv_object", None, found, found.source).wait()
+            if not found.Test():
+                RequestWork(state, "recv_object", None, found, found.source).wait()
         except BaseException as error:
             if found is not None:
                 self.leave(found, error)
