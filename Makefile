@@ -36,7 +36,7 @@ ON_LINK     := MPI4PY_LIBMPI=$(CURDIR)/$(MPICH)/lib/libmpi.so.12 $(LIMIT) benchm
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-rest check installs lint format unit promises-jobs slow torch-newest torch-versions slurm timing long repeat conformance peers fuzz fuzz-bytes interrupt-fuzz chaos soak gpu gpu-wheels bench bench-link dist docs clean distclean
+.PHONY: help demo test test-all test-rest check installs lint format unit promises-jobs slow torch-newest torch-versions slurm timing long repeat conformance peers fuzz fuzz-bytes interrupt-fuzz threads-fuzz chaos soak gpu gpu-wheels bench bench-link dist docs clean distclean
 
 help:
 	@echo 'make demo     digits on two ranks, then the next word on two trainers and an embedding server; look into demo-output/'
@@ -59,6 +59,7 @@ help:
 	@echo 'make fuzz     random programs, and a tenth as many random models, against references (COUNT=1000 RANKS=3 SEED=0 WITHOUT=)'
 	@echo 'make interrupt-fuzz  signal handlers that raise in collectives, at random moments (SECONDS=300 SEED=0)'
 	@echo 'make fuzz-bytes  damaged and random messages, tables, frames and files, for all that reads foreign bytes (CASES=1000000 SEED=0)'
+	@echo 'make threads-fuzz  two threads that use one group, its works and a future, and close it (COUNT=1000 RANKS=3 SEED=0)'
 	@echo 'make chaos    trainings whose ranks are killed at random times, against undisturbed ones (RUNS=200 SEED=0); half an hour'
 	@echo 'make soak     all parts mixed by a seed, for an hour (SECONDS=3600 RANKS=3 SEED=0): threads, descriptors, communicators,'
 	@echo '              memory, /dev/shm and objects stay as they are after the first tenth'
@@ -231,6 +232,10 @@ soak: $(READY) $(FUZZ_READY)
 CASES ?= 1000000
 fuzz-bytes: $(READY)
 	$(PY) -m tests.bytes_fuzz --seed $(SEED) --count $(CASES)
+
+# The ranks draw the same steps; which thread comes first is each rank's own.
+threads-fuzz: $(READY) $(FUZZ_READY)
+	$(FUZZ_RUN) -n $(RANKS) $(PY) -m tests.thread_fuzz --seed $(SEED) --count $(COUNT)
 
 # An interpreter of your own (make gpu PY=python3) is taken as it is: nothing is installed, no network is needed.
 ifneq ($(origin PY),command line)

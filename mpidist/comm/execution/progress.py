@@ -377,6 +377,9 @@ class Progress:
             seen = first = None
             while self.items:
                 self._execute_next()
+        # A waiting thread may execute the last one meanwhile, and leaves its callbacks.
+        while self._execute_next():
+            pass
 
     def _first(self) -> object:
         try:
@@ -393,11 +396,15 @@ class Progress:
         # What was queued while the thread looked by itself came without a wake-up.
         return 0.0 if self.items else None
 
-    def _execute_next(self) -> None:
-        """Execute the first of the queue, and the callbacks of its end; in the group's thread."""
+    def _execute_next(self) -> bool:
+        """Execute the first of the queue, and the callbacks of its end; in the group's thread.
+
+        Returns:
+            False if the queue is empty, and no other thread executes an operation.
+        """
         with self.lock:
             if not self.items:
-                return  # a waiting thread has executed it
+                return False  # a waiting thread may have executed it
             self._running += 1
             self._helped = 0
             completion, execute = self.popped = self.items.popleft()
@@ -406,6 +413,7 @@ class Progress:
             elif self._end(completion, *_outcome(execute)):
                 self._running += 1
                 self._run_callbacks(self.items.popleft()[1])
+        return True
 
     def _run_callbacks(self, run: Execute) -> None:
         # What they issue precedes the queue: the lock is held.

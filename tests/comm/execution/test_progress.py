@@ -394,13 +394,19 @@ def test_close_executes_what_is_queued():
     assert last.done() and ran[-1][0] == "last"
 
 
-def test_close_waits_for_what_is_queued_behind_what_a_waiting_thread_executes(monkeypatch):
-    order, ran, gate, started = Progress("test"), [], threading.Event(), threading.Event()
-    # The group's thread sleeps meanwhile, and no operation wakes it.
+@pytest.fixture
+def asleep(monkeypatch):
+    """Return a queue whose thread sleeps, and which no operation wakes."""
+    order = Progress("test")
     monkeypatch.setattr(progress_module, "_LINGER_S", 60.0)
-    helped(order, ran, progress_module._HELPED)
+    helped(order, [], progress_module._HELPED)
     monkeypatch.setattr(progress_module, "_LOOK_S", 60.0)
     time.sleep(0.1)
+    return order
+
+
+def test_close_waits_for_what_is_queued_behind_what_a_waiting_thread_executes(asleep):
+    order, ran, gate, started = asleep, [], threading.Event(), threading.Event()
     first = Future()
     first.helped_by(order.help)
     order.submit(first, lambda: (started.set(), gate.wait(60)))
@@ -415,6 +421,24 @@ def test_close_waits_for_what_is_queued_behind_what_a_waiting_thread_executes(mo
     for thread in (closing, waiting):
         thread.join(60)
     assert all(one.done() for one in works) and [name for name, _ in ran[-2:]] == [0, 1]
+
+
+def test_close_waits_for_callbacks_of_the_last_operation_that_a_waiting_thread_executes(asleep):
+    order, ran, gate, started = asleep, [], threading.Event(), threading.Event()
+    first = Future()
+    first.helped_by(order.help)
+    order.submit(first, lambda: (started.set(), gate.wait(60)))
+    waiting = threading.Thread(target=first.wait)
+    waiting.start()
+    started.wait(60)
+    first.add_done_callback(lambda future: ran.append(threading.current_thread().name))
+    closing = threading.Thread(target=order.close, args=(60,))
+    closing.start()
+    time.sleep(0.05)
+    gate.set()
+    for thread in (closing, waiting):
+        thread.join(60)
+    assert ran == ["mpidist-test"] and order.is_idle() and not order._thread.is_alive()
 
 
 def test_an_operation_that_comes_while_another_thread_closes_is_executed_or_refused():
