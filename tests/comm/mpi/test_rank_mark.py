@@ -71,7 +71,7 @@ def test_a_program_that_a_rank_starts_is_refused_or_a_world_of_its_own(group):
     is_launched = rank_mark.VARIABLE in environ
     for env in (environ, without_launcher(environ)):
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=90
         )
         text = done.stdout + done.stderr
         if env is environ and is_launched:
