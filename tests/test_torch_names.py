@@ -25,6 +25,7 @@ OF_OTHERS = {
     "_getframe": "sys",
     "_exit": "os",
     "_fields": "named tuples",
+    "_is_owned": "locks of threading",
     "_ddp_comm_hook": "Lightning's strategy",
     "_ddp_comm_state": "Lightning's strategy",
     "_ddp_comm_wrapper": "Lightning's strategy",

@@ -362,3 +362,38 @@ def test_a_group_is_made_while_parts_of_an_object_are_under_way(group):
     child.close()
     same = all(torch.equal(a, b) for a, b in zip(got, sent, strict=True))
     agree(group, same and total.item() == group.size and not sending.is_alive(), f"{got}")
+
+
+def fails():
+    raise ValueError("not here")
+
+
+class Unreadable:
+    """An object that its receiver cannot unpickle."""
+
+    def __reduce__(self):
+        return fails, ()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_object_that_cannot_be_unpickled_is_received_once(group):
+    if group.rank == 0:
+        group.send_object(Unreadable(), 1)
+        group.send_object("second", 1)
+    elif group.rank == 1:
+        with pytest.raises(ValueError, match="not here"):
+            group.recv_object(0)
+        assert group.recv_object(0) == ("second", 0)
+
+
+def test_objects_that_calls_have_given_back_keep_their_order(group):
+    receiver = object_messages.ObjectReceiver(group._state)
+    tag = group._state.comm.own_tag(Tag.OBJECT_MESSAGE_PART)
+    first = bytearray(b"".join(frame.encode("one", True)[0:1]))
+    made = [
+        object_messages.Incoming(group._state.mpi, first, 0, tag, None, number)
+        for number in range(3)
+    ]
+    for given in (made[2], made[0], made[1]):
+        receiver.leave(given, CommTimeout("late"))
+    assert receiver._objects == made

@@ -13,6 +13,7 @@ order and an object receives its own behind those of the object before it.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -92,12 +93,20 @@ class Incoming:
 
     Attributes:
         source: The sender's rank.
+        number: Its place among those that have been received.
     """
 
     def __init__(
-        self, mpi: Mpi, first: bytearray, source: int, tag: int, before: Incoming | None
+        self,
+        mpi: Mpi,
+        first: bytearray,
+        source: int,
+        tag: int,
+        before: Incoming | None,
+        number: int = 0,
     ) -> None:
         self.source = source
+        self.number = number
         self._mpi = mpi
         self._tag = tag
         self._first = first
@@ -201,6 +210,7 @@ class ObjectReceiver:
         self._tag_of_parts = state.comm.own_tag(Tag.OBJECT_MESSAGE_PART)
         self._lock = threading.Lock()
         self._status = MPI.Status()
+        self._numbers = itertools.count()
         # A first message that has been received, and its sender.
         self._first: tuple[bytearray, int] | None = None
         # Objects that no call has, in the order of their first messages; and the last of each
@@ -250,7 +260,8 @@ class ObjectReceiver:
         """Give an object to the next call, unless it is the reason of the error."""
         if not isinstance(error, (MpidistError, MPI.Exception)) or isinstance(error, CommTimeout):
             with self._lock:
-                self._objects.insert(0, taken)
+                # Several threads may give objects back, in any order.
+                self._objects = sorted([*self._objects, taken], key=lambda one: one.number)
             return
         self.forget(taken)
         if not taken.is_over():
@@ -269,7 +280,8 @@ class ObjectReceiver:
             assert self._first is not None
         first, sender = self._first
         before = self._last.get(sender)
-        one = Incoming(self._mpi, first, sender, self._tag_of_parts, before)
+        number = next(self._numbers)
+        one = Incoming(self._mpi, first, sender, self._tag_of_parts, before, number)
         # Without a call, as in ``Incoming``.
         self._objects += (one,)
         self._last |= {sender: one}
@@ -317,12 +329,13 @@ class ObjectMessages:
         is_data, where = trust.is_data_only(data_only), state.where("recv_object")
         if src is not None:
             arguments.rank(where, src, "src", state.size)
-        entry, found = 0, None
+        entry, found, is_read = 0, None, False
         try:
             with state.explained("recv_object", is_collective=False):
                 entry = self._entries.receive_object(src)
                 found = self._receiver.take(src, where)
                 header, body = found.content()
+            is_read = True
             obj = accepted(where, header, body, is_data)
             if src is None:
                 self._entries.name_sender(entry, found.source)
@@ -330,7 +343,11 @@ class ObjectMessages:
             self._receiver.forget(found)
         except BaseException as error:
             if found is not None:
-                self._receiver.leave(found, error)
+                # An object that cannot be decoded is received: its error is the sender's.
+                if is_read and isinstance(error, Exception):
+                    self._receiver.forget(found)
+                else:
+                    self._receiver.leave(found, error)
             self._entries.fail(entry)
             raise
         return obj, found.source

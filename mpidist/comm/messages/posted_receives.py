@@ -148,9 +148,11 @@ class PostedReceive:
                     self._request = request
             else:
                 self._request = start_request(self.device, message.Irecv, space)
-        # An error of CUDA is a RuntimeError.
-        except (MPI.Exception, MpidistError, RuntimeError) as error:
+        except (MPI.Exception, MpidistError) as error:
             self.error = error
+        # An error of CUDA. Those of the library are the message's.
+        except RuntimeError as error:
+            self.error = MpidistError(f"the receive of a message on a device failed: {error}")
 
     def is_started(self) -> bool:
         """See ``Posted``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -36,14 +35,18 @@ _TESTS = 8
 
 # Requests whose handles were dropped before the end, and the memory that MPI works on.
 orphans: deque[tuple[Request, object]] = deque()
-# Re-entrant: a handler of a signal may raise between its acquisition and the block.
-_releasing = threading.RLock()
+# Empty while a thread releases them, as in ``RequestWork``.
+_turn_to_release = [None]
 
 
 def release_orphans() -> None:
     """Free the memory of messages that have ended since their handles were dropped."""
-    if not orphans or not _releasing.acquire(blocking=False):
+    if not orphans:
         return
+    try:
+        del _turn_to_release[0]
+    except IndexError:
+        return  # another thread does, or one that a handler of a signal has interrupted
     try:
         # A request stays in the queue while it is tested: an exception may leave the test.
         for _ in range(len(orphans)):
@@ -52,7 +55,7 @@ def release_orphans() -> None:
             else:
                 orphans.rotate(-1)
     finally:
-        _releasing.release()
+        _turn_to_release.append(None)
 
 
 def leave(request: Request | None, memory: object) -> None:

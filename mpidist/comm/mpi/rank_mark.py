@@ -8,6 +8,7 @@ has replaced the variables, or, with Hydra, the socket of which one is the numbe
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import MutableMapping
 
 from mpidist.comm.mpi import launcher_env
@@ -24,7 +25,9 @@ _PLACE = (
 
 def leave(environ: MutableMapping[str, str]) -> None:
     """Mark the environment of this process, a rank in which MPI has started."""
-    if launcher_env.is_rank(environ):
+    # Slurm's own variables are inherited by all of a step, and MPI may have started without them.
+    is_connected = any(name in environ for name in _PLACE if not name.startswith("SLURM"))
+    if is_connected and launcher_env.is_rank(environ):
         environ[VARIABLE] = f"{os.getpid()} {_socket(environ)} {_place(environ)}"
 
 
@@ -45,6 +48,8 @@ def _place(environ: MutableMapping[str, str]) -> str:
 def _socket(environ: MutableMapping[str, str]) -> int:
     """Return the inode of the socket to the launcher; 0 if none is open."""
     try:
-        return os.fstat(int(environ["PMI_FD"])).st_ino
+        found = os.fstat(int(environ["PMI_FD"]))
     except (KeyError, ValueError, OSError):
         return 0
+    # The program may have opened a file of this number.
+    return found.st_ino if stat.S_ISSOCK(found.st_mode) else 0

@@ -192,12 +192,12 @@ class MPIStore(dist.Store):
             return
         self._is_closed = True
         deadline = time.monotonic() + timeout_s
-        while self._unanswered and time.monotonic() < deadline:
-            for number in list(self._unanswered):
-                self._receive(number)
-            time.sleep(_LONGEST_SLEEP_S)
         word = key_value_table.request(0, BYE, ())
         with mpi_errors.death_tolerated():
+            while self._unanswered and time.monotonic() < deadline:
+                for number in list(self._unanswered):
+                    self._receive(number)
+                time.sleep(_LONGEST_SLEEP_S)
             self._mpi.Send((word, len(word), MPI.BYTE), 0, REQUEST_TAG)
 
     def leave(self) -> None:

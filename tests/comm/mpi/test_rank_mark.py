@@ -15,7 +15,8 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "PMIX_NAMESPACE": "a@1",
     "PMIX_RANK": "0",
 }  # fmt: skip
-SLURM = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}
+STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}
+SLURM = {"PMIX_RANK": "0", **STEP}
 
 
 @pytest.fixture
@@ -43,6 +44,8 @@ def test_a_program_with_the_variables_of_its_rank_is_known(started, environ):
 
 def test_a_program_without_a_launcher_starts_others(started):
     assert not started({})
+    # A step that MPI is not connected to: a program of one process, of which any number may start.
+    assert not started(STEP)
     assert not started({"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0"})
 
 
@@ -59,6 +62,14 @@ def test_ranks_of_another_hydra_have_another_socket(started):
         other = {**environ, rank_mark.VARIABLE: f"1 {os.fstat(theirs.fileno()).st_ino} {place}"}
         assert rank_mark.is_of_parent(closed) and not rank_mark.is_of_parent(other)
     assert rank_mark.is_of_parent(closed)
+    # A file that the child has opened, under the number of the socket that it lacks.
+    number, opened = int(environ["PMI_FD"]), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(opened, number)
+    try:
+        assert rank_mark.is_of_parent(closed)
+    finally:
+        for each in {opened, number}:
+            os.close(each)
 
 
 PROGRAM = "import mpidist.comm; print('world of', mpidist.comm.init().size)"
