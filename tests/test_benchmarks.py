@@ -543,7 +543,8 @@ def test_stages_of_a_distributed_step_are_recorded_with_their_sum(of_calls):
     rows = {(row["phase"], row["worker"], row["stage"]): row for row in record["stages"]}
     assert {phase for phase, _, _ in rows} == {"forward", "backward", "step", "context"}
     assert rows["forward", 1, "called function"]["calls"] == 4
-    assert {rows["backward", worker, "torch's engine"]["calls"] for worker in (0, 1)} == {4}
+    # Gradients that have arrived together are one call, which the pool's threads decide.
+    assert all(1 <= rows["backward", worker, "torch's engine"]["calls"] <= 4 for worker in (0, 1))
     assert rows["step", 1, "optimizer"]["calls"] == 1
     own = record["stamps_us"]
     assert record["sum_us"] + own == pytest.approx(sum(row["us"] for row in record["stages"]))
