@@ -207,7 +207,8 @@ def test_the_value_of_remote_is_behind_the_handlers_stream(group, lazy, monkeypa
     group.barrier()
     reference = rpc.remote(f"worker{(group.rank + 1) % group.size}", same, args=(3,))
     agree(group, reference.to_here() == 3, "the value")
-    kept = [entry.events for entry in current.require().references.store.leaks()]
+    # Alone, this worker's own reference is no fork.
+    kept = [entry.events for entry in current.require().references.store._entries.values()]
     agree(group, kept != [] and all(len(events) == 1 for events in kept), str(kept))
     group.barrier()
     del reference

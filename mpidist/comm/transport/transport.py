@@ -209,6 +209,8 @@ class Transport:
         if len(self._sending) > MAX_PENDING:
             self._sends.test()
         source, nbytes = status.Get_source(), len(data)
+        if source < 0:
+            return None  # ULFM has completed the receive without a message: a rank has died
         if nbytes < FIXED_BYTES:
             raise FrameError(f"truncated message of {nbytes} bytes from rank {source}")
         fields = FIXED.unpack_from(data)
