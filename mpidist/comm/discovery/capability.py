@@ -132,7 +132,6 @@ def agreed_operations(comm: Communicator, device: torch.device) -> frozenset[str
     if held is None:
         held, warning = _agree(comm, device)
         comm.device_operations[device.type] = held
-        # After the collective part, because a warning may be an error on this rank alone.
         if device.type == "cuda":
             cuda_context.warn_of_late_visibility()
         if warning:

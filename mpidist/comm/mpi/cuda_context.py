@@ -9,9 +9,9 @@ first and is current while MPI starts.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
@@ -21,6 +21,8 @@ from mpidist.comm.mpi.launcher_env import Launch
 # "0": MPI gets no device pointers; "1": all operations do; unset: those that were tried.
 ENV_CUDA_AWARE = "MPIDIST_CUDA_AWARE"
 _ENV_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+_log = logging.getLogger(__name__)
 
 _index: int | None = None  # the device whose context was current when MPI started
 _is_first: bool | None = None
@@ -94,15 +96,16 @@ def device_index(count: int, held: Sequence[int], current: int, launch: Launch) 
 
 
 def warn_of_late_visibility() -> None:
-    """Warn if CUDA_VISIBLE_DEVICES was set after CUDA started: ranks would share a device."""
+    """Log if CUDA_VISIBLE_DEVICES was set after CUDA started: ranks would share a device."""
     now = os.environ.get(_ENV_VISIBLE)
     if _index is not None and now != _visible_at_start:
-        warnings.warn(
-            f"{_ENV_VISIBLE} is {now!r} but was {_visible_at_start!r} when MPI and CUDA started: "
-            "it has no effect. Set it "
-            "before, or use mpidist.comm.device(), this rank's device",
-            RuntimeWarning,
-            stacklevel=2,
+        # Logged: a warning that is an error would stop this rank alone.
+        _log.warning(
+            "%s is %r but was %r when MPI and CUDA started: it has no effect. Set it before, or "
+            "use mpidist.comm.device(), this rank's device",
+            _ENV_VISIBLE,
+            now,
+            _visible_at_start,
         )
 
 
