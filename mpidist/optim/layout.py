@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 
 State = TypeVar("State")
 Worker = TypeVar("Worker")
+# Parameters of a reference: a list is made of as many numbers.
+_MOST = 1 << 24
 
 
 class Layout(Generic[Worker]):
@@ -30,7 +32,18 @@ class Layout(Generic[Worker]):
         Args:
             owners: The owner of each reference.
             counts: For each owner, the number of parameters of each of its references.
+
+        Raises:
+            ValueError: An owner's counts are not those of its references; no group is added.
         """
+        for owner, found in counts.items():
+            if len(found) != owners.count(owner) or not all(
+                type(count) is int and 0 <= count <= _MOST for count in found
+            ):
+                raise ValueError(
+                    f"{owner} tells {list(found)!r} as the numbers of parameters of "
+                    f"{owners.count(owner)} references"
+                )
         following = {owner: iter(found) for owner, found in counts.items()}
         self.groups.append([(owner, next(following[owner])) for owner in owners])
 

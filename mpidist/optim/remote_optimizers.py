@@ -45,7 +45,11 @@ class RemoteOptimizers:
         self._recipe = named, is_functional, args, kwargs
 
     def make(self, groups: Sequence[Group]) -> tuple[list[dict[str, object]], dict[str, object]]:
-        """Make the local optimizers; return each group's settings, and the class's defaults."""
+        """Make the local optimizers; return each group's settings, and the class's defaults.
+
+        Raises:
+            ValueError: An owner's answer does not fit its references.
+        """
         own: dict[WorkerInfo, list[Group]] = {}
         for rrefs, settings in groups:
             for worker, part in by_owner(rrefs).items():
@@ -57,6 +61,12 @@ class RemoteOptimizers:
         )
         self.references = {worker: reference for worker, (reference, *_) in made.items()}
         # An answer has one entry for each group in which its owner has parameters.
+        for worker, (_, counts, told, _) in made.items():
+            if {len(counts), len(told)} != {len(own[worker])}:
+                raise ValueError(
+                    f"{worker} tells the parameters of {len(counts)} groups and the settings of "
+                    f"{len(told)}, and has part in {len(own[worker])}"
+                )
         parts = {
             worker: zip(counts, settings, strict=True)
             for worker, (_, counts, settings, _) in made.items()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from mpidist.optim.layout import Layout
 
 
@@ -41,3 +43,11 @@ def test_gather_and_scatter_undo_each_other():
             assert parts[worker] == {
                 here: state[number] for here, number in enumerate(numbers) if number in state
             }
+
+
+@pytest.mark.parametrize("counts", [[2], [2, 1, 1], [2, -1], [2, 1.0], [2, True], [2, 1 << 40]])
+def test_an_owners_wrong_counts_are_named(counts):
+    layout = Layout()
+    with pytest.raises(ValueError, match=r"^a tells \[2.*of parameters of 2 references"):
+        layout.add(["a", "b", "a"], {"a": counts, "b": [3]})
+    assert layout.groups == []
