@@ -1,4 +1,4 @@
-"""Names of the state that torch's optimizers keep for each parameter (pure)."""
+"""Names of the settings and of the state that torch's optimizers need in a load (pure)."""
 
 from __future__ import annotations
 
@@ -47,19 +47,34 @@ def lacking(kind: type, group: Mapping[str, Any], values: Collection[str]) -> li
 
 
 def require_complete(
-    kind: type, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Collection[str]]
+    kind: type,
+    defaults: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Any, Collection[str]],
 ) -> None:
     """Refuse a loaded state that a step could not use.
 
     Args:
         kind: As ``lacking``.
+        defaults: Of the optimizer. A loaded group needs its numbers; switches, which torch adds
+            from version to version, its classes add themselves.
         groups: Settings, with the state's keys of the parameters in ``params``.
         state: Each parameter's names, by key.
 
     Raises:
-        ValueError: The state of a parameter lacks a name.
+        ValueError: A group lacks a setting, or the state of a parameter a name.
     """
+    needed = {
+        name
+        for name, value in defaults.items()
+        if isinstance(value, (int, float, tuple, torch.Tensor)) and not isinstance(value, bool)
+    }
     for group in groups:
+        if absent := sorted(needed - set(group)):
+            raise ValueError(
+                f"the state dict is damaged, or of another class of optimizers: {kind.__name__} "
+                f"needs {', '.join(absent)} in each parameter group"
+            )
         names = group.get("param_names") or ()
         for place, key in enumerate(group["params"]):
             missing = lacking(kind, group, state.get(key) or ())

@@ -25,9 +25,12 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Load the state of a ``torch.optim.Optimizer`` with the bits that were saved.
 
     Raises:
-        ValueError: The state of a parameter lacks a name that the optimizer needs.
+        ValueError: A group lacks a setting that the optimizer needs, or the state of a parameter a
+            name.
     """
-    state_names.require_complete(type(optimizer), state_dict["param_groups"], state_dict["state"])
+    state_names.require_complete(
+        type(optimizer), optimizer.defaults, state_dict["param_groups"], state_dict["state"]
+    )
     try:
         optimizer.load_state_dict(state_dict)
     except KeyError as error:

@@ -196,8 +196,8 @@ class DistributedOptimizer(Optimizer):
             state_dict: Of this class, or of torch's optimizer of the same name.
 
         Raises:
-            ValueError: The number of groups, or of parameters in one, differs, or a parameter's
-                state lacks a name; nothing is loaded.
+            ValueError: The number of groups, or of parameters in one, differs, a group lacks a
+                setting, or a parameter's state a name; nothing is loaded.
             WorkerErrors: Owners' errors; the other owners have loaded their parts.
         """
         groups = state_dict["param_groups"]
@@ -214,7 +214,7 @@ class DistributedOptimizer(Optimizer):
                     f"optimizer's group: group {number} has {len(group['params'])} parameters, "
                     f"not {size}"
                 )
-        state_names.require_complete(self._kind, groups, state_dict["state"])
+        state_names.require_complete(self._kind, self.defaults, groups, state_dict["state"])
         order = [number for group in groups for number in group["params"]]
         state = {
             place: state_dict["state"][number]

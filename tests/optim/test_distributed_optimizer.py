@@ -176,6 +176,10 @@ def test_a_state_that_lacks_a_name_is_refused_before_any_owner_loads(group, work
             ValueError, match=f"parameter {last} has no 'step', which {kind.__name__}"
         ):
             optimizer.load_state_dict(wrong)
+        wrong["state"][last] = before["state"][last]
+        del wrong["param_groups"][0]["lr"]
+        with pytest.raises(ValueError, match=f"{kind.__name__} needs lr in each parameter group"):
+            optimizer.load_state_dict(wrong)
         now = optimizer.state_dict()["state"]
         assert all(
             torch.equal(now[number][name], value)

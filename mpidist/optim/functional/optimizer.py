@@ -146,12 +146,12 @@ class FunctionalOptimizer(Optimizer):
         """Load a state of this optimizer, or of torch's of the same name.
 
         Raises:
-            ValueError: A state of another shape than its parameter, or one that lacks a name;
-                nothing is loaded.
+            ValueError: A state of another shape than its parameter, or one that lacks a name, or a
+                group that lacks a setting; nothing is loaded.
         """
         with self.locks:
             state_names.require_complete(
-                self._of_torch, state_dict["param_groups"], state_dict["state"]
+                self._of_torch, self.defaults, state_dict["param_groups"], state_dict["state"]
             )
             _check_state(state_dict, self._aliases)
             _load_state_dict(self, state_dict)

@@ -180,6 +180,7 @@ class LocalOptimizer:
                 given = read()
                 state_names.require_complete(
                     type(self.optim),
+                    self.optim.defaults,
                     parameter_groups.packed(given.groups),
                     {key: held.keys() - {MASTER_KIND} for key, held in given.entries.items()},
                 )

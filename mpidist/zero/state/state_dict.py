@@ -55,7 +55,7 @@ def require_fits(given: StateDict, groups: Groups, optim: torch.optim.Optimizer)
         ValueError: A key, a size or a shape does not fit.
     """
     _require_form(given)
-    _require_groups(given["param_groups"], groups, optim)
+    _require_groups(given["param_groups"], groups)
     parameters = _by_id(given["param_groups"], groups)
     for key, values in given["state"].items():
         if key not in parameters:
@@ -63,7 +63,7 @@ def require_fits(given: StateDict, groups: Groups, optim: torch.optim.Optimizer)
                 f"the state dict has state of {key!r}, which none of its parameter groups names"
             )
         _require_values(key, values, parameters[key].shape, type(optim))
-    state_names.require_complete(type(optim), given["param_groups"], given["state"])
+    state_names.require_complete(type(optim), optim.defaults, given["param_groups"], given["state"])
     _require_masters(given.get(MASTERS, {}), parameters)
 
 
@@ -80,7 +80,7 @@ def _require_form(given: object) -> None:
         )
 
 
-def _require_groups(saved: Groups, groups: Groups, optim: torch.optim.Optimizer) -> None:
+def _require_groups(saved: Groups, groups: Groups) -> None:
     sizes = [len(group["params"]) for group in saved]
     own_sizes = [len(group["params"]) for group in groups]
     if sizes != own_sizes:
@@ -88,14 +88,6 @@ def _require_groups(saved: Groups, groups: Groups, optim: torch.optim.Optimizer)
             f"the state dict is of another model: its parameter groups hold {sizes} parameters, "
             f"this optimizer's {own_sizes}"
         )
-    needed = {key for key, value in optim.defaults.items() if isinstance(value, (float, tuple))}
-    for group in saved:
-        lacking = sorted(needed - set(group))
-        if lacking:
-            raise ValueError(
-                f"the state dict is of another class of optimizers: {type(optim).__name__} needs "
-                f"{', '.join(lacking)} in each parameter group"
-            )
 
 
 def _require_values(key: object, values: object, shape: torch.Size, optim: type) -> None:

@@ -144,7 +144,8 @@ def test_nothing_is_loaded_from_what_does_not_fit(group, monkeypatch):
     good, last = copy.deepcopy(before), group.rank == group.size - 1
     fewer = copy.deepcopy(good)
     fewer["param_groups"][1]["params"].pop()
-    shape, number, name, step = (copy.deepcopy(good) for _ in range(4))
+    shape, number, name, step, setting = (copy.deepcopy(good) for _ in range(5))
+    del setting["param_groups"][1]["lr"]
     del step["state"][1]["step"]
     shape["state"][0]["exp_avg"] = torch.zeros(3)
     number["state"][99] = number["state"].pop(0)
@@ -155,6 +156,7 @@ def test_nothing_is_loaded_from_what_does_not_fit(group, monkeypatch):
         (number, "99"),
         (name, "another class"),
         (step, "parameter 1 has no 'step', which Adam needs"),
+        (setting, "Adam needs lr in each parameter group"),
         (other.state_dict(), "another class"),
         ({"state": {}}, "param_groups"),
         (None, "NoneType"),

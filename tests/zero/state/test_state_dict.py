@@ -77,6 +77,15 @@ def test_what_does_not_fit_is_named():
             state_dict.require_fits(given, optimizer.param_groups, optimizer)
 
 
+def test_a_learning_rate_that_is_a_whole_number_is_missed_too():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=1)
+    given = optimizer.state_dict()
+    del given["param_groups"][0]["lr"]
+    with pytest.raises(ValueError, match="SGD needs lr in each parameter group"):
+        state_dict.require_fits(given, optimizer.param_groups, optimizer)
+
+
 def taken(value, piece):
     return owned(state_dict.part(value, piece), piece)
 
