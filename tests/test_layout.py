@@ -45,7 +45,6 @@ COVERED_BY = {
     "nn/batch_function": "nn/test_sync_batch_norm.py",
     "nn/batch_kernels": "nn/test_sync_batch_norm.py",
     "optim/local": "optim/test_distributed_optimizer.py",
-    "optim/remote_optimizers": "optim/test_distributed_optimizer.py",
     "rpc/calls/engine_messages": "rpc/threads/test_interceptor.py",
     "rpc/calls/reader": "rpc/calls/test_wire.py",
     "rpc/calls/references": "rpc/test_rref.py",
