@@ -717,8 +717,9 @@ def _require_outer(
         raise TypeError("outer must step by gradients alone; LBFGS calls a closure")
     if outer.state:
         raise ValueError(
-            "outer has stepped already: give a new optimizer, and load its state with "
-            f"{_NAME}.load_state_dict"
+            f"outer ({type(outer).__name__}) has state of the module's parameters, and {_NAME} "
+            "steps copies of them: give a new optimizer, of a class that makes no state before its "
+            f"first step (Adagrad does), and load its state with {_NAME}.load_state_dict"
         )
     if not {id(own) for _, own in named} <= _held(outer) <= set(map(id, module.parameters())):
         raise ValueError("outer must hold the module's parameters, all that require a gradient")

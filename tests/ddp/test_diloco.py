@@ -475,6 +475,7 @@ def test_settings_that_differ_are_refused_on_all_ranks(group, options):
         ({"every": 2, "inner": "other"}, ValueError, "inner steps none"),
         ({"every": 2, "fragments": "some"}, ValueError, "exactly one"),
         ({"every": 2, "outer": "inner"}, ValueError, "another optimizer than inner"),
+        ({"every": 2, "outer": "Adagrad"}, ValueError, "no state before its first step"),
         ({"every": 2, "hook": default_hooks.allreduce_hook}, TypeError, "is torch's"),
         ({"every": 2, "module": "sparse"}, ValueError, "'wide' is sparse"),
         ({"every": 2, "module": "frozen"}, ValueError, "found 0 on"),
@@ -487,6 +488,8 @@ def test_wrong_arguments_are_refused_on_all_ranks(group, options, error, text):
     for name in ("inner", "outer"):
         if given[name] == "other":
             given[name] = inner_of(other)
+    if given["outer"] == "Adagrad":  # makes its state when it is made
+        given["outer"] = torch.optim.Adagrad(model.parameters())
     if given["outer"] == "inner":
         given["outer"] = given["inner"]
     if given["module"] == "sparse":
