@@ -88,7 +88,7 @@ def commit(
     with comparing(native, _WHERE) as rows:
         step = count(_WHERE, "step", step, 0)
         training.require_usable(native.rank, native.size)
-        rows += [("folder", os.path.abspath(folder)), ("step", step)]
+        rows += [("folder", files.absolute(folder)), ("step", step)]
     with recorder.recorded("commit", _WHERE):
         _of(native, folder).write(step, training, extra, bool(rng))
 
@@ -110,7 +110,7 @@ def _of(group: Group, folder: str | os.PathLike[str]) -> Commits:
         if one.group.is_closed:
             one.leave()
             del _commits[key]
-    key = group.key, os.path.abspath(folder)
+    key = group.key, files.absolute(folder)
     if key not in _commits:
         _commits[key] = Commits(group, Path(folder))
     return _commits[key]

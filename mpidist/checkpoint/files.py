@@ -43,6 +43,19 @@ class Found(NamedTuple):
     is_complete: bool
 
 
+def absolute(folder: str | os.PathLike[str]) -> str:
+    """Return the absolute path of a run's folder.
+
+    Raises:
+        FileNotFoundError: It is relative, and the process's working folder was removed.
+    """
+    try:
+        return os.path.abspath(folder)
+    except FileNotFoundError as error:
+        text = "the working folder of this process was removed, and the path is relative"
+        raise FileNotFoundError(error.errno, text, os.fspath(folder)) from None
+
+
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """Return the newest complete checkpoint of a folder, or the folder if it is one; else None.
 

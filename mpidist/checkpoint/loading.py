@@ -128,6 +128,8 @@ def _chosen(
 ) -> tuple[Path, str] | None:
     """Return path and manifest text of the checkpoint that rank 0 chooses, on all ranks."""
     with comparing(group, _WHERE) as rows:
+        # Of the commits, which each rank looks for by itself.
+        files.absolute(folder)
         folder = Path(folder)
         training.require_usable(group.rank, group.size)
         asked = [name for name, taker in training.asked().items() if taker is not None]

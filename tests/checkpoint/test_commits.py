@@ -551,3 +551,28 @@ def test_a_spare_takes_the_place_of_a_dead_rank_with_the_same_bits(tmp_path, dea
         return {line["rank"]: line["weights"] for line in lines}
 
     assert weights("lost", dead, where) == weights("straight", None, "never")
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("default_group", "memory")
+@pytest.mark.parametrize("call", ["commit", "load"])
+def test_a_relative_folder_of_a_rank_without_a_working_folder(group, tmp_path, monkeypatch, call):
+    """Each rank looks for commits by itself, so all have to know that one cannot."""
+    last, model = group.rank == group.size - 1, torch.nn.Linear(2, 2)
+    where = tmp_path / f"removed{group.rank}"
+    where.mkdir()
+    monkeypatch.chdir(where)
+    if last:
+        where.rmdir()
+    error = FileNotFoundError if last else DisagreementError
+    words = "working folder of this process was removed, and the path is relative"
+    raises_on_all(
+        group,
+        error,
+        lambda: (
+            commit("run", 1, model=model, group=group)
+            if call == "commit"
+            else load("run", model=model, group=group)
+        ),
+        words if last else "",
+    )
