@@ -92,8 +92,10 @@ class Reduction:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.reducer.end_captured()
-        own.restore()
+        try:
+            self.reducer.end_captured()
+        finally:
+            own.restore()
 
     def _mark_ready(self, place: int, gradient: Tensor) -> None:
         # Runs on the engine's thread with the whole gradient: local passes run the nodes above

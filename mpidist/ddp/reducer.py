@@ -323,9 +323,11 @@ class Reducer:
 
     def end_captured(self) -> None:
         """Average later passes as before; abandon a captured pass that has not been finished."""
-        if self._pass is not None and self._pass.is_begun:
-            self._abandon()
-        self.captures = False
+        try:
+            if self._pass is not None and self._pass.is_begun:
+                self._abandon()
+        finally:
+            self.captures = False
 
     def _complete(
         self, backward: BackwardPass, has_gradient: list[bool], missing: list[str]

@@ -149,7 +149,8 @@ class _Broadcasts:
     def advance(self) -> None:
         """Begin the broadcasts behind the first, and the data of those whose heads have come."""
         self._look()
-        while self.failure is None and len(self.begun) < _MOST:
+        # Where none is in its turn, as in a wait for one that was left, none is behind it.
+        while self.begun and self.failure is None and len(self.begun) < _MOST:
             found = self._upcoming(len(self.begun) - 1)
             # The one before it must have been read, or written, first.
             if found is None or any(

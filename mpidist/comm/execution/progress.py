@@ -342,8 +342,12 @@ class Progress:
             while self.items and not here.is_at_once:
                 self._execute_next()
             return
+        # In a signal's handler within a call of this thread, behind which the other ends.
+        if self.lock._is_owned():  # type: ignore[attr-defined]
+            return
         thread.join(timeout_s)
-        if thread.is_alive():
+        # Else a synchronous call of another thread holds it up.
+        if thread.is_alive() and self.pending:
             runtime.abort(
                 f'group "{self._name}" was closed while {self.pending} asynchronous operation(s) '
                 "had not ended after "

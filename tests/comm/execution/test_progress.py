@@ -473,3 +473,15 @@ def test_a_callback_that_closes_its_group_executes_the_queue_first():
     behind.wait(60)
     order._thread.join(60)
     assert ran == [("behind", "mpidist-test"), "closed"] and not order._thread.is_alive()
+
+
+def test_a_group_may_be_closed_within_a_call_of_the_thread_that_executes():
+    """As by a signal's handler: the queue's thread ends behind the call."""
+    progress = Progress("test")
+    first: Future[None] = Future()
+    progress.submit(first, lambda: None)
+    first.wait(60)
+    with progress.lock:
+        progress.close(0.0)
+    progress._thread.join(60)
+    assert not progress._thread.is_alive()

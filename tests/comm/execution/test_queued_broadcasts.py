@@ -229,6 +229,30 @@ def test_a_wait_that_an_exception_leaves_keeps_the_place_in_the_order(
     agree(world, not broadcasts._not_ended, f"{len(broadcasts._not_ended)} are kept")
 
 
+def test_broadcasts_queued_behind_one_that_was_left_keep_their_order(world, on_nodes, leaves):
+    """Into its memory, too: while it is waited for, none is in its turn."""
+    group, last = on_nodes("alone"), world.size - 1
+    group.broadcast(torch.zeros(1), 0)
+    into = [torch.zeros(4) for _ in range(3)]
+    if group.rank == last:
+        leaves()
+        with pytest.raises(Left):
+            group.broadcast(into[0], 0)
+        with group._progress.lock:
+            works = [group.broadcast(tensor, 0, async_op=True) for tensor in into]
+        for work in works:
+            work.wait()
+    else:
+        if group.rank == 0:
+            time.sleep(0.05)
+        for value, tensor in enumerate([into[0], *into], start=1):
+            if group.rank == 0:
+                tensor.fill_(value)
+            group.broadcast(tensor, 0)
+    found = [tensor[0].item() for tensor in into]
+    agree(world, found == [2.0, 3.0, 4.0], str(found))
+
+
 def test_queued_broadcasts_of_one_tensor_keep_their_order(world, on_nodes):
     group, last = on_nodes("alone"), world.size - 1
     for numel in (1, _NUMEL):
