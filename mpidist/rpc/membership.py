@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import traceback
@@ -40,7 +41,8 @@ def transport_of(world_size: object, group: ProcessGroup | None) -> Transport:
     if world_size == 1 and group is None:
         key: tuple[int, ...] = ()
     else:
-        group = group or _group(world_size if isinstance(world_size, int) else None)
+        size = operator.index(world_size) if isinstance(world_size, SupportsIndex) else None
+        group = group or _group(size)
         key = group.world_ranks
     with _lock:
         transport = _transports.get(key)

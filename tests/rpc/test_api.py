@@ -377,6 +377,32 @@ def test_an_ungraceful_shutdown_completes_the_futures_of_answered_calls(group):
     agree(group, [future.wait() for future in ended] == list(range(4)))
 
 
+def wait_for_event():
+    _event.wait(60)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_ungraceful_shutdown_ends_callbacks_that_wait_for_other_calls(group):
+    rpc.init_rpc(f"worker{group.rank}", group=group)
+    to = (group.rank + 1) % group.size
+    _event.clear()
+    group.barrier()
+    first, second = (rpc.rpc_async(to, wait_for_event) for _ in range(2))
+    texts = []
+
+    def waits(_):
+        try:
+            second.wait()
+        except MpidistError as error:
+            texts.append(str(error))
+
+    ended = first.then(waits)
+    group.barrier()
+    rpc.shutdown(graceful=False)
+    _event.set()
+    agree(group, ended.done() and "was shut down before" in texts[0], str(texts))
+
+
 def spreads(depth, size):
     """Record the call, and make further calls that are not awaited."""
     _notes.append(depth)

@@ -266,7 +266,8 @@ class PendingCalls:
 
     def wait(self, call: Call) -> None:
         """Wait until a call is done; at its deadline it fails."""
-        self._polling.wait(call)
+        if not self.is_stopped:
+            self._polling.wait(call)
         while not call.done:
             if call.deadline <= time.monotonic():
                 self._time_out(call)
@@ -347,9 +348,11 @@ class PendingCalls:
     def stop(self) -> None:
         """Fail all calls, and reject new ones."""
         self.is_stopped = True
-        for call in self._remove_where(lambda call: True):
-            text = f"{self._describe(call)}: {self.stop_reason} on this worker"
-            self._fail(call, MpidistError(text))
+        # One after the other: a callback of one may wait for another, which that wait fails.
+        for call in list(self._pending.values()):
+            if self._pending.pop(call.sequence, None) is not None:
+                text = f"{self._describe(call)}: {self.stop_reason} on this worker"
+                self._fail(call, MpidistError(text))
 
     def fail(self, sequence: int, error: BaseException, source: int) -> None:
         """Fail a call by its number if it is pending and its callee is rank ``source``."""

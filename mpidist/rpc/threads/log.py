@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import traceback
 from typing import Any
@@ -12,12 +13,14 @@ class _Log(logging.LoggerAdapter):
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log a record."""
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the caller's line, not this one
         try:
             super().log(level, msg, *args, **kwargs)
         except KeyboardInterrupt:
             raise
         except BaseException:
-            traceback.print_exc()
+            with contextlib.suppress(Exception):  # standard error may be closed
+                traceback.print_exc()
 
 
 logger = _Log(logging.getLogger("mpidist.rpc"))

@@ -33,3 +33,8 @@ def test_an_interrupt_goes_on(raising):
     raising.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         logger.error("a record")
+
+
+def test_a_record_has_the_line_of_its_caller(caplog):
+    logger.warning("here")
+    assert caplog.records[-1].filename == "test_log.py"
