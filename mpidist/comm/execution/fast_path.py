@@ -244,6 +244,8 @@ class FastPath:
         """Return the prepared call of a tensor; None if the fast path does not apply to it."""
         if not self._is_open or torch_profiler._is_profiler_enabled or not tensor.is_cpu:
             return None
+        if torch._C._is_tracing():
+            return None  # refused by the normal path, also at an address that it knows
         try:
             address, shape = tensor.data_ptr(), tensor.shape
         except RuntimeError:  # a sparse layout, a nested tensor, or one of torch.func
@@ -370,7 +372,6 @@ class FastPath:
             or not isinstance(op, str)
             or dtype.is_complex
             or not has_memory(tensor)
-            or torch._C._is_tracing()  # refused by the normal path
         ):
             return None
         # Views of one memory may take turns.
