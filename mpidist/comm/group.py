@@ -726,7 +726,7 @@ class ProcessGroup:
         messages that arrive later are dropped as well, because the communicator is freed after the
         last member has closed the group (``closed_communicators``). A second call has no effect;
         that of another thread returns when the group is closed. A synchronous call under way in
-        another thread ends before.
+        another thread ends before, unless it takes longer than ``timeout_s``.
 
         Collective: over the group; no rank waits for another.
         """

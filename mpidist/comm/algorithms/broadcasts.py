@@ -7,8 +7,8 @@ MPI matches the calls of a communicator by their order on each rank. Heads go by
 communicator and longer data by a copy of it, and on each the broadcasts have the group's order. So
 a rank may begin the heads of later broadcasts before the data of the first, and need not begin as
 many as another rank: broadcasts from several roots share the network in both directions. None
-begins early whose memory is that of one under way. The data of a broadcast begin on every rank,
-also where its wait was left by an exception, or later data would come into its place.
+begins early whose memory is that of one under way. Where an exception has left the wait for a
+broadcast, its data begin with the next broadcast of the group, ahead of that one's.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def execute(comm: Communicator, tensors: Tensors, root: int) -> None:
     """Broadcast the root's tensors, contiguous and on the host, to those of the other ranks.
 
     Those queued directly behind it begin meanwhile. Where an exception of this thread, a signal
-    handler's for instance, leaves the wait, the broadcast keeps its place: its data begin when
-    their turn comes.
+    handler's for instance, leaves the wait, the broadcast keeps its place: its data begin with the
+    next broadcast.
 
     Raises:
         LengthError: A tensor of this rank has another length than the root's.

@@ -277,7 +277,7 @@ class Messages:
                 return _as_one(parts), staged
         memory, device = device_p2p.to_send(tensor)
         spaces = [buffer.byte_range(memory, *span) for span in buffer.pieces(memory.nbytes)]
-        # In one call in C, within which no handler of a signal runs: all pieces, or none.
+        # Of host memory in one call in C, within which no signal handler runs: all pieces, or none.
         start, series = self._state.mpi.Isend, Series([])
         if device is not None:
             start = partial(start_request, device, start)
